@@ -133,7 +133,7 @@ def _millrace_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, An
 
 
 def _files(place: dict[str, Any], step: int) -> list[str]:
-    from millrace.keys import CheckpointKeys
+    from millrace.keys.checkpoints import CheckpointKeys
     from millrace.storage import list_objects
 
     return [stat.key for stat in list_objects(_store(place), CheckpointKeys(JOB).parts(step))]

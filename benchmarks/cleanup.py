@@ -35,7 +35,7 @@ import obstore
 from benchmarks.common import Results, measured, options, rotated, show
 from benchmarks.endless import Endless
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.storage import Store, StoreSpec, list_objects, make_boto3_client, open_store, put
 from millrace.testing.rgw import RGW
 from tests.stores import credentials

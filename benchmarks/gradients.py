@@ -48,7 +48,7 @@ from millrace.gradients import (
 from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
 from millrace.gradients.sync.merge import make_dense
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.storage import list_objects, open_store, put
 
 CODEC = Codec()
@@ -254,7 +254,7 @@ def off(tensors: dict[str, torch.Tensor]) -> float:
         for run in unpack_tensor(GradientEncoder(CODEC).encode(tensor), shape, CODEC):
             chunks = run.chunks
             table = values[chunks.first : chunks.first + chunks.values].reshape(-1, chunks.size)
-            true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
+            true = np.take_along_axis(table, run.indices.astype(np.int64), axis=1)
             wrong += float(np.square(decode_values(run, CODEC) - true, dtype=np.float64).sum())
             right += float(np.square(true, dtype=np.float64).sum())
     return (wrong / right) ** 0.5

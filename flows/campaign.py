@@ -32,7 +32,7 @@ from millrace.campaigns.worker import TrainingPlan, make_training_program
 from millrace.cleanup import CleanupKind, CleanupResult, Rule
 from millrace.errors import HeldError, MillraceError, UnavailableError, format_error
 from millrace.gradients import AggregatorSettings, FollowSettings, RunSettings
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.rentals import RentalSettings, RentalTimeouts
 from millrace.storage import Right, StoreSpec
 from tasks.campaigning import (

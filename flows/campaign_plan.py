@@ -14,7 +14,7 @@ from millrace.checkpoints import CooldownSettings
 from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import FollowRules, RunRules, WeightsSource
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.remote import CodeRepository
 from millrace.rentals import OfferRequest, RentalTimeouts
 from millrace.settings import Duration

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.checkpoints import CooldownSettings, EpochStatus, MemberSettings, SavedSource
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cooldown import report_epoch, run_cooldown_on_ray, watch_epoch

@@ -12,7 +12,7 @@ from millrace.datasets import (
     ShardReport,
     SourceLocation,
 )
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Right
 from tasks.limits import reserve_upload_slots
 from tasks.locations import BucketLocation, SourceInput, check_right, make_store_spec

@@ -1,4 +1,4 @@
-"""A Ray cluster: reached, and looked at. Ray is imported where there is a cluster only."""
+"""Connections to a Ray cluster, and its nodes. Only functions that need Ray import it."""
 
 import logging
 import os
@@ -19,10 +19,13 @@ _SETTINGS_FRAME = 4
 
 @contextmanager
 def connect(address: str | None) -> Generator[Any]:
-    """Ray's module, connected to a cluster; one that was connected before stays so.
+    """Connect to a Ray cluster, and yield the module ``ray``.
+
+    A connection that existed before stays open at the end.
 
     Args:
-        address: Of the cluster; by default the one we are in, or ``RAY_ADDRESS``.
+        address: Address of the cluster. By default that of ``RAY_ADDRESS``, or of the cluster that
+            this process belongs to.
 
     Raises:
         ConfigurationError: Ray is not installed, or there is no such cluster.
@@ -41,7 +44,7 @@ def connect(address: str | None) -> Generator[Any]:
         )
     except Exception as error:
         raise ConfigurationError(
-            f"There is no Ray cluster to be reached ({format_error(error)}): start one with "
+            f"The Ray cluster cannot be reached ({format_error(error)}): start one with "
             "`ray start --head`, give its address, and RAY_AUTH_MODE=token if it asks."
         ) from error
     try:
@@ -51,13 +54,13 @@ def connect(address: str | None) -> Generator[Any]:
 
 
 def check_reachable(address: str | None) -> None:
-    """Check within seconds that a Ray cluster can be reached; whether it lets us in is not checked.
+    """Check within seconds that a Ray cluster can be reached. Authentication is not checked.
 
     Args:
-        address: As of `connect`.
+        address: Address of the cluster, as for `connect`.
 
     Raises:
-        ConfigurationError: As of `connect`.
+        ConfigurationError: Ray is not installed, or there is no such cluster.
     """
     ray = _import_ray()
     if not ray.is_initialized():
@@ -68,7 +71,7 @@ def _resolve_address(ray: Any, address: str | None) -> str:
     """Return the address that `ray.init` would connect to.
 
     Raises:
-        ConfigurationError: It would look for a cluster on this machine, and there is none.
+        ConfigurationError: No address is set, and there is no cluster on this machine.
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
     if wanted != "auto":
@@ -83,13 +86,13 @@ def _resolve_address(ray: Any, address: str | None) -> str:
 
 
 def _check_address(address: str) -> None:
-    """Check that a Ray server listens at an address: `ray.init` retries a wrong one for minutes.
+    """Check that a Ray server listens at an address, since `ray.init` retries for minutes.
 
     The first frame of any gRPC server is an HTTP/2 SETTINGS frame (RFC 9113, section 3.4). With
     TLS only the connection is checked.
 
     Raises:
-        ConfigurationError: The address is no address, or no Ray server answers there.
+        ConfigurationError: The address is invalid, or no Ray server answers there.
     """
     if address == "local":
         return
@@ -121,12 +124,12 @@ def _check_address(address: str) -> None:
 
 
 def list_living_nodes(ray: Any) -> list[dict[str, Any]]:
-    """Return the nodes that are alive, as Ray describes them."""
+    """Return Ray's descriptions of the nodes that are alive."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def list_answering_nodes(ray: Any) -> list[dict[str, Any]]:
-    """Return the living nodes that answer: one that has died may still be listed."""
+    """Return the nodes that answer. Ray may still list a dead node as alive."""
     ask = ray.remote(_do_nothing)
     asked = [
         (node, ask.options(max_retries=0, **make_node_options(node)).remote())
@@ -141,16 +144,16 @@ def list_answering_nodes(ray: Any) -> list[dict[str, Any]]:
 
 
 def _do_nothing() -> None:
-    """Do nothing: a node that runs this has answered."""
+    """Do nothing. A node that runs this function is alive."""
 
 
 def make_node_name(node: dict[str, Any]) -> str:
-    """Return a node's name for reports: its address, and the beginning of its identity."""
+    """Return a node's name for reports: its address and the first 6 digits of its identifier."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
 
 
 def make_node_options(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a task or an actor that runs on this node and takes no CPU."""
+    """Return Ray's options for a task or an actor that runs on a node and reserves no CPU."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
     strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -162,6 +165,7 @@ def _import_ray() -> Any:
         import ray  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(
-            "Ray is not installed here: pip install 'millrace[ray]', or name the machines instead."
+            "Ray is not installed on this machine: run pip install 'millrace[ray]', or name the "
+            "machines instead."
         ) from error
     return ray

@@ -1,8 +1,8 @@
-"""Delete planned objects, and abort planned uploads.
+"""Deletion of planned objects, and of planned unfinished uploads.
 
 Just before each batch is deleted, its objects are checked and listed again. Objects that a check
-keeps, or that were written since the plan, stay. Missing objects are counted. A write between that
-listing and the delete is not seen: no known store can exclude it.
+keeps, or that were written since the plan, are kept. Missing objects are counted. A write between
+that listing and the delete is not noticed: no known store can exclude it.
 """
 
 from collections import Counter, deque
@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from millrace import errors
-from millrace.keys import find_common_prefix
+from millrace.keys.names import find_common_prefix
 from millrace.progress import Event, Progress, ignore_event
 from millrace.storage import (
     Backend,
@@ -32,7 +32,7 @@ from millrace.storage import (
 
 _BATCH = 1000
 _MAX_BATCHES = 8
-_MAX_FAILURES = 1000  # failures after which nothing more is tried
+_MAX_FAILURES = 1000  # failures that end the deletion
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "objects that have to be deleted before it are still there"
 
@@ -54,7 +54,7 @@ class PlannedObject:
 
     @property
     def size(self) -> int:
-        """Bytes of the object."""
+        """Size in bytes."""
         return self.stat.size
 
 
@@ -82,7 +82,7 @@ class DeletionCheck(Protocol[_CheckedT_contra]):
         ...
 
     def __call__(self, planned: _CheckedT_contra, /) -> str:
-        """Return why an object stays by now; empty if it can be deleted."""
+        """Return the reason to keep an object; empty if it can be deleted."""
         ...
 
 
@@ -94,9 +94,9 @@ class DeletionResult:
         deleted_objects: Number of deleted objects.
         deleted_bytes: Bytes of the deleted objects.
         missing: Number of planned objects that were already missing.
-        skipped: Number of objects that stay, by the reason.
+        skipped: Number of kept objects, by the reason.
         failures: Objects that could not be deleted.
-        has_given_up: Whether the rest was not tried after too many failures.
+        has_given_up: Whether too many failures ended the deletion.
     """
 
     deleted_objects: int
@@ -128,10 +128,11 @@ def delete_planned(
         planned: Objects in the order in which they are deleted.
         check: Check of each object, called in the thread of the caller. Its exceptions end the
             deletion; batches that have begun are completed.
-        find_phase: Return the phase of an object; None if it is deleted by itself.
-        count: Called with each deleted object, in the thread of the caller.
+        find_phase: Function that returns the phase of an object; None for a single object.
+        count: Function that is called with each deleted object, in the thread of the caller.
         max_batches: Number of batches that are deleted at once; by default eight.
-        progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch.
+        progress: Callback. After each batch it receives ``cleaning.deleted`` with the ``objects``
+            and ``bytes`` so far.
 
     Raises:
         DeniedError, UnavailableError: A listing cannot be read.
@@ -163,7 +164,7 @@ class _BatchResult(Generic[PlannedT]):
 
 @dataclass(slots=True)
 class _BatchDeleter(Generic[PlannedT]):
-    """Deletes batches in threads, and counts the results."""
+    """Deleter of batches in threads, which counts the results."""
 
     store: Store
     pool: ThreadPoolExecutor
@@ -202,7 +203,7 @@ class _BatchDeleter(Generic[PlannedT]):
             self.incomplete_units.add(phase.unit)
 
     def await_batches(self, max_pending: int) -> bool:
-        """Wait until few enough batches are pending; tell whether the ended ones are complete."""
+        """Wait until few batches are pending, and tell whether the ended ones are complete."""
         is_complete = True
         while len(self.pending) > max_pending:
             result = self.pending.popleft().result()
@@ -309,7 +310,7 @@ class StaleUploads:
 
     Attributes:
         uploads: Uploads to abort.
-        recent: Number of uploads that are not old enough.
+        recent: Number of younger uploads.
         failures: Uploads that could not be measured or aborted.
         is_aborted: Whether the uploads were aborted, or only found.
     """
@@ -332,12 +333,12 @@ class StaleUploads:
 
 
 def find_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> StaleUploads:
-    """Find the unfinished uploads that were started before a time. Aborts none.
+    """Find the unfinished uploads that began before a time, and abort none.
 
     Args:
         store: Store of the uploads, with credentials to write.
         before: Time by the store's clock.
-        prefix: Prefix of the keys.
+        prefix: Text that the keys start with.
 
     Raises:
         DeniedError: The credentials may not list uploads.
@@ -359,7 +360,7 @@ def find_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> S
 
 
 def abort_uploads(store: Store, found: StaleUploads) -> StaleUploads:
-    """Abort the uploads that `find_stale_uploads` has found, and no others.
+    """Abort the uploads that `find_stale_uploads` found, and no others.
 
     Returns:
         The same uploads, with those that could not be aborted as failures.

@@ -1,4 +1,4 @@
-"""Digests: what the bytes were when we wrote them."""
+"""Digests of bytes, and canonical JSON."""
 
 import hashlib
 import os
@@ -11,12 +11,12 @@ Bytes = bytes | bytearray | memoryview
 
 
 def compute_sha256(data: Bytes) -> str:
-    """SHA-256 of the bytes, in lower-case hexadecimal."""
+    """Return the SHA-256 of bytes, in lower-case hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def compute_stream_sha256(blocks: Iterable[Bytes]) -> tuple[str, int]:
-    """SHA-256 and size in bytes of a stream, read once."""
+    """Return the SHA-256 in hexadecimal and the size in bytes of a stream, which is read once."""
     digest, size = hashlib.sha256(), 0
     for block in blocks:
         digest.update(block)
@@ -25,13 +25,13 @@ def compute_stream_sha256(blocks: Iterable[Bytes]) -> tuple[str, int]:
 
 
 def make_local_etag(stat: os.stat_result) -> str:
-    """Return a substitute for an ETag of a file in a folder: its size and time of change.
+    """Return a substitute for the ETag of a file: its size and modification time.
 
-    Not the inode: a copy that keeps times (rsync -a, cp -p) is the same file elsewhere.
+    The inode is left out, so that a copy with the same times (rsync -a, cp -p) has the same ETag.
     """
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 def dump_canonical_json(value: Mapping[str, Any]) -> bytes:
-    """JSON with sorted keys and no spaces: the same record, the same bytes, on any machine."""
+    """Return JSON with sorted keys and without spaces, so that equal values have equal bytes."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

@@ -1,102 +1,102 @@
-"""Errors, each with a sentence that says what a person can do about it.
+"""Errors that Millrace raises on purpose.
 
-Transient faults are retried where they happen. What is raised is one of these, and
-every message is a sentence for whoever started the run.
+Each message says what happened, where, and what to do. Transient faults are retried where they
+happen, and become errors only when the retries end.
 """
 
 
 class MillraceError(Exception):
-    """The base of everything that Millrace raises on purpose."""
+    """Base of all errors that Millrace raises on purpose."""
 
 
 class ConfigurationError(MillraceError):
-    """Something that was asked for cannot be: the message says what to write instead."""
+    """A setting or an argument is invalid. The message says what to write instead."""
 
 
 class NotFoundError(MillraceError):
-    """No such object."""
+    """An object, a folder or a bucket does not exist."""
 
 
 class ExistsError(MillraceError):
-    """A create-if-absent met an object that is already there."""
+    """A create-if-absent found an existing object."""
 
 
 class DeniedError(MillraceError):
-    """The credentials do not allow it, or are not known to the store.
+    """The store refuses the credentials, or the credentials lack a right.
 
     Attributes:
-        reason: A sentence that tells which of the two, where the store says so; else empty.
+        reason: Sentence with the reason; empty if the store gives none.
     """
 
     reason: str = ""
 
 
 class ReadOnlyError(DeniedError):
-    """The credentials may list objects, and not write, overwrite or delete them."""
+    """The credentials may list objects, but not write, overwrite or delete them."""
 
 
 class ChangedError(MillraceError):
-    """An object is no longer the one that was meant (its ETag, size or time differs)."""
+    """An object was replaced: its ETag, size or time differs from that of an earlier request."""
 
 
 class UnavailableError(MillraceError):
     """The store could not be reached, or kept failing until the time budget was spent.
 
     Attributes:
-        status: The HTTP status of its last answer, if it answered.
+        status: HTTP status of the last answer; None without an answer.
     """
 
     status: int | None = None
 
 
 class ConflictError(MillraceError):
-    """Something else was committed under this name: two runs disagree about its content."""
+    """Another record was committed under the same key, so two runs disagree."""
 
 
 class HeldError(MillraceError):
-    """Another process does what was to be done, and lives."""
+    """Another live process holds the lease for the same work."""
 
 
 class QuarantineError(MillraceError):
-    """Too many rows of a source make no sample, or none does."""
+    """Too many rows of a source, or all of them, could not become samples."""
 
 
 class CorruptError(MillraceError):
-    """Bytes that were read are not the bytes that were recorded."""
+    """Bytes do not match their digest, their record or their format."""
 
 
 class VersionError(CorruptError):
-    """A record that another version of Millrace wrote: it is not damaged."""
+    """Another version of Millrace wrote a record. The record is not damaged."""
 
 
 class ArchiveError(MillraceError):
-    """An archive is damaged, is larger than allowed, or holds what is not unpacked."""
+    """An archive is damaged, too large, or has entries that Millrace refuses to unpack."""
 
 
 class NoSpaceError(MillraceError):
-    """The disk is too small for what is to come."""
+    """A disk has too little free space."""
 
 
 class StoppedError(MillraceError):
-    """The caller called off what it had begun."""
+    """The caller stopped the call."""
 
 
 class BudgetError(MillraceError):
-    """The money, or the time, that was granted for rented machines is spent."""
+    """The budget of money or time for rented machines is spent."""
 
 
 class MachineError(MillraceError):
-    """No rented machine came up, or what ran on one failed."""
+    """A rented machine did not start, or its program failed."""
 
 
 class WorkerError(MillraceError):
-    """A worker process ended without finishing what it was given."""
+    """A worker process ended before it had finished its work."""
 
 
 def format_error(error: BaseException) -> str:
     """Return the first paragraph of an error's message, on one line.
 
-    obstore appends a dump of its own structures below it, which helps nobody at a terminal.
+    The paragraphs after the first are obstore's dump of its own structures.
     """
     text = str(error).split("\n\nDebug source", 1)[0]
     return " ".join(text.split()) or type(error).__name__

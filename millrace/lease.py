@@ -1,9 +1,8 @@
-"""Leases: who holds what, for how long, by the store's clock.
+"""Leases in a store: their holders, and their ends by the store's clock.
 
-Each time that a lease changes hands a new epoch is created, and only one caller can create it.
-Its holder overwrites a heartbeat beside it; whoever has not been heard of for the lease's time
-may be followed. A lease makes sure that work is not done twice for nothing. It is no lock: what
-must happen once is a `commit_once`.
+Each new holder of a lease creates an epoch, and only one process can create an epoch. The holder
+overwrites a heartbeat. After the lease's time without a heartbeat, another process may take the
+lease. Leases only save duplicate work. They are not locks: `commit_once` decides what happens once.
 """
 
 import contextlib
@@ -21,28 +20,29 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.keys import LeaseKeys, clock_probe_key, lease_prefix, parse_lease
+from millrace.keys.leases import LeaseKeys, make_clock_probe_key, make_lease_prefix, parse_lease
 from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
-from millrace.storage import Stat, Store, create, delete, head, list_objects, put
+from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
 
-MAX_TTL = timedelta(hours=1)  # that one is believed in, whatever its record says
-MIN_TTL = timedelta(seconds=3)  # heartbeats come three times as often, and at most one a second
-_POLL_INTERVAL = 1.0  # seconds between two looks at a lease that another has
-_RELEASE_TIMEOUT = 3.0  # seconds that leaving waits for leases to be given back
-_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock read off it
+MAX_TTL = timedelta(hours=1)  # limit for any lease, whatever its record says
+MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
+_POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
+_RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
+_MAX_OBJECTS = 10_000  # objects of one lease, or of one member, that a census reads
+_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock that is read from it
 
 
 class Holder(BaseModel):
-    """Holder of a lease: enough for a person to find it, and for its neighbours to see it die.
+    """Process that holds a lease. Other processes of its machine can see that it has ended.
 
     Attributes:
-        id: Unique to this holder.
-        host: The machine's name.
-        machine: The boot and the process namespace, in which ``pid`` means something.
-        pid: The process.
-        started: When the process started, in the kernel's ticks.
+        id: Identifier, unique to this holder.
+        host: Name of the machine.
+        machine: Identifiers of the boot and of the process namespace that ``pid`` belongs to.
+        pid: Number of the process.
+        started: Start of the process, in the kernel's ticks.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,7 +67,7 @@ class Holder(BaseModel):
 
     @property
     def is_known_dead(self) -> bool:
-        """True if it is known to be gone, because it ran here and its process does not."""
+        """True if the holder ran on this machine, and its process has ended."""
         return (
             self.machine != ""
             and self.machine == _identify_machine()
@@ -76,7 +76,7 @@ class Holder(BaseModel):
 
 
 class LeaseEpoch(Record):
-    """Record of one holder's time."""
+    """Record of one holder of a lease."""
 
     record_kind: ClassVar[str] = "lease"
 
@@ -86,18 +86,18 @@ class LeaseEpoch(Record):
 
 @dataclass(slots=True)
 class StoreClock:
-    """The store's time of day, read once off an object written for it."""
+    """Clock of a store, from the modification time of an object that was written once."""
 
     base: datetime
     read_at: float
 
     @classmethod
     def read(cls, store: Store, scope: str, holder: Holder) -> "StoreClock":
-        """Read the clock. Three requests, that leave nothing behind."""
-        key = clock_probe_key(scope, holder.id)
+        """Read the store's clock. Three requests, which leave no object."""
+        key = make_clock_probe_key(scope, holder.id)
         put(store, key, b"")
-        # Written at the latest now, perhaps after many tries. A clock that is slow waits for a
-        # lease's end; one that is fast takes leases from those who hold them.
+        # The object may be older than this time, after many tries. So the clock may be slow, and
+        # waits longer for a lease's end. A fast clock would take leases from live holders.
         written = _read_boot_clock()
         clock = cls(head(store, key).last_modified, written)
         delete(store, [key])
@@ -105,21 +105,21 @@ class StoreClock:
 
     @classmethod
     def of_this_machine(cls) -> "StoreClock":
-        """Return this machine's clock, for callers that may not write."""
+        """Return the clock of this machine, for callers that may not write to the store."""
         return cls(datetime.now(UTC), _read_boot_clock())
 
     def now(self) -> datetime:
-        """Return the time by the store's clock, to about a second."""
+        """Return the time by the store's clock, which is exact to about a second."""
         return self.base + timedelta(seconds=_read_boot_clock() - self.read_at)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease that another has.
+    """Lease that another holder has.
 
     Attributes:
-        holder: Who.
-        until: When it ends by the store's clock, should the holder not be heard of again.
+        holder: Holder of the lease.
+        until: End of the lease without another heartbeat, by the store's clock.
     """
 
     holder: Holder
@@ -128,7 +128,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that is ours, until it ends or is given back."""
+    """Lease that this holder acquired. It may have ended since."""
 
     store: Store = field(repr=False)
     keys: LeaseKeys
@@ -137,11 +137,11 @@ class Lease:
     ttl: timedelta
 
     def beat(self) -> None:
-        """Say that the holder lives. One request; at most one a second."""
+        """Write a heartbeat. One request. Call at most once a second."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
     def is_superseded(self) -> bool:
-        """Tell whether another has taken the lease since. One listing.
+        """Decide whether another holder has taken the lease since. One listing.
 
         Raises:
             UnavailableError: The store does not answer.
@@ -149,11 +149,11 @@ class Lease:
         return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
 
     def with_timeout(self, timeout: timedelta) -> "Lease":
-        """Return the same lease with short retries, for requests that come again soon."""
+        """Return the same lease with another limit on the time for retries."""
         return replace(self, store=self.store.with_retry_timeout(timeout))
 
     def release(self) -> None:
-        """Give it back, so that the next one need not wait."""
+        """Give the lease back, so that the next holder need not wait."""
         try:
             create(self.store, self.keys.end(self.epoch), self.holder.id.encode())
         except errors.ExistsError:
@@ -163,24 +163,25 @@ class Lease:
 def acquire(
     store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
 ) -> Lease | HeldLease:
-    """Take a lease if it is free, given back, or its holder is not heard of.
+    """Take a lease if it is free, released, or without a heartbeat for its time.
 
     Args:
-        store: Where it stands.
-        keys: Its names.
-        holder: Who wants it.
-        ttl: For how long without a heartbeat.
-        clock: The store's.
+        store: Store of the lease.
+        keys: Keys of the lease.
+        holder: New holder.
+        ttl: Time after the last heartbeat at which the lease ends.
+        clock: Clock of the store.
 
     Returns:
-        The lease, or who has it.
+        The lease, or the other holder that has it.
 
     Raises:
         ConfigurationError: The time is too short for heartbeats.
     """
     if ttl < MIN_TTL:
         raise errors.ConfigurationError(
-            f"A lease lasts at least {MIN_TTL.total_seconds():g} seconds."
+            f"The lease {keys.prefix} cannot last {ttl.total_seconds():g} s: choose at least "
+            f"{MIN_TTL.total_seconds():g} s."
         )
     number, held = _find_current(store, keys, clock)
     if held is not None:
@@ -194,9 +195,22 @@ def acquire(
 def await_lease(
     store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
 ) -> Lease | HeldLease:
-    """As `acquire`, but who has it must be heard of: it is waited for until it is free, or that.
+    """Acquire a lease, or wait until its holder sends a heartbeat.
 
-    So whoever was killed is followed, and nobody is who lives.
+    So the lease of a killed process is taken when it ends. A live holder is returned soon.
+
+    Args:
+        store: Store of the lease.
+        keys: Keys of the lease.
+        holder: New holder.
+        ttl: Time after the last heartbeat at which the lease ends.
+        clock: Clock of the store.
+
+    Returns:
+        The lease, or the other holder that has it and is alive.
+
+    Raises:
+        ConfigurationError: The time is too short for heartbeats.
     """
     first: HeldLease | None = None
     while True:
@@ -210,12 +224,12 @@ def await_lease(
 
 
 def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease | None:
-    """Return the holder of a lease now; None if it is free."""
+    """Return the current holder of a lease; None if the lease is free."""
     return _find_current(store, keys, clock)[1]
 
 
 def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
-    """Return the newest epoch's number (-1 before the first), and its holder if there is one."""
+    """Return the newest epoch's number (-1 before the first), and its live holder or None."""
     number, newest = _find_newest(keys, list_objects(store, keys.prefix))
     if not _is_taken(newest):
         return number, None
@@ -223,87 +237,112 @@ def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int
 
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
-    """Return the newest epoch's number (-1 before the first), and the kinds of its objects."""
-    epochs: dict[int, dict[str, Stat]] = {-1: {}}
+    """Return the newest epoch's number (-1 before the first), and its objects by kind."""
+    number, newest = -1, dict[str, Stat]()
     for stat in stats:
-        parsed = keys.parse(stat.key)
-        if parsed:
-            epochs.setdefault(parsed[0], {})[parsed[1]] = stat
-    number = max(epochs)
-    return number, epochs[number]
+        number, newest = _keep_newest(keys, stat, number, newest)
+    return number, newest
+
+
+def _keep_newest(
+    keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
+) -> tuple[int, dict[str, Stat]]:
+    """Return the newer one of an epoch and that of an object: its number, and its objects."""
+    parsed = keys.parse(stat.key)
+    if parsed is None or parsed[0] < number:
+        return number, newest
+    return parsed[0], {**(newest if parsed[0] == number else {}), parsed[1]: stat}
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
-    """Tell whether an epoch was taken and not given back."""
+    """Decide whether an epoch has a holder that has not released it."""
     return "json" in newest and "end" not in newest
 
 
 def _find_live_holder(
     record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
 ) -> HeldLease | None:
-    """Return the holder by the newest epoch, unless nothing was heard of it for too long."""
-    heard = max(stat.last_modified for stat in newest.values())
-    until = heard.astimezone(UTC) + min(record.ttl, MAX_TTL) + _CLOCK_RESOLUTION
+    """Return the holder of the newest epoch; None if the lease has ended or the holder is dead."""
+    until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
     return HeldLease(record.holder, until)
 
 
+def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
+    """Return when an epoch ends by the store's clock, should nothing more be heard of it."""
+    heard = max(stat.last_modified for stat in newest.values())
+    return heard.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
+
+
 class Census:
-    """Holders of the leases under a prefix, looked at often: what cannot change is kept.
+    """Holders of all leases under a prefix. Records are read once, since they never change.
 
     Args:
-        store: Where they stand.
-        scope: What they stand under.
-        group: The folder that their names begin with; empty for all.
-        clock: The store's.
-        strict: Whether a record that cannot be read is an error; else it is nobody's.
+        store: Store of the leases.
+        scope: Scope of the leases.
+        group: Folder that the leases' names begin with; empty for all leases.
+        clock: Clock of the store.
+        strict: Whether an unreadable record is an error as long as its lease may be held.
+            Otherwise the lease counts as free.
     """
 
     def __init__(
         self, store: Store, scope: str, group: str, clock: StoreClock, *, strict: bool = True
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
-        self._prefix = f"{lease_prefix(scope)}{group}/" if group else lease_prefix(scope)
+        self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
+        self._depth = 1 if group else 2  # folders of a lease's name below the prefix
         self._records: dict[str, LeaseEpoch] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
-        """Return the holder of each lease, by the last part of its name.
+        """Return the holder of each held lease, by the last part of the lease's name.
 
-        A listing, and a GET for each new one.
+        One listing, and one GET for each new epoch.
 
         Raises:
             UnavailableError: The store does not answer.
-            CorruptError: What stands there is no lease.
+            CorruptError: A record cannot be read, and ``strict`` is true.
         """
-        found: dict[LeaseKeys, list[Stat]] = {}
-        for stat in list_objects(self._store, self._prefix):
+        found: dict[LeaseKeys, tuple[int, dict[str, Stat]]] = {}
+        listed = list_fairly(self._store, self._prefix, depth=self._depth, limit=_MAX_OBJECTS)
+        for stat in listed:
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:
-                found.setdefault(keys, []).append(stat)
+                found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
-        for keys, stats in found.items():
-            number, newest = _find_newest(keys, stats)
-            if not _is_taken(newest):
-                continue
-            key = keys.epoch(number)
-            try:
-                if key not in self._records:
-                    self._records[key] = fetch(self._store, key, LeaseEpoch)
-            except errors.CorruptError:
-                if self._strict:
-                    raise
-                continue
-            who = _find_live_holder(self._records[key], newest, self._clock)
-            if who is not None:
+        for keys, (number, newest) in found.items():
+            record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
+            if record is not None and (who := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = who
         return held
 
+    def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
+        """Return the record of an epoch; None if it says nothing of a holder.
+
+        Raises:
+            CorruptError: What stands there is no lease.
+        """
+        try:
+            if key not in self._records:
+                self._records[key] = fetch(self._store, key, LeaseEpoch)
+        except errors.NotFoundError:  # deleted since the listing
+            return None
+        except errors.CorruptError:
+            # Whatever it says, no lease is held for longer than the longest time.
+            if self._strict and _compute_end(newest, MAX_TTL) >= self._clock.now():
+                raise
+            return None
+        return self._records[key]
+
 
 class Heartbeat:
-    """A thread that keeps leases alive while the work goes on.
+    """Thread that sends the heartbeats of leases.
 
-    Use it as a context: leaving it gives back what is still held.
+    A heartbeat is a context manager. Its end releases the leases that are still held.
+
+    Args:
+        ttl: Time after which the leases end. Heartbeats come three times as often.
     """
 
     def __init__(self, ttl: timedelta) -> None:
@@ -320,7 +359,7 @@ class Heartbeat:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        # A store that does not answer must not hold up whoever leaves: a lease ends by itself.
+        # The wait is short, also for a store that does not answer: leases end by themselves.
         for lease in list(self._leases.values()):
             thread = threading.Thread(target=_try_release, args=(lease,), daemon=True)
             thread.start()
@@ -330,12 +369,12 @@ class Heartbeat:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def keep(self, lease: Lease) -> None:
-        """Beat for this lease from now on."""
+        """Begin to send heartbeats for a lease."""
         with self._lock:
             self._leases[lease.keys.prefix] = lease
 
     def release(self, lease: Lease) -> None:
-        """Stop beating for it and give it back."""
+        """Stop the heartbeats of a lease, and give the lease back."""
         with self._lock:
             self._leases.pop(lease.keys.prefix, None)
         lease.release()
@@ -348,10 +387,10 @@ class Heartbeat:
                 if self._stop.is_set():
                     return
                 try:
-                    # Until the next is due: one that fails for long must not silence the others.
+                    # Retries end when the next beat is due, so one lease does not block the others.
                     lease.with_timeout(timedelta(seconds=self._pause)).beat()
                 except errors.MillraceError:
-                    continue  # the next beat may come through; else the lease ends, as it should
+                    continue  # the next beat may succeed; otherwise the lease ends
 
 
 def _try_release(lease: Lease) -> None:
@@ -368,5 +407,5 @@ def _identify_machine() -> str:
 
 
 def _read_boot_clock() -> float:
-    """Seconds that also pass while the machine is suspended."""
+    """Return seconds of a clock that also runs while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

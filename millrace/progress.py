@@ -1,4 +1,4 @@
-"""Progress of the engine: reported through a small protocol, never by printing."""
+"""Progress of the engine, which callers receive as events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ Figure = int | float | str
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that just happened.
+    """Event of the engine.
 
     Attributes:
-        name: What happened or is about to, dotted from its subject: ``shard.put``.
-        subject: What it happened to: a split, a shard's key.
-        figures: Counts and sizes (samples, bytes, seconds), with their plain names.
+        name: Name of the event, such as ``shard.put``. Some events announce the next step.
+        subject: Subject of the event, such as a partition's name or a shard's key.
+        figures: Counts and sizes by their names (samples, bytes, seconds).
     """
 
     name: str
@@ -23,16 +23,16 @@ class Event:
 
 
 class Progress(Protocol):
-    """Whoever wants to know.
+    """Function that receives events.
 
-    It is called in one thread at a time, and the worker that sent the event waits until it
-    returns: what is slow belongs in a thread of its own.
+    Calls come from one thread at a time. The worker that sent an event waits until the call
+    returns, so slow work belongs into another thread.
     """
 
     def __call__(self, event: Event) -> None:
-        """Take an event."""
+        """Receive an event."""
         ...
 
 
 def ignore_event(event: Event) -> None:
-    """Ignore what is reported."""
+    """Ignore an event: the default of functions that report progress."""

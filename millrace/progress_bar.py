@@ -147,6 +147,8 @@ class BytesBar(_TerminalBar):
                 )
             case "node.lost":
                 self._print_above(f"{event.subject} is lost: {figures['why']}")
+            case "node.accused":
+                self._print_above(f"{figures['by']} says that {event.subject} gave it wrong bytes.")
             case "node.untrusted":
                 self._print_above(f"{event.subject} gave wrong bytes, and is asked no more.")
             case "file.mismatch":

@@ -1,7 +1,7 @@
 """Records: models that are committed to a store once, and never changed afterwards.
 
 `commit_once` is one create-if-absent PUT, the only primitive of coordination that all supported
-stores have. The body carries a nonce. After a lost answer, the nonce tells whose record is stored.
+stores have. The body has a nonce. After a lost answer, the nonce shows whose record is stored.
 """
 
 import secrets
@@ -23,18 +23,18 @@ _MAX_NAMED = 3  # damaged records in an error
 
 
 class RecordPart(BaseModel):
-    """Base of the values within records: frozen, and without unknown fields."""
+    """Base of the models within records. Instances are frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Record(RecordPart):
-    """Base of what is committed under a key of its own.
+    """Base of models that are each committed under a key of their own.
 
     Attributes:
-        record_kind: Stable name of the record's kind, written beside it. Readers refuse records of
-            another kind. It is unique, and independent of the class's name.
-        record_version: Version of the record's form. Readers refuse other versions.
+        record_kind: Stable name of the kind, unique and independent of the class's name. Readers
+            refuse records of another kind.
+        record_version: Version of the format. Readers refuse other versions.
         record_bytes: Largest stored size that readers accept, in bytes.
     """
 
@@ -51,8 +51,8 @@ class Commit(Generic[R]):
     """Record that stands under a key after `commit_once`.
 
     Attributes:
-        record: What is there: ours, or what another committed before us.
-        mine: Whether this call committed it.
+        record: Stored record: that of this call, or an earlier one of another process.
+        mine: Whether this call committed the record.
     """
 
     record: R
@@ -60,28 +60,29 @@ class Commit(Generic[R]):
 
 
 def commit_once(store: Store, key: str, record: R) -> Commit[R]:
-    """Commit a record under a key, unless one is there. One request if the key is free.
+    """Commit a record under a key that has none. One request if the key is free.
 
     Args:
-        store: Where to.
-        key: From `millrace.keys`.
-        record: What to commit.
+        store: Store to write to.
+        key: Key of the record, from `millrace.keys`.
+        record: Record to commit.
 
     Returns:
-        What is there now. Of several callers exactly one sees ``mine``, also when answers are
-        lost and requests repeated. Whoever is not it compares the record with its own.
+        The stored record. Of several callers exactly one sees ``mine``, also after lost answers
+        and repeated requests. The other callers compare the record with their own.
 
     Raises:
         ConfigurationError: The record is larger than readers accept. Nothing was written.
-        UnavailableError: Neither the write nor the answer came through: it is not known whether
-            the record was committed. Calling again finds out.
+        UnavailableError: The store does not answer. The record may be committed; another call
+            finds out.
     """
     nonce = secrets.token_hex(16)
     body = encode_record(record, nonce)
     if len(body) > record.record_bytes:
         raise errors.ConfigurationError(
-            f"{store.make_url(key)} would have {len(body):,} bytes, and readers accept a "
-            f"{record.record_kind} of at most {record.record_bytes:,}. Nothing was written."
+            f"{store.make_url(key)} would have {len(body):,} bytes. Nothing was written, since "
+            f"readers accept a {record.record_kind} of at most {record.record_bytes:,} bytes: make "
+            "it smaller."
         )
     try:
         create(store, key, body)
@@ -95,10 +96,10 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
 
 
 def commit_same(store: Store, key: str, record: R) -> Commit[R]:
-    """Commit a record that everybody who does this work would commit alike.
+    """Commit a record that every process which does this work commits with the same content.
 
     Raises:
-        ConflictError: Another record is there; the fields that differ are named.
+        ConflictError: Another record is stored. The message names the fields that differ.
     """
     commit = commit_once(store, key, record)
     if not commit.mine and commit.record != record:
@@ -120,9 +121,9 @@ def find_changes(old: BaseModel, new: BaseModel, path: str = "") -> dict[str, tu
     """Return the old and the new value of each field that differs, by its dotted path.
 
     Args:
-        old: One model.
-        new: Another one of the same class; models in it are compared field by field.
-        path: The path of both, which the paths of their fields begin with.
+        old: Old model.
+        new: New model of the same class. Nested models are compared field by field.
+        path: Prefix of the fields' paths.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for name in type(old).model_fields:
@@ -138,8 +139,8 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
     """Return the record under a key.
 
     Raises:
-        NotFoundError: None was committed.
-        CorruptError: What is there is no such record.
+        NotFoundError: There is no object under the key.
+        CorruptError: The object is not a record of this kind and version.
     """
     return _read_record(store, key, kind)[0]
 
@@ -157,14 +158,14 @@ def iterate_records(
 ) -> Iterator[tuple[Stat, R | errors.CorruptError]]:
     """Yield the records whose keys start with a prefix, read 32 at a time, in the listing's order.
 
-    A damaged record hides no other one: the error that names its key is yielded in its place. One
-    that was deleted since the listing is none.
+    A damaged record yields an error that names its key. A record that was deleted since the
+    listing is skipped.
 
     Args:
         store: Store to list.
-        prefix: From `millrace.keys`.
+        prefix: Prefix of the records, from `millrace.keys`.
         kind: Class of the records.
-        wanted: Decides which of the listed objects are read.
+        wanted: Function that selects the listed objects to read.
     """
     found = (stat for stat in list_objects(store, prefix) if wanted(stat))
 
@@ -184,14 +185,14 @@ def iterate_records(
 def require_intact(
     where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]
 ) -> Iterator[R]:
-    """Yield the records of `iterate_records`, and refuse them at the end if one is damaged.
+    """Yield the intact records of `iterate_records`, and raise at the end if any is damaged.
 
     Args:
         where: URL of the prefix.
         found: Result of `iterate_records`.
 
     Raises:
-        CorruptError: Records are damaged. It has their number, and the first three by name.
+        CorruptError: Records are damaged. The message has their number and the first three.
     """
     damaged: list[str] = []
     good = 0
@@ -221,16 +222,16 @@ def encode_record(record: Record, nonce: str) -> bytes:
 
 
 def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
-    """Return a record, and the nonce that it was written with.
+    """Return a record and its nonce.
 
     Args:
-        where: It was read from this URL.
-        kind: What it is.
-        body: Its bytes.
+        where: URL that the bytes were read from, for error messages.
+        kind: Class of the record.
+        body: Bytes of the object.
 
     Raises:
-        CorruptError: They are no such record.
-        VersionError: Another version of Millrace wrote it.
+        CorruptError: The bytes are not a record of this kind.
+        VersionError: Another version of Millrace wrote the record.
     """
     try:
         envelope = orjson.loads(body)

@@ -20,6 +20,7 @@ from millrace.errors import ConfigurationError
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 _PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
+_MAX_DURATION_LENGTH = 100  # characters: the search takes quadratic time in a run of digits
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 _PREFIX = "Value error, "  # pydantic's, before what a validator of ours has said
@@ -39,6 +40,8 @@ def parse_duration(value: Any) -> Any:
     if isinstance(value, timedelta) or (isinstance(value, str) and _is_iso(value)):
         return value
     text = f"{value:g}" if isinstance(value, float) else str(value).strip()
+    if len(text) > _MAX_DURATION_LENGTH:
+        raise ValueError(f"a text of {len(text):,} characters is no duration: write 90s or 20m")
     parts = list(_PART.finditer(text))
     if not parts or "".join(part[0] for part in parts) != text.replace("  ", " "):
         bare = re.fullmatch(r"[-+]?[\d.]+", text)

@@ -1,4 +1,4 @@
-"""Threads that a process does not wait for when it ends."""
+"""Daemon threads, which do not delay the end of a process."""
 
 import threading
 from collections import deque
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class DaemonThreadPool:
-    """Run calls in daemon threads.
+    """Pool of daemon threads that run calls.
 
-    The threads of a `ThreadPoolExecutor` are joined when the interpreter ends, so one request to a
-    store that sends a byte now and then would keep a process alive after its work.
+    The interpreter joins the threads of a `ThreadPoolExecutor` when it ends. There, one request to
+    a very slow store would keep the process alive after its work.
 
     Args:
-        max_threads: How many calls run at once, at most.
-        name: What the threads' names begin with.
+        max_threads: Largest number of concurrent calls.
+        name: Name of the threads.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -28,7 +28,7 @@ class DaemonThreadPool:
         self._threads = 0
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function in a thread, as soon as one is free."""
+        """Call a function in a thread, as soon as a thread is free."""
         future: Future[T] = Future()
         with self._lock:
             self._pending.append((future, lambda: call(*args, **kwargs)))
@@ -39,7 +39,7 @@ class DaemonThreadPool:
         return future
 
     def shutdown(self) -> None:
-        """Cancel the calls that have not begun. Those that have are not waited for."""
+        """Cancel the calls that have not begun, without waiting for the others."""
         with self._lock:
             waiting = list(self._pending)
             self._pending.clear()
@@ -57,7 +57,7 @@ class DaemonThreadPool:
                 continue
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)

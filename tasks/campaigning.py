@@ -22,7 +22,8 @@ from millrace.campaigns.worker import (
 )
 from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.gradients import ChainLink, RunSettings, WindowRules
-from millrace.keys import CampaignKeys, DatasetKeys
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, StoreClock, await_lease
 from millrace.records import Record, commit_once, fetch, find_changes
 from millrace.remote import CodeRepository

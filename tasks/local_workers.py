@@ -24,7 +24,7 @@ from millrace.campaigns.worker import (
 )
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE
 from millrace.errors import WorkerError
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import kill_by_environment
 from millrace.storage import StoreSpec
 

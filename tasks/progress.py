@@ -203,6 +203,10 @@ class SwarmProgress(LiveProgress):
                 self._log.info("%s is ready after %s s", event.subject, figures["seconds"])
             case "node.lost":
                 self._log.warning("%s is lost: %s", event.subject, figures["why"])
+            case "node.accused":
+                self._log.warning(
+                    "%s says that %s gave it wrong bytes", figures["by"], event.subject
+                )
             case "node.untrusted":
                 self._log.warning("%s gave wrong bytes; it is asked no more", event.subject)
             case "file.mismatch":

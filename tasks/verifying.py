@@ -5,7 +5,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import datasets
 from millrace.datasets import Verification
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, exists, open_store
 from tasks.formatting import format_count, format_size
 from tasks.reports import (

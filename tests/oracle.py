@@ -1,4 +1,4 @@
-"""What came out, judged without a line of Millrace.
+"""Oracle: judges the result of a run without a line of Millrace.
 
 The bucket is listed with boto3 or the folder walked, shards are read by webdataset itself, records
 by json. Names and formats are those that the design promises, written down here a second time.
@@ -25,7 +25,7 @@ _END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
 
 
 class Bucket(Protocol):
-    """Where a dataset is."""
+    """Location of a dataset."""
 
     def names(self) -> list[str]:
         """Every object there is."""
@@ -72,7 +72,7 @@ class S3Bucket:
 
 @dataclass(slots=True)
 class Verdict:
-    """What is wrong with a dataset; all of it empty where nothing is.
+    """Faults of a dataset; all fields are empty if there are none.
 
     Attributes:
         lost: Rows of the source that no shard has.
@@ -100,7 +100,7 @@ class Verdict:
 
 
 def row_token(name: str, text: bytes) -> str:
-    """What identifies a row: its unique id, and its content."""
+    """Identity of a row: its unique id, and its content."""
     return f"{name} {hashlib.sha256(text).hexdigest()}"
 
 
@@ -163,7 +163,7 @@ def _records(
     samples: dict[str, int],
     bad_rows: int,
 ) -> Iterator[str]:
-    """What the plan, the ledger, the manifest and the index say that is not so."""
+    """Yield false statements of the plan, the ledger, the manifest and the index."""
     missing = {"plan.json", "manifest.json", "index.json"} - set(bodies)
     if missing:
         yield f"there is no {', '.join(sorted(missing))}"

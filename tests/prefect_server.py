@@ -203,7 +203,7 @@ class PrefectServer:
         return {artifact.key or "": artifact.data for artifact in found}
 
     def logs(self, run: UUID) -> str:
-        """What a flow run and its tasks logged, as the API gives it."""
+        """Return the log of a flow run and its tasks, from the API."""
         from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 
         lines: list[str] = []
@@ -252,7 +252,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Started:
-    """What a run of a deployment came to: 0 if it is completed, and what is said of it."""
+    """Exit code of a deployment's run (0 if completed), and its output."""
 
     run: UUID
     code: int
@@ -322,7 +322,7 @@ def _hear_interrupts() -> None:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """What a child started in the block inherits."""
+    """Set the environment of child processes that the block starts."""
     before = dict(os.environ)
     os.environ.update(values)
     try:

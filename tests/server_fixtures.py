@@ -17,7 +17,7 @@ from millrace.testing.vast import VastServer
 
 @pytest.fixture(scope="session")
 def server_folder() -> Iterator[Path]:
-    """Where the servers keep their data; removed at the end, as it may be large."""
+    """Make the folder of the servers' data, and remove it at the end, as it may be large."""
     with tempfile.TemporaryDirectory(prefix="millrace-servers-") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Prove what credentials can and cannot do, before anything depends on them."""
+"""Proofs of the rights of credentials, before anything depends on them."""
 
 from millrace.audit.access import (
     AccessVerdict,

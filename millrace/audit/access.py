@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
 from millrace.audit.outcomes import RequestOutcome, classify_error
-from millrace.keys import audit_probe_key
+from millrace.keys.probes import make_audit_probe_key
 from millrace.settings import Duration
 from millrace.storage import (
     Backend,
@@ -261,7 +261,7 @@ class _CredentialProbe:
         store = self._open_role_store(role, self.right)
         nonce = secrets.token_hex(8)
         names = ("existing", "put", "new", "parts")  # R2 takes one write a second to each
-        keys = {name: audit_probe_key(role.prefix, nonce, name) for name in names}
+        keys = {name: make_audit_probe_key(role.prefix, nonce, name) for name in names}
         write_store = self._open_role_store(role, Right.WRITE) if role.write_credentials else None
         if why := self._explain_unreachable(store, role):
             for operation in self._make_attempts(store, write_store, keys, has_test_object=False):
@@ -397,7 +397,7 @@ class _CredentialProbe:
         """
         refused: errors.MillraceError | None = None
         for store in stores:
-            key = audit_probe_key("", secrets.token_hex(8), "outside")
+            key = make_audit_probe_key("", secrets.token_hex(8), "outside")
             for attempt in (
                 lambda store=store, key=key: put(store, key, _BODY),
                 lambda store=store: next(list_objects(store, ""), None),

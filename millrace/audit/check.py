@@ -3,7 +3,7 @@
 import secrets
 
 from millrace import errors
-from millrace.keys import write_probe_key
+from millrace.keys.probes import make_write_probe_key
 from millrace.storage import Right, Store, create, delete, head, list_objects
 
 
@@ -16,7 +16,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
     Args:
         store: Store, opened with the credentials.
         right: Right that the credentials must have.
-        scope: Prefix that they must have it for, such as a dataset's name.
+        scope: Prefix for which the credentials need the right, such as a dataset's name.
 
     Raises:
         DeniedError: The credentials lack the right. The message names the refused request.
@@ -37,7 +37,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
 
 
 def _check_write(store: Store, scope: str) -> None:
-    probe = write_probe_key(scope, secrets.token_hex(8))
+    probe = make_write_probe_key(scope, secrets.token_hex(8))
     try:
         create(store, probe, b"")
     except errors.DeniedError as error:

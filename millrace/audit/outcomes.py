@@ -15,7 +15,7 @@ class RequestOutcome(StrEnum):
     NOT_FOUND = "not found"  # no such bucket, or object
     THROTTLED = "throttled"  # the store asks clients to wait
     UNREACHABLE = "unreachable"  # the store does not answer, or is broken
-    WRONG = "wrong"  # the store does not do what it says
+    WRONG = "wrong"  # the store returned other bytes than were written
     UNKNOWN = "unknown"  # any other error
 
 

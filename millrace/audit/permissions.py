@@ -1,7 +1,7 @@
-"""Permissions that Google says credentials have on a bucket, by name.
+"""Permissions of credentials on a bucket of Google Cloud Storage.
 
-Source: "Buckets: testIamPermissions" of Cloud Storage's JSON API, and "IAM permissions for XML
-requests" for which of them a request needs. With the extra ``millrace[gcs]``.
+Source: "Buckets: testIamPermissions" of Cloud Storage's JSON API. "IAM permissions for XML
+requests" lists the permissions that each request needs. Needs the extra ``millrace[gcs]``.
 """
 
 import json
@@ -24,14 +24,14 @@ from millrace.storage import Backend, Store
 WRITE_PERMISSIONS = frozenset(
     {
         "storage.objects.create",
-        "storage.objects.delete",  # overwriting needs it too
+        "storage.objects.delete",  # also needed to overwrite
         "storage.objects.get",
         "storage.objects.list",
         "storage.multipartUploads.create",
         "storage.multipartUploads.abort",
     }
 )
-"""What everything needs that writes objects, large ones too."""
+"""Permissions that writers of objects need, multipart uploads included."""
 _API_URL = "https://storage.googleapis.com"
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 
@@ -39,24 +39,25 @@ _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 def query_permissions(
     store: Store, permissions: Iterable[str] = WRITE_PERMISSIONS
 ) -> frozenset[str]:
-    """Return which of these permissions the store's credentials have on its bucket.
+    """Return the permissions that the store's credentials have on its bucket, out of some.
 
-    A grant under a condition, such as on a prefix, is left out by Google when it is asked about the
-    bucket: what is not among them may be allowed all the same.
+    Google leaves out a grant under a condition, such as a prefix, as the question is about the
+    bucket. Therefore a permission that is not returned may still be granted for some objects.
 
     Args:
-        store: One of ``gs://``.
-        permissions: Their names, as in ``storage.objects.create``.
+        store: Store with a ``gs://`` URL.
+        permissions: Names of permissions, such as ``storage.objects.create``.
 
     Raises:
-        ConfigurationError: The store is none of Google's, or its credentials are not to be found
-            or not to be read.
-        DeniedError: The credentials are not taken.
+        ConfigurationError: The store is not Google's, or its credentials cannot be read.
+        DeniedError: Google refuses the credentials.
         NotFoundError: There is no such bucket.
-        UnavailableError: There is no answer, or none that can be used.
+        UnavailableError: Google does not answer, or its answer is unusable.
     """
     if store.location.backend is not Backend.GS:
-        raise errors.ConfigurationError(f"{store.url} has no permissions of Google's to ask for.")
+        raise errors.ConfigurationError(
+            f"{store.url} is not in Google Cloud Storage: permissions need a gs:// URL."
+        )
     query = "&".join(f"permissions={quote(name)}" for name in sorted(permissions))
     bucket = quote(store.location.bucket, safe="")
     try:
@@ -68,29 +69,39 @@ def query_permissions(
             timeout=store.spec.retry_timeout.total_seconds(),
         )
     except (failures.DefaultCredentialsError, ValueError, OSError) as error:
-        raise errors.ConfigurationError(f"{store.url}: Google's credentials: {error}") from error
+        raise errors.ConfigurationError(
+            f"{store.url}: Google's credentials cannot be read ({error}). Set "
+            "GOOGLE_APPLICATION_CREDENTIALS, or options: {service_account: FILE}."
+        ) from error
     except failures.RefreshError as error:
         raise errors.DeniedError(f"{store.url}: Google refuses the credentials: {error}") from error
     except (failures.TransportError, urllib3.exceptions.HTTPError) as error:
         raise errors.UnavailableError(
-            f"{store.url}: Google's IAM is out of reach: {error}"
+            f"{store.url}: Google's IAM cannot be reached ({error}). Try again later."
         ) from error
     if answer.status in (401, 403):
-        raise errors.DeniedError(f"{store.url}: Google refuses to say what is allowed there.")
+        raise errors.DeniedError(
+            f"{store.url}: Google does not let these credentials read their permissions. Check "
+            "that they are for this bucket."
+        )
     if answer.status == 404:
-        raise errors.NotFoundError(f"{store.url}: there is no such bucket.")
+        raise errors.NotFoundError(
+            f"{store.url}: there is no such bucket. Create it, or correct the URL."
+        )
     try:
         if answer.status == 200:
             return frozenset(json.loads(answer.data).get("permissions", []))
     except (ValueError, AttributeError, TypeError):
-        pass  # something else answers in its place
-    unavailable = errors.UnavailableError(f"{store.url}: Google's IAM answers {answer.status}.")
+        pass  # the answer is not that of Google's API
+    unavailable = errors.UnavailableError(
+        f"{store.url}: Google's IAM answered with status {answer.status}. Try again later."
+    )
     unavailable.status = answer.status
     raise unavailable
 
 
 def _load_credentials(store: Store) -> tuple[Any, str]:
-    """Return the credentials that obstore would use, and where Google's API is served."""
+    """Return the credentials that obstore would use, and the URL of Google's API."""
     options = {
         name.lower().removeprefix("google_"): value.get_secret_value()
         for name, value in store.spec.options.items()
@@ -105,7 +116,7 @@ def _load_credentials(store: Store) -> tuple[Any, str]:
     path = find_option("service_account", "service_account_path")
     if text is None and path is not None:
         text = Path(path).read_text(encoding="utf-8")
-    of_google: Any = google.auth  # it has no types
+    of_google: Any = google.auth  # google.auth has no types
     if text is not None:
         key: dict[str, Any] = json.loads(text)
         api_url = key.get("gcs_base_url", api_url)

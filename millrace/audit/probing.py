@@ -1,8 +1,8 @@
-"""Find out whether a job could save to a destination, before anything depends on it.
+"""Probe of a destination: a trial of the requests that a save makes.
 
-The destination is tried: an object is created, read back, overwritten, read back and deleted under
-the job's own prefix. A query of permissions is faster, and proves less. Google is asked for its
-permissions too, because the trial uploads no large part in pieces.
+The probe creates an object under the job's prefix, reads it, overwrites it, reads it again and
+deletes it. A query for permissions would be faster, but proves less. Google is also asked for
+permissions, since the trial makes no multipart upload.
 """
 
 import shutil
@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING
 
 from millrace import errors
 from millrace.audit.outcomes import classify_error
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import Backend, Store
 
 if TYPE_CHECKING:
     from millrace.checkpoints import Destination
 
 REQUEST_TIMEOUT = timedelta(seconds=20)
-"""How long each request of a probe is tried, by default."""
+"""Default limit on the time for retries of each request of a probe."""
 
 
 class ProbeVerdict(StrEnum):
-    """Verdict on whether a job could save to a destination. Only the first is a yes."""
+    """Verdict on whether a job could save to a destination."""
 
     READY = "ready"
-    READ_ONLY = "read only"  # the credentials may list, and not write, overwrite or delete
-    DENIED = "denied"  # they are unknown there, or may nothing
+    READ_ONLY = "read only"  # the credentials may list, but not write, overwrite or delete
+    DENIED = "denied"  # the credentials are unknown, or have no right
     NOT_FOUND = "not found"  # no such bucket
-    THROTTLED = "throttled"  # it asks to come later
-    UNREACHABLE = "unreachable"  # it does not answer, or is broken
-    WRONG = "wrong"  # it does not give back what it was given
-    NO_SPACE = "no space"  # a disk without room for the checkpoint
-    TOO_SLOW = "too slow"  # the checkpoint would not be there in time
-    UNKNOWN = "unknown"  # something else, which is no yes
+    THROTTLED = "throttled"  # the store asks for a pause
+    UNREACHABLE = "unreachable"  # the store does not answer, or is broken
+    WRONG = "wrong"  # the store returns other bytes than were written
+    NO_SPACE = "no space"  # the disk has too little space for the checkpoint
+    TOO_SLOW = "too slow"  # the upload would exceed the time limit
+    UNKNOWN = "unknown"  # any other error
 
     @property
     def exit_code(self) -> int:
@@ -50,11 +50,10 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        verdict: In a word.
-        reason: In a sentence; what to do, if it is no yes.
-        rate: Bytes a second of one upload; 0 if none came through.
-        expected: Seconds that a checkpoint of the stated size takes at this rate; 0 if none was
-            stated.
+        verdict: Verdict.
+        reason: Sentence with the reason, and what to do if the destination is not ready.
+        rate: Rate of one upload, in bytes per second; 0 if no upload succeeded.
+        expected: Seconds that the upload of a checkpoint takes at this rate; 0 without a size.
     """
 
     verdict: ProbeVerdict
@@ -64,12 +63,12 @@ class ProbeResult:
 
     @property
     def is_ready(self) -> bool:
-        """True if the verdict is a yes."""
+        """True if a job can save to the destination."""
         return self.verdict is ProbeVerdict.READY
 
 
 def check_destination(destination: "Destination", job: str) -> None:
-    """Refuse a destination that a job cannot save to, before anything is read.
+    """Refuse a destination that a job cannot save to.
 
     Raises:
         DeniedError: The probe of the destination failed.
@@ -87,14 +86,14 @@ def probe(
     within: timedelta | None = None,
     timeout: timedelta = REQUEST_TIMEOUT,
 ) -> ProbeResult:
-    """Try what a save does, and leave nothing behind.
+    """Try the requests of a save, and leave no object.
 
     Args:
         destination: Destination of the checkpoints.
-        job: Job of the checkpoints.
-        size: Bytes of a checkpoint, to check the time and the room for it.
-        within: Longest time that a checkpoint may take, such as that of the cooldown.
-        timeout: Longest time that each request is tried.
+        job: Name of the job.
+        size: Size of a checkpoint in bytes, to check its time and space; 0 to check neither.
+        within: Longest time of an upload, such as that of the cooldown.
+        timeout: Limit on the time for retries of each request.
 
     Raises:
         ConfigurationError: No job can have this name.
@@ -107,29 +106,32 @@ def probe(
         rate = destination.try_save(job, timeout=timeout)
     except errors.MillraceError as error:
         return _make_refusal(error, store)
-    # If it lacks what was done a moment ago, the grant is on a prefix.
+    # A permission that the trial used, and Google does not list, is granted for a prefix only.
     lacking = _find_missing_permissions(store)
     if lacking and all("multipart" in name for name in lacking):
-        reason = f"{url} takes small objects, and no large ones.{_advise_permissions(lacking)}"
+        reason = f"{url} accepts small objects, but no large ones.{_advise_permissions(lacking)}"
         return ProbeResult(ProbeVerdict.READ_ONLY, reason)
     expected = size / rate
     free = _find_free_space(store)
     if free is not None and free < size:
-        reason = f"{url} has room for {free:,} bytes, and a checkpoint has {size:,}."
+        reason = (
+            f"{url} has {free:,} bytes free, and a checkpoint has {size:,}: free some, or choose "
+            "another folder."
+        )
         return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
-            f"{within.total_seconds():.0f} s are allowed: let the cooldown last longer, or more "
+            f"{within.total_seconds():.0f} s are allowed: make the cooldown longer, or let more "
             "members upload."
         )
         return ProbeResult(ProbeVerdict.TOO_SLOW, reason, rate, expected)
-    reason = f"{url} takes, gives back, overwrites and deletes objects."
+    reason = f"{url} stores, returns, overwrites and deletes objects."
     return ProbeResult(ProbeVerdict.READY, reason, rate, expected)
 
 
 def _make_refusal(error: errors.MillraceError, store: Store | None) -> ProbeResult:
-    """Return the verdict that an error of the trial means, and what to do about it."""
+    """Return the verdict that an error of the trial means, and what to do."""
     verdict = (
         ProbeVerdict.READ_ONLY
         if isinstance(error, errors.ReadOnlyError)
@@ -144,7 +146,7 @@ def _make_refusal(error: errors.MillraceError, store: Store | None) -> ProbeResu
 
 
 def _find_missing_permissions(store: Store | None) -> frozenset[str]:
-    """Return the permissions that Google says are missing; none if nothing is known."""
+    """Return the permissions that Google does not list; none if Google does not answer."""
     if store is None or store.location.backend is not Backend.GS:
         return frozenset()
     with suppress(ImportError, errors.MillraceError):

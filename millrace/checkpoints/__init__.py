@@ -1,11 +1,11 @@
-"""Checkpoints with proof: saved by digest, verified before they are used, found by listing."""
+"""Checkpoints: files under their digests, verified before use, and found by listing."""
 
 from typing import TYPE_CHECKING, Any
 
 from millrace.extras import import_extra_module
 
 if TYPE_CHECKING:
-    from millrace.checkpoints.contents import Content, content_of
+    from millrace.checkpoints.contents import Content, open_content
     from millrace.checkpoints.cooldown.checkpointers import SelectionRule
     from millrace.checkpoints.cooldown.cooldown import (
         EpochResult,
@@ -79,7 +79,6 @@ __all__ = [
     "StoreDestination",
     "VerifyDepth",
     "apply_retention",
-    "content_of",
     "cool_down",
     "copy_checkpoint",
     "count_epochs_without_checkpoint",
@@ -91,6 +90,7 @@ __all__ = [
     "list_steps",
     "load",
     "load_into",
+    "open_content",
     "open_destination",
     "pin",
     "plan_retention",
@@ -135,14 +135,14 @@ _MODULES = {
     "pin": "retention",
     "plan_retention": "retention",
     "apply_retention": "retention",
-    "content_of": "contents",
+    "open_content": "contents",
     "unpin": "retention",
     "watch_epoch_end": "cooldown.watch",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: whoever lists, verifies or retains does not need torch.
+    # Names are imported on first use: listing, verification and retention do not need torch.
     if name in __all__:
         module = f"millrace.checkpoints.{_MODULES.get(name, 'find')}"
         return getattr(import_extra_module(module, "torch"), name)

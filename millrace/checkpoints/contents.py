@@ -1,4 +1,4 @@
-"""Content of a checkpoint before it is saved: files by their digests, and the tensors in them."""
+"""Content of a checkpoint: its files by their digests, and the tensors in them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,9 +9,9 @@ import numpy as np
 import orjson
 
 from millrace import errors
-from millrace.checkpoints.find import root_of, with_digest
+from millrace.checkpoints.find import add_digest, compute_root
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_into
@@ -19,13 +19,13 @@ from millrace.storage import Store, read_into
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A checkpoint that is not in its place yet.
+    """Content of a checkpoint that can be saved to a destination.
 
     Attributes:
-        parts: Its files, as they will be in the folder of its step.
-        tensors: Its tensors, and where they lie in the files.
-        root: The digest of both.
-        body: The bytes of a file, by its place in ``parts``.
+        parts: Files of the checkpoint, with the names that they get in the folder of the step.
+        tensors: Tensors of the checkpoint, with their positions in the files.
+        root: Digest of ``parts`` and ``tensors``.
+        body: Function that returns the bytes of a file, by its index in ``parts``.
     """
 
     parts: tuple[Part, ...]
@@ -36,20 +36,20 @@ class Content:
     def make_metadata(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
         """Return the metadata that commits this content as another job's checkpoint."""
         there = {"job": job, "parts": self.parts, "root": self.root}
-        return with_digest(checkpoint.model_copy(update=there))
+        return add_digest(checkpoint.model_copy(update=there))
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(part.size for part in self.parts)
 
 
-def content_of(store: Store, checkpoint: Checkpoint) -> Content:
-    """Return the content of a checkpoint that was saved elsewhere: its files are read one by one.
+def open_content(store: Store, checkpoint: Checkpoint) -> Content:
+    """Return the content of a saved checkpoint. Each file is read and verified on demand.
 
     Args:
-        store: Where it is.
-        checkpoint: Which.
+        store: Store of the checkpoint.
+        checkpoint: Metadata of the checkpoint.
     """
 
     def read_file(number: int) -> memoryview:
@@ -65,24 +65,24 @@ def make_content(
     tensors: Mapping[str, TensorRecord],
     body: Callable[[int], memoryview],
 ) -> Content:
-    """Return the content to be saved at a step."""
+    """Return content whose files belong to a step."""
     there = tuple(Part(step=step, sha256=part.sha256, size=part.size) for part in parts)
-    return Content(there, tensors, root_of(there, tensors), body)
+    return Content(there, tensors, compute_root(there, tensors), body)
 
 
 def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """Return a value as it comes back from JSON; numpy's scalars become plain numbers.
+    """Return a dict as JSON restores it. Scalars of numpy become plain numbers.
 
     Args:
-        value: The value; None stands for an empty one.
-        what: Its name in the error message.
+        value: Dict to normalise; None for an empty dict.
+        what: Name of the value in error messages.
 
     Raises:
-        ConfigurationError: JSON does not hold it.
+        ConfigurationError: JSON cannot represent the value.
     """
     whole = dict(value or {})
     try:
-        json.dumps(whole, allow_nan=False, default=_convert_number)  # orjson writes NaN as null
+        json.dumps(whole, allow_nan=False, default=_convert_number)  # orjson accepts NaN
         return orjson.loads(orjson.dumps(whole, default=_convert_number))
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.ConfigurationError(
@@ -100,16 +100,19 @@ def _convert_number(value: object) -> Any:
 
 
 def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryview:
-    """Return the bytes of a file, which are those that were saved.
+    """Return the verified bytes of a file.
 
     Args:
-        store: Where it is.
-        job: Whose.
-        part: Which.
-        into: Where they are read to; its beginning is returned.
+        store: Store of the checkpoint.
+        job: Job of the checkpoint.
+        part: File to read.
+        into: Buffer for the bytes. By default a new one is made.
+
+    Returns:
+        Part of the buffer with the bytes.
 
     Raises:
-        CorruptError: They are not, or it is missing.
+        CorruptError: The file is missing, or has other bytes than were saved.
     """
     key = CheckpointKeys(job).part(part.step, part.sha256)
     body = into[: part.size]

@@ -1,6 +1,6 @@
-"""Find checkpoints by listing what was committed, verify them, and move damaged ones away.
+"""Listing and verification of checkpoints, and quarantine of damaged ones.
 
-No pointer is kept to the newest one: a pointer can be wrong, and a listing is what is there.
+No object points to the newest checkpoint. A listing finds it, and cannot be out of date.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CHECKPOINTS, CheckpointKeys
+from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
@@ -27,18 +27,18 @@ class VerifyDepth(StrEnum):
 
 
 def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[str]:
-    """Yield the jobs below a store's URL that may have checkpoints. One listing a folder.
+    """Yield the names of jobs with a folder of checkpoints. One listing per folder.
 
     Args:
-        store: Where to look.
-        prefix: Below which folder; it ends in ``/``, or is empty.
-        deepest: How many folders deep a job's name may be.
+        store: Store to search.
+        prefix: Folder to search; it ends in ``/``, or is empty.
+        deepest: Largest number of folders in a job's name below the prefix.
     """
     for name in list_folders(store, prefix):
         try:
             keys = CheckpointKeys(prefix + name)
         except errors.ConfigurationError:
-            continue  # not a name that a job can have
+            continue  # no job can have this name
         if CHECKPOINTS in list_folders(store, f"{keys.job}/"):
             yield keys.job
         elif deepest > 1:
@@ -46,7 +46,7 @@ def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[s
 
 
 def list_steps(store: Store, job: str) -> list[int]:
-    """Return the steps of which there is anything, oldest first; not all are complete.
+    """Return the steps that have any object, oldest first. Not all of them are complete.
 
     One listing.
     """
@@ -56,58 +56,61 @@ def list_steps(store: Store, job: str) -> list[int]:
 
 
 def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
-    """Return the checkpoint of a step, as it was committed. Its files are not looked at.
+    """Return the metadata of a step's checkpoint. The files are not read.
 
     Raises:
-        NotFoundError: There is none, or none that is complete.
-        CorruptError: What is there is not the checkpoint of this job and step.
+        NotFoundError: There is no complete checkpoint of this step.
+        CorruptError: The metadata is damaged, or belongs to another job or step.
     """
     key = CheckpointKeys(job).metadata(step)
     return check_metadata(store.make_url(key), fetch(store, key, Checkpoint), job, step)
 
 
 def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
-    """Return a checkpoint's metadata, once it is known to be of this job and step.
+    """Return the metadata of a checkpoint, checked against its job, step and digests.
 
     Raises:
-        CorruptError: It is another's, or was changed.
+        CorruptError: The metadata was changed, or belongs to another job or step.
     """
     if (found.job, found.step) != (job, step):
         raise errors.CorruptError(
-            f"{where} is a checkpoint of {found.job} at step {found.step}: it was copied there, "
-            "and its files are not."
+            f"{where} is the metadata of {found.job} at step {found.step}, which was copied "
+            "there without its files. Delete this copy."
         )
-    whole = found.digest == _digest_of(found)
-    if not whole or root_of(found.parts, found.tensors) != found.root:
-        raise errors.CorruptError(f"{where} is not what it was when it was committed.")
+    whole = found.digest == _compute_digest(found)
+    if not whole or compute_root(found.parts, found.tensors) != found.root:
+        raise errors.CorruptError(
+            f"{where} was changed after its commit: it does not match its digests. Load another "
+            "step, or save this one again."
+        )
     return found
 
 
-def with_digest(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint's metadata with the digest of all its fields, ready to be committed."""
-    return checkpoint.model_copy(update={"digest": _digest_of(checkpoint)})
+def add_digest(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint's metadata with the digest of all its other fields."""
+    return checkpoint.model_copy(update={"digest": _compute_digest(checkpoint)})
 
 
-def _digest_of(checkpoint: Checkpoint) -> str:
+def _compute_digest(checkpoint: Checkpoint) -> str:
     return compute_sha256(
         dump_canonical_json(checkpoint.model_dump(mode="json", exclude={"digest"}))
     )
 
 
 def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
-    """Commit a checkpoint's metadata, unless that of the same step is there.
+    """Commit a checkpoint's metadata, unless its step already has metadata.
 
-    Metadata that is there and damaged is moved away first.
+    Damaged metadata of the step is moved away first.
 
     Args:
-        store: The store of the job.
-        made: The metadata; all files are there.
+        store: Store of the job.
+        made: Metadata of a checkpoint whose files are all saved.
 
     Raises:
-        VersionError: Another version of Millrace wrote what is there.
+        VersionError: Another version of Millrace wrote the metadata of this step.
     """
     key = CheckpointKeys(made.job).metadata(made.step)
-    sealed = with_digest(made)
+    sealed = add_digest(made)
     try:
         commit = commit_once(store, key, sealed)
         if not commit.mine:
@@ -121,10 +124,15 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
 
 
 def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
-    """Return the checkpoint that stands where another of the same step was to be committed.
+    """Return the committed checkpoint of a step, if its content is the expected one.
+
+    Args:
+        where: URL of the metadata, for error messages.
+        there: Committed checkpoint.
+        root: Digest of the expected content.
 
     Raises:
-        ConflictError: It has another content.
+        ConflictError: The committed checkpoint has another content.
     """
     if there.root != root:
         raise errors.ConflictError(
@@ -135,41 +143,41 @@ def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
 
 
 def survey(store: Store, job: str) -> Iterator[tuple[int, Checkpoint | errors.CorruptError]]:
-    """Yield the complete checkpoints of a job, newest first, by step, or why one cannot be read.
+    """Yield each step of a job with its complete checkpoint, or with the error of its metadata.
 
-    Their files are not looked at.
+    The newest step comes first. The files are not read.
     """
     for step in reversed(list_steps(store, job)):
         try:
             yield step, read_checkpoint(store, job, step)
         except errors.NotFoundError:
-            continue  # on its way, or what is left of one
+            continue  # an incomplete checkpoint
         except errors.CorruptError as error:
             yield step, error
 
 
 def iterate_checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
-    """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
+    """Yield the complete checkpoints of a job, newest first. The files are not read."""
     return (found for _, found in survey(store, job) if isinstance(found, Checkpoint))
 
 
 def find_newest(store: Store, job: str) -> Checkpoint | None:
-    """Return the newest complete checkpoint, if there is one. Its files are not looked at."""
+    """Return the newest complete checkpoint, or None. The files are not read."""
     return next(iterate_checkpoints(store, job), None)
 
 
 def verify(
     store: Store, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
 ) -> dict[str, str]:
-    """Look at every file of a checkpoint.
+    """Verify every file of a checkpoint.
 
-    What seems damaged is read a second time: the bytes may have been changed on their way.
+    A file that seems damaged is read a second time, in case its bytes changed in transit.
 
     Returns:
-        The damage, a sentence by the digest of each file; empty if there is none.
+        Sentence about the damage of each damaged file, by the file's digest.
 
     Raises:
-        UnavailableError: The store failed for longer than its time budget: nothing is known.
+        UnavailableError: The store failed for longer than its time budget.
     """
 
     def check_part(part: Part) -> str:
@@ -188,17 +196,17 @@ def find_newest_verified(
     check: VerifyDepth = VerifyDepth.DIGESTS,
     progress: Progress = ignore_event,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that is verified; None if there is none.
+    """Return the newest checkpoint that passes verification, or None.
 
-    One with a damaged file is moved out of the way (`quarantine`), and the one before it is looked
-    at. One whose metadata is damaged is passed over and stays, until its step is saved anew: a
-    reader that deleted it could delete what a saver has put there meanwhile.
+    A checkpoint with a damaged file is moved away (`quarantine`), and an older one is verified.
+    A checkpoint with damaged metadata is skipped, and stays until its step is saved again. If a
+    reader moved it, the reader could delete metadata that a saver wrote in the meantime.
 
     Args:
-        store: Where to look.
-        job: Whose.
-        check: How thoroughly: sizes take a request a file, digests take all bytes.
-        progress: Told ``checkpoint.damaged`` with ``step`` and ``damage``.
+        store: Store of the job.
+        job: Name of the job.
+        check: Depth of the verification. Sizes take one request per file, digests all bytes.
+        progress: Receives ``checkpoint.damaged`` with ``step`` and ``damage``.
 
     Raises:
         UnavailableError: The store failed for longer than its time budget.
@@ -208,7 +216,7 @@ def find_newest_verified(
         if isinstance(found, errors.CorruptError):
             progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
             try:
-                found = read_checkpoint(store, job, step)  # damaged on its way, perhaps
+                found = read_checkpoint(store, job, step)  # perhaps damaged in transit
             except (errors.NotFoundError, errors.CorruptError):
                 continue
         damage = verify(store, found, check=check)
@@ -216,28 +224,28 @@ def find_newest_verified(
             return found
         told = {"step": step, "damage": "; ".join(damage.values())}
         progress(Event("checkpoint.damaged", CheckpointKeys(job).metadata(step), told))
-        with suppress(errors.DeniedError):  # whoever may only read goes on without it
+        with suppress(errors.DeniedError):  # readers without the right to write continue
             quarantine(store, found, damage)
     return None
 
 
 def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Checkpoint | None:
-    """Move damaged metadata of a step out of the way, so that the step can be saved anew.
+    """Move damaged metadata of a step away, so that the step can be saved again.
 
-    The metadata is read again first: the bytes may have been changed on their way. They stay beside
-    the record of the quarantine, under their digest. The files of the step stay where they are.
+    The metadata is read again first, in case its bytes changed in transit. The bytes are kept
+    under their digest, beside the record of the quarantine. The files of the step are not moved.
 
     Args:
-        store: The store of the job.
-        job: The job.
-        step: The step.
-        damage: What is wrong with it.
+        store: Store of the job.
+        job: Name of the job.
+        step: Step of the checkpoint.
+        damage: Sentence about the damage, for the record.
 
     Returns:
-        The checkpoint, if its metadata proves to be right; None once it is away.
+        The checkpoint if the second read is undamaged; None after the move.
 
     Raises:
-        DeniedError: The credentials may not move it.
+        DeniedError: The credentials may not move the metadata.
     """
     keys = CheckpointKeys(job)
     key = keys.metadata(step)
@@ -259,29 +267,30 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
         create(store, keys.damaged(step, digest), body)
     with suppress(errors.NotFoundError):
         again = read(store, key, max_size=Checkpoint.record_bytes)
-        if again != body:  # another process has saved the step meanwhile
+        if again != body:  # another process saved the step in the meantime
             return read_checkpoint(store, job, step)
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
-                f"{where} is damaged and could not be moved: {failures[0].reason}"
+                f"{where} is damaged and could not be deleted ({failures[0].reason}). Allow "
+                "deletion there, or delete it by hand."
             )
     return None
 
 
 def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:
-    """Move a damaged checkpoint out of the way: nobody finds it, and its step can be saved anew.
+    """Move a damaged checkpoint away, so that readers skip it and its step can be saved again.
 
-    Nothing is lost: what it was is recorded, and the damaged bytes stay beside the record. If
-    another process has done that, and perhaps saved the step anew, nothing is moved.
+    The metadata is recorded, and the damaged bytes are kept beside the record. If the step's
+    metadata is no longer that of the checkpoint, nothing is moved.
 
     Args:
-        store: Where it is.
-        checkpoint: Which.
-        damage: What `verify` has found.
+        store: Store of the checkpoint.
+        checkpoint: Damaged checkpoint.
+        damage: Damage that `verify` returned.
 
     Raises:
-        DeniedError: The credentials may not.
+        DeniedError: The credentials may not move objects.
     """
     keys = CheckpointKeys(checkpoint.job)
     record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
@@ -298,17 +307,18 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
             with suppress(errors.NotFoundError):
                 copy(store, key, keys.damaged(part.step, part.sha256))
                 moved.append(key)
-    # The metadata last: until then a run that is killed here leaves a checkpoint to be found again.
+    # The metadata goes last. If this process is killed before, the damage is found again.
     for key in (*moved, keys.metadata(checkpoint.step)):
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
-                f"{store.make_url(key)} is damaged and could not be moved: {failures[0].reason}"
+                f"{store.make_url(key)} is damaged and could not be deleted "
+                f"({failures[0].reason}). Allow deletion there, or delete it by hand."
             )
 
 
-def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
-    """Return the digest of a checkpoint's content, which step and time are not part of."""
+def compute_root(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
+    """Return the digest of a checkpoint's content. It does not depend on the step or the time."""
     content = {
         "parts": [[part.sha256, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
@@ -317,7 +327,7 @@ def root_of(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
 
 
 def _find_damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
-    """Return the damage of a file, as a sentence; empty if there is none."""
+    """Return a sentence about the damage of a file; empty if there is none."""
     key = CheckpointKeys(job).part(part.step, part.sha256)
     found = describe_difference(
         store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None

@@ -1,4 +1,4 @@
-"""Load checkpoints: every file is verified before anything of it is used."""
+"""Loading of checkpoints. Every file is verified before its tensors are used."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ import torch
 from millrace import errors
 from millrace.checkpoints.contents import read_part
 from millrace.checkpoints.find import VerifyDepth, find_newest_verified, read_checkpoint
-from millrace.checkpoints.parts import dtype_of, read_boxes
-from millrace.checkpoints.tensor_shards import local_shard_of
+from millrace.checkpoints.parts import parse_dtype, read_boxes
+from millrace.checkpoints.tensor_shards import find_local_shard
 from millrace.checkpoints.tree import (
     SKELETON,
     find_array_names,
@@ -32,12 +32,12 @@ RowRanges = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint in memory.
+    """Checkpoint in memory.
 
     Attributes:
-        checkpoint: What it is: step, position, notes.
-        state: What was saved, or what was asked for of it.
-        own: What the rank that was asked for had for itself; empty if it had nothing.
+        checkpoint: Metadata: step, position, notes.
+        state: Saved state, or its selected tensors.
+        own: State that only the selected rank had; empty if it had none.
     """
 
     checkpoint: Checkpoint
@@ -57,35 +57,36 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress = ignore_event,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint; only the files that hold what is asked for are read.
+    """Load a checkpoint. Only files with selected tensors are read.
 
-    Memory is that of the tensors, and of four files. What several ranks saved comes back whole.
+    Memory is that of the tensors and of four files. Tensors that several ranks saved are whole.
 
     Args:
-        store: Where it is.
-        job: Whose.
-        step: Which; by default the newest whose files are all there, with their sizes. If its
-            bytes prove to be damaged, the one before it is loaded.
-        only: Which tensors, by their paths (``model.layers.0.weight``); others are left out.
-        rows: Of these tensors only the rows from the first number to the one before the second.
-        rank: Load what this rank alone had, too.
-        device: Where the tensors are put.
-        dtype: A floating type that floating tensors are converted to while they are loaded. Other
-            tensors, numpy arrays, and what a rank alone had stay as they were saved.
-        progress: Told ``checkpoint.damaged`` of what was passed over.
+        store: Store of the job.
+        job: Name of the job.
+        step: Step to load. By default the newest whose files all exist with their sizes. If its
+            bytes are damaged, an older one is loaded.
+        only: Function that selects tensors by their paths (``model.layers.0.weight``).
+        rows: First row, and the row after the last one, of tensors that are loaded in part.
+        rank: Rank whose own state is loaded too.
+        device: Device of the tensors.
+        dtype: Floating-point type to which floating-point tensors are converted. Numpy arrays and
+            the state of one rank keep their types.
+        progress: Receives ``checkpoint.damaged`` for skipped checkpoints.
 
     Raises:
-        NotFoundError: There is none.
-        CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
-        ConfigurationError: Rows are asked for of a tensor that has fewer, or the type is not
-            floating.
+        NotFoundError: There is no checkpoint that can be loaded.
+        CorruptError: A file of the given step has other bytes than were saved.
+        ConfigurationError: A tensor has fewer rows, or ``dtype`` is not a floating-point type.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise errors.ConfigurationError(f"{dtype} is no floating type: choose one, or none.")
+        raise errors.ConfigurationError(
+            f"Tensors cannot be converted to {dtype}: choose a floating-point type, or none."
+        )
     some = dict(rows or {})
 
     def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
-        # Of the skeleton it is known which tensors numpy arrays are, which stay as they were.
+        # The skeleton shows which tensors are numpy arrays. These keep their types.
         fixed = _find_array_names(store, checkpoint) if dtype is not None else set[str]()
         return {
             name: _request_rows(
@@ -114,24 +115,23 @@ def load_into(
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the tensors of a state, which may be distributed in another way.
 
-    Of a DTensor only this rank's shard is read, wherever its bytes were on how many ranks before.
-    If an error is raised, some tensors may have been filled: do not use them.
+    A DTensor reads only the files with its rank's shard. The number of ranks may have changed.
+    After an error some tensors may be filled: do not use them.
 
     Args:
-        state: Of the form that was saved; tensors that are left out are not read.
-        store: Where it is.
-        job: Whose.
-        step: Which, as of `load`. Ranks that load together all name the same.
-        rank: Load what this rank alone had, too.
-        progress: Told ``checkpoint.damaged`` of what was passed over.
+        state: State with the same structure as the saved one. Missing tensors are not read.
+        store: Store of the job.
+        job: Name of the job.
+        step: Step to load, as for `load`. All ranks of a group load the same step.
+        rank: Rank whose own state is loaded too.
+        progress: Receives ``checkpoint.damaged`` for skipped checkpoints.
 
     Returns:
-        What was loaded: in its state stand the tensors of the one that was given, filled, and
-        the other values as they were saved.
+        Loaded checkpoint. Its state has the given tensors, filled, and the other saved values.
 
     Raises:
-        NotFoundError: There is none.
-        CorruptError: Of the step that was asked for, a file is not the bytes that were saved.
+        NotFoundError: There is no checkpoint that can be loaded.
+        CorruptError: A file of the given step has other bytes than were saved.
         ConfigurationError: A tensor is not in the checkpoint, or has another shape or type there.
     """
     given = {name: tensor for name, tensor in flatten_state(state).items() if name != SKELETON}
@@ -164,7 +164,7 @@ def _load(
     try:
         if found is not None:
             return _read_state(store, found, wanted(found), rank)
-    except errors.CorruptError:  # or its bytes were changed on their way, and it is found again
+    except errors.CorruptError:  # a second try finds it if only the transfer was at fault
         found = find_newest_verified(store, job, check=VerifyDepth.DIGESTS, progress=progress)
         if found is not None:
             return _read_state(store, found, wanted(found), rank)
@@ -188,7 +188,7 @@ def _read_state(
 
 
 def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_TensorRequest]") -> None:
-    """Read the files that hold some of these tensors, and fill the tensors."""
+    """Read the files that have the requested tensors, and fill the tensors."""
     by_part: dict[int, list[tuple[_TensorRequest, Chunk]]] = {}
     for tensor in wanted:
         for chunk in tensor.iterate_chunks():
@@ -199,7 +199,7 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
 
     def fill_from_part(number: int) -> None:
         part, asked = checkpoint.parts[number], by_part[number]
-        # A buffer that goes round, and a copy: quicker than new memory that the tensors could keep.
+        # A copy from a reused buffer is faster than new memory that the tensors could keep.
         buffer = free.pop()
         boxes = read_boxes(read_part(store, checkpoint.job, part, buffer))
         for tensor, chunk in asked:
@@ -212,15 +212,14 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
 
 @dataclass(frozen=True, slots=True)
 class _TensorRequest:
-    """A tensor that is being loaded, or a box of it.
+    """Tensor to load, or a box (a contiguous range of indices in each dimension) of a tensor.
 
     Attributes:
-        name: Its name.
-        record: What it is in the checkpoint.
-        start: Where the box begins, in each dimension.
-        box: What it is filled into; made here, it is memory of which no page exists before it is
-            written.
-        content: The tensor that the box is of.
+        name: Name of the tensor.
+        record: Description of the tensor in the checkpoint.
+        start: First index of the box in each dimension.
+        box: Tensor to fill. A new one has no memory pages before it is written.
+        content: Tensor that the box belongs to.
     """
 
     name: str
@@ -230,24 +229,28 @@ class _TensorRequest:
     content: torch.Tensor
 
     def iterate_chunks(self) -> Iterator[Chunk]:
-        """Yield the boxes in the checkpoint that some of it lies in."""
+        """Yield the saved boxes that overlap with the requested box."""
         for chunk in self.record.chunks:
             if all(low < high for low, high in self._find_overlap(chunk, chunk.start)):
                 yield chunk
 
     def copy_chunk(self, chunk: Chunk, found: torch.Tensor | None) -> None:
-        """Take from a box in the checkpoint what is wanted of it."""
+        """Copy the overlap of a saved box and the requested box.
+
+        Raises:
+            CorruptError: The saved box is missing, or has another shape or type.
+        """
         if (
             found is None
             or tuple(found.shape) != chunk.shape
-            or found.dtype != dtype_of(self.record.dtype)
+            or found.dtype != parse_dtype(self.record.dtype)
         ):
             raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
         here, there = self._find_overlap(chunk, self.start), self._find_overlap(chunk, chunk.start)
         self.box[_to_slices(here)].copy_(found[_to_slices(there)])
 
     def _find_overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return where the two boxes are one, in each dimension, counted from a place."""
+        """Return the overlap with a saved box in each dimension, relative to an origin."""
         axes = zip(chunk.start, chunk.shape, self.start, self.box.shape, origin, strict=True)
         return [(max(a, b) - at, min(a + n, b + m) - at) for a, n, b, m, at in axes]
 
@@ -286,7 +289,7 @@ def _request_rows(
                 f"{name} has the shape {list(shape)}: rows {first} to {stop} are not in it."
             )
         shape = (stop - first, *shape[1:])
-    saved = dtype_of(record.dtype)
+    saved = parse_dtype(record.dtype)
     kind = dtype if dtype is not None and saved.is_floating_point else saved
     content = torch.empty(shape, dtype=kind, device=device)
     return _TensorRequest(
@@ -297,11 +300,11 @@ def _request_rows(
 def _request_shard(name: str, tensor: torch.Tensor, record: TensorRecord | None) -> _TensorRequest:
     if record is None:
         raise errors.ConfigurationError(f"The checkpoint has no {name}: leave it out of the state.")
-    said = dtype_of(record.dtype), record.shape
+    said = parse_dtype(record.dtype), record.shape
     if (tensor.dtype, tuple(tensor.shape)) != said:
         raise errors.ConfigurationError(
             f"{name} is {tensor.dtype} of the shape {list(tensor.shape)}, and in the checkpoint "
             f"{said[0]} of {list(said[1])}: give a tensor like that."
         )
-    piece = local_shard_of(name, tensor)
+    piece = find_local_shard(name, tensor)
     return _TensorRequest(name, record, piece.start, piece.local, tensor)

@@ -1,8 +1,8 @@
-"""Layout of tensors in files: which go into which part, and a part's bytes.
+"""Layout of tensors in parts: the files of a checkpoint.
 
-A part is a safetensors file (https://github.com/huggingface/safetensors, "Format"): eight bytes of
-length, a header in JSON, the tensors one after another. Its bytes depend on the tensors alone, so
-equal tensors make equal files, wherever and whenever they are saved.
+A part is a safetensors file (https://github.com/huggingface/safetensors, "Format"): the
+length of the header in eight bytes, the header in JSON, then the tensors. Its bytes depend only on
+the tensors, so equal tensors make equal files on any machine.
 """
 
 import struct
@@ -18,8 +18,8 @@ from millrace.checkpoints.tensor_shards import TensorShard
 from millrace.errors import ConfigurationError, CorruptError
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_SIZE = 100_000_000  # bytes, safetensors' own limit
-_RESERVED_NAME = "__metadata__"  # what safetensors keeps for text
+_MAX_HEADER_SIZE = 100_000_000  # bytes: the limit of safetensors
+_RESERVED_NAME = "__metadata__"  # reserved by safetensors for text
 _DTYPES_BY_NAME = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,16 +43,16 @@ _NAMES_BY_DTYPE = {dtype: name for name, dtype in _DTYPES_BY_NAME.items()}
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Some rows of a tensor, or all of it, and where they lie in a part.
+    """Box of a tensor in a part: some rows of the tensor, or all of it.
 
     Attributes:
-        tensor: The tensor's name.
-        name: What the box is called in the part.
-        dtype: As torch calls it.
-        start: Where it begins in the tensor, in each dimension.
-        shape: Its own.
-        offset: Of its first byte in the part's file.
-        size: Bytes.
+        tensor: Name of the tensor.
+        name: Name of the box in the part.
+        dtype: Type of the elements.
+        start: First index of the box in each dimension of the tensor.
+        shape: Shape of the box.
+        offset: Offset of the first byte in the part.
+        size: Size in bytes.
     """
 
     tensor: str
@@ -66,12 +66,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """A part that is to be made.
+    """Layout of one part.
 
     Attributes:
-        head: The bytes before the tensors.
-        boxes: What follows, in order.
-        size: Bytes of the file.
+        head: Bytes before the tensors: the header and its length.
+        boxes: Boxes in the order of their bytes.
+        size: Size of the file in bytes.
     """
 
     head: bytes
@@ -80,14 +80,14 @@ class PartLayout:
 
 
 def lay_out_parts(pieces: Mapping[str, TensorShard], part_bytes: int) -> list[PartLayout]:
-    """Lay pieces of tensors out in parts, in their order; a large one is cut by rows.
+    """Lay tensors out in parts, in their order. A large tensor is cut by rows.
 
     Args:
-        pieces: By their tensors' names.
-        part_bytes: A part is closed before it would be larger, but for a row that is.
+        pieces: Part of each tensor that this process holds, by the tensor's name.
+        part_bytes: Largest size of a part in bytes. Only a single larger row exceeds it.
 
     Raises:
-        ConfigurationError: A tensor is of a type that safetensors has no name for.
+        ConfigurationError: safetensors has no name for the type of a tensor.
     """
     parts: list[PartLayout] = []
     waiting: list[Box] = []
@@ -103,11 +103,11 @@ def lay_out_parts(pieces: Mapping[str, TensorShard], part_bytes: int) -> list[Pa
     return parts
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the type that safetensors has under a name.
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the type with a name of safetensors.
 
     Raises:
-        CorruptError: None is.
+        CorruptError: No type has this name.
     """
     try:
         return _DTYPES_BY_NAME[name]
@@ -115,11 +115,11 @@ def dtype_of(name: str) -> torch.dtype:
         raise CorruptError(f"A checkpoint's tensor is of the unknown type {name!r}.") from None
 
 
-def dtype_name_of(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a type.
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type in safetensors.
 
     Raises:
-        ConfigurationError: It has no name for it.
+        ConfigurationError: safetensors has no name for the type.
     """
     try:
         return _NAMES_BY_DTYPE[dtype]
@@ -131,7 +131,7 @@ def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors of a part's file, as views of its bytes.
 
     Raises:
-        CorruptError: It is no safetensors file, or its header does not describe it.
+        CorruptError: The bytes are not a safetensors file, or do not match its header.
     """
     try:
         return dict(_iterate_views(body))
@@ -160,7 +160,7 @@ def _iterate_boxes(pieces: Mapping[str, TensorShard], part_bytes: int) -> Iterat
 def _format_box_name(
     tensor: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> str:
-    """Return the name of a box: ``w``, or as Python cuts it, ``w[0:8,16:32]``."""
+    """Return the name of a box: ``w``, or with Python's slices ``w[0:8,16:32]``."""
     cut = max((axis for axis, size in enumerate(shape) if size != whole[axis]), default=-1)
     edges = list(zip(start, shape, strict=True))[: cut + 1]
     slices = ",".join(f"{at}:{at + size}" for at, size in edges)
@@ -168,18 +168,18 @@ def _format_box_name(
 
 
 def _make_layout(boxes: list[Box]) -> PartLayout:
-    # The widest types first, as safetensors does: so that each lies at a multiple of its width.
+    # The widest types come first, as in safetensors, so that each is aligned to its width.
     ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
     header: dict[str, Any] = {}
     named: list[Box] = []
     at = 0
     for box in ordered:
         name = box.name
-        while name in header or name == _RESERVED_NAME:  # ``w[0:8]`` may be a tensor's own name too
+        while name in header or name == _RESERVED_NAME:  # a tensor may have the name ``w[0:8]``
             name += "#"
         named.append(replace(box, name=name))
         header[name] = {
-            "dtype": dtype_name_of(box.dtype),
+            "dtype": get_dtype_name(box.dtype),
             "shape": box.shape,
             "data_offsets": (at, at + box.size),
         }
@@ -205,7 +205,7 @@ def _iterate_views(body: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
     end = 0
     for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = said["data_offsets"]
-        dtype, shape = dtype_of(said["dtype"]), tuple(said["shape"])
+        dtype, shape = parse_dtype(said["dtype"]), tuple(said["shape"])
         if begin != end or stop - begin != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} is not where it should be")
         end = stop

@@ -1,8 +1,8 @@
-"""Several ranks save one checkpoint together, each its own shards of the tensors.
+"""Checkpoints that several ranks save together, each its own shards of the tensors.
 
-All that they know of each other is in the bucket, so that nothing of it waits for a collective of
-the trainer's. Each commits a record of its share once its files are there. Whoever finds the shares
-of all commits the metadata: the last one, as each looks after its own commit.
+The ranks coordinate through the bucket only, without collectives of the trainer. Each rank commits
+a record of its share after its files. Then it looks for the shares of the others. The last rank
+finds all of them, and commits the metadata.
 """
 
 import secrets
@@ -17,12 +17,13 @@ import torch
 from millrace import errors
 from millrace.checkpoints.find import (
     commit_checkpoint,
+    compute_root,
     read_checkpoint,
-    root_of,
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import parse_own_name
-from millrace.keys import CheckpointKeys, check_name
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.names import check_name
 from millrace.records import commit_same, iterate_records, require_intact
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare, TensorRecord
 from millrace.storage import Store, list_objects
@@ -32,13 +33,13 @@ _POLL_INTERVAL = 1.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank of this process among several.
+    """Rank of this process in a group.
 
     Attributes:
-        rank: From 0.
-        world: How many there are.
-        attempt: A name that all of them have alike, and that is new whenever they are started:
-            shares of one attempt are never taken for another's.
+        rank: Number of the rank, from 0.
+        world: Number of ranks.
+        attempt: Name that all ranks share, new at each start. Shares of different attempts are
+            never mixed.
     """
 
     rank: int
@@ -47,18 +48,22 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
-            raise errors.ConfigurationError(f"There is no rank {self.rank} of {self.world}.")
+            raise errors.ConfigurationError(
+                f"Rank {self.rank} is not one of {self.world}: choose 0 to {self.world - 1}."
+            )
         if "/" in check_name(self.attempt, what="The attempt"):
-            raise errors.ConfigurationError(f"The attempt {self.attempt!r} has a '/' in it.")
+            raise errors.ConfigurationError(
+                f"The attempt {self.attempt!r} has a '/' in it: choose another name."
+            )
 
     @classmethod
     def of_group(cls, group: torch.distributed.ProcessGroup | None = None) -> Self:
-        """Return the ranks of torch's process group, with an attempt drawn by the first.
+        """Return the rank of this process in a process group of torch.
 
-        A collective: all of them call it.
+        The first rank draws the attempt. All ranks of the group must call this collective.
 
         Args:
-            group: By default all processes.
+            group: Process group; by default that of all processes.
         """
         dist = torch.distributed
         on_gpu = dist.get_backend(group) == "nccl"
@@ -70,21 +75,21 @@ class Ranks:
 
 
 def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timedelta) -> Checkpoint:
-    """Commit what this rank has saved, whose files are there, and wait for the others.
+    """Commit the share of this rank, whose files are saved, and wait for the other ranks.
 
     Args:
-        store: Where to.
-        ranks: This rank and its attempt.
-        share: What it has saved.
-        within: For how long it waits.
+        store: Store of the job.
+        ranks: Rank of this process, and the attempt.
+        share: Share of this rank.
+        within: Longest wait.
 
     Returns:
-        The checkpoint of all, committed by whoever came last.
+        Checkpoint of all ranks, which the last rank has committed.
 
     Raises:
-        UnavailableError: Not all shares came: there is no checkpoint.
-        ConfigurationError: The shares do not make up a whole.
-        ConflictError: Another checkpoint of this step is there, or another share of this rank.
+        UnavailableError: Shares are missing after the wait. There is no checkpoint.
+        ConfigurationError: The shares do not cover each tensor exactly once.
+        ConflictError: Another share of this rank is already committed.
     """
     keys = CheckpointKeys(share.job)
     commit_same(store, keys.share(share.step, ranks.attempt, ranks.rank), share)
@@ -97,12 +102,12 @@ def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timede
         if time.monotonic() > deadline:
             made = _merge_if_complete(
                 store, ranks, share
-            )  # the last one may have died after its commit
+            )  # the last rank may have died after its commit
             if made is None:
                 raise errors.UnavailableError(
                     f"Not all {ranks.world} ranks have saved their share of step {share.step} of "
-                    f"{share.job} after {within.total_seconds():g} s: it has no checkpoint. See "
-                    "what became of the others, and save the next one."
+                    f"{share.job} after {within.total_seconds():g} s, so the step has no "
+                    "checkpoint. Read the logs of the other ranks, and save a later step."
                 )
         else:
             time.sleep(_POLL_INTERVAL)
@@ -118,11 +123,11 @@ def _find_committed(store: Store, share: RankShare) -> Checkpoint | None:
     except errors.VersionError:
         raise
     except errors.CorruptError:
-        return None  # of a save before this one: the rank that commits moves it away
+        return None  # of an earlier save: the rank that commits moves it away
 
 
 def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:
-    """Tell whether a checkpoint is made of this share, among others."""
+    """Decide whether a checkpoint includes the files of a share."""
     digests = {part.sha256 for part in checkpoint.parts}
     return digests.issuperset(part.sha256 for part in share.parts)
 
@@ -139,13 +144,14 @@ def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoi
 
 
 def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
-    """Return the checkpoint that the shares of all ranks make up.
+    """Return the checkpoint that consists of the shares of all ranks.
 
     Args:
-        shares: In the order of their ranks.
+        shares: Shares in the order of their ranks.
 
     Raises:
-        ConfigurationError: They do not: a tensor has a hole, or is there twice.
+        ConfigurationError: The ranks saved different tensors, or did not save each element of a
+            tensor exactly once.
     """
     first = shares[0]
     parts: dict[str, Part] = {}
@@ -170,8 +176,8 @@ def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
     for name, record in tensors.items():
         if not is_covered_once(record.shape, record.chunks):
             raise errors.ConfigurationError(
-                f"The ranks' shards of {name} do not make up a whole: each element must be on one "
-                "rank, or on replicas that the mesh knows of. Give DTensors of one mesh."
+                f"The ranks' shards of {name} do not cover each element exactly once. Give "
+                "DTensors of one mesh, whose elements are on one rank or on replicas of the mesh."
             )
     files = tuple(parts.values())
     return Checkpoint(
@@ -181,7 +187,7 @@ def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
         position=first.position,
         notes=first.notes,
         saved=datetime.now(UTC),
-        root=root_of(files, tensors),
+        root=compute_root(files, tensors),
         parts=files,
         tensors=tensors,
     )
@@ -189,6 +195,6 @@ def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
 
 def _make_mismatch_error(name: str, share: RankShare) -> errors.ConfigurationError:
     return errors.ConfigurationError(
-        f"Rank {share.rank} has {name}, and rank 0 has not, or has another: give a state of the "
-        "same form on all ranks, and what a rank alone has as `own`."
+        f"Rank {share.rank} has {name}, which differs on rank 0 or is missing there: give states "
+        "of the same structure on all ranks, and the state of a single rank as `own`."
     )

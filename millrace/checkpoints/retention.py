@@ -1,7 +1,8 @@
-"""Keep the checkpoints that somebody may need, and remove the others: planned first, then done.
+"""Removal of checkpoints that no rule keeps: planned first, then executed.
 
-Stronger than any rule: the newest checkpoint that is verified, all that are newer, those that an
-epoch or a pin names, and every file that a kept one refers to. If none is verified, none goes.
+Some checkpoints are kept whatever the rules are: the newest verified checkpoint, all newer ones,
+and those that an epoch or a pin names. Files that a kept checkpoint refers to are kept too. If no
+checkpoint is verified, none is removed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, iterate_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import Store, delete, list_objects
@@ -24,11 +25,11 @@ _CONCURRENCY = 32  # records
 
 @dataclass(frozen=True, slots=True)
 class Removal(PlannedObject):
-    """An object that is to go.
+    """Object to remove.
 
     Attributes:
-        why: Why it may.
-        orphan: It belongs to no checkpoint, also not to one that goes.
+        why: Reason for the removal.
+        orphan: Whether the object belongs to no checkpoint, not even to a removed one.
     """
 
     why: str
@@ -40,11 +41,11 @@ class RetentionPlan:
     """Checkpoints of a job that are kept, and those that are removed.
 
     Attributes:
-        job: Whose.
-        rules: By which.
-        kept: Why each step stays that does.
-        removed: The steps that go.
-        removals: Every object that goes, in the order in which it does.
+        job: Name of the job.
+        rules: Rules of the plan.
+        kept: Reason for each kept step.
+        removed: Removed steps.
+        removals: Objects to remove, in the order of removal.
     """
 
     job: str
@@ -55,22 +56,22 @@ class RetentionPlan:
 
     @property
     def size(self) -> int:
-        """Bytes of all that goes."""
+        """Size of all objects to remove, in bytes."""
         return sum(removal.size for removal in self.removals)
 
 
 def pin(store: Store, job: str, step: int, why: str) -> None:
-    """Keep a checkpoint, whatever the rules say, until `unpin`.
+    """Protect a checkpoint from removal by any rule, until `unpin`.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is no checkpoint of this step.
     """
     read_checkpoint(store, job, step)
     commit_once(store, CheckpointKeys(job).pin(step), Pin(job=job, step=step, why=why))
 
 
 def unpin(store: Store, job: str, step: int) -> None:
-    """Let the rules decide on a checkpoint again."""
+    """Remove the pin of a checkpoint, so that the rules decide again."""
     delete(store, [CheckpointKeys(job).pin(step)])
 
 
@@ -83,21 +84,21 @@ def plan_retention(
     also: Mapping[int, str] | None = None,
     now: datetime | None = None,
 ) -> RetentionPlan:
-    """Find what the rules keep and what they do not. Changes nothing.
+    """Plan the removal of checkpoints and orphans, and change nothing.
 
     Args:
-        store: Where the job is.
-        job: Which.
-        rules: By default `RetentionSettings()`.
-        check: How thoroughly the newest is verified, without which nothing older goes.
-        also: Further steps that stay, and why.
-        now: By the store's clock; by default when the newest of its objects was written.
+        store: Store of the job.
+        job: Name of the job.
+        rules: Rules; by default `RetentionSettings()`.
+        check: Depth of the verification of the newest checkpoint.
+        also: Further steps to keep, with the reasons.
+        now: Time by the store's clock; by default that of the newest object.
     """
     rules = rules or RetentionSettings()
     keys = CheckpointKeys(job)
     stats = list(list_objects(store, keys.prefix))
     complete, unreadable = _read_checkpoints(store, job)
-    kept = dict.fromkeys(unreadable, "it cannot be read, so nobody knows what it is")
+    kept = dict.fromkeys(unreadable, "its metadata cannot be read")
     kept |= _select_kept(store, keys, complete, rules, check)
     kept |= {step: why for step, why in (also or {}).items() if step in complete.keys() - kept}
     removed = tuple(sorted(step for step in complete if step not in kept))
@@ -118,21 +119,21 @@ def plan_retention(
         elif horizon is None or stat.last_modified >= horizon - rules.grace:
             continue
         elif keys.is_share(stat.key):
-            then.append(Removal(stat, "no rank waits for it any more", orphan=True))
+            then.append(Removal(stat, "no rank needs this share any more", orphan=True))
         elif keys.parse_part(stat.key) and stat.key not in named:
             then.append(Removal(stat, "no checkpoint names it", orphan=True))
-    # A checkpoint's metadata first: without it no one takes what is left for a checkpoint.
+    # Metadata goes first, so that an interrupted removal leaves no incomplete checkpoint.
     return RetentionPlan(job, rules, kept, removed, (*first, *then))
 
 
 def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
-    """Delete the objects of a plan, except those that are needed or were written again by now.
+    """Remove the objects of a plan, except for those that became needed or were rewritten since.
 
-    Broken off at any time, it can be called again with the same plan, or a new one.
+    After an interruption, call this function again with the same plan or a new one.
 
     Args:
-        store: Where the job is.
-        plan: Of `plan_retention`.
+        store: Store of the job.
+        plan: Plan from `plan_retention`.
     """
     now = plan_retention(store, plan.job, plan.rules, check=VerifyDepth.SIZES)
     deletable = {removal.key for removal in now.removals}
@@ -141,7 +142,7 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     done = delete_planned(
         store,
         [removal for removal in plan.removals if removal.key in deletable],
-        # The files of what is still a checkpoint stay.
+        # Files stay while their metadata may exist.
         find_phase=lambda one: DeletionPhase(plan.job, 0 if one.key in metadata else 1),
     )
     needed = sum(removal.key not in deletable for removal in plan.removals)
@@ -176,9 +177,9 @@ def _select_kept(
     newest_first = sorted(complete, reverse=True)
     for step in newest_first:
         if not verify(store, complete[step], check=check):
-            kept[step] = "the newest that is verified"
+            kept[step] = "the newest verified checkpoint"
             break
-        kept[step] = "newer than all that are verified"
+        kept[step] = "newer than every verified checkpoint"
     for number, step in _iterate_epoch_steps(store, keys):
         if step in complete:
             kept.setdefault(step, f"epoch {number} names it")
@@ -194,9 +195,9 @@ def _select_kept(
 
 
 def _iterate_epoch_steps(store: Store, keys: CheckpointKeys) -> Iterator[tuple[int, int]]:
-    """Return the numbers of the epochs that have ended, with the steps of their checkpoints.
+    """Yield the numbers of ended epochs with the steps of their checkpoints.
 
-    Where an epoch's record is damaged, the votes of its members tell the step.
+    If the record of an epoch is damaged, the step follows from the members' votes.
     """
 
     def read_step(number: int) -> tuple[int, int] | None:
@@ -217,14 +218,14 @@ def _iterate_epoch_steps(store: Store, keys: CheckpointKeys) -> Iterator[tuple[i
 def _iterate_pinned(
     store: Store, keys: CheckpointKeys, complete: Iterable[int]
 ) -> Iterator[tuple[int, str]]:
-    """Return the pinned steps, each with the reason. A pin that cannot be read is one."""
+    """Yield the pinned steps with the reasons. An unreadable pin also counts."""
     by_key = {keys.pin(step): step for step in complete}
     for stat, pin in iterate_records(
         store, keys.prefix, Pin, wanted=lambda stat: stat.key in by_key
     ):
         step = by_key[stat.key]
         if isinstance(pin, errors.CorruptError):
-            yield step, "it has a pin, which cannot be read"
+            yield step, "it has a pin that cannot be read"
         else:
             yield step, f"pinned: {pin.why}"
 

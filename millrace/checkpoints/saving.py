@@ -1,8 +1,8 @@
-"""Save checkpoints while training goes on: the trainer waits for the copy, and for nothing else.
+"""Saving of checkpoints during training. The trainer waits only for a copy of its state.
 
-A state is copied once, straight into the bytes of its files. Those are hashed and created under
-their digests, so that equal bytes are uploaded once, whoever saves them; ``metadata.json`` comes
-last. A saver that is killed leaves files that the next one takes over, and no checkpoint.
+The state is copied once, into the bytes of its files. Each file is created under its digest, so
+equal bytes are uploaded once. ``metadata.json`` is written last. After a kill, the uploaded files
+remain without metadata, and the next save of the step uses them.
 """
 
 import threading
@@ -21,7 +21,7 @@ from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (
@@ -35,11 +35,11 @@ from millrace.storage import (
 
 
 class PendingSave:
-    """A checkpoint on its way.
+    """Checkpoint that is being saved.
 
     Attributes:
-        step: Which.
-        held: How long the trainer was held: for the copy, and for the save before it to end.
+        step: Step of the checkpoint.
+        held: Seconds that the trainer waited, for the copy and for the end of an earlier save.
     """
 
     def __init__(self, step: int, held: timedelta, future: "Future[Checkpoint]") -> None:
@@ -48,15 +48,18 @@ class PendingSave:
         self._asked = False
 
     def done(self) -> bool:
-        """Tell whether the save has ended, with or without success."""
+        """Decide whether the save has ended, with or without success."""
         return self._future.done()
 
     def result(self, timeout: timedelta | None = None) -> Checkpoint:
-        """Wait for the checkpoint.
+        """Wait for the checkpoint, and return its metadata.
+
+        Args:
+            timeout: Longest wait in seconds; by default without a limit.
 
         Raises:
-            MillraceError: It was not saved; what says so.
-            TimeoutError: It is not over yet.
+            MillraceError: The save failed.
+            TimeoutError: The save has not ended yet.
         """
         try:
             return self._future.result(timeout.total_seconds() if timeout else None)
@@ -64,7 +67,7 @@ class PendingSave:
             self._asked = self._future.done()
 
     def wait(self) -> None:
-        """Wait until it is over; raise what went wrong if nobody has heard it yet."""
+        """Wait until the save has ended, and raise its error unless `result` has raised it."""
         error = self._future.exception()
         if error is not None and not self._asked:
             self._asked = True
@@ -72,17 +75,17 @@ class PendingSave:
 
 
 class Saver:
-    """Saves the checkpoints of a job. One at a time: a second one waits for the first's memory.
+    """Saver of a job's checkpoints. A second save waits until the first has ended.
 
-    Memory: one copy of the state, kept from one save to the next.
+    Memory: one copy of the state, which is reused by later saves.
 
     Args:
-        store: Where to.
-        job: Whose checkpoints they are.
-        settings: How.
-        ranks: Where several ranks save each checkpoint together: which this is.
-        progress: Told of each file: ``checkpoint.part`` with ``bytes`` and ``sent``, and at the
-            end ``checkpoint.saved``; from other threads, one at a time.
+        store: Store to save to.
+        job: Name of the job.
+        settings: Settings of the files and their upload.
+        ranks: Rank of this process, if several ranks save each checkpoint together.
+        progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each file, then
+            ``checkpoint.saved``. Calls come from other threads, one at a time.
     """
 
     def __init__(
@@ -115,26 +118,27 @@ class Saver:
         mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> PendingSave:
-        """Copy a state, and save the copy while the caller goes on.
+        """Copy a state, and save the copy in other threads.
 
-        Where several ranks save together, each calls it, with a state of the same form: of DTensors
-        each saves its shard, and the first saves all else. No collective is waited for.
+        If several ranks save together, each calls this method with a state of the same structure.
+        Each rank saves its shards of DTensors. The first rank saves everything else. There is no
+        collective.
 
         Args:
-            state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values: the
-                state dicts of the model, the optimizer, the scheduler, the loader, the generators.
-            step: Of the training.
-            run: Which run of the job this is.
-            position: Where the data goes on, as JSON.
+            state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values, such as
+                the state dicts of the model, the optimizer, the scheduler and the loader.
+            step: Step of the training.
+            run: Name of the run.
+            position: Position in the data at which training continues, as JSON.
             notes: Free text.
-            mine: Where each rank has other tensors whole, such as a pipeline's stages: which of
-                them this one saves, by their paths. The others may be on the device ``meta``.
-            own: What this rank alone has: the state of its loader, its generators.
+            mine: Function that selects by path the whole tensors that this rank saves, such as
+                those of its pipeline stage. Other tensors may be on the device ``meta``.
+            own: State of this rank alone, such as that of its loader and its generators.
 
         Raises:
-            ConfigurationError: Something in the state cannot be saved, and its path is named; or
-                the position is no JSON. Nothing was sent.
-            MillraceError: The save before this one failed, and nobody has asked for its result.
+            ConfigurationError: A value cannot be saved (the message has its path), or the position
+                is not JSON. Nothing was sent.
+            MillraceError: The previous save failed, and nothing has raised its error yet.
         """
         began = time.monotonic()
         where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
@@ -153,10 +157,10 @@ class Saver:
         return self._under_way
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the memory.
+        """Wait for the save in progress, and free the memory.
 
         Raises:
-            MillraceError: It failed, and nobody has asked for its result.
+            MillraceError: The save failed, and nothing has raised its error yet.
         """
         try:
             if self._under_way is not None:
@@ -178,10 +182,10 @@ class Saver:
         if error is None:
             self.close()
             return
-        with suppress(errors.MillraceError):  # what was raised in the block says more
+        with suppress(errors.MillraceError):  # the error of the block is more important
             self.close()
 
-    # -- in the background
+    # -- in other threads
 
     def _finish(
         self,
@@ -199,7 +203,7 @@ class Saver:
             return self._upload(step, body, there, known)
 
         futures = [self._pool.submit(upload, body) for body in copied.files]
-        wait(futures)  # also if one fails: the next save writes where the others read
+        wait(futures)  # also after a failure: the next save overwrites the memory of these files
         parts = tuple(future.result() for future in futures)
         self._proved = set(parts)
         share = RankShare(
@@ -224,10 +228,10 @@ class Saver:
         return checkpoint
 
     def _commit(self, share: RankShare) -> Checkpoint:
-        """Return the checkpoint, once its metadata is there.
+        """Commit the share of this rank, and return the committed checkpoint.
 
         Raises:
-            ConflictError: It is another one.
+            ConflictError: The step has a checkpoint with another content.
         """
         key = self._keys.metadata(share.step)
         if self._ranks is None:
@@ -235,12 +239,12 @@ class Saver:
             there = commit_checkpoint(self._store, made).record
             return check_content(self._store.make_url(key), there, made.root)
         there = commit_together(self._store, self._ranks, share, self._settings.ranks_within)
-        # What the others have is not known here: it is this one if it is made of this share.
+        # The other ranks' shares are unknown here. The checkpoint is right if it has this share.
         root = there.root if has_share(there, share) else ""
         return check_content(self._store.make_url(key), there, root)
 
     def _iterate_existing(self, step: int) -> Iterator[tuple[str, int]]:
-        """Yield the digests and sizes of files that an earlier save of this step has left there."""
+        """Yield the digests and sizes of files that an earlier save of this step uploaded."""
         for stat in list_objects(self._store, self._keys.parts(step)):
             found = self._keys.parse_part(stat.key)
             if found is not None:
@@ -267,30 +271,30 @@ class Saver:
         return part
 
     def _ensure_uploaded(self, part: Part, body: memoryview, size: int | None) -> int:
-        """Create a file, or prove that what is there is this one; return the bytes sent.
+        """Create a file unless the store has the same bytes, and return the number of sent bytes.
 
         Args:
-            part: The file.
-            body: Its bytes.
-            size: That of what was listed under its name; None if nothing was.
+            part: Description of the file.
+            body: Bytes of the file.
+            size: Size of the object that was listed under the file's key; None if there was none.
         """
         key = self._keys.part(part.step, part.sha256)
         if size is None:
             try:
                 create(self._store, key, body, sha256=part.sha256)
             except errors.ExistsError:
-                size = part.size  # by another saver, or by a try whose answer was lost
+                size = part.size  # from another saver, or from a try whose answer was lost
             else:
                 return len(body)
         if size == part.size and self._is_intact(part):
             return 0
-        put(self._store, key, body)  # only these bytes can stand there: a power cut left others
+        put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
 
     def _is_intact(self, part: Part) -> bool:
-        """Tell whether a file is there with these bytes: proved once a saver.
+        """Decide whether the store has a file with its bytes. Each saver verifies a file once.
 
-        The store is asked for its digest; where it keeps none, the file is read.
+        If the store keeps no digest of the file, the file is read.
         """
         if part in self._proved:
             return True

@@ -55,12 +55,12 @@ class RetentionSettings(BaseModel):
 
 
 class OnTimeout(StrEnum):
-    """Action when an epoch's checkpoint is not there in time."""
+    """Action when the checkpoint of an epoch is late."""
 
     EXTEND = "extend"  # wait once more
-    ELECT = "elect"  # wait once more, with as many checkpointers more
-    BACKGROUND = "background"  # train on, and go on uploading
-    ADVANCE = "advance"  # train on without
+    ELECT = "elect"  # wait once more, with additional checkpointers
+    BACKGROUND = "background"  # train on during the upload
+    ADVANCE = "advance"  # train on without a checkpoint
 
 
 class CooldownSettings(BaseModel):

@@ -1,4 +1,4 @@
-"""A state, copied into the bytes of the files that it is saved as, while the trainer waits."""
+"""Copies of a state, as the bytes of the files that are saved."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, make_content
-from millrace.checkpoints.parts import Box, PartLayout, dtype_name_of, lay_out_parts, read_boxes
-from millrace.checkpoints.tensor_shards import TensorShard, is_distributed, local_shard_of
+from millrace.checkpoints.parts import Box, PartLayout, get_dtype_name, lay_out_parts, read_boxes
+from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
 from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
 from millrace.digest import compute_sha256
 from millrace.errors import ConfigurationError, CorruptError
@@ -22,12 +22,12 @@ _CONCURRENCY = 4
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of a state, as the files that it will be.
+    """Copy of a state, as the bytes of its files.
 
     Attributes:
-        layouts: The files.
-        tensors: Its tensors, by their names, and where they lie in the files.
-        buffers: The bytes of each file, and perhaps more behind them.
+        layouts: Layouts of the files.
+        tensors: Descriptions of the tensors by their names, with their positions in the files.
+        buffers: Buffers that begin with the bytes of each file.
     """
 
     layouts: tuple[PartLayout, ...]
@@ -36,12 +36,12 @@ class Snapshot:
 
     @property
     def files(self) -> Iterator[memoryview]:
-        """The bytes of each file."""
+        """Bytes of each file."""
         for layout, buffer in zip(self.layouts, self.buffers, strict=True):
             yield memoryview(buffer)[: layout.size]
 
     def make_content(self, step: int) -> Content:
-        """Return the content to be saved at a step. Every file is hashed, four at a time."""
+        """Return the content to save at a step. Hashes all files, four at a time."""
         files = tuple(self.files)
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="digest") as pool:
             digests = list(pool.map(compute_sha256, files))
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Memory that snapshots are copied into, kept from one to the next: new memory is slow."""
+    """Memory for snapshots, which is reused because new memory is slow."""
 
     def __init__(self) -> None:
         self._buffers: list[mmap] = []
@@ -67,29 +67,29 @@ class SnapshotBuffers:
         mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Snapshot:
-        """Copy a state; what was copied here before is overwritten.
+        """Copy a state, and overwrite the previous copy.
 
-        The headers of the files are read back as `load` reads them.
+        The headers of the files are read back, as `load` reads them.
 
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
-            part_bytes: A file is closed before it would be larger.
-            rank: Of several that save together: then distributed tensors are saved by their
-                shards, and all else by the first of them.
-            mine: Of what is not distributed, the tensors that this rank saves, by their paths.
-            own: What this rank alone has, such as its generators.
+            part_bytes: Largest size of a file in bytes. Only a single larger row exceeds it.
+            rank: Number of this rank, if several ranks save together. Each rank then saves its
+                shards of distributed tensors, and the first rank saves everything else.
+            mine: Function that selects by path the other tensors that this rank saves.
+            own: State of this rank alone, such as that of its generators.
 
         Raises:
-            ConfigurationError: Something in the state cannot be saved; its path is named.
+            ConfigurationError: A value cannot be saved. The message has its path.
         """
         held = {
             name: _select_shard(name, tensor, rank, mine)
             for name, tensor in flatten_state(state).items()
         }
         for name, tensor in flatten_state(own).items() if own else ():
-            held[make_own_name(rank or 0, name)] = local_shard_of(name, tensor)
+            held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
         pieces = {name: piece for name, piece in held.items() if piece.mine}
-        # A skeleton in a file of its own: whoever loads a part of the state reads all of it.
+        # A skeleton has a file of its own, since a partial load reads it whole.
         small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
         large = {name: piece for name, piece in pieces.items() if name not in small}
         layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
@@ -108,19 +108,21 @@ class SnapshotBuffers:
         return Snapshot(layouts, _make_tensor_records(layouts, held), tuple(self._buffers))
 
     def clear(self) -> None:
-        """Let go of it."""
+        """Free the memory."""
         self._buffers.clear()
 
 
 def _select_shard(
     name: str, tensor: torch.Tensor, rank: int | None, mine: Callable[[str], bool] | None
 ) -> TensorShard:
-    """Return the part of a tensor that this process holds, and whether this process saves it."""
-    piece = local_shard_of(name, tensor)
+    """Return the part of a tensor that this process holds, marked if this process saves it."""
+    piece = find_local_shard(name, tensor)
     if not is_distributed(tensor):
         its = not rank if mine is None or is_skeleton(name) else mine(name)
         if its and tensor.is_meta:
-            raise ConfigurationError(f"{name} is without content, which a checkpoint cannot hold.")
+            raise ConfigurationError(
+                f"{name} is on the device meta, without content: give a tensor with content."
+            )
         return replace(piece, mine=its)
     if rank is None:
         raise ConfigurationError(
@@ -142,7 +144,7 @@ def _copy_box(piece: TensorShard, box: Box, buffer: mmap) -> None:
 
 
 def _check_readable(layout: PartLayout, file: memoryview) -> None:
-    """Read the header of a file as `load` will, and compare it with what was laid out.
+    """Read the header of a file as `load` does, and compare it with the layout.
 
     Raises:
         ConfigurationError: The file could not be loaded.
@@ -152,13 +154,13 @@ def _check_readable(layout: PartLayout, file: memoryview) -> None:
     except CorruptError as error:
         raise ConfigurationError(
             f"The file with {layout.boxes[0].tensor} could not be loaded again: {error} Rename "
-            "this state's tensors, or save with smaller files."
+            "the tensors of this state, or save with smaller files."
         ) from error
     for box in layout.boxes:
         there = found.get(box.name)
         if there is None or (there.dtype, tuple(there.shape)) != (box.dtype, box.shape):
             raise ConfigurationError(
-                f"{box.tensor} would not be found again in its file: give it another name."
+                f"{box.tensor} could not be found again in its file: give it another name."
             )
 
 
@@ -172,7 +174,7 @@ def _make_tensor_records(
             chunks[box.tensor].append(chunk)
     return {
         name: TensorRecord(
-            dtype=dtype_name_of(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
+            dtype=get_dtype_name(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
         )
         for name, piece in held.items()
     }

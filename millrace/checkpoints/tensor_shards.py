@@ -1,4 +1,4 @@
-"""Part of a tensor that one process holds: all of it, or its shard of a distributed one."""
+"""Parts of tensors that one process holds: whole tensors, or shards of DTensors."""
 
 import sys
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from millrace.schemas.checkpoint import Chunk
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a tensor.
+    """Box of a tensor that this process holds.
 
     Attributes:
-        local: Its content, here.
-        shape: Of the whole tensor.
-        start: Where the box begins in the tensor, in each dimension.
-        mine: Whether it is this process that saves the box, of all that hold it.
+        local: Content of the box.
+        shape: Shape of the whole tensor.
+        start: First index of the box in each dimension of the tensor.
+        mine: Whether this process saves the box, among all processes that hold it.
     """
 
     local: torch.Tensor = field(repr=False)
@@ -29,15 +29,18 @@ class TensorShard:
     mine: bool = True
 
 
-def local_shard_of(name: str, tensor: torch.Tensor) -> TensorShard:
-    """Return the part of a tensor that this process holds.
+def find_local_shard(name: str, tensor: torch.Tensor) -> TensorShard:
+    """Return the part of a tensor that this process holds: of a DTensor, its local shard.
 
-    Of a DTensor: its shard; nothing is sent.
+    Among processes with replicas, the first one in each dimension of the mesh saves the shard.
+    There is no communication.
 
-    Of the processes that hold a replica, the first in each dimension of the mesh saves it.
+    Args:
+        name: Name of the tensor, for error messages.
+        tensor: Plain tensor, or DTensor.
 
     Raises:
-        ConfigurationError: The shard is no box of the tensor, or the sum over ranks is not done.
+        ConfigurationError: The shard is not a box, or the DTensor is a pending sum (`Partial`).
     """
     if not is_distributed(tensor):
         shape = tuple(tensor.shape)
@@ -61,13 +64,13 @@ def local_shard_of(name: str, tensor: torch.Tensor) -> TensorShard:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, as FSDP2 and tensor parallelism make them."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    """Decide whether a tensor is a DTensor, such as those of FSDP2 and tensor parallelism."""
+    module = sys.modules.get("torch.distributed.tensor")  # every DTensor needs it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
-    """Tell whether boxes cover a tensor of a shape, each element once."""
+    """Decide whether boxes cover each element of a tensor exactly once."""
     chunks = tuple(chunk for chunk in chunks if 0 not in chunk.shape)
     if 0 in shape:
         return not chunks
@@ -75,9 +78,9 @@ def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
         return len(chunks) == 1
     if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
         return False
-    # The tensor, cut wherever a box begins or ends: each cell is in one box, or it is not right.
+    # The edges of all boxes cut the tensor into cells. Each cell must be in exactly one box.
     cuts = [
-        sorted({0, shape[axis]} | {edge for chunk in chunks for edge in _edges_of(chunk, axis)})
+        sorted({0, shape[axis]} | {edge for chunk in chunks for edge in _find_edges(chunk, axis)})
         for axis in range(len(shape))
     ]
     if any(axis[0] != 0 or axis[-1] != size for axis, size in zip(cuts, shape, strict=True)):
@@ -85,7 +88,7 @@ def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     cells = np.zeros([len(axis) - 1 for axis in cuts], dtype=np.uint8)
     for chunk in chunks:
         box = tuple(
-            slice(*(cuts[axis].index(edge) for edge in _edges_of(chunk, axis)))
+            slice(*(cuts[axis].index(edge) for edge in _find_edges(chunk, axis)))
             for axis in range(len(shape))
         )
         if cells[box].any():
@@ -94,5 +97,5 @@ def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     return bool(cells.all())
 
 
-def _edges_of(chunk: Chunk, axis: int) -> tuple[int, int]:
+def _find_edges(chunk: Chunk, axis: int) -> tuple[int, int]:
     return chunk.start[axis], chunk.start[axis] + chunk.shape[axis]

@@ -1,10 +1,10 @@
-"""A training state as tensors, and a skeleton of all else as JSON. Nothing is pickled.
+"""Conversion of a training state to tensors and a JSON skeleton, without pickle.
 
 Each node of the skeleton is a plain JSON value, or a list that begins with a letter:
-``["d", [key, value], ...]`` a dict, ``l`` a list, ``u`` a tuple, ``t`` a tensor by its name, ``n``
-a numpy array, ``b`` bytes in base64, ``f`` a float that JSON has no words for, ``i`` an integer of
-more than 64 bits in hexadecimal, ``y`` a dtype. Numbers and text of other classes (numpy's scalars,
-enumerations) are saved as plain ones, also where they are keys.
+``["d", [key, value], ...]`` a dict, ``l`` a list, ``u`` a tuple, ``t`` the name of a tensor, ``n``
+the name of a numpy array, ``b`` bytes in base64, ``f`` a float that JSON cannot represent, ``i`` an
+integer of more than 64 bits in hexadecimal, ``y`` a dtype. Numbers and text of other classes
+(numpy's scalars, enumerations) become plain values, also as keys.
 """
 
 import base64
@@ -21,12 +21,12 @@ from millrace.checkpoints.tensor_shards import is_distributed
 from millrace.errors import ConfigurationError, CorruptError
 
 SKELETON = "#state"
-"""The name of the tensor of bytes that the skeleton is stored as."""
+"""Name of the tensor of bytes that stores the skeleton."""
 
 _OWN_PREFIX = "#own-"
 _INT64 = 1 << 63
-_MAX_DEPTH = 100  # levels; the JSON library writes 254, and a dict takes two
-_MAX_PATH_LENGTH = 200  # characters of a path in a message
+_MAX_DEPTH = 100  # levels: the JSON library writes 254, and a dict needs two
+_MAX_PATH_LENGTH = 200  # characters of a path in an error message
 _SEQUENCE_TYPES = {list, tuple, torch.Size}
 _PLAIN_TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
@@ -34,16 +34,16 @@ _PLAIN_TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 def flatten_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state by their paths (``model.layers.0.weight``), and its skeleton.
 
-    A tensor that stands in two places is there once, unless it is distributed. Tensors are not
-    copied. The skeleton is put together again and compared with the state before it is returned.
+    A tensor with two paths is returned once, unless it is distributed. Tensors are not copied. The
+    state is restored from the skeleton and compared before the function returns.
 
     Args:
         state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values, such as
             the state dicts of a model, an optimizer, a scheduler and a loader.
 
     Raises:
-        ConfigurationError: A value is none of these, contains itself, or would not come back; its
-            path is named.
+        ConfigurationError: A value has another type, contains itself, or could not be restored.
+            The message has its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     skeleton = orjson.dumps(_StateFlattener(tensors).make_node(state, ""))
@@ -57,10 +57,10 @@ def flatten_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unflatten_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state that `flatten_state` took apart; what is missing in it is left out.
+    """Return the state of which `flatten_state` returned the tensors. Missing tensors are left out.
 
     Raises:
-        CorruptError: The skeleton is none.
+        CorruptError: The skeleton is missing or invalid.
     """
     try:
         skeleton = orjson.loads(tensors[SKELETON].numpy().tobytes())
@@ -72,10 +72,10 @@ def unflatten_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def find_array_names(skeleton: torch.Tensor) -> set[str]:
-    """Return the names of the tensors that numpy arrays are stored as.
+    """Return the names of the tensors that store numpy arrays.
 
     Raises:
-        CorruptError: The skeleton is none.
+        CorruptError: The skeleton is invalid.
     """
 
     def iterate_names(node: Any) -> Iterator[str]:
@@ -96,12 +96,12 @@ def find_array_names(skeleton: torch.Tensor) -> set[str]:
 
 
 def make_own_name(rank: int, name: str) -> str:
-    """Return the name that a tensor of one rank alone has in the checkpoint of all."""
+    """Return the name in a checkpoint for a tensor that only one rank has."""
     return f"{_OWN_PREFIX}{rank:06d}.{name}"
 
 
 def parse_own_name(name: str) -> tuple[int, str] | None:
-    """Return the rank and the name that `make_own_name` made this name of; None if it did not."""
+    """Return the rank and the tensor's name from the result of `make_own_name`; None for others."""
     if not name.startswith(_OWN_PREFIX):
         return None
     rank, _, inner = name.removeprefix(_OWN_PREFIX).partition(".")
@@ -109,7 +109,7 @@ def parse_own_name(name: str) -> tuple[int, str] | None:
 
 
 def is_skeleton(name: str) -> bool:
-    """Tell whether a tensor is a skeleton: of the state, or of the part that one rank alone has."""
+    """Decide whether a name is that of a skeleton, of the whole state or of one rank's own."""
     own = parse_own_name(name)
     return (own[1] if own else name) == SKELETON
 
@@ -118,7 +118,7 @@ class _StateFlattener:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._names: dict[tuple[Any, ...], str] = {}
-        self._around: list[int] = []  # the ids of what is being taken apart, outermost first
+        self._around: list[int] = []  # the ids of the enclosing containers, outermost first
 
     def make_node(self, value: Any, path: str) -> Any:
         match value:
@@ -179,7 +179,7 @@ class _StateFlattener:
             )
         tensor = tensor.detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        # A DTensor has no address, and of what is empty or elsewhere it says nothing.
+        # Addresses identify only plain tensors with content.
         here = not spread and not tensor.is_meta and tensor.numel()
         if here and place in self._names:
             return self._names[place]
@@ -194,21 +194,21 @@ class _StateFlattener:
 def _join_path(path: str, name: object) -> str:
     name = _to_plain(name)
     if isinstance(name, int) and not -_INT64 <= name < _INT64:
-        name = hex(name)  # Python refuses to write some in decimal
+        name = hex(name)  # Python refuses to write very long integers in decimal
     return f"{path}.{name}" if path else str(name)
 
 
 def _format_path(path: str) -> str:
-    """Return a path as an error message names it."""
+    """Return the form of a path in error messages."""
     whole = path.encode("utf-8", "backslashreplace").decode() or "The state"
     return whole if len(whole) <= _MAX_PATH_LENGTH else f"{whole[:_MAX_PATH_LENGTH]}..."
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a number or text of any class as Python's own; anything else as it is."""
+    """Return a number or text of any class as a plain value; return other values unchanged."""
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = cast("Any", value).item()
-    # The methods of the base classes: a subclass may print as something else.
+    # The methods of the base classes are called, since a subclass may override them.
     match value:
         case bool():
             return value
@@ -223,7 +223,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _make_leaf_node(value: Any, path: str) -> Any:
-    """Return the node of a value that contains no other."""
+    """Return the node of a value without children."""
     value = _to_plain(value)
     match value:
         case None | bool():
@@ -232,7 +232,7 @@ def _make_leaf_node(value: Any, path: str) -> Any:
             return _check_text(value, path)
         case int():
             return value if -_INT64 <= value < _INT64 else ["i", hex(value)]
-        case float() if type(value) is float:  # not a longdouble, which has more digits
+        case float() if type(value) is float:  # longdouble has more digits
             return value if math.isfinite(value) else ["f", str(value)]
         case bytes():
             return ["b", base64.b64encode(value).decode()]
@@ -248,7 +248,7 @@ def _make_leaf_node(value: Any, path: str) -> Any:
 
 
 def _make_key_node(key: Any, path: str) -> Any:
-    """Return the node of a dict's key, which is a key again when the checkpoint is loaded."""
+    """Return the node of a dict's key, which is restored as a key."""
     if type(key) in {tuple, torch.Size}:
         return ["u", *(_make_key_node(item, path) for item in key)]
     if isinstance(key, torch.Tensor | np.ndarray):
@@ -286,7 +286,7 @@ def _from_numpy(value: "np.ndarray[Any, Any]", path: str) -> torch.Tensor:
 
 
 def _find_difference(given: Any, back: Any, path: str) -> str:
-    """Return the path of the first value that differs from the one given; empty if none does."""
+    """Return the path of the first value that differs after it was restored; empty if none does."""
     kind = cast("type[Any]", type(back))
     if isinstance(given, Mapping):
         items = list(cast("Mapping[Any, Any]", given).items())
@@ -313,7 +313,7 @@ def _find_difference(given: Any, back: Any, path: str) -> str:
 
 
 def _is_same(given: Any, back: Any) -> bool:
-    """Tell whether a value without children came back: of arrays their form is compared."""
+    """Decide whether a value without children was restored. Of arrays only the form is compared."""
     if isinstance(given, torch.Tensor | np.ndarray):
         one, other = cast("Any", given), back
         kind = torch.Tensor if isinstance(given, torch.Tensor) else np.ndarray

@@ -18,7 +18,8 @@ from millrace.cleanup.plans import PlanEntry, PlanTally, WorkerJunk, open_plan
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.rules import CleanupSettings
 from millrace.deletion import DeletionCheck, DeletionPhase, DeletionResult, delete_planned
-from millrace.keys import ClassifiedKey, ObjectKind, classify_key, cleaning_outcome_key
+from millrace.keys.cleanup import make_cleaning_outcome_key
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
 from millrace.progress import Progress, ignore_event
 from millrace.storage import Store, VersionCount, open_store, put
 
@@ -137,7 +138,11 @@ def _write_outcome(store: Store, result: CleanupResult) -> None:
         "has_given_up": result.has_given_up,
         "seconds": round(result.seconds, 3),
     }
-    put(store, cleaning_outcome_key(result.plan), orjson.dumps(body, option=orjson.OPT_INDENT_2))
+    put(
+        store,
+        make_cleaning_outcome_key(result.plan),
+        orjson.dumps(body, option=orjson.OPT_INDENT_2),
+    )
 
 
 class _FreshnessCheck:

@@ -24,21 +24,17 @@ from millrace.cleanup.rules import (
     find_rule,
     is_version_in,
 )
-from millrace.keys import (
-    ChainKeys,
-    CheckpointKeys,
-    ClassifiedKey,
-    DatasetKeys,
-    ObjectKind,
-    classify_key,
-    find_common_prefix,
-    lease_prefix,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
+from millrace.keys.leases import make_lease_prefix
+from millrace.keys.names import find_common_prefix
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
 from millrace.schemas.ledger import find_referenced_keys
-from millrace.storage import Stat, Store, list_objects, open_store
+from millrace.storage import LinkFinder, Stat, Store, list_objects, open_store
 
 _TOLD_EVERY = 10_000
 _RESOLUTION = timedelta(seconds=2)  # of the store's clock, as we read it
@@ -83,11 +79,16 @@ def make_plan_name(now: datetime) -> str:
 
 
 def list_with_progress(store: Store, prefix: str, progress: Progress) -> Iterator[Stat]:
-    """Yield objects, and send the count as an event every 10,000."""
+    """Yield objects, and send the count as an event every 10,000.
+
+    What a folder reaches through a link to another folder is no object of its.
+    """
+    links = LinkFinder(store)
     for count, stat in enumerate(list_objects(store, prefix), start=1):
         if count % _TOLD_EVERY == 0:
             progress(Event("cleaning.seen", store.url, {"objects": count}))
-        yield stat
+        if not links.is_linked(stat.key):
+            yield stat
 
 
 @dataclass(slots=True)
@@ -393,7 +394,7 @@ class Planner:
             (
                 (keys.manifest, keys.index),  # without them, the dataset is not complete
                 (keys.commits,),  # without them, a run makes each shard again
-                (keys.shards, keys.quarantined, keys.listings, lease_prefix(keys.dataset)),
+                (keys.shards, keys.quarantined, keys.listings, make_lease_prefix(keys.dataset)),
                 (keys.plan,),
             ),
             start=1,

@@ -20,7 +20,8 @@ from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.rules import Rule
 from millrace.deletion import PlannedObject
-from millrace.keys import ClassifiedKey, ObjectKind, cleaning_plan_key
+from millrace.keys.cleanup import make_cleaning_plan_key
+from millrace.keys.kinds import ClassifiedKey, ObjectKind
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
@@ -136,7 +137,7 @@ class CleanupPlan:
     @property
     def key(self) -> str:
         """Key of the object."""
-        return cleaning_plan_key(self.name)
+        return make_cleaning_plan_key(self.name)
 
     @property
     def objects(self) -> int:
@@ -201,7 +202,7 @@ def write_plan(
         entries: Objects to delete. An exception of the iterator leaves no plan.
         tally: Totals. The iterator counts the kept objects in it.
     """
-    with open_writer(store, cleaning_plan_key(name), part_size=_PART, concurrency=2) as writer:
+    with open_writer(store, make_cleaning_plan_key(name), part_size=_PART, concurrency=2) as writer:
         writer.write(header.model_dump_json().encode() + b"\n")
         lines: list[bytes] = []
         for entry in entries:
@@ -225,8 +226,8 @@ def open_plan(store: Store, name: str) -> Generator[tuple[PlanHeader, Iterator[P
         CorruptError: The object is not a plan.
         ConfigurationError: The plan is for another store.
     """
-    url = store.make_url(cleaning_plan_key(name))
-    blocks = stream(store, cleaning_plan_key(name))
+    url = store.make_url(make_cleaning_plan_key(name))
+    blocks = stream(store, make_cleaning_plan_key(name))
     lines = _split_lines(blocks)
     try:
         try:

@@ -12,17 +12,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
 from millrace.checkpoints.find import VerifyDepth, survey, verify
-from millrace.keys import (
-    CLEANING,
-    CampaignKeys,
-    ChainKeys,
-    CheckpointKeys,
-    ClassifiedKey,
-    ObjectKind,
-    WorkerPrefixes,
-    campaign_of,
-    classify_key,
-)
+from millrace.keys.campaigns import CampaignKeys, parse_campaign
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cleanup import CLEANING
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
 from millrace.lease import Census, Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -172,7 +166,7 @@ class ProtectionPolicy:
         found: dict[str, set[str]] = defaultdict(set)
         for store, _ in self._stores:
             for stat in list_objects(store):
-                campaign = campaign_of(stat.key)
+                campaign = parse_campaign(stat.key)
                 dataset = _read_campaign_dataset(store, stat.key) if campaign else None
                 if campaign and dataset:
                     found[dataset].add(campaign)
@@ -181,7 +175,12 @@ class ProtectionPolicy:
     def _iterate_holders(self, scope: str) -> Iterator[str]:
         for number, (store, clock) in enumerate(self._stores):
             census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
-            for held in census.find_holders().values():
+            try:
+                holders = census.find_holders()
+            except errors.CorruptError as error:  # a member can write what is no lease
+                yield f"a lease of {scope} may be held, as it cannot be read ({error})"
+                continue
+            for held in holders.values():
                 yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
 
     def _explain_chain_protection(self, classified: ClassifiedKey) -> str:
@@ -349,7 +348,7 @@ class BucketSurvey:
     def _record_object(self, store: Store, stat: Stat) -> ClassifiedKey | None:
         """Record the facts that an object tells, and return the meaning of its key."""
         self.workers.learn(stat.key)
-        if campaign := campaign_of(stat.key):
+        if campaign := parse_campaign(stat.key):
             self._campaigns.add(campaign)
         classified = classify_key(stat.key)
         if classified is not None and classified.version:

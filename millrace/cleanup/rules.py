@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from millrace.checkpoints import VerifyDepth
-from millrace.keys import ObjectKind
+from millrace.keys.kinds import ObjectKind
 from millrace.settings import Duration
 from millrace.storage import StoreSpec
 

@@ -1,4 +1,4 @@
-"""Unfinished uploads of a store: no listing shows them, and they are billed."""
+"""Unfinished uploads of a store, which are billed, but are not listed as objects."""
 
 from datetime import timedelta
 
@@ -9,7 +9,7 @@ from millrace.storage import StoreSpec, open_store
 
 
 def find_stale_uploads(spec: StoreSpec, *, older_than: timedelta, prefix: str = "") -> StaleUploads:
-    """Find the unfinished uploads of a store. Aborts none.
+    """Find the unfinished uploads of a store, and abort none.
 
     Args:
         spec: Store, with credentials to write.
@@ -25,7 +25,7 @@ def find_stale_uploads(spec: StoreSpec, *, older_than: timedelta, prefix: str = 
 
 
 def abort_uploads(spec: StoreSpec, found: StaleUploads) -> StaleUploads:
-    """Abort the uploads that `find_stale_uploads` has found, and no others.
+    """Abort the uploads that `find_stale_uploads` found, and no others.
 
     Returns:
         The same uploads, with those that could not be aborted as failures.

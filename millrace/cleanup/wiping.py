@@ -19,7 +19,9 @@ from millrace.cleanup.plans import (
 )
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
-from millrace.keys import CLEANING, ObjectKind, RentalKeys, classify_key, parse_rental
+from millrace.keys.cleanup import CLEANING
+from millrace.keys.kinds import ObjectKind, classify_key
+from millrace.keys.rentals import RentalKeys, parse_rental
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (

@@ -80,7 +80,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
     from millrace.gradients import catch_up as replay_chain
     from millrace.gradients.sync.chain import read_link
     from millrace.gradients.weights import save_weights
-    from millrace.keys import ChainKeys
+    from millrace.keys.gradients import ChainKeys
     from millrace.storage import open_store
 
     store, keys = open_store(url, make_folder=False), ChainKeys(run, version)

@@ -9,7 +9,7 @@ import orjson
 from millrace import errors
 from millrace.datasets.partition import check_contiguous, check_plan
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import (

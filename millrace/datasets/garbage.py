@@ -1,4 +1,4 @@
-"""Collect garbage: objects below a dataset's name that no record of the dataset names."""
+"""Garbage of a dataset: objects below its name that no record of the dataset names."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,8 @@ from millrace.deletion import (
     delete_planned,
     find_stale_uploads,
 )
-from millrace.keys import DatasetKeys, LeaseKeys, lease_prefix
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -42,7 +43,7 @@ class GarbagePlan:
 
     @property
     def size(self) -> int:
-        """Bytes of all objects."""
+        """Size of all objects in bytes."""
         return sum(one.size for one in self.objects)
 
 
@@ -67,7 +68,7 @@ class GarbageResult:
 def plan_garbage(
     store: Store, dataset: str, *, min_age: timedelta = timedelta(hours=1)
 ) -> GarbagePlan:
-    """Find the objects that no entry of the ledger names. Deletes nothing.
+    """Find the objects that no entry of the ledger names, and delete none.
 
     Garbage is: shards and quarantines without a commit, listings of a plan that was never
     committed, unfinished uploads, and the leases of a complete dataset.
@@ -104,8 +105,8 @@ def delete_garbage(
     Args:
         store: Store of the dataset.
         plan: Plan of `plan_garbage`.
-        progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch of
-            1,000.
+        progress: Callback. After each batch of 1,000 it receives ``cleaning.deleted`` with the
+            ``objects`` and ``bytes`` so far.
 
     Raises:
         NotFoundError: The dataset has no plan by now.
@@ -146,7 +147,7 @@ class _HeldDataset:
         referenced = find_referenced_keys(self.store, keys, self.plan)
         prefixes = [keys.shards, keys.quarantined, keys.listings]
         if exists(self.store, keys.manifest):
-            prefixes.append(lease_prefix(keys.dataset))
+            prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
             yield from (
                 stat for stat in list_objects(self.store, prefix) if stat.key not in referenced

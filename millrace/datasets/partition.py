@@ -19,7 +19,7 @@ from millrace.datasets.formats.base import BadSampleError, ShardEncoder
 from millrace.datasets.formats.webdataset import EXTENSION, TarEncoder
 from millrace.datasets.sources import BadRow, Row, Source
 from millrace.digest import compute_sha256, compute_stream_sha256
-from millrace.keys import DatasetKeys, ShardName
+from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit, ShardLayout

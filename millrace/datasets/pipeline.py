@@ -15,7 +15,7 @@ from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.repair import remake_shards
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.worker import PartitionJob
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest

@@ -15,7 +15,8 @@ from millrace.datasets.sources import PartitionedSource, SourceSettings, partiti
 from millrace.datasets.sources.files import describe_difference
 from millrace.datasets.sources.folder import MAX_LISTING_BYTES, decode_listing
 from millrace.formatting import format_count
-from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch, list_differences

@@ -24,7 +24,8 @@ import orjson
 
 from millrace import errors
 from millrace.datasets.worker import PartitionJob, run_job
-from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import PartitionEnd

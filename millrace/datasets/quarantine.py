@@ -10,7 +10,7 @@ from millrace import errors
 from millrace.datasets.finalize import compute_plan_digest
 from millrace.datasets.partition import check_plan
 from millrace.datasets.settings import ExecutionSettings
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
 from millrace.schemas.ledger import iterate_commits

@@ -12,7 +12,7 @@ from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, open_source
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_sha256
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout

@@ -5,7 +5,8 @@ from datetime import datetime
 from enum import StrEnum
 
 from millrace import errors
-from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import HeldLease, Holder, StoreClock, find_holder
 from millrace.records import fetch, iterate_records
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit

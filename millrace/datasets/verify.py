@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from millrace import errors
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.datasets.partition import run_partition
 from millrace.datasets.sources import open_source
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
 from millrace.storage import StoreSpec, open_store

@@ -1,4 +1,4 @@
-"""Gradients of many workers: compressed, checked, and merged through a bucket."""
+"""Pseudo-gradients of many workers: compressed, checked, and merged through a bucket."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +171,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: settings and forms are read where numba and torch are not installed.
+    # Names are imported on first use: settings and forms need neither numba nor torch.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_extra_module(f"millrace.gradients.{_MODULES[name]}", "gradients"), name)

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from millrace.keys import ChainKeys, GradientKeys
+from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
@@ -19,12 +19,12 @@ from millrace.storage import StoreSettings, StoreSpec
 
 
 class MergeRule(StrEnum):
-    """Rules by which gradients are merged."""
+    """Rule by which gradients are merged."""
 
-    MEAN = "mean"  # over all workers: who does not send a value sends zero
-    SENDERS = "senders"  # over those that sent the value (Templar)
-    TOKENS = "tokens"  # over all, by the tokens that they saw (Decoupled DiLoCo)
-    SIGN = "sign"  # the sign that more of them have (signSGD with majority vote, 1810.05291)
+    MEAN = "mean"  # over all workers; a value that a worker did not send is zero
+    SENDERS = "senders"  # over the workers that sent the value (Templar)
+    TOKENS = "tokens"  # over all workers, weighted by their tokens (Decoupled DiLoCo)
+    SIGN = "sign"  # the sign of the majority (signSGD with majority vote, 1810.05291)
     CENTERED_CLIP = "centered clip"  # Karimireddy et al. 2021, 2012.10333
     MULTI_KRUM = "multi-krum"  # Blanchard et al. 2017, 1703.02757
     MEDIAN = "median"  # of each coordinate (Yin et al. 2018, 1803.01498)
@@ -32,7 +32,7 @@ class MergeRule(StrEnum):
 
 
 BY_PLACE = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
-"""Rules that judge each coordinate by itself: all workers must have sent it."""
+"""Rules that judge each coordinate by itself, and need the same coordinates of all workers."""
 
 
 class MergeSettings(BaseModel):
@@ -76,7 +76,7 @@ class MergeSettings(BaseModel):
 
     @property
     def fewest(self) -> int:
-        """Return how many workers the rule needs at least."""
+        """Least number of workers that the rule needs."""
         match self.rule:
             case MergeRule.MULTI_KRUM:
                 return 2 * self.faulty + 3
@@ -86,7 +86,7 @@ class MergeSettings(BaseModel):
                 return 1
 
     def explain_too_few(self, taken: int) -> str:
-        """Return why the rule cannot merge the gradients of so many workers; empty if it can."""
+        """Return why the rule cannot merge the gradients of ``taken`` workers; empty if it can."""
         if taken >= self.fewest:
             return ""
         return (
@@ -155,10 +155,10 @@ class GatherSettings(BaseModel):
 
 
 class WindowRules(BaseModel):
-    """Settings that may change from one window to the next: its length, and how it is gathered.
+    """Settings that may change between windows: the length of a window, and its gathering.
 
-    The merged gradients follow from the objects that a link names, whatever these settings were.
-    So a run that goes on with other settings is the same run.
+    The merged gradients depend only on the objects that a link names, not on these settings. So a
+    run that continues with other settings is the same run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -172,7 +172,7 @@ class WindowRules(BaseModel):
 
 
 class WindowOpening(Record, WindowRules):
-    """Record of a window that was opened: the rules that hold for it until it is merged.
+    """Record of an open window, with the rules that hold until the merge.
 
     Attributes:
         run: Name of the run.
@@ -213,20 +213,20 @@ class RunRules(WindowRules):
         own_places = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
         if self.merge.rule in BY_PLACE and own_places:
             raise ValueError(
-                f"{self.merge.rule} judges each place by itself, and the workers send different "
-                "places: set `codec` to `support: shared`, or choose `mean`, `centered clip` or "
+                f"{self.merge.rule} judges each index by itself, and the workers send different "
+                "indices: set `codec` to `support: shared`, or choose `mean`, `centered clip` or "
                 "`multi-krum`"
             )
         return self
 
     def check_workers(self, workers: int) -> None:
-        """Refuse rules that can merge no window.
+        """Check that a window can have enough gradients for the merge.
 
         Args:
             workers: Number of workers that are no reserves.
 
         Raises:
-            ValueError: A window takes fewer gradients than the merge needs.
+            ValueError: A window has fewer gradients than the merge needs.
         """
         gather = self.gather
         taken = max(workers if gather.wanted is None else gather.wanted, gather.quorum)
@@ -238,7 +238,7 @@ class RunRules(WindowRules):
 
 
 class RunSettings(RunRules):
-    """Settings that the aggregator and all workers of a run have in common."""
+    """Settings that the aggregator and all workers of a run share."""
 
     run: str = Field(description="Name of the run: a prefix below the buckets' URLs.")
     windows: int | None = Field(
@@ -371,7 +371,7 @@ class AggregatorSettings(FollowSettings):
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last window, or None if the run has no end."""
+        """Number of the last window; None if the run has no end."""
         ends = [end for end in (self.run.windows, self.until) if end is not None]
         return min(ends, default=None)
 
@@ -387,6 +387,6 @@ class AggregatorSettings(FollowSettings):
         gather = self.run.gather
         most = max(gather.quorum, gather.wanted or 0)
         if most > len(names):
-            raise ValueError(f"{most} gradients are wanted of {len(names)} workers and reserves")
+            raise ValueError(f"{most} gradients are needed from {len(names)} workers and reserves")
         self.run.check_workers(len(self.workers))
         return self

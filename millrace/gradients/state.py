@@ -1,8 +1,8 @@
-"""Weights as the chain has them: every machine that applies the same links has the same bytes.
+"""Weights of a run. Every machine that applies the same links has the same bytes.
 
-On the processor and in float32, one rounding an operation: numpy multiplies and adds apart, as a
-compiler that fuses them would not. The inverse DCT adds in one order, which a library's product
-does not promise.
+The arithmetic is in float32 on the processor, with one rounding per operation. numpy does not fuse
+multiplications and additions, as a compiler might. The inverse DCT adds in a fixed order, which a
+library's matrix product does not guarantee.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class WeightState:
-    """The weights of a run, and what the outer step remembers.
+    """Weights of a run, with the moments of the outer optimizer.
 
     Attributes:
-        weights: By their names.
-        moments: Of `OuterKind.NESTEROV`.
+        weights: Weights by their names.
+        moments: Moments of `OuterKind.NESTEROV`, by the weights' names.
     """
 
     weights: dict[str, Array]
@@ -42,9 +42,9 @@ class WeightState:
     def apply(
         self, name: str, runs: Sequence[MergedRun], codec: Codec, outer: OuterOptimizer
     ) -> None:
-        """Change a tensor by what was merged of it, in place; set a buffer to it.
+        """Apply the merged values of a tensor in place. A buffer is set to its merged values.
 
-        The moment of a buffer stays zero: weights and moments have the same names.
+        The moment of a buffer stays zero, so that weights and moments have the same names.
 
         Raises:
             ConfigurationError: There is no such tensor.
@@ -62,7 +62,7 @@ class WeightState:
             case OuterKind.SIGN:
                 np.sign(change, out=change)
             case OuterKind.NESTEROV:
-                # m <- momentum * m + u; w <- w - lr * (u + momentum * m), as torch.optim.SGD has it
+                # m <- momentum * m + u; w <- w - lr * (u + momentum * m), as torch.optim.SGD
                 moment = self.moments.setdefault(name, np.zeros_like(weight))
                 moment *= np.float32(outer.momentum)
                 moment += change
@@ -73,10 +73,10 @@ class WeightState:
         weight -= change
 
     def digest(self) -> str:
-        """SHA-256 of those of its tensors: equal states have equal ones."""
-        return combine_digests(self.digests())
+        """Return the SHA-256 of the tensors' digests. Equal states have equal digests."""
+        return combine_digests(self.compute_digests())
 
-    def digests(self) -> dict[str, str]:
+    def compute_digests(self) -> dict[str, str]:
         """Return the digest of each tensor's shape and bytes, by its name in the state."""
         tensors = [
             (kind, name, held[name])
@@ -100,23 +100,23 @@ def _digest_tensor(tensor: Array) -> str:
 
 
 def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> WeightState:
-    """Copy the state of a model's tensors: torch's or numpy's, of any floating type.
+    """Copy tensors of torch or numpy, of any floating-point type, into a new state.
 
     Args:
-        tensors: By their names.
-        names: Which of them; by default all.
+        tensors: Tensors by their names.
+        names: Names of the tensors to copy; by default all.
     """
 
-    def copied(tensor: Any) -> Array:
+    def copy_array(tensor: Any) -> Array:
         if hasattr(tensor, "detach"):
             tensor = tensor.detach().cpu().float().numpy()
         return np.array(tensor, dtype=np.float32)
 
-    return WeightState({name: copied(tensors[name]) for name in (names or tensors)})
+    return WeightState({name: copy_array(tensors[name]) for name in (names or tensors)})
 
 
 def compute_dense_change(runs: Sequence[MergedRun], shape: tuple[int, ...], codec: Codec) -> Array:
-    """Return a merged tensor, dense: the same bytes on every machine."""
+    """Return the dense values of a merged tensor: the same bytes on every machine."""
     values = make_dense(runs, shape)
     if codec.transform is Transform.NONE:
         return values.reshape(shape)
@@ -125,7 +125,7 @@ def compute_dense_change(runs: Sequence[MergedRun], shape: tuple[int, ...], code
     for tiles in make_tiles(shape):
         count, size = tiles.rows * tiles.columns, tiles.height * tiles.width
         stack = values[first : first + count * size].reshape(count, tiles.height, tiles.width)
-        kernels.inverse_tiles(
+        kernels.invert_tiles(
             stack,
             get_basis(tiles.height),
             get_basis(tiles.width),

@@ -1,8 +1,8 @@
-"""The weights of a run as checkpoints: what it begins with, and what a late one goes on from.
+"""Weights of a run as checkpoints: the initial ones, and those from which late workers continue.
 
-A run's first link names a checkpoint, and each link the digest of the weights after it. A later
-checkpoint is the chain's if its weights have the digest of the window that it says; so whoever
-comes late need not replay all, and need not trust whoever saved it.
+The first link of a run names a checkpoint. Each link has the digest of the weights after it. A
+later checkpoint is valid if its weights have the digest of its window's link. So a late worker need
+not replay all links, and need not trust the process that saved the checkpoint.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -18,21 +18,21 @@ from millrace.checkpoints.find import (
     read_checkpoint,
     verify,
 )
-from millrace.checkpoints.parts import dtype_of
+from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.sharded_weights import (
-    Placing,
+    AllocateWeights,
     ShardedWeights,
-    hold_here,
-    place_here,
+    allocate_locally,
+    hold_state,
 )
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import ChainError, read_link, start_chain
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
@@ -45,15 +45,15 @@ S = TypeVar("S", bound=ShardedWeights)
 def begin_run(
     store: Store, keys: ChainKeys, weights: WeightState | ShardedWeights, *, step: int = 0
 ) -> ChainStart:
-    """Save the weights that a run begins with, and commit its first link.
+    """Save the initial weights of a run, and commit its first link.
 
-    Killed at any moment, or called by several with the same weights, it can be called again.
+    After a kill, call this function again. Concurrent calls with the same weights are safe.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        weights: With no moments yet.
-        step: Of the training that they come from.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        weights: Initial weights, with moments of zero.
+        step: Step of the training that the weights come from.
 
     Raises:
         ConflictError: The run began with other weights, or at another step.
@@ -62,12 +62,12 @@ def begin_run(
         digest = model.digest()
         try:
             root = save_weights(model, store, keys.job, step=step, window=0).root
-        except errors.ConflictError:  # the same weights may be there in other files
+        except errors.ConflictError:  # other files may have the same weights
             model.load_state(store, keys.job, step)
             if model.digest() != digest:
                 raise
             root = read_checkpoint(store, keys.job, step).root
-    pin(store, keys.job, step, "The chain begins with it.")
+    pin(store, keys.job, step, "The chain begins with this checkpoint.")
     return start_chain(
         store, keys, ChainStart(run=keys.run, job=keys.job, step=step, root=root, state=digest)
     )
@@ -76,32 +76,32 @@ def begin_run(
 def save_weights(
     weights: WeightState | ShardedWeights, store: Store, job: str, *, step: int, window: int
 ) -> Checkpoint:
-    """Save the weights after a window, and wait until they are there.
+    """Save the weights after a window, and wait for the end of the save.
 
     Args:
-        weights: Which.
-        store: Where to.
-        job: Whose checkpoint it is.
-        step: That they are at.
-        window: That they are after.
+        weights: Weights to save.
+        store: Store to save to.
+        job: Job of the checkpoint.
+        step: Step of the weights.
+        window: Number of the window.
 
     Raises:
         ConflictError: The job has another checkpoint of this step.
     """
     with _open_weights(weights) as model:
         model.save(store, job, step=step, window=window)
-        saved = model.saved()
+        saved = model.wait_for_save()
     assert saved is not None
     return saved
 
 
 @contextmanager
 def _open_weights(weights: WeightState | ShardedWeights) -> Generator[ShardedWeights]:
-    """Weights wherever they are; what is made of them for the block is closed at its end."""
+    """Yield weights as `ShardedWeights`. Those that this function makes are closed at the end."""
     if isinstance(weights, ShardedWeights):
         yield weights
         return
-    model = hold_here(weights)
+    model = hold_state(weights)
     try:
         yield model
     finally:
@@ -111,44 +111,51 @@ def _open_weights(weights: WeightState | ShardedWeights) -> Generator[ShardedWei
 def load_newest_state(
     store: Store, keys: ChainKeys, *, progress: Progress = ignore_event
 ) -> tuple[WeightState, int]:
-    """Return the newest weights that a checkpoint of the chain has, all of them verified.
+    """Return the verified weights of the chain's newest checkpoint.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        progress: As of `newest_weights`.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
 
     Returns:
-        The weights, and the window that they are after; `catch_up` goes on from there.
+        Weights, and the number of their window. `catch_up` applies the later links.
 
     Raises:
         NotFoundError: The run has not begun.
-        ChainError: No checkpoint of the chain is there and undamaged.
+        ChainError: The chain has no undamaged checkpoint.
     """
-    model, window = load_newest_weights(store, keys, place_here(), progress=progress)
-    return model.state(), window
+    model, window = load_newest_weights(store, keys, allocate_locally(), progress=progress)
+    return model.collect_state(), window
 
 
 def load_newest_weights(
     store: Store,
     keys: ChainKeys,
-    place: Callable[[Shapes], S],
+    allocate: Callable[[Shapes], S],
     *,
     ranks: RankGroup | None = None,
     progress: Progress = ignore_event,
 ) -> tuple[S, int]:
-    """As `load_newest_state`, with the weights where there is room for them.
+    """Load the verified weights of the chain's newest checkpoint into allocated memory.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        place: Makes room.
-        ranks: Where several ranks have some of the weights each: all of them call it.
-        progress: Told ``checkpoint.damaged`` of each that was passed over.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        allocate: Function that allocates weights from their shapes.
+        ranks: Group of ranks with some weights each. All of them call this function.
+        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
+
+    Returns:
+        Weights, and the number of their window.
+
+    Raises:
+        NotFoundError: The run has not begun.
+        ChainError: The chain has no undamaged checkpoint.
     """
     ranks = ranks or RankGroup()
 
-    def passed(step: int, error: errors.MillraceError) -> None:
+    def report_skipped(step: int, error: errors.MillraceError) -> None:
         figures = {"step": step, "damage": str(error)}
         progress(Event("checkpoint.damaged", keys.job, figures))
 
@@ -158,56 +165,66 @@ def load_newest_weights(
         try:
             found = ranks.run_on_each(partial(read_checkpoint, store, keys.job, step))
         except errors.NotFoundError:
-            continue  # on its way, or what is left of one
+            continue  # an incomplete checkpoint
         except errors.CorruptError as error:
-            passed(step, error)
+            report_skipped(step, error)
             continue
         try:
             link = ranks.run_on_each(partial(_read_checkpoint_link, store, keys, found))
             shapes = _read_shapes(found, f"{KINDS[0]}.")
             if model is None or model.shapes != shapes:
-                model = place(shapes)
+                model = allocate(shapes)
             model.load_state(store, keys.job, step)
             model.check(link)
             return model, link.window if isinstance(link, ChainLink) else 0
         except (errors.CorruptError, errors.NotFoundError) as error:
-            passed(step, error)
+            report_skipped(step, error)
     raise ChainError(
-        f"No checkpoint that the chain of {keys.run} names is there and undamaged, below "
-        f"{store.make_url(keys.job)}: bring back that of its first link."
+        f"The chain of {keys.run} has no undamaged checkpoint below {store.make_url(keys.job)}: "
+        "restore the checkpoint that its first link names."
     )
 
 
 def load_checkpoint_state(
     store: Store, job: str, *, step: int | None = None, tensors: str = ""
 ) -> tuple[WeightState, int]:
-    """Return the weights of any checkpoint of `Saver`, to begin a run with, and their step.
+    """Return the weights of any checkpoint as the initial weights of a run, and their step.
 
     Args:
-        store: Where it is.
-        job: Whose.
-        step: Which; by default the newest.
-        tensors: What the names of the weights begin with there, such as ``model.``; it is cut off.
+        store: Store of the checkpoint.
+        job: Job of the checkpoint.
+        step: Step of the checkpoint; by default the newest.
+        tensors: Prefix of the weights' names in the checkpoint, such as ``model.``. The run's names
+            lack it.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConfigurationError: It has no such tensors.
+        ConfigurationError: The checkpoint has no tensors with this prefix.
     """
-    model, step = load_checkpoint_weights(store, job, place_here(), step=step, tensors=tensors)
-    return model.state(), step
+    model, step = load_checkpoint_weights(
+        store, job, allocate_locally(), step=step, tensors=tensors
+    )
+    return model.collect_state(), step
 
 
 def load_checkpoint_weights(
-    store: Store, job: str, place: Placing, *, step: int | None = None, tensors: str = ""
+    store: Store, job: str, allocate: AllocateWeights, *, step: int | None = None, tensors: str = ""
 ) -> tuple[ShardedWeights, int]:
-    """As `load_checkpoint_state`, with the weights where there is room for them.
+    """Load the weights of any checkpoint into allocated memory.
 
     Args:
-        store: Where it is.
-        job: Whose.
-        place: Makes room.
-        step: Which; by default the newest.
-        tensors: What the names of the weights begin with there; it is cut off.
+        store: Store of the checkpoint.
+        job: Job of the checkpoint.
+        allocate: Function that allocates weights from their shapes.
+        step: Step of the checkpoint; by default the newest.
+        tensors: Prefix of the weights' names in the checkpoint. The run's names lack it.
+
+    Returns:
+        Weights, and their step.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        ConfigurationError: The checkpoint has no tensors with this prefix.
     """
     model: ShardedWeights | None = None
     for found in _find_requested(store, job, step):
@@ -215,32 +232,36 @@ def load_checkpoint_weights(
         if not shapes:
             raise _make_mismatch_error(found, tensors)
         if model is None or model.shapes != shapes:
-            model = place(shapes)
+            model = allocate(shapes)
         try:
             model.load_weights(store, job, found.step, tensors)
-        except errors.CorruptError:  # it stays where it is: it is not ours
+        except errors.CorruptError:  # not moved away, as it belongs to another job
             if step is not None:
                 raise
             continue
         return model, found.step
-    raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint that is undamaged.")
+    raise errors.NotFoundError(
+        f"{store.make_url(job)} has no undamaged checkpoint: save one, or name another job."
+    )
 
 
 def check_weights(
     store: Store, job: str, *, step: int | None = None, tensors: str = ""
 ) -> Checkpoint:
-    """Find the checkpoint that `load_checkpoint_weights` would take first; read its metadata only.
+    """Return the checkpoint that `load_checkpoint_weights` would load first, without a load.
+
+    Only the metadata and the sizes of the files are read.
 
     Args:
-        store: Where it is.
-        job: Whose.
-        step: Which; by default the newest.
-        tensors: What the names of the weights begin with there.
+        store: Store of the checkpoint.
+        job: Job of the checkpoint.
+        step: Step of the checkpoint; by default the newest.
+        tensors: Prefix of the weights' names in the checkpoint.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        CorruptError: Its metadata cannot be read, or one of its files is missing or cut.
-        ConfigurationError: It has no such tensors.
+        CorruptError: The metadata cannot be read, or a file is missing or truncated.
+        ConfigurationError: The checkpoint has no tensors with this prefix.
     """
     for found in _find_requested(store, job, step):
         if not _read_shapes(found, tensors):
@@ -250,13 +271,15 @@ def check_weights(
             return found
         if step is not None:
             raise errors.CorruptError(f"Step {step} of {job}: {next(iter(damage.values()))}")
-    raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint that is undamaged.")
+    raise errors.NotFoundError(
+        f"{store.make_url(job)} has no undamaged checkpoint: save one, or name another job."
+    )
 
 
 def _make_mismatch_error(found: Checkpoint, tensors: str) -> errors.ConfigurationError:
     return errors.ConfigurationError(
         f"Step {found.step} of {found.job} has no weights whose names begin with {tensors!r}: "
-        f"one of its tensors is {next(iter(found.tensors), None)!r}."
+        f"one of its tensors is {next(iter(found.tensors), None)!r}. Correct `tensors`."
     )
 
 
@@ -267,21 +290,21 @@ def _find_requested(store: Store, job: str, step: int | None) -> Iterable[Checkp
 def _read_shapes(found: Checkpoint, prefix: str) -> Shapes:
     """Return the shapes of a checkpoint's weights, by their names without a prefix.
 
-    Weights are the tensors that have the prefix and are floating, and BatchNorm's counts.
+    Weights are the floating-point tensors with the prefix, and BatchNorm's counts.
     """
     return {
         name.removeprefix(prefix): record.shape
         for name, record in found.tensors.items()
         if name.startswith(prefix)
         and parse_own_name(name) is None
-        and (dtype_of(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
+        and (parse_dtype(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
     }
 
 
 def _read_checkpoint_link(
     store: Store, keys: ChainKeys, found: Checkpoint
 ) -> ChainStart | ChainLink:
-    """Return the link that a checkpoint names as that of its weights."""
+    """Return the link of the window that a checkpoint names."""
     window = found.position.get(WINDOW)
     if not isinstance(window, int):
         raise errors.CorruptError(f"Step {found.step} of {keys.job} names no window.")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 
 from millrace import errors
-from millrace.keys import RentalKeys
+from millrace.keys.rentals import RentalKeys
 from millrace.records import commit_once
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.vast.api import VastClient

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from millrace import errors
-from millrace.keys import INSTALLATION, RENTALS, RentalKeys, parse_rental
+from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_rental
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import Contract, Installation, Intent, ReturnRecord

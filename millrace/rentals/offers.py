@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from millrace.formatting import clean_text
 from millrace.rentals.vast.api import VastClient
 from millrace.settings import Duration
 
@@ -188,10 +189,10 @@ class Offer:
         return cls(
             id=int(row["id"]),
             machine_id=int(row["machine_id"]),
-            gpu=str(row.get("gpu_name") or "?"),
+            gpu=clean_text(str(row.get("gpu_name") or "?")),
             gpus=int(row["num_gpus"]),
             gpu_memory=float(row.get("gpu_ram") or 0.0) / 1000,
-            location=str(row.get("geolocation") or "?"),
+            location=clean_text(str(row.get("geolocation") or "?")),
             reliability=float(row.get("reliability") or 0.0),
             download_speed=float(row.get("inet_down") or 0.0),
             upload_speed=float(row.get("inet_up") or 0.0),

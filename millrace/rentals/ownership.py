@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 from millrace import errors
-from millrace.keys import RentalKeys
+from millrace.keys.rentals import RentalKeys
 from millrace.lease import (
     Heartbeat,
     HeldLease,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from millrace import errors
-from millrace.keys import RENTALS, MachineKeys, RentalKeys
+from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.rentals.clock import SystemClock

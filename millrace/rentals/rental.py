@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from types import TracebackType
 
 from millrace import errors
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Lease
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once

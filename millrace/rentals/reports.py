@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from millrace import errors
-from millrace.keys import MachineKeys
+from millrace.keys.rentals import MachineKeys
 from millrace.rentals.messages import LOG_CHUNK_BYTES, MachineHeartbeat, ProgramExit, SetupReport
 from millrace.storage import Stat, Store, list_objects, read_range
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.rentals.messages import CONFIG_VARIABLE, MAX_FILES_BYTES, GuestConfig, GuestFiles
 from millrace.rentals.settings import RentalSettings, VastAccount
 from millrace.storage import Backend, Right, Store, StoreSpec, open_scoped_store, put, sign_url

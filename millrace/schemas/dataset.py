@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from millrace.errors import ConfigurationError
-from millrace.keys import DatasetKeys, is_plain
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.names import is_plain
 from millrace.records import Record, RecordPart
 
 _MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 bytes each

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.records import iterate_records, require_intact
 from millrace.schemas.dataset import DatasetPlan, SampleListing, ShardCommit
 from millrace.storage import Store

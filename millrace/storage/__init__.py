@@ -1,7 +1,7 @@
-"""Bytes at a URL: obstore with our defaults. One verb a function, one group of verbs a file."""
+"""Objects at a URL, over obstore. Each verb is a function; each file has one group of verbs."""
 
 from millrace.storage.clients import make_boto3_client, open_filesystem
-from millrace.storage.list import list_folders, list_objects
+from millrace.storage.list import list_fairly, list_folders, list_objects
 from millrace.storage.open import (
     Backend,
     Credentials,
@@ -34,6 +34,7 @@ from millrace.storage.versions import (
 )
 from millrace.storage.write import (
     DeleteFailure,
+    LinkFinder,
     UnfinishedUpload,
     abort_upload,
     copy,
@@ -50,6 +51,7 @@ __all__ = [
     "Backend",
     "Credentials",
     "DeleteFailure",
+    "LinkFinder",
     "Location",
     "ObjectVersion",
     "Right",
@@ -72,6 +74,7 @@ __all__ = [
     "fetch_stored_sha256",
     "head",
     "is_etag_md5",
+    "list_fairly",
     "list_folders",
     "list_objects",
     "list_uploads",

@@ -1,9 +1,10 @@
 """Other clients for the same store and credentials: boto3 and fsspec.
 
-Each is imported where it is asked for: most processes need neither, and should start quickly.
+A function imports the client that it returns. Processes that need neither start faster.
 """
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from millrace.errors import ConfigurationError
 from millrace.storage.open import Backend, Store
@@ -11,6 +12,10 @@ from millrace.storage.open import Backend, Store
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
     from mypy_boto3_s3 import S3Client
+
+
+MAX_ANSWER_SIZE = 32 << 20
+"""Bytes of an answer that is not a stream. A page of 1,000 keys has 4 MB at most."""
 
 
 class KeyPair(TypedDict, total=False):
@@ -24,18 +29,20 @@ class KeyPair(TypedDict, total=False):
 def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
     """Return a boto3 client of the store, for multipart housekeeping and bucket settings.
 
-    Checksums only where an operation requires one: newer boto3 sends them as trailers, which R2
-    refuses.
+    The client sends checksums only where an operation requires one. Newer versions of boto3 send
+    them as trailers by default, which R2 refuses.
 
     Args:
-        store: Of S3's kind.
-        max_attempts: How often a request is tried.
+        store: Store that is compatible with S3.
+        max_attempts: Number of tries of a request.
 
     Raises:
         ConfigurationError: The store does not speak S3.
     """
     if not store.is_s3_compatible:
-        raise ConfigurationError(f"{store.url} is no S3 store, and boto3 cannot talk to it.")
+        raise ConfigurationError(
+            f"{store.url} is not compatible with S3, so boto3 cannot open it: use s3:// or r2://."
+        )
     import boto3  # noqa: PLC0415
     from botocore.config import Config  # noqa: PLC0415
 
@@ -45,7 +52,7 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
-    return boto3.client(  # pyright: ignore[reportUnknownMemberType]
+    client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
         "s3",
         endpoint_url=store.endpoint,
         region_name=store.region,
@@ -53,15 +60,58 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
         config=config,
         **make_key_pair(store),
     )
+    _limit_answers(client)
+    return client
+
+
+def _limit_answers(client: "S3Client") -> None:
+    """Have a client read `MAX_ANSWER_SIZE` bytes of an answer at most.
+
+    botocore reads listings and the bodies of errors whole, however long they are.
+    """
+    from botocore import awsrequest  # noqa: PLC0415
+    from botocore.exceptions import HTTPClientError  # noqa: PLC0415
+
+    make_response: Any = awsrequest.AWSResponse
+    events: Any = client.meta.events
+    session = cast("Any", client)._endpoint.http_session  # noqa: SLF001
+
+    def send(request: Any, **_: object) -> object:
+        is_streamed, request.stream_output = request.stream_output, True
+        response = session.send(request)
+        if is_streamed and response.status_code < 300:
+            return response
+        parts, size = list[bytes](), 0
+        for part in response.raw.stream(1 << 20):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_SIZE:
+                response.raw.close()
+                raise HTTPClientError(error=f"an answer of more than {MAX_ANSWER_SIZE} bytes")
+        body = _ReadBody(parts)
+        return make_response(response.url, response.status_code, response.headers, body)
+
+    events.register_last("before-send.s3", send)
+
+
+class _ReadBody:
+    """Body that was read already."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def stream(self) -> Iterator[bytes]:
+        """Return the parts of the body."""
+        return iter(self._parts)
 
 
 def make_full_key(store: Store, key: str) -> str:
-    """Return a key as the bucket has it, the store's prefix before it."""
+    """Return the key of an object in the bucket, which includes the store's prefix."""
     return f"{store.location.prefix}/{key}" if store.location.prefix else key
 
 
 def make_key_pair(store: Store) -> KeyPair:
-    """Return the store's credentials under boto3's names; empty where the environment has them."""
+    """Return the store's credentials under boto3's names; empty if boto3 should find its own."""
     credentials = store.spec.credentials
     if credentials is None:
         return {}
@@ -77,13 +127,13 @@ def make_key_pair(store: Store) -> KeyPair:
 def open_filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
     """Return an fsspec file system for pyarrow, datasets and pandas, and the store's folder in it.
 
-    s3fs for S3 and R2, the local one for a folder.
+    S3 and R2 need s3fs. A folder has the local file system.
 
     Returns:
-        The file system, and what to put before a key: ``f"{folder}/{key}"``.
+        The file system, and the store's folder. A file's path is ``f"{folder}/{key}"``.
 
     Raises:
-        ConfigurationError: The store is of another kind.
+        ConfigurationError: The store is neither S3, nor R2, nor a folder.
     """
     location = store.location
     folder = f"{location.bucket}/{location.prefix}".rstrip("/")
@@ -96,8 +146,8 @@ def open_filesystem(store: Store) -> "tuple[AbstractFileSystem, str]":
             return _open_s3fs(store), folder
         case Backend.GS | Backend.MEMORY:
             raise ConfigurationError(
-                f"There is no fsspec file system for {store.url} here: gcsfs serves gs:// with "
-                "Google's credentials, and memory:// is for tests."
+                f"Millrace has no fsspec file system for {store.url}. Use gcsfs for gs://, and a "
+                "folder instead of memory://."
             )
 
 
@@ -121,7 +171,7 @@ def _open_s3fs(store: Store) -> "AbstractFileSystem":
             "response_checksum_validation": "when_required",
             **({"s3": {"addressing_style": "path"}} if store.endpoint else {}),
         },
-        fixed_upload_size=True,  # R2 takes equal parts only
+        fixed_upload_size=True,  # R2 accepts only parts of equal size
         use_listings_cache=False,
         skip_instance_cache=True,  # the cache's key would hold the secret
     )

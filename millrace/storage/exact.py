@@ -1,8 +1,8 @@
-"""List keys exactly as a bucket of S3's kind holds them, also those that obstore refuses.
+"""Listing of all keys of an S3-compatible bucket, exactly as the bucket holds them.
 
-obstore fails a whole page for one key with an empty segment, ``.``, ``..`` or a control character,
-and it drops the slash at the end of a key. boto3 takes every key, but spends 0.1 ms on each; so
-boto3 makes the request, and the body is read here.
+obstore fails a whole page for one key with an empty segment, ``.``, ``..`` or a control character.
+It also drops the slash at the end of a key. boto3 accepts every key, but its parser takes 0.1 ms
+per key. Therefore boto3 makes the request, and this module parses the body.
 
 Source: "ListObjectsV2", Amazon S3 API reference.
 """
@@ -28,13 +28,13 @@ _NOTHING = b"<ListBucketResult/>"
 
 
 class ExactListing:
-    """The pages of a listing with all keys as they are. One request a page of 1,000.
+    """Pages of a listing with unchanged keys. One request per page of 1,000 keys.
 
     Args:
-        store: Store of S3's kind.
+        store: Store that is compatible with S3.
         prefix: Text that the keys start with.
-        after: Only keys that come after this one.
-        delimiter: Group keys that have it after the prefix.
+        after: Key after which the listing begins.
+        delimiter: Character that groups keys which have it after the prefix.
     """
 
     def __init__(self, store: Store, prefix: str, after: str = "", delimiter: str = "") -> None:
@@ -56,17 +56,28 @@ class ExactListing:
         """Return the next page: objects, grouped prefixes, and whether there are more pages.
 
         Raises:
-            MillraceError: As the other verbs of a store.
+            MillraceError: The request failed, with the errors of `call_boto3`.
         """
 
-        def fetch(client: "S3Client") -> "ET.Element":
+        def fetch(client: "S3Client") -> tuple[list[Stat], list[str], str]:
             try:
                 answer: Any = client.list_objects_v2(**self._parameters)
-                return ET.fromstring(answer["Body"])  # noqa: S314 - as botocore itself does
-            except (ET.ParseError, HTTPError) as error:  # it was cut off: it is asked for again
+                return self._parse_page(answer["Body"])
+            except (ET.ParseError, HTTPError, KeyError, ValueError) as error:
+                # The answer was cut off, or is nonsense: the page is asked for again.
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 
-        page = call_boto3(self._store, self._prefix, fetch, client=self._client)
+        objects, folders, token = call_boto3(self._store, self._prefix, fetch, client=self._client)
+        self._parameters["ContinuationToken"] = token
+        return objects, folders, bool(token)
+
+    def _parse_page(self, body: bytes) -> tuple[list[Stat], list[str], str]:
+        """Return objects, grouped prefixes, and the token of the next page, if there is one.
+
+        Raises:
+            ParseError, KeyError, ValueError: The body is no page of a listing.
+        """
+        page = ET.fromstring(body)  # noqa: S314 - as botocore itself does
         space = page.tag.rpartition("}")[0] + "}" if "}" in page.tag else ""
         encoded = page.findtext(f"{space}EncodingType") == "url"
         decode: Callable[[str], str] = unquote_plus if encoded else str
@@ -75,24 +86,26 @@ class ExactListing:
             decode(item.findtext(f"{space}Prefix") or "").removeprefix(self._root)
             for item in page.iter(f"{space}CommonPrefixes")
         ]
-        token = page.findtext(f"{space}NextContinuationToken") or ""
-        self._parameters["ContinuationToken"] = token
-        return objects, folders, page.findtext(f"{space}IsTruncated") == "true" and bool(token)
+        is_last = page.findtext(f"{space}IsTruncated") != "true"
+        return (
+            objects,
+            folders,
+            "" if is_last else page.findtext(f"{space}NextContinuationToken") or "",
+        )
 
     def _parse_stat(self, item: "ET.Element", space: str, decode: Callable[[str], str]) -> Stat:
         found = {child.tag.removeprefix(space): child.text or "" for child in item}
-        return Stat(
-            key=decode(found["Key"]).removeprefix(self._root),
-            size=int(found["Size"]),
-            etag=found.get("ETag"),
-            last_modified=datetime.fromisoformat(found["LastModified"]),
-        )
+        size, modified = int(found["Size"]), datetime.fromisoformat(found["LastModified"])
+        if size < 0 or modified.tzinfo is None:
+            raise ValueError(f"{size} bytes, last modified at {found['LastModified']}")
+        key = decode(found["Key"]).removeprefix(self._root)
+        return Stat(key, size, found.get("ETag"), modified)
 
 
 def _bypass_parser(
     response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object
 ) -> None:
-    """Take the body of a successful answer away before botocore parses it."""
+    """Hide the body of a successful answer from botocore's parser."""
     if response_dict["status_code"] == 200:
         customized_response_dict["Body"] = response_dict["body"]
         response_dict["body"] = _NOTHING

@@ -1,5 +1,6 @@
-"""List what a store holds, page by page."""
+"""Listings of objects and folders."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,22 +20,22 @@ def list_objects(
 ) -> Iterator[Stat]:
     """List the objects whose keys start with a prefix, one page in memory at a time.
 
-    In the order of their keys; a folder's are in no order at all. One request a page of 1,000.
-    In a bucket of S3's kind every key is listed, also those that the other verbs refuse (an empty
-    segment, ``..``, control characters).
+    Objects come in the order of their keys, except for those of a local folder. One request per
+    page of 1,000. The listing of an S3-compatible bucket has every key, also those that other
+    verbs refuse (with an empty segment, ``..`` or control characters).
 
     Args:
-        store: Where to look.
-        prefix: What their keys start with: any text, not only whole folder names.
-        after: Only keys that come after this one.
-        exact: Return keys with the slash that some end in (S3 and R2), at the price of importing
-            boto3. Otherwise it may be missing, but never so that another key is listed twice.
+        store: Store to list.
+        prefix: Any text that the keys start with, not only a folder's name.
+        after: Key after which the listing begins.
+        exact: Keep the slash at the end of keys (S3 and R2). This imports boto3. Otherwise the
+            slash may be missing, but no key is listed twice.
 
     Raises:
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if exact and store.is_s3_compatible:
+    if (exact or store.is_foreign) and store.is_s3_compatible:
         yield from _list_exact_keys(store, prefix, after)
         return
     folder = prefix.rpartition("/")[0]
@@ -45,7 +46,7 @@ def list_objects(
         has_advanced = False
         retries.wait_for_throttle()
         try:
-            # Tried once: obstore does not try again when a page's body is cut off.
+            # `raw` tries once: obstore does not retry when a page's body is cut off.
             pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - Arrow overload
                 store.raw, folder or None, offset=offset or None, chunk_size=PAGE_SIZE
             )
@@ -57,22 +58,57 @@ def list_objects(
                         continue
                     stat = make_stat(meta)
                     if is_ordered and offset and stat.key <= offset:
-                        # Out of order: obstore has dropped the slash at the key's end.
+                        # A key out of order: obstore has dropped the slash at its end.
                         stat = replace(stat, key=f"{stat.key}/")
                     has_advanced, offset = True, stat.key
                     yield stat
         except (BaseError, OSError, ValueError) as error:
-            # A listed key, the key to begin after, or the prefix.
+            # The listing has, or begins after, a key that obstore refuses.
             if is_key_error(error) and store.is_s3_compatible:
                 yield from _list_exact_keys(store, prefix, offset)
                 return
             if has_advanced and not is_ordered:
                 raise translate_error(error, store, prefix) from error
             if has_advanced:
-                retries = RetryLoop(store, prefix)  # it goes on after the last key that was seen
+                retries = RetryLoop(
+                    store, prefix
+                )  # the next request begins after the last listed key
             retries.wait_after_error(error)
             continue
         return
+
+
+def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterator[Stat]:
+    """List objects like `list_objects`, but at most so many of each folder.
+
+    So the owner of one folder cannot make the listing long for the others. The first objects of a
+    folder are listed, and a request that begins behind the folder skips the rest.
+
+    Args:
+        store: Where to look.
+        prefix: Prefix of the keys; it ends in ``/``.
+        depth: Number of folders below the prefix that have an owner.
+        limit: Most objects of a folder that are listed.
+
+    Raises:
+        DeniedError, UnavailableError: As of `list_objects`.
+    """
+    is_ordered = store.location.backend is not Backend.FILE
+    counts: Counter[str] = Counter()
+    after: str | None = ""
+    while after is not None:
+        stats, after = list_objects(store, prefix, after=after), None
+        for stat in stats:
+            folders = stat.key.removeprefix(prefix).split("/")[:-1][:depth]
+            folder = "/".join(folders)
+            if is_ordered and folder not in counts:
+                counts.clear()  # no key of an earlier folder follows
+            counts[folder] += bool(folders)
+            if counts[folder] <= limit:
+                yield stat
+            elif is_ordered:
+                after = f"{prefix}{folder}0"  # the character that follows a slash
+                break
 
 
 def _list_exact_keys(store: Store, prefix: str, after: str) -> Iterator[Stat]:
@@ -85,7 +121,12 @@ def _list_exact_keys(store: Store, prefix: str, after: str) -> Iterator[Stat]:
 
 
 def list_folders(store: Store, prefix: str = "") -> list[str]:
-    """Return the names of the folders right below a prefix (which ends in ``/``, or is empty)."""
+    """Return the names of the folders directly below a prefix.
+
+    Args:
+        store: Store to list.
+        prefix: Prefix that ends in ``/``, or is empty.
+    """
 
     def fetch_names() -> list[str]:
         found = obstore.list_with_delimiter(  # pyright: ignore[reportUnknownMemberType]
@@ -93,11 +134,12 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    try:
-        return call_with_retries(store, prefix, fetch_names)
-    except errors.ConfigurationError:  # obstore refuses a key
-        if not store.is_s3_compatible:
-            raise
+    if not (store.is_foreign and store.is_s3_compatible):
+        try:
+            return call_with_retries(store, prefix, fetch_names)
+        except errors.ConfigurationError:  # obstore refuses a key
+            if not store.is_s3_compatible:
+                raise
     from millrace.storage.exact import ExactListing  # noqa: PLC0415 - imports boto3
 
     pages, more, names = ExactListing(store, prefix, delimiter="/"), True, list[str]()
@@ -108,7 +150,7 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
 
 
 def _make_offset(prefix: str) -> str:
-    """Return a key shortly before every key that starts with the prefix: an offset is exclusive."""
+    """Return a key just before all keys that start with the prefix, since offsets are exclusive."""
     if not prefix or prefix.endswith("/") or not prefix.isascii() or prefix[-1] <= "!":
         return ""
     before = "." if prefix[-1] == "0" else chr(ord(prefix[-1]) - 1)  # a slash would end a segment

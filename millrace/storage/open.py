@@ -1,4 +1,4 @@
-"""Open a store: bytes at a URL, over obstore, with our defaults."""
+"""Stores: their URLs, settings and credentials, opened with obstore."""
 
 import os
 import re
@@ -37,7 +37,7 @@ class Backend(StrEnum):
 
 
 class Credentials(BaseModel):
-    """An access key of S3, and the token of a temporary one."""
+    """Access key of S3, with a token if the key is temporary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,10 +105,10 @@ class StoreSpec(BaseModel):
 
 
 class StoreSettings(StoreSpec):
-    """A part of a settings file that says where something is, and which of it is meant.
+    """Base of settings that name a store and something in it.
 
-    The settings of the store stand beside the others (``source: {url: ..., job: ...}``), as in
-    flows' forms and in campaigns.
+    A settings file has the fields of the store beside the other fields, such as
+    ``source: {url: ..., job: ...}``.
     """
 
     @model_validator(mode="before")
@@ -124,19 +124,19 @@ class StoreSettings(StoreSpec):
 
     @property
     def store(self) -> StoreSpec:
-        """Settings of the store alone."""
+        """Settings of the store, without the other fields."""
         return StoreSpec(**{name: getattr(self, name) for name in StoreSpec.model_fields})
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A store's URL, taken apart.
+    """Parsed URL of a store.
 
     Attributes:
-        backend: The kind of place.
-        bucket: The bucket; for a folder its absolute path, in memory the store's name.
-        prefix: What every key starts with, without slashes at its ends.
-        account: The R2 account (with its jurisdiction, as ``0123…ef.eu``), else empty.
+        backend: Kind of storage.
+        bucket: Name of the bucket. For a folder its absolute path, in memory the store's name.
+        prefix: Prefix of every key, without slashes at its ends.
+        account: Account of R2, with its jurisdiction (``0123…ef.eu``); empty for other stores.
     """
 
     backend: Backend
@@ -146,16 +146,16 @@ class Location:
 
     @classmethod
     def parse(cls, url: str, *, account_id: str | None = None) -> "Location":
-        """Take a URL apart.
+        """Parse a URL.
 
         Raises:
-            ConfigurationError: Not a URL of a store; the message says what to write.
+            ConfigurationError: The URL is not that of a store.
         """
         parts = urlsplit(url)
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigurationError(
-                f"The URL of {parts.scheme}://{parts.hostname or ''} holds more than a place: "
-                "write credentials, endpoint and region in their own settings."
+                f"The URL of {parts.scheme}://{parts.hostname or ''} has credentials or options in "
+                "it: write credentials, endpoint and region in their own settings."
             )
         path = unquote(parts.path).strip("/")
         match parts.scheme:
@@ -200,13 +200,13 @@ class Location:
 
 @dataclass(slots=True)
 class ThrottleState:
-    """State of a store that every thread shares which uses the store.
+    """State that all threads which use a store share.
 
     Attributes:
-        resume_at: When the store may be asked again, by the monotonic clock.
-        warned_at: When the user was last told that the store does not answer, by that clock.
-        can_list: Whether the credentials may list; None until that was asked.
-        lock: Guards the others.
+        resume_at: End of the pause that the store asked for, by the monotonic clock.
+        warned_at: Time of the last warning that the store does not answer, by the same clock.
+        can_list: Whether the credentials may list; None before the first check.
+        lock: Lock of the other attributes.
     """
 
     resume_at: float = 0.0
@@ -217,14 +217,17 @@ class ThrottleState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """A place for bytes. The verbs are functions beside it: ``read``, ``put``, ``list_objects``.
+    """Open store. The verbs are functions of this package: ``read``, ``put``, ``list_objects``.
 
     Attributes:
-        spec: What it was opened from. Its secrets do not print.
-        location: The URL, taken apart.
-        raw: obstore's store that tries once: our verbs try again themselves.
-        retrying: obstore's store that tries again by itself: for what takes several requests
-            (multipart uploads, pages of a listing).
+        spec: Settings that the store was opened with. Its secrets are not printed.
+        location: Parsed URL.
+        raw: Store of obstore that tries each request once. The verbs retry by themselves.
+        retrying: Store of obstore that retries, for verbs of several requests (multipart
+            uploads, pages of a listing).
+        is_foreign: Whether the endpoint is not trusted. `list_objects`, `list_folders` and
+            `read_range` then use boto3, and read its answers up to a limit. obstore allocates the
+            length that a listing or an error announces, and an absurd one ends the process.
     """
 
     spec: StoreSpec
@@ -232,24 +235,25 @@ class Store:
     raw: ObjectStore
     retrying: ObjectStore
     throttle: ThrottleState = field(default_factory=ThrottleState, repr=False)
+    is_foreign: bool = False
 
-    def __reduce__(self) -> "tuple[Callable[[StoreSpec], Store], tuple[StoreSpec]]":
-        """Pickle a store as its spec, credentials included, so that another machine can open it."""
+    def __reduce__(self) -> "tuple[Callable[[StoreSpec, bool], Store], tuple[StoreSpec, bool]]":
+        """Pickle a store as its spec with credentials, so that another machine can open it."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
                 f"{self.url} is in the memory of this process, where no other can reach it: choose "
                 "a bucket, or a folder that all share."
             )
-        # What the environment of this process said of the place goes along, its credentials do not.
-        return _reopen_store, (self.spec.model_copy(update={"url": self.url}),)
+        # The spec has the endpoint and the region of the environment, but not its credentials.
+        return _reopen_store, (self.spec.model_copy(update={"url": self.url}), self.is_foreign)
 
     @property
     def url(self) -> str:
-        """The store's URL, without credentials."""
+        """URL of the store, without credentials."""
         return str(self.location)
 
     def with_retry_timeout(self, retry_timeout: timedelta) -> "Store":
-        """Return the same store, whose requests are not retried for longer than this."""
+        """Return the same store with another limit on the time for retries."""
         return replace(self, spec=self.spec.model_copy(update={"retry_timeout": retry_timeout}))
 
     def make_url(self, key: str) -> str:
@@ -258,17 +262,17 @@ class Store:
 
     @property
     def endpoint(self) -> str | None:
-        """The S3 endpoint it talks to; None means Amazon's own for the region."""
+        """S3 endpoint of the store; None for that of Amazon in the region."""
         return resolve_endpoint(self.spec, self.location)
 
     @property
     def region(self) -> str | None:
-        """The region to sign for; None means what the environment says."""
+        """Region of the signatures; None for that of the environment."""
         return "auto" if self.location.backend is Backend.R2 else self.spec.region
 
     @property
     def is_s3_compatible(self) -> bool:
-        """True if boto3 can talk to the store."""
+        """True if boto3 can open the store."""
         return self.location.backend in {Backend.S3, Backend.R2}
 
 
@@ -282,22 +286,24 @@ def open_store(
     ca_file: Path | None = None,
     retry_timeout: timedelta | None = None,
     make_folder: bool = True,
+    is_foreign: bool = False,
 ) -> Store:
     """Open the store at a URL. Nothing is sent until a verb is called.
 
     Args:
         url: ``file://``, ``s3://``, ``r2://`` (account id and bucket), ``gs://``, ``memory://``
-            (for tests: the same name is the same store within a process), or a `StoreSpec`.
-        credentials: A key pair; left out, the environment is asked, as obstore documents it.
-        endpoint: An S3 endpoint of your own. R2's follows from the account.
-        region: The S3 region; R2's is always ``auto``.
-        account_id: The R2 account, where the URL does not name it.
-        ca_file: Certificate authorities to trust, PEM.
-        retry_timeout: How long a request is tried again before its error is raised.
-        make_folder: Make the folder of a ``file://`` URL, if it is not there.
+            (for tests: one store per name and process), or a `StoreSpec`.
+        credentials: Key pair. By default obstore reads the environment.
+        endpoint: S3 endpoint. That of R2 follows from the account.
+        region: S3 region. That of R2 is always ``auto``.
+        account_id: R2 account, if the URL does not name it.
+        ca_file: PEM file of certificate authorities to trust.
+        retry_timeout: Longest time that a request is retried before its error is raised.
+        make_folder: Make the folder of a ``file://`` URL if it is missing.
+        is_foreign: Whether the endpoint is not trusted; see `Store`.
 
     Raises:
-        NotFoundError: There is no such folder, and it is not to be made.
+        NotFoundError: There is no such folder, and ``make_folder`` is false.
         ConfigurationError: The URL names no store, or the settings do not fit it.
     """
     if isinstance(url, StoreSpec):
@@ -335,14 +341,14 @@ def open_store(
             raw, retrying = (
                 _open_s3(spec, location, retry) for retry in _make_retry_configs(spec.retry_timeout)
             )
-    return Store(spec=spec, location=location, raw=raw, retrying=retrying)
+    return Store(spec, location, raw, retrying, is_foreign=is_foreign)
 
 
 def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     """Return the spec with the endpoint and the region that the environment names.
 
-    obstore and boto3 look for both by themselves, but not for the same variables, and obstore
-    sends nothing by plain HTTP to an endpoint that it has found.
+    obstore and boto3 read different variables. obstore also refuses plain HTTP to an endpoint that
+    it found by itself.
     """
     if location.backend is Backend.S3 and not spec.endpoint:
         endpoint = read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL")
@@ -356,8 +362,8 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     return spec
 
 
-def _reopen_store(spec: StoreSpec) -> Store:
-    return open_store(spec, make_folder=False)
+def _reopen_store(spec: StoreSpec, is_foreign: bool) -> Store:  # noqa: FBT001 - of a pickle
+    return open_store(spec, make_folder=False, is_foreign=is_foreign)
 
 
 def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:
@@ -369,7 +375,7 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     ``AWS_CA_BUNDLE``. An empty variable counts as unset.
 
     Raises:
-        ConfigurationError: A variable is missing: all missing ones are named.
+        ConfigurationError: Variables are missing. The message names all of them.
     """
     variables = os.environ if environ is None else environ
     env = {name: value for name, value in variables.items() if value}
@@ -404,7 +410,7 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
 
 
 def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
-    """Return the S3 endpoint of a store; None means Amazon's own for the region."""
+    """Return the S3 endpoint of a store; None for that of Amazon in the region."""
     if spec.endpoint:
         return spec.endpoint.rstrip("/")
     if location.backend is Backend.R2:
@@ -415,9 +421,9 @@ def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
 def _open_folder(location: Location, *, make: bool) -> LocalStore:
     folder = Path(location.bucket)
     if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"{folder} is a file: a URL names the folder that it is in.")
+        raise ConfigurationError(f"{folder} is a file: write the URL of a folder.")
     if not (make or folder.exists()):
-        raise NotFoundError(f"There is no folder {folder}. Correct the url.")
+        raise NotFoundError(f"There is no folder {folder}. Correct the URL.")
     return LocalStore(folder, mkdir=make)
 
 
@@ -437,7 +443,7 @@ def _make_retry_configs(retry_timeout: timedelta) -> tuple[Any, Any]:
 
 def _make_client_options(spec: StoreSpec, endpoint: str | None) -> Any:
     client: dict[str, Any] = {
-        # A request that moves no byte for this long is dead; one that moves bytes is not.
+        # Only a request that moves no byte for 30 s is given up.
         "timeout": "30m",
         "read_timeout": "30s",
         "connect_timeout": "10s",
@@ -462,7 +468,7 @@ def _open_s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
     endpoint = resolve_endpoint(spec, location)
     region = "auto" if location.backend is Backend.R2 else spec.region
     config: dict[str, Any] = {
-        # Sent as a header with the whole body's digest, never as a trailer: R2 refuses those.
+        # The digest of the whole body is sent as a header: R2 refuses trailers.
         "checksum_algorithm": "SHA256",
         "conditional_put": "etag",
     }
@@ -481,10 +487,7 @@ def _open_s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
 
 
 def _make_provider(credentials: Credentials) -> "Callable[[], S3Credential]":
-    """Return a provider of these credentials and no others.
-
-    A token of the environment must not join them.
-    """
+    """Return a provider of these credentials, without a token of the environment."""
     token = credentials.session_token
     pair: S3Credential = {
         "access_key_id": credentials.access_key_id,

@@ -1,8 +1,8 @@
-"""Let webdataset read shards straight from a private store.
+"""Access to private stores for webdataset.
 
-``webdataset.WebDataset([store.url_of(key), ...])`` works once `register` has told webdataset's
-``gopen`` how to open the store's URLs. The credentials stay in this process: a DataLoader's
-forked workers inherit them, spawned ones call `register` in their ``worker_init_fn``.
+After `register_store`, ``webdataset.WebDataset([store.make_url(key), ...])`` reads shards from the
+store. The credentials stay in this process. Forked workers of a DataLoader inherit them. Spawned
+workers call `register_store` in their ``worker_init_fn``.
 """
 
 import io
@@ -19,14 +19,14 @@ _stores: dict[str, Store] = {}
 
 
 def register_store(store: Store) -> None:
-    """Have webdataset open this store's URLs with this store's credentials."""
+    """Let webdataset open the URLs of a store with the store's credentials."""
     _stores[store.url] = store
-    if store.location.backend is not Backend.FILE:  # files it opens itself
+    if store.location.backend is not Backend.FILE:  # webdataset opens files by itself
         gopen_schemes[store.location.backend.value] = _open_url
 
 
 class _BlockReader(io.RawIOBase):
-    """A stream of blocks as a file that is read once, from its beginning."""
+    """File over a stream of blocks, which is read once from the beginning."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
@@ -49,16 +49,20 @@ class _BlockReader(io.RawIOBase):
     def close(self) -> None:
         close = getattr(self._blocks, "close", None)
         if close is not None:
-            close()  # the generator's own clean-up: it cancels what is being fetched
+            close()  # the generator cancels its pending requests
         super().close()
 
 
 def _open_url(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> io.BufferedReader:
     if mode != "rb":
-        raise ConfigurationError("Shards are opened for reading only: they never change.")
+        raise ConfigurationError(
+            f"{url} cannot be opened with mode {mode!r}: shards are read-only, so use 'rb'."
+        )
     matching = [base for base in _stores if url.startswith(f"{base}/")]
     if not matching:
-        raise ConfigurationError(f"No store was registered for {url}: call register(store) first.")
+        raise ConfigurationError(
+            f"No store was registered for {url}: call register_store(store) first."
+        )
     base = max(matching, key=len)
     blocks = stream(_stores[base], url.removeprefix(f"{base}/"))
     return io.BufferedReader(_BlockReader(blocks), max(bufsize, 1 << 20))

@@ -1,7 +1,7 @@
-"""Read objects: whole, by range, as a stream of blocks, or only their descriptions."""
+"""Verbs that read objects, parts of objects, or their descriptions."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +28,7 @@ class Stat:
     Attributes:
         key: Key below the store's URL.
         size: Size in bytes.
-        etag: Name of the content by the store; None where the store has none.
+        etag: Identifier of the content, from the store; None if the store has none.
         last_modified: Time of the last write, by the store's clock.
     """
 
@@ -39,7 +39,7 @@ class Stat:
 
 
 def make_stat(meta: "ObjectMeta") -> Stat:
-    """Return the description of an object from that of obstore."""
+    """Return the description of an object, from obstore's description."""
     return Stat(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
 
 
@@ -53,7 +53,7 @@ def head(store: Store, key: str) -> Stat:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Tell whether there is such an object. One request."""
+    """Decide whether an object exists. One request."""
     try:
         head(store, key)
     except errors.NotFoundError:
@@ -62,7 +62,7 @@ def exists(store: Store, key: str) -> bool:
 
 
 def read(store: Store, key: str, *, etag: str | None = None, max_size: int | None = None) -> bytes:
-    """Read the whole of an object into memory: for records and small files. One request.
+    """Read a record or another small object into memory. One request.
 
     Args:
         store: Store of the object.
@@ -73,7 +73,7 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
     Raises:
         NotFoundError: There is no such object.
         ChangedError: The object has another ETag.
-        CorruptError: The object is larger. The rest is not read.
+        CorruptError: The object is larger than ``max_size``. The rest is not read.
     """
 
     def fetch() -> bytes:
@@ -91,10 +91,10 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
 
 
 def read_into(store: Store, key: str, buffer: memoryview) -> int:
-    """Read an object into a buffer. One request; a file without a copy in between.
+    """Read an object into a buffer. One request. A file is read without another copy.
 
     Returns:
-        The object's size: more than the buffer's if it does not fit, and then nothing is written.
+        Size of the object. If the buffer is smaller, nothing is written into it.
 
     Raises:
         NotFoundError: There is no such object.
@@ -108,7 +108,7 @@ def read_into(store: Store, key: str, buffer: memoryview) -> int:
                 while size <= len(buffer) and at < size:
                     got = file.readinto(buffer[at : min(size, at + BLOCK_SIZE)])
                     if not got:
-                        return at  # the file was truncated meanwhile
+                        return at  # the file was truncated during the read
                     at += got
                 return size
         found = obstore.get(store.raw, key)
@@ -122,15 +122,19 @@ def read_into(store: Store, key: str, buffer: memoryview) -> int:
 
 
 def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
-    """Read bytes ``start`` to ``end`` (exclusive); fewer where the object ends before. One request.
+    """Read bytes ``start`` to ``end`` (exclusive), or to the object's end. One request.
 
     Raises:
         NotFoundError: There is no such object.
         ChangedError: The object has another ETag.
-        CorruptError: The store sends more than was asked for. The rest is not read.
+        CorruptError: The store sends more bytes than were requested. The rest is not read.
     """
     if start >= end:
         return b""
+    if store.is_foreign and store.is_s3_compatible:
+        from millrace.storage.foreign import read_foreign_range  # noqa: PLC0415 - imports boto3
+
+        return read_foreign_range(store, key, start, end, etag=etag)
     options: GetOptions = {**_make_match_options(etag), "range": (start, end)}
 
     def fetch() -> bytes:
@@ -140,20 +144,30 @@ def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None
 
 
 def _read_body(store: Store, key: str, found: "GetResult", max_size: int) -> bytes:
-    """Read a body up to a limit, whatever length its headers announce.
+    """Read a body up to a limit, without trust in the length that its headers announce.
+
+    Raises:
+        CorruptError: The body is longer than ``max_size``.
+    """
+    blocks = found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE))
+    return join_blocks(store, key, map(bytes, blocks), max_size)
+
+
+def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) -> bytes:
+    """Join the blocks of an object's body up to a limit.
 
     Raises:
         CorruptError: The body is longer.
     """
     parts: list[bytes] = []
     size = 0
-    for part in found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE)):
-        parts.append(bytes(part))
+    for part in blocks:
+        parts.append(part)
         size += len(part)
         if size > max_size:
             raise errors.CorruptError(
                 f"{store.make_url(key)}: the store sends more than the {max_size} bytes that are "
-                "allowed."
+                "allowed. The rest was not read."
             )
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -168,29 +182,30 @@ def stream(
     block_size: int = BLOCK_SIZE,
     prefetch: int = 2,
 ) -> Iterator[bytes]:
-    """Yield the blocks of an object in order; the next ones are fetched while one is used.
+    """Yield the blocks of an object in order, and prefetch the next blocks.
 
-    After a broken body only its block is read again. All blocks have the same ETag: that of the
-    first answer is a condition of every later request.
+    A failed request is repeated for its block only. All requests demand the ETag of the first
+    answer.
 
     Args:
         store: Store of the object.
         key: Key of the object.
         start: Offset of the first byte.
-        end: Offset behind the last byte; the object's end by default.
+        end: Offset after the last byte; the object's end by default.
         etag: ETag that the object must have.
         block_size: Bytes of a request. Memory is at most ``block_size * (prefetch + 1)``.
         prefetch: Number of pending requests besides the block in use.
 
     Raises:
         NotFoundError: There is no such object.
-        ChangedError: The object was replaced, before or meanwhile.
+        ChangedError: The object has another ETag, or was replaced during the read.
     """
     if end is None or etag is None:
         now = head(store, key)
         if etag is not None and now.etag != etag:
             raise errors.ChangedError(
-                f"{store.make_url(key)} is no longer the object that was meant."
+                f"{store.make_url(key)} was replaced: its ETag is no longer the one that was "
+                "requested."
             )
         end, etag = now.size if end is None else min(end, now.size), now.etag
     offsets = iter(range(start, end, block_size))
@@ -208,7 +223,7 @@ def stream(
                 data = part.result()
                 if len(data) != size:
                     raise errors.ChangedError(
-                        f"{store.make_url(key)} is shorter than it was when it was listed."
+                        f"{store.make_url(key)} is shorter than its description says."
                     )
                 yield data
         finally:
@@ -231,10 +246,10 @@ def describe_difference(
         key: Key of the object.
         size: Expected size in bytes. One request.
         sha256: Expected digest. If given, the whole object is read.
-        is_stopped: Function that tells after each block whether to stop.
+        is_stopped: Function that decides after each block whether to stop.
 
     Returns:
-        A few words; empty if the object is the same.
+        Short text about the difference; empty if there is none.
 
     Raises:
         StoppedError: ``is_stopped`` returned true.
@@ -262,7 +277,7 @@ def _describe(store: Store, key: str) -> Stat:
     """Describe an object, as `head` does.
 
     Raises:
-        CorruptError: The store cannot read the object. Only its answer to a GET has the reason.
+        CorruptError: The store cannot read the object. Only an answer to GET has the reason.
     """
     try:
         return head(store, key)
@@ -278,7 +293,7 @@ def _iterate_until_stopped(
 ) -> Iterator[bytes]:
     for block in blocks:
         if is_stopped():
-            raise errors.StoppedError("The verification was called off.")
+            raise errors.StoppedError("The verification was stopped.")
         yield block
 
 

@@ -1,10 +1,9 @@
-"""Try a request again, with full jitter, until its time budget is spent.
+"""Retries of requests with full jitter, within a time budget.
 
-obstore tries again by itself too, but neither with full jitter nor with regard to
-``Retry-After``: a store's answer reaches us as a status and a body. So every verb that is one
-request is tried by obstore once, and again here. Where a store of S3's kind said 429 or 503,
-one HEAD of the same key by boto3 reads the header that obstore does not show, and every thread
-that uses the store waits as long as it says.
+obstore's own retries have no full jitter and ignore ``Retry-After``, since obstore exposes only
+the status and the body of an answer. Therefore obstore tries each request once, and this module
+retries. After 429 or 503 from an S3-compatible store, boto3 reads the header with one HEAD of the
+same key. All threads that use the store then wait for the requested time.
 """
 
 import errno
@@ -44,8 +43,8 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
-_WARNING_DELAY = 3  # tries, or seconds
-_WARNING_INTERVAL = 60.0  # seconds
+_WARNING_DELAY = 3  # tries, or seconds, before the first warning
+_WARNING_INTERVAL = 60.0  # seconds between warnings
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
@@ -53,23 +52,22 @@ _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delet
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET|Get)")
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
-"""Codes of refused reads of archived objects, and of objects encrypted with their writer's key
-(SSE-C)."""
+"""Codes of refused reads of archived objects, and of objects with keys of their own (SSE-C)."""
 _REFUSALS = {
     "InvalidAccessKeyId": "The store does not know the access key id.",
     "SignatureDoesNotMatch": "The secret does not belong to the access key id.",
-    "ExpiredToken": "They were temporary, and have ended.",
+    "ExpiredToken": "They were temporary, and have expired.",
     "RequestTimeTooSkewed": "The clock of this machine is wrong.",
 }
 
 
 class RetryLoop:
-    """Tries of one request: pauses between them, and the end of the time budget.
+    """Pauses between the tries of one request, and the end of its time budget.
 
     Args:
-        store: Store whose time budget (``spec.retry_timeout``) and throttle apply. The budget
+        store: Store with the time budget (``spec.retry_timeout``) and the throttle. The budget
             begins now.
-        key: Key of the request, for the message of an error.
+        key: Key of the request, for error messages.
     """
 
     def __init__(self, store: Store, key: str) -> None:
@@ -79,15 +77,15 @@ class RetryLoop:
         self._failures = 0
 
     def wait_for_throttle(self) -> None:
-        """Wait as long as the store has asked all clients to wait."""
+        """Wait until the end of the pause that the store asked for."""
         _wait_for_throttle(self._store, self._deadline)
 
     def wait_after_error(self, error: BaseException) -> None:
-        """Wait until the request may be tried again, after it failed.
+        """Wait until a failed request may be tried again.
 
         Raises:
-            NotFoundError, ExistsError, ChangedError, DeniedError: At once: it would fail again.
-            UnavailableError: The budget is spent; the fault is its cause.
+            NotFoundError, ExistsError, ChangedError, DeniedError: At once: a retry cannot help.
+            UnavailableError: The budget is spent. Its cause is the last fault.
         """
         store, key = self._store, self._key
         fault = _translate_final_error(error, store, key)
@@ -114,7 +112,7 @@ class RetryLoop:
     def _warn(self, error: BaseException) -> None:
         """Log that the store does not answer, and that the request is tried again."""
         now, shared, status = time.monotonic(), self._store.throttle, _parse_status(error)
-        if status == 429:  # it asks for a pause, and works
+        if status == 429:  # the store works, and asks for a pause
             return
         if self._failures < _WARNING_DELAY and now - self._started_at < _WARNING_DELAY:
             return
@@ -137,15 +135,15 @@ def call_with_retries(store: Store, key: str, call: Callable[[], T]) -> T:
 
     Args:
         store: Store whose time budget (``spec.retry_timeout``) and throttle apply.
-        key: Key of the request, for the message of an error.
-        call: One request through ``store.raw``. It may have been carried out although its
-            answer was lost, so it must bear repeating.
+        key: Key of the request, for error messages.
+        call: Function that makes one request through ``store.raw``. The request must be
+            repeatable, since it may have succeeded although its answer was lost.
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
         NoSpaceError: At once: the disk of a folder is full.
         ConfigurationError: At once: the key is invalid.
-        UnavailableError: The budget is spent; the last fault is its cause.
+        UnavailableError: The budget is spent. Its cause is the last fault.
     """
     retries = RetryLoop(store, key)
     while True:
@@ -169,10 +167,11 @@ def call_boto3(
         store: Store that is compatible with S3.
         key: Key of the request.
         call: Function that makes the request.
-        client: Client of the store that tries once. Give one for many requests: it is slow to make.
+        client: Client that tries each request once. Give one for many requests, since a client is
+            slow to make.
 
     Raises:
-        MillraceError: As by the other functions.
+        MillraceError: The request failed, with the errors of `call_with_retries`.
     """
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
@@ -196,7 +195,7 @@ def call_boto3(
 
 
 def translate_error(error: BaseException, store: Store, key: str) -> errors.MillraceError:
-    """Return Millrace's error for an error that obstore raises after its own retries."""
+    """Return Millrace's error for an error that obstore raised after its own retries."""
     final = _translate_final_error(error, store, key)
     return final or errors.UnavailableError(f"{store.make_url(key)}: {errors.format_error(error)}")
 
@@ -210,7 +209,7 @@ def _draw_backoff(attempt: int) -> float:
 
 
 def _find_cause(error: BaseException) -> str:
-    """Return the innermost cause of an error: what the system said, if obstore's dump has it."""
+    """Return the innermost cause of an error: the system's message, if obstore's dump has one."""
     system = _SYSTEM.findall(str(error))
     return system[-1] if system else errors.format_error(error).rpartition(" - ")[2]
 
@@ -230,7 +229,7 @@ def _translate_final_error(
     status = _parse_status(error)
     match error:
         case AlreadyExistsError() | FileExistsError():
-            return errors.ExistsError(f"{where} is already there.")
+            return errors.ExistsError(f"{where} already exists.")
         case FileNotFoundError() | NotADirectoryError():
             status = 404
         case PreconditionError() | NotModifiedError():
@@ -240,12 +239,12 @@ def _translate_final_error(
         case OSError():
             return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if "DeleteObjects request failed for key" in str(error):
-            # The store has answered for this key at least. A caller may ask for each key.
+            # The store has answered for one key. A caller may delete each key by itself.
             return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if is_key_error(error):
             return errors.ConfigurationError(
-                f"{where}: this cannot be a key ({errors.format_error(error)}). "
-                "Rename or remove it."
+                f"{where}: the key is invalid ({errors.format_error(error)}). "
+                "Rename the object, or delete it with the store's own tools."
             )
         case ValueError():
             raise error
@@ -257,7 +256,7 @@ def _translate_final_error(
 def _translate_backend_error(
     error: BaseException, store: Store, where: str
 ) -> errors.MillraceError | None:
-    """Return the error that only this kind of store knows: a full disk, or no credentials."""
+    """Return the error of a full disk or of missing credentials; None for other errors."""
     if store.location.backend is Backend.FILE:
         full = _parse_errno(error) in {errno.ENOSPC, errno.EDQUOT}
         return _make_no_space_error(store, where, error) if full else None
@@ -265,13 +264,13 @@ def _translate_backend_error(
 
 
 def is_key_error(error: BaseException) -> bool:
-    """Return whether obstore cannot hold a key: an empty segment, ``..``, a control character."""
+    """Decide whether obstore refuses a key: an empty segment, ``..`` or a control character."""
     words = ("Error parsing Path", "Could not parse path")
     return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)
 
 
 def _parse_errno(error: BaseException) -> int | None:
-    """Return the operating system's number of an error; obstore writes it into the message."""
+    """Return the operating system's number of an error, which obstore writes into the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = _OS_ERROR.search(str(error))
@@ -294,42 +293,46 @@ def _translate_status(
         case 404:
             return errors.NotFoundError(f"There is no {where}.")
         case 304 | 412:
-            return errors.ChangedError(f"{where} is no longer the object that was meant.")
+            return errors.ChangedError(
+                f"{where} was replaced: its ETag is no longer the one that was requested."
+            )
         case 400 | 403 if _is_unreadable(error):
             return errors.CorruptError(
-                f"{where} cannot be read: whoever wrote it has encrypted it with a key of their "
-                "own, or archived it. Delete it, or write it anew."
+                f"{where} cannot be read: its writer encrypted it with another key, or archived "
+                "it. Delete it, or write it again."
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)
         case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
-            return errors.MillraceError(f"{where}: the store answered {errors.format_error(error)}")
+            return errors.MillraceError(
+                f"{where}: the store refused the request: {errors.format_error(error)}"
+            )
         case _:
             return None
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Tell whether a read was refused because of the object, not the credentials."""
+    """Decide whether a read was refused because of the object, not of the credentials."""
     code = _CODE.search(str(error))
     return bool(code) and code[1] in _UNREADABLE and bool(_READS.search(str(error)))
 
 
 def _make_denied_error(where: str, error: BaseException, store: Store) -> errors.DeniedError:
-    """Return the error for refused credentials: a wrong key, or one with too few rights."""
+    """Return the error for refused credentials, with the reason if one can be found."""
     code = _CODE.search(str(error))
     why = _REFUSALS.get(code[1], "") if code else ""
     if not why and _WRITES.search(str(error)) and _can_list(store):
-        why = "They may list this bucket: the key is right, but does not allow to write here."
+        why = "They may list this bucket, but not write here: give them that right."
     refused = errors.DeniedError(
         f"{where}: the store refuses these credentials. "
-        f"{why or 'Check that they are for this bucket and prefix, and allow what is being done.'}"
+        f"{why or 'Check that they are for this bucket and prefix, and allow this request.'}"
     )
     refused.reason = why
     return refused
 
 
 def _can_list(store: Store) -> bool:
-    """Ask the store, once, whether the credentials may list."""
+    """Decide whether the credentials may list. One request per store; the answer is kept."""
     found = store.throttle.can_list
     if found is None:
         try:
@@ -343,9 +346,9 @@ def _can_list(store: Store) -> bool:
 
 
 def _translate_missing_credentials(error: BaseException, store: Store) -> errors.DeniedError | None:
-    """Return the error for a request that no credentials were found for.
+    """Return the error for missing credentials; None for other errors.
 
-    Without any, obstore asks the metadata service of EC2, which other machines do not have.
+    Without credentials, obstore asks the metadata service of EC2, which other machines lack.
     """
     text = str(error)
     has_asked_metadata = _METADATA in text and (_parse_status(error) or 0) < 500
@@ -353,7 +356,7 @@ def _translate_missing_credentials(error: BaseException, store: Store) -> errors
         return None
     return errors.DeniedError(
         f"{store.url}: there are no credentials for this store. Set AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, or write `credentials` beside its url. (~/.aws is not read.)"
+        "AWS_SECRET_ACCESS_KEY, or write `credentials` beside its URL. (~/.aws is not read.)"
     )
 
 
@@ -380,7 +383,7 @@ def _fetch_retry_after(store: Store, key: str) -> float:
     except ClientError as error:
         answer = error.response.get("ResponseMetadata", {})
     except BotoCoreError:
-        return 0.0  # the jittered pause stands
+        return 0.0  # the caller waits for its jittered pause
     return parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after", ""))
 
 
@@ -392,5 +395,5 @@ def parse_retry_after(retry_after: str) -> float:
         pass
     try:
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return 0.0

@@ -1,8 +1,8 @@
-"""Temporary credentials for some prefixes of a bucket, for machines of others.
+"""Temporary credentials for some prefixes of a bucket, and signed URLs.
 
-Those of R2 are made here, without a request: a JWT signed with the parent's secret
-(https://developers.cloudflare.com/r2/api/s3/tokens/, temporary access credentials). S3's come
-from STS: the parent assumes a role with a session policy for the prefixes only.
+Credentials for R2 are made without a request: a JWT that is signed with the parent's secret
+(https://developers.cloudflare.com/r2/api/s3/tokens/, temporary access credentials). Credentials
+for S3 come from STS: the parent assumes a role with a session policy for the prefixes.
 """
 
 import base64
@@ -43,37 +43,48 @@ def open_scoped_store(
     right: Right = Right.READ,
     role_arn: str | None = None,
 ) -> Store:
-    """Return the same store, through temporary credentials that reach one prefix, or several.
+    """Return the same store with temporary credentials for one prefix or several.
 
     Args:
-        store: R2 or S3, opened with a key pair that reaches at least the prefix.
-        prefix: Below the store's URL: only keys that start with it, or with one of several.
-        ttl: Lifetime of the credentials. R2 allows 7 days; for STS, the role sets the limit.
-        right: Read, or read and write.
-        role_arn: For S3, the role to assume; R2 needs none.
+        store: Store of R2 or S3. Its key pair has the right for all of the prefixes.
+        prefix: Prefix, or several, below the store's URL. The credentials allow no other keys.
+        ttl: Lifetime of the credentials. R2 allows 7 days. For STS, the role sets the limit.
+        right: Right of the credentials. The right to write includes the right to read.
+        role_arn: Role to assume, for S3. R2 needs none.
 
     Raises:
-        ConfigurationError: The store, the prefix or the time do not fit.
-        DeniedError: STS refuses.
+        ConfigurationError: The store has no temporary credentials, the prefix is empty, or the
+            lifetime is out of range.
+        DeniedError: STS refuses the request.
     """
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     if not prefixes or not all(one.strip("/") for one in prefixes):
-        raise ConfigurationError("Scoped credentials are for a prefix: name one.")
+        raise ConfigurationError(
+            f"{store.url}: scoped credentials need a prefix. Name at least one."
+        )
     if not timedelta(0) < ttl <= MAX_TTL:
-        raise ConfigurationError("Scoped credentials last between a second and 7 days.")
+        raise ConfigurationError(
+            f"{store.url}: scoped credentials for {ttl} are not possible. Choose at most 7 days."
+        )
     above = f"{store.location.prefix}/" if store.location.prefix else ""
     full = [f"{above}{one}" for one in prefixes]
     match store.location.backend:
         case Backend.R2:
             credentials = _make_r2_credentials(store, full, ttl, right)
         case Backend.S3 if ttl < _MIN_STS_TTL:
-            raise ConfigurationError("STS gives credentials for 15 minutes at least.")
+            raise ConfigurationError(
+                f"{store.url}: STS gives no credentials for {ttl}. Choose at least 15 minutes."
+            )
         case Backend.S3 if role_arn:
             credentials = _request_sts_credentials(store, full, ttl, right, role_arn)
         case Backend.S3:
-            raise ConfigurationError("For S3, name the role to assume: role_arn=...")
+            raise ConfigurationError(
+                f"{store.url}: STS needs a role for scoped credentials. Name it: role_arn=..."
+            )
         case _:
-            raise ConfigurationError(f"{store.url} has no scoped credentials: R2 and S3 have.")
+            raise ConfigurationError(
+                f"{store.url} has no scoped credentials: use a bucket of R2 or S3."
+            )
     return open_store(store.spec.model_copy(update={"credentials": credentials}))
 
 
@@ -83,10 +94,10 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, right: Right = Right.REA
     The URL is made without a request. Its holder can read or write the object, and nothing else.
 
     Args:
-        store: One that signs: R2, S3, or GCS with a service account.
-        key: The object's key.
+        store: Store of R2, S3, or GCS with a service account.
+        key: Key of the object.
         ttl: Lifetime of the URL; at most 7 days.
-        right: Whether a GET reads it, or a PUT writes it.
+        right: Right of the URL's holder: read with GET, or write with PUT.
 
     Raises:
         ConfigurationError: The store cannot sign.
@@ -108,7 +119,8 @@ def _make_r2_credentials(
     endpoint = store.endpoint
     if parent is None or endpoint is None:
         raise ConfigurationError(
-            "Scoped R2 credentials are made from a key pair: open it with one."
+            f"{store.url}: scoped credentials of R2 are made from a key pair. Open the store with "
+            "a key pair."
         )
     now = int(time.time())
     claims: dict[str, Any] = {
@@ -169,8 +181,9 @@ def _request_sts_credentials(
         )
     except ClientError as error:
         raise DeniedError(
-            f"STS refuses to let these credentials assume {role_arn}: "
-            f"{error.response.get('Error', {}).get('Code', 'no reason given')}."
+            f"{store.url}: STS does not let these credentials assume {role_arn} "
+            f"({error.response.get('Error', {}).get('Code', 'no reason given')}). "
+            "Check the role's trust policy."
         ) from error
     given = answer["Credentials"]
     return Credentials(

@@ -1,8 +1,8 @@
-"""Signed requests to S3 stores that obstore does not offer.
+"""Signed requests to S3-compatible stores that obstore does not offer.
 
-`create_with_signature` writes an object whose SHA-256 is known. obstore computes the digest of each
-body again, which costs 0.6 to 0.9 CPU seconds per GB. `fetch_stored_sha256` returns the digest that
-the store keeps of an object.
+`create_with_signature` writes an object whose SHA-256 is known. obstore would compute the digest
+again, which takes 0.6 to 0.9 CPU seconds per GB. `fetch_stored_sha256` returns the digest that a
+store keeps with an object.
 
 Source: "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)",
 Amazon S3 API reference.
@@ -27,17 +27,17 @@ from millrace.storage.open import Store
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
-_CHUNK_SIZE = 1024 * 1024  # bytes given to the socket at a time: the timeout is for each
-_TIMEOUT = 30.0  # seconds without a byte moved, as obstore's
+_CHUNK_SIZE = 1024 * 1024  # bytes per write to the socket: the timeout applies to each
+_TIMEOUT = 30.0  # seconds without a moved byte: the same as in obstore
 _CONNECTIONS = 16
-_EMPTY = hashlib.sha256().hexdigest()  # of no body
-_PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # obstore goes through them
+_EMPTY = hashlib.sha256().hexdigest()  # digest of an empty body
+_PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obstore supports
 
 
 def can_sign(store: Store) -> bool:
-    """Tell whether requests to a store can be signed here.
+    """Decide whether this module can sign requests to a store.
 
-    The store needs a key pair, and neither options nor proxies, which this module does not support.
+    The store needs a key pair, and must not have options or proxies, which only obstore supports.
     """
     given = store.spec.credentials is not None and bool(store.endpoint or store.region)
     special = store.spec.options or not _PROXIES.isdisjoint(map(str.lower, os.environ))
@@ -56,16 +56,16 @@ def create_with_signature(
     The store checks the body against the digest that is signed.
 
     Args:
-        store: One that `can_sign`.
-        key: The object's key.
-        data: Its bytes, contiguous.
-        sha256: Their digest, in hexadecimal.
-        is_stopped: Function that tells before each MiB whether to stop.
+        store: Store for which `can_sign` returns true.
+        key: Key of the object.
+        data: Contiguous bytes of the object.
+        sha256: Digest of the bytes, in hexadecimal.
+        is_stopped: Function that decides before each MiB whether to stop.
 
     Raises:
         StoppedError: ``is_stopped`` returned true. The request leaves no object.
         AlreadyExistsError: There is an object, or another create is undecided (409).
-        GenericError: Any other fault, or a key with relative segments.
+        GenericError: The request failed otherwise, or the key has relative segments.
     """
     if not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise GenericError(f"Error parsing Path: {key!r} has an empty or a relative segment")
@@ -85,17 +85,17 @@ def create_with_signature(
 
 
 def fetch_stored_sha256(store: Store, key: str) -> str:
-    """Return the SHA-256 that the store has kept of a whole object. One try of one request.
+    """Return the SHA-256 that the store keeps with an object. One try of one request.
 
-    Stores keep the digest that an object was uploaded with, such as by ``create`` with a digest. A
-    digest of the digests of an upload's parts does not count.
+    A store keeps the digest that an object was uploaded with, such as by ``create``. A digest of
+    the digests of parts is not returned.
 
     Args:
-        store: Where it is.
-        key: Which.
+        store: Store of the object.
+        key: Key of the object.
 
     Returns:
-        The digest in hexadecimal; empty if none is kept, or if the store cannot be asked.
+        Digest in hexadecimal; empty if the store keeps none, or if the request failed.
     """
     if not can_sign(store):
         return ""
@@ -110,23 +110,23 @@ def fetch_stored_sha256(store: Store, key: str) -> str:
         return ""
     try:
         digest = base64.b64decode(stored, validate=True)
-    except ValueError:  # that of parts: their number follows it
+    except ValueError:  # a digest of parts ends with their number
         return ""
     return digest.hex() if len(digest) == hashlib.sha256().digest_size else ""
 
 
 def is_etag_md5(store: Store, key: str) -> bool:
-    """Tell whether an ETag that looks like an MD5 is that of the object's bytes.
+    """Decide whether an ETag that looks like an MD5 is the MD5 of the object's bytes.
 
-    The ETag is no MD5 where the store encrypts with a key of its key service or of the caller. One
-    try of one request.
+    Encryption with a key of a key service, or of the caller, changes the ETag. One try of one
+    request.
 
     Args:
-        store: Where it is.
-        key: Which object.
+        store: Store of the object.
+        key: Key of the object.
 
     Returns:
-        False also if the store cannot be asked.
+        Whether the ETag is the MD5; false if the request failed.
     """
     if not can_sign(store):
         return False
@@ -155,7 +155,7 @@ def _send_request(
         return _make_pool(str(store.spec.ca_file) if store.spec.ca_file else None).request(
             method,
             f"{endpoint}{path}",
-            body=body,  # pyright: ignore[reportArgumentType] - any buffer does
+            body=body,  # pyright: ignore[reportArgumentType] - urllib3 accepts any buffer
             headers={**_sign_headers(method, headers, path, store), "user-agent": "millrace"},
             retries=False,
             redirect=False,
@@ -169,13 +169,13 @@ def _iterate_chunks(
 ) -> Iterator[memoryview]:
     for at in range(0, len(data), _CHUNK_SIZE):
         if is_stopped is not None and is_stopped():
-            raise StoppedError("The upload was called off.")
+            raise StoppedError("The upload was stopped.")
         yield data[at : at + _CHUNK_SIZE]
 
 
 @lru_cache(maxsize=8)
 def _make_pool(ca_file: str | None) -> "PoolManager":
-    """Return a pool of connections, which hold no credentials."""
+    """Return a pool of connections without credentials."""
     from urllib3 import PoolManager, Timeout  # noqa: PLC0415
 
     timeout = Timeout(connect=_TIMEOUT, read=_TIMEOUT)
@@ -183,7 +183,7 @@ def _make_pool(ca_file: str | None) -> "PoolManager":
 
 
 def _sign_headers(method: str, headers: dict[str, str], path: str, store: Store) -> dict[str, str]:
-    """Return the headers of a request, and the signature over them all."""
+    """Return the headers of a request with their signature."""
     credentials, region = store.spec.credentials, store.region or "us-east-1"
     assert credentials is not None
     now = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"

@@ -1,7 +1,7 @@
-"""Older versions of objects, and delete markers: what a versioned bucket keeps and bills.
+"""Older versions of objects and delete markers, which a versioned bucket keeps and bills.
 
-A listing shows none of them. Only S3 has them: R2, folders and memory keep one version of an
-object, and GCS removes older ones by a lifecycle rule.
+Listings of objects do not show them. Only S3 is supported: R2, folders and memory keep one
+version of an object, and GCS deletes older versions by a lifecycle rule.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from millrace.storage.write import DeleteFailure
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-_BATCH = 1000  # versions a request, which is what S3 takes
+_BATCH = 1000  # versions per request: the limit of S3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ObjectVersion:
         key: Key of the object, below the store's URL.
         id: Identifier of the version.
         size: Bytes that are billed; 0 for a delete marker.
-        is_delete_marker: Whether it is a delete marker.
+        is_delete_marker: Whether the version is a delete marker.
     """
 
     key: str
@@ -40,7 +40,7 @@ class ObjectVersion:
 
 @dataclass(frozen=True, slots=True)
 class VersionCount:
-    """Number of versions that a bucket keeps though no listing shows them.
+    """Number of older versions and delete markers that a bucket keeps.
 
     Attributes:
         versions: Number of versions that hold bytes.
@@ -57,7 +57,7 @@ class VersionCount:
 
 
 def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
-    """List older versions and delete markers below a prefix, a page of 1,000 in memory.
+    """Yield older versions and delete markers below a prefix, with a page of 1,000 in memory.
 
     The current version of an object is left out: `list_objects` lists it.
 
@@ -101,7 +101,7 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
 
 
 def count_versions(store: Store, prefix: str = "") -> VersionCount:
-    """Count older versions and delete markers below a prefix. One request per 1,000.
+    """Count older versions and delete markers below a prefix. One request per 1,000 versions.
 
     Raises:
         DeniedError: The credentials may not list versions.
@@ -115,7 +115,7 @@ def count_versions(store: Store, prefix: str = "") -> VersionCount:
 
 
 def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[DeleteFailure]:
-    """Delete versions for good, a thousand a request. One that is gone is a success.
+    """Delete versions permanently, 1,000 per request. A missing version is a success.
 
     Returns:
         Versions that could not be deleted, each with the reason.
@@ -142,13 +142,13 @@ def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[Del
         try:
             failures += call_boto3(store, batch[0].key, request)
         except errors.MillraceError:
-            # A list is refused whole for one key with a character that XML has no form of.
+            # One key with a character that XML cannot represent fails the whole request.
             failures += _delete_singly(store, batch)
     return failures
 
 
 def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[DeleteFailure]:
-    """Delete versions by a request for each; return those that could not be deleted."""
+    """Delete each version with its own request, and return the failures."""
     bucket, failures = store.location.bucket, list[DeleteFailure]()
     client = make_boto3_client(store, max_attempts=1)
     for number, one in enumerate(versions):
@@ -158,7 +158,7 @@ def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[DeleteFa
         except errors.NotFoundError:
             continue
         except errors.UnavailableError as error:
-            # Each would be tried as long: all of them together for days.
+            # Each further version would be retried as long, which could take days.
             reason = errors.format_error(error)
             return failures + [DeleteFailure(rest.key, reason) for rest in versions[number:]]
         except errors.MillraceError as error:

@@ -1,4 +1,4 @@
-"""Write objects: whole, only if absent, as a stream; copy and delete them."""
+"""Verbs that write, copy and delete objects, and that abort unfinished uploads."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -25,6 +25,7 @@ Bytes = bytes | bytearray | memoryview
 
 PART_SIZE = 16 * 1024 * 1024
 _BATCH = 1000
+_LINKED = "is reached through a link, and was not deleted: remove the link itself"
 
 
 def put(store: Store, key: str, data: Bytes) -> None:
@@ -45,28 +46,30 @@ def create(
     sha256: str | None = None,
     is_stopped: Callable[[], bool] | None = None,
 ) -> None:
-    """Write an object if there is none under this key. One request; of several at once, one wins.
+    """Write an object if there is none under its key. Of several concurrent calls, one succeeds.
+
+    One request.
 
     Args:
         store: Store to write to.
         key: Key of the object.
         data: Bytes of the object.
-        sha256: Digest in hexadecimal, if known. It is sent to S3-compatible stores, and not
-            computed again. The store refuses an object with another digest.
-        is_stopped: Function that tells whether to stop. It is called before each try; with
-            ``sha256`` and an S3 store also while the body is sent. A stopped call leaves no object.
+        sha256: Digest in hexadecimal, if known. S3-compatible stores receive this digest instead
+            of a computed one, and refuse an object with another digest.
+        is_stopped: Function that decides before each try whether to stop. With ``sha256`` and an
+            S3-compatible store, it also decides while the body is sent.
 
     Raises:
         ExistsError: There is an object. An earlier try may have written it, if its answer was
             lost. `millrace.records.commit_once` compares the content.
         DeniedError: The credentials may not write here.
-        StoppedError: ``is_stopped`` returned true.
+        StoppedError: ``is_stopped`` returned true. The call leaves no object.
     """
     body = _make_body(store, data)
 
     def try_create() -> None:
         if is_stopped is not None and is_stopped():
-            raise errors.StoppedError(f"{store.make_url(key)}: the upload was called off.")
+            raise errors.StoppedError(f"{store.make_url(key)}: the upload was stopped.")
         try:
             if sha256 is not None and can_sign(store):
                 create_with_signature(store, key, body, sha256, is_stopped)
@@ -88,12 +91,16 @@ def create(
 
 
 def _make_body(store: Store, data: Bytes) -> Bytes:
-    """Return a body for obstore: its store in memory keeps the very buffer that it is given."""
+    """Return a body for obstore. Its store in memory needs a copy, as it keeps the given buffer."""
     return bytes(data) if store.location.backend is Backend.MEMORY else data
 
 
 def _confirm_exists(store: Store, key: str) -> None:
-    """Check that an object exists: 409 can also mean that another create is undecided."""
+    """Check that an object exists, since 409 can also mean that another create is undecided.
+
+    Raises:
+        GenericError: There is no object yet.
+    """
     try:
         obstore.head(store.raw, key)
     except FileNotFoundError as error:
@@ -112,21 +119,23 @@ class Writer(Protocol):
 def open_writer(
     store: Store, key: str, *, part_size: int = PART_SIZE, concurrency: int = 4
 ) -> Generator[Writer]:
-    """Write an object whose size is not known beforehand.
+    """Open a writer of an object whose size is not known in advance.
 
-    The object appears whole when the block ends, and not at all when the block raises.
-    Parts are equal in size, as R2 demands. Memory is about ``part_size * (concurrency + 1)``.
+    The object appears when the block ends. If the block raises, no object appears. Parts have
+    equal sizes, as R2 demands. Memory is about ``part_size * (concurrency + 1)``.
 
     Args:
         store: Store to write to.
         key: Key of the object, which is replaced if it exists.
-        part_size: Bytes of a part: at least 5 MiB, and a ten-thousandth of the object.
+        part_size: Bytes of a part: at least 5 MiB, and at least 1/10,000 of the object.
         concurrency: Number of parts that are sent at once.
     """
     writer = obstore.open_writer(
         store.retrying, key, buffer_size=part_size, max_concurrency=concurrency
     )
-    earliest = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
+    earliest = datetime.now(UTC) - timedelta(
+        minutes=5
+    )  # the clocks of this machine and of the store differ
     try:
         yield writer
         writer.close()
@@ -144,7 +153,7 @@ def open_writer(
 
 
 def copy(store: Store, source: str, target: str) -> None:
-    """Copy an object within a store, by the store itself where it can.
+    """Copy an object within a store. Buckets copy without a download.
 
     Raises:
         NotFoundError: There is no such source.
@@ -161,30 +170,57 @@ class DeleteFailure:
 
 
 def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
-    """Delete objects, a thousand a request where the store can. A missing object is a success.
+    """Delete objects, up to 1,000 per request. A missing object is a success.
 
-    A key with a slash at an end is deleted by a request of its own, since obstore would delete the
-    object of the key without it.
+    A key with a slash at an end is deleted with its own request, since obstore would delete the
+    object whose key has no slash. In a folder, nothing is deleted through a link to another folder.
 
     Returns:
-        The keys that could not be deleted.
+        Keys that could not be deleted, with the reasons.
     """
     failures: list[DeleteFailure] = []
     remaining = iter(keys)
     while batch := list(islice(remaining, _BATCH)):
-        plain = [key for key in batch if key == key.strip("/")]
-        alone = [key for key in batch if key != key.strip("/")]
+        links = LinkFinder(store)
+        failures += [DeleteFailure(key, f"It {_LINKED}.") for key in batch if links.is_linked(key)]
+        own = [key for key in batch if not links.is_linked(key)]
+        plain = [key for key in own if key == key.strip("/")]
+        alone = [key for key in own if key != key.strip("/")]
         try:
             if plain:
                 call_with_retries(
                     store, plain[0], lambda plain=plain: obstore.delete(store.raw, plain)
                 )
         except (errors.MillraceError, TypeError):
-            # Single deletes tell the reason for each key, and some credentials allow only them. A
-            # list in which obstore refuses one key raises a TypeError.
-            alone = batch
+            # Single deletes have a reason for each key, and some credentials allow no others.
+            # obstore raises a TypeError if it refuses one key of a list.
+            alone = own
         failures += _delete_singly(store, alone)
     return failures
+
+
+class LinkFinder:
+    """Finds objects of a folder that are reached through a link to another folder.
+
+    Whoever writes into the folder can make such a link, and it may lead anywhere.
+
+    Args:
+        store: Store of the objects; buckets have no links.
+    """
+
+    def __init__(self, store: Store) -> None:
+        is_folder = store.location.backend is Backend.FILE
+        self._root = Path(store.location.bucket).resolve() if is_folder else None
+        self._linked: dict[str, bool] = {}  # by the folder below the root
+
+    def is_linked(self, key: str) -> bool:
+        """Tell whether an object is reached through a link."""
+        if self._root is None:
+            return False
+        folder = key.rpartition("/")[0]
+        if folder not in self._linked:
+            self._linked[folder] = (self._root / folder).resolve() != self._root / folder
+        return self._linked[folder]
 
 
 def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
@@ -203,39 +239,41 @@ def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
 
 
 def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> None:
-    """Delete an object by a request of its own. A missing object is a success.
+    """Delete one object with one request. A missing object is a success.
 
     Args:
         store: Store of the object.
         key: Key of the object.
-        client: As of `call_boto3`.
+        client: Client that tries each request once, as for `call_boto3`.
 
     Raises:
-        DeniedError: The credentials may not.
+        DeniedError: The credentials may not delete the object.
         ConfigurationError: The store cannot delete this key.
     """
     with contextlib.suppress(errors.NotFoundError):
         if not store.is_s3_compatible:
-            if key != key.strip("/"):  # obstore would delete the object of the key without it
+            if LinkFinder(store).is_linked(key):
+                raise errors.ConfigurationError(f"{store.make_url(key)} {_LINKED}.")
+            if key != key.strip("/"):  # obstore would delete the object whose key has no slash
                 raise errors.ConfigurationError(
                     f"{store.make_url(key)} cannot be deleted here, since its key has a slash at "
                     "an end. Delete it with the store's own tools."
                 )
             call_with_retries(store, key, lambda: obstore.delete(store.raw, key))
             return
-        # obstore sends even one key as a batch, which session policies of some servers refuse.
+        # obstore deletes even one key as a batch, which session policies of some servers refuse.
         bucket, whole = store.location.bucket, make_full_key(store, key)
         call_boto3(store, key, lambda s3: s3.delete_object(Bucket=bucket, Key=whole), client=client)
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """Unfinished upload: it is billed, and no listing of objects shows it.
+    """Multipart upload that was not completed. Its parts are billed, but are not listed as objects.
 
     Attributes:
         key: Key of the object.
         id: Identifier of the upload in the store.
-        started_at: Start by the store's clock.
+        started_at: Time at which the upload began, by the store's clock.
     """
 
     key: str
@@ -244,19 +282,19 @@ class UnfinishedUpload:
 
 
 def list_uploads(store: Store, prefix: str = "") -> Iterator[UnfinishedUpload]:
-    """Yield the unfinished uploads of keys that start with a prefix, a page of 1,000 in memory.
+    """Yield unfinished uploads of keys that start with a prefix, with a page of 1,000 in memory.
 
-    In a folder, these are hidden partial files of a killed process.
+    In a folder, unfinished uploads are the hidden partial files of a killed process.
 
     Raises:
-        DeniedError: The credentials may not list them.
+        DeniedError: The credentials may not list uploads.
         UnavailableError: The store failed for longer than its time budget.
     """
     if store.location.backend is Backend.FILE:
         yield from _iterate_partial_files(Path(store.location.bucket), prefix)
         return
     if not store.is_s3_compatible:
-        return  # memory keeps none, and GCS drops its own after a week
+        return  # memory has none, and GCS aborts its uploads after a week
     bucket, root = store.location.bucket, make_full_key(store, "")
     key_marker = id_marker = ""
 
@@ -300,7 +338,7 @@ def abort_upload(store: Store, upload: UnfinishedUpload) -> None:
     """Abort an unfinished upload. A missing upload is a success.
 
     Raises:
-        DeniedError: The credentials may not.
+        DeniedError: The credentials may not abort uploads.
     """
     if store.location.backend is Backend.FILE:
         try:

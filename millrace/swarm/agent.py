@@ -8,8 +8,9 @@ else. Below ``/runs/{run}``:
   waits for what happened, ``DELETE`` ends it: signed with the control key;
 - ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
 
-``GET /agent`` answers anybody with the agent's identity, which every signature names. With a nonce,
-signed with the control key, it also proves that this is the agent (`millrace.swarm.tls`).
+``GET /agent`` answers anybody with the version of the protocol and the identity of the agent, which
+every signature names. With a nonce, signed with the control key, it also proves that this is the
+agent (`millrace.swarm.tls`).
 
 One port takes TLS and plain HTTP. Plain requests are answered over loopback only.
 """
@@ -21,10 +22,11 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 from millrace.swarm import tls
-from millrace.swarm.protocol import Endpoint, SignatureChecker, check_signature
+from millrace.swarm.protocol import VERSION, Endpoint, SignatureChecker, check_signature
 from millrace.swarm.run import Run, RunSpec
 from millrace.swarm.server import BusyAgentError, listen
 
@@ -160,8 +162,8 @@ class Agent:
         """
         self._signatures.check(run.key, header, "GET", path)
 
-    def introduce(self, header: str | None, path: str, *, encrypted: bool) -> dict[str, str]:
-        """Return the identity, and for a nonce of the driver the proof that it is this agent.
+    def introduce(self, header: str | None, path: str, *, encrypted: bool) -> dict[str, Any]:
+        """Return version and identity, and for a nonce the proof that this is the agent.
 
         Args:
             header: `AUTH_HEADER` header of the request.
@@ -173,11 +175,11 @@ class Agent:
         """
         nonce = parse_qs(path.partition("?")[2]).get("nonce")
         if nonce is None:
-            return {"identity": self.identity}
+            return {"version": VERSION, "identity": self.identity}
         check_signature(self._control, header, "GET", path, to="")
         fingerprint = self.certificate.fingerprint if encrypted else ""
         proof = tls.prove(self._control, nonce[0], self.identity, fingerprint)
-        return {"identity": self.identity, "proof": proof}
+        return {"version": VERSION, "identity": self.identity, "proof": proof}
 
     def _watch_driver(self) -> None:
         while not self.ended.wait(_ORPHAN_TIMEOUT / 8):

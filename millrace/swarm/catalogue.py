@@ -9,7 +9,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.digest import make_local_etag
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
 from millrace.storage import (

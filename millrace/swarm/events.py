@@ -5,21 +5,25 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 from millrace.formatting import clean_text
+from millrace.swarm.messages import (
+    EVENT_TYPES,
+    BytesReceived,
+    DigestMismatch,
+    FilesReady,
+    FileUnusable,
+    NodeEvent,
+    NodeFailed,
+    PieceFailed,
+    PieceRedundant,
+    PieceWritten,
+    ReadRetried,
+)
 from millrace.swarm.tracking.orders import STORE
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters that are kept
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "received": ("b",),
-    "done": ("p", "s", "d", "b"),
-    "had": ("p", "s", "b"),
-    "failed": ("p", "s", "why", "status"),
-    "retry": ("why",),
-    "files": ("f",),
-    "unusable": ("f", "why"),
-    "mismatch": ("f", "d"),
-    "fault": ("why",),
-}
+_MAX_EVENTS_BYTES = 2 << 20  # bytes of events in an answer, without numbers of files
+_FILE_NUMBER_BYTES = 16  # bytes of a file's number in an event at most
 
 
 class ProtocolError(Exception):
@@ -40,17 +44,37 @@ class EventChecker:
 
     def __init__(self, sizes: Sequence[int], files: int, nodes: Container[str]) -> None:
         self._sizes, self._count, self._nodes = sizes, files, nodes
+        piece, source, file = self._check_piece, self._check_source, self._check_file
+        moved = {"piece": piece, "source": source}
+        self._fields: dict[type[NodeEvent], dict[str, Callable[[Any], Any]]] = {
+            BytesReceived: {"total": _check_count},
+            PieceWritten: {**moved, "digest": _check_digest, "size": _check_count},
+            PieceRedundant: {**moved, "size": _check_count},
+            PieceFailed: {
+                **moved, "reason": _check_sentence, "status": _check_count, "is_wrong": _check_flag
+            },
+            ReadRetried: {"reason": _check_sentence},
+            FilesReady: {"files": self._check_files},
+            FileUnusable: {"file": file, "reason": _check_sentence},
+            DigestMismatch: {"file": file, "digest": _check_digest},
+            NodeFailed: {"reason": _check_sentence},
+        }  # fmt: skip
 
     @property
     def max_answer_bytes(self) -> int:
-        """Bytes that an answer may have."""
+        """Bytes that an answer may have: which pieces are there."""
         return (1 << 20) + 400 * (len(self._sizes) + self._count)
+
+    @property
+    def max_events_bytes(self) -> int:
+        """Bytes that an answer with events may have, which an agent sends a few at a time."""
+        return _MAX_EVENTS_BYTES + _FILE_NUMBER_BYTES * self._count
 
     def read_pieces(self, said: Any) -> list[tuple[int, str]]:
         """Read which pieces a node has, with their digests.
 
         Raises:
-            UnfitError: It is no such list.
+            ProtocolError: It is no such list.
         """
         rows = _check_list(said.get("have") if isinstance(said, dict) else None)  # pyright: ignore[reportUnknownMemberType]
         found: dict[int, str] = {}
@@ -61,41 +85,31 @@ class EventChecker:
             found[self._check_piece(pair[0])] = _check_digest(pair[1])
         return list(found.items())
 
-    def read_events(self, said: Any) -> list[dict[str, Any]]:
+    def read_events(self, said: Any) -> list[NodeEvent]:
         """Read what has happened at a node.
 
         Raises:
-            UnfitError: It is no list of events, or a field of one is not of its kind.
+            ProtocolError: It is no list of events, or a field of one is not of its kind.
         """
         return [self._check_event(event) for event in _check_list(said)]
 
-    def _check_event(self, said: Any) -> dict[str, Any]:
-        event = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-        kind = event.get("e")
-        if not isinstance(kind, str) or kind not in _FIELDS:
+    def _check_event(self, said: Any) -> NodeEvent:
+        data = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+        kind = data.get("type")
+        event_class = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
+        if event_class is None:
             raise ProtocolError("an event of no kind")
-        read: dict[str, Callable[[Any], Any]] = {
-            "p": self._check_piece,
-            "s": self._check_source,
-            "d": _check_digest,
-            "f": self._check_files if kind == "files" else self._check_file,
-            "why": _check_sentence,
-        }
-        found: dict[str, Any] = {
-            "e": kind,
-            "wrong": kind == "failed" and event.get("wrong") is True,
-        }
-        for name in _FIELDS[kind]:
-            found[name] = read.get(name, _check_count)(event.get(name))
-        if kind in {"done", "had"} and found["b"] not in self._list_allowed_sizes(kind, found["p"]):
-            raise ProtocolError("a piece of another size")
-        if found["wrong"] and found["s"] == STORE:
-            raise ProtocolError("a wrong piece of no node")
-        return found
-
-    def _list_allowed_sizes(self, kind: str, piece: int) -> set[int]:
-        """Return how many bytes a transfer may have moved; none, perhaps, of what was there."""
-        return {self._sizes[piece]} | ({0} if kind == "had" else set())
+        fields = self._fields[event_class]
+        event = event_class(**{name: check(data.get(name)) for name, check in fields.items()})
+        match event:
+            case PieceWritten(piece=piece, size=size) if size != self._sizes[piece]:
+                raise ProtocolError("a piece of another size")
+            case PieceRedundant(piece=piece, size=size) if size not in {0, self._sizes[piece]}:
+                raise ProtocolError("a piece of another size")
+            case PieceFailed(source=source, is_wrong=True) if source == STORE:
+                raise ProtocolError("a wrong piece of no node")
+            case _:
+                return event
 
     def _check_piece(self, value: Any) -> int:
         return _check_number(value, len(self._sizes))
@@ -126,6 +140,12 @@ def _check_number(value: Any, end: int) -> int:
 
 def _check_count(value: Any) -> int:
     return _check_number(value, 1 << 62)
+
+
+def _check_flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ProtocolError("a flag that is neither true nor false")
 
 
 def _check_digest(value: Any) -> str:

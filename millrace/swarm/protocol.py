@@ -20,6 +20,10 @@ from urllib.parse import urlsplit
 
 from millrace.swarm import tls
 
+VERSION = 1
+"""Version of the protocol and its messages. Drivers and agents of different versions refuse each
+other."""
+
 AUTH_HEADER = "X-Millrace-Auth"
 MAX_CLOCK_SKEW = 300.0
 """Seconds that two machines' clocks may differ, and so how long a request could be replayed."""
@@ -48,6 +52,22 @@ class HttpStatusError(Exception):
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"{status} {said}".strip())
         self.status = status
+
+
+class VersionError(Exception):
+    """A driver or an agent has another version of the protocol.
+
+    Args:
+        version: Version that the other side states, which may be anything.
+        side: ``driver`` or ``agent``: the other side.
+    """
+
+    def __init__(self, version: object, side: str) -> None:
+        stated = f"version {version}" if type(version) is int else "no version that can be read"
+        super().__init__(
+            f"the {side} speaks {stated} of the swarm's protocol, and this Millrace version "
+            f"{VERSION}: install the same version of Millrace on the driver and on all nodes"
+        )
 
 
 class SignatureError(Exception):
@@ -472,7 +492,8 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
         Its place, with its identity and the fingerprint that each later connection must show.
 
     Raises:
-        RefusedError: It refused, as an agent does that has another key.
+        HttpStatusError: It refused, as an agent does that has another key.
+        VersionError: It has another version of the protocol.
         tls.TlsError: It does not encrypt, or cannot prove who it is.
         OSError, http.client.HTTPException: It cannot be reached, or broke off.
         ValueError: It answered what no agent does.
@@ -487,6 +508,8 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
             connection.close()
 
     def check(said: dict[str, Any], fingerprint: str) -> str:
+        if said.get("version", VERSION) != VERSION:
+            raise VersionError(said["version"], "agent")
         identity, proof = said["identity"], said.get("proof")
         tls.check_proof(proof, key, nonce, identity, fingerprint, at=place.netloc)
         return identity

@@ -16,15 +16,32 @@ from millrace.errors import ChangedError, MillraceError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.messages import (
+    AddPeer,
+    BytesReceived,
+    DigestMismatch,
+    DropPiece,
+    FetchPiece,
+    FilesReady,
+    FileUnusable,
+    NodeEvent,
+    NodeFailed,
+    PieceFailed,
+    PieceRedundant,
+    PieceWritten,
+    ReadRetried,
+    VoidDigest,
+    decode_order,
+    encode_message,
+)
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.protocol import ConnectionPool, Endpoint
+from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint, VersionError
 from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
+_MAX_EVENTS = 1_000  # events in an answer; the rest comes with the next
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
 _DRIVER_TIMEOUT = 15.0  # seconds after which a driver that asks for no events counts as gone
-
-_Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +66,17 @@ class RunSpec:
 
         Raises:
             ValueError, KeyError: It is no such body.
+            VersionError: The driver has another version of the protocol.
         """
         peers, _, plan = body.partition(b"\n")
         data = json.loads(plan)
+        if data.get("version") != VERSION:
+            raise VersionError(data.get("version"), "driver")
         return cls(
             catalogue=Catalogue.from_json(data["catalogue"]),
             sources=data["sources"],
             key=bytes.fromhex(data["key"]),
-            peers={name: Endpoint(*place) for name, place in json.loads(peers).items()},
+            peers={name: Endpoint(**place) for name, place in json.loads(peers).items()},
             check=CacheCheck(data["check"]),
             slots=data["slots"],
             ca=data["ca"],
@@ -76,9 +96,9 @@ class Run:
     def __init__(self, name: str, root: Path, plan: RunSpec) -> None:
         self.name, self.key = name, plan.key
         self._plan = plan
-        self._events: list[_Event] = []
+        self._events: list[NodeEvent] = []
         self._news = threading.Condition()
-        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[FetchPiece | None] = queue.SimpleQueue()
         self._sizes = plan.catalogue.list_piece_sizes()
         self._buffers = BufferPool(max(self._sizes, default=0))
         self.began = datetime.now(UTC)
@@ -88,7 +108,7 @@ class Run:
             plan.catalogue,
             check=plan.check,
             finished=self._report_finished,
-            mismatch=lambda number, digest: self._emit({"e": "mismatch", "f": number, "d": digest}),
+            mismatch=lambda number, digest: self._emit(DigestMismatch(number, digest)),
             fault=self._report_fault,
         )
         self._received = 0  # bytes, when the driver last asked
@@ -98,7 +118,7 @@ class Run:
             plan.catalogue,
             plan.sources,
             self._to_store,
-            lambda why: self._emit({"e": "retry", "why": why[:300]}),
+            lambda why: self._emit(ReadRetried(why[:300])),
         )
         self._peers = PeerReader(name, plan.key, plan.peers, self._to_peers)
         self._threads = [
@@ -140,35 +160,40 @@ class Run:
 
     def take_orders(self, orders: list[dict[str, Any]]) -> None:
         """Take orders, and nodes that have joined."""
-        for order in orders:
-            if "join" in order:
-                self._plan.peers[order["join"]] = Endpoint(*order["place"])
-            elif "void" in order:
-                self.landing.void_digest(order["void"])
-            elif order.get("drop"):
-                self.landing.drop(order["p"])
-            else:
-                self._orders.put(order)
+        for data in orders:
+            match decode_order(data):
+                case AddPeer(node, endpoint):
+                    self._plan.peers[node] = endpoint
+                case VoidDigest(file):
+                    self.landing.void_digest(file)
+                case DropPiece(piece):
+                    self.landing.drop(piece)
+                case FetchPiece() as order:
+                    self._orders.put(order)
 
-    def poll_events(self, after: int) -> list[_Event]:
-        """Return what has happened since; after a while, nothing or that bytes have come."""
+    def poll_events(self, after: int) -> list[dict[str, Any]]:
+        """Wait a while for events, and return the JSON objects of `_MAX_EVENTS` at most.
+
+        Args:
+            after: Number of events that the driver has already.
+        """
         self.heard = time.monotonic()
         with self._news:
             if len(self._events) <= after:
                 self._news.wait(_LONG_POLL_TIMEOUT)
             received = self._to_store.received + self._to_peers.received
             if len(self._events) <= after and received != self._received:
-                self._events.append({"e": "received", "b": received})
+                self._events.append(BytesReceived(received))
             self._received = received
-            return self._events[after:]
+            return [encode_message(event) for event in self._events[after : after + _MAX_EVENTS]]
 
-    def _emit(self, event: _Event) -> None:
+    def _emit(self, event: NodeEvent) -> None:
         with self._news:
             self._events.append(event)
             self._news.notify_all()
 
     def _report_fault(self, error: BaseException) -> None:
-        self._emit({"e": "fault", "why": describe_error(error)})
+        self._emit(NodeFailed(describe_error(error)))
 
     def _run_orders(self) -> None:
         while (order := self._orders.get()) is not None:
@@ -177,13 +202,10 @@ class Run:
             except Exception as error:  # noqa: BLE001 - told to the driver
                 self._report_fault(error)
 
-    def _fetch(self, order: dict[str, Any]) -> None:
-        number: int = order["p"]
-        source: str = order["s"]
-        wanted: str = order["d"]
-        told = {"p": number, "s": source}
+    def _fetch(self, order: FetchPiece) -> None:
+        number, source = order.piece, order.source
         if self.landing.has(number):  # another source was quicker
-            self._emit({"e": "had", **told, "b": 0})
+            self._emit(PieceRedundant(number, source, 0))
             return
         with self._buffers.borrow(self._sizes[number]) as data:
             try:
@@ -193,28 +215,28 @@ class Run:
                     self._store.read_piece(number, data)
             except FetchError as error:
                 if self.landing.has(number):
-                    self._emit({"e": "had", **told, "b": 0})
+                    self._emit(PieceRedundant(number, source, 0))
                     return
-                why = {"why": str(error)[:300], "status": error.status}
-                self._emit({"e": "failed", **told, **why})
+                self._emit(PieceFailed(number, source, str(error)[:300], error.status))
                 return
-            self._write_piece(number, data, wanted, told)
+            self._write_piece(order, data)
 
-    def _write_piece(self, number: int, data: memoryview, wanted: str, told: _Event) -> None:
+    def _write_piece(self, order: FetchPiece, data: memoryview) -> None:
+        number, source = order.piece, order.source
         parts = hash_segments(self._plan.catalogue.pieces[number], data)
         digest = digest_of(parts)
-        if wanted and digest != wanted:
-            self._emit({"e": "failed", **told, "why": "wrong bytes", "status": 0, "wrong": True})
+        if order.digest and digest != order.digest:
+            self._emit(PieceFailed(number, source, "wrong bytes", is_wrong=True))
             return
         if self.landing.write(number, data, parts):
-            self._emit({"e": "done", **told, "d": digest, "b": len(data)})
+            self._emit(PieceWritten(number, source, digest, len(data)))
         else:  # another source was quicker, and its bytes may be others
-            self._emit({"e": "had", **told, "b": len(data)})
+            self._emit(PieceRedundant(number, source, len(data)))
 
     def _report_finished(self, numbers: list[int]) -> None:
         files = self._plan.catalogue.files
         if plain := [number for number in numbers if not files[number].unpack]:
-            self._emit({"e": "files", "f": plain})
+            self._emit(FilesReady(plain))
 
     def _unpack(self, number: int) -> None:
         """Unpack an archive while it arrives. One that cannot be unpacked costs only itself."""
@@ -223,9 +245,9 @@ class Run:
         except ChangedError:
             return  # the run has ended
         except Exception as error:  # noqa: BLE001 - told to the driver
-            self._emit({"e": "unusable", "f": number, "why": describe_error(error)})
+            self._emit(FileUnusable(number, describe_error(error)))
             return
-        self._emit({"e": "files", "f": [number]})
+        self._emit(FilesReady([number]))
 
 
 def describe_error(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
-from millrace.swarm.protocol import AUTH_HEADER, SignatureError
+from millrace.swarm.protocol import AUTH_HEADER, SignatureError, VersionError
 from millrace.swarm.run import Run, describe_error
 
 if TYPE_CHECKING:
@@ -196,6 +196,8 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
             self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
         except SignatureError as error:
             self._send(http.client.FORBIDDEN, {"why": str(error)})
+        except VersionError as error:
+            self._send(http.client.CONFLICT, {"why": str(error)})
         except BusyAgentError as error:
             self._send(http.client.LOCKED, {"why": str(error)})
         except MillraceError as error:
@@ -206,7 +208,8 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
     def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
         """Refuse a request, and discard what is still sent of it.
 
-        A sender whose connection is reset does not read the answer.
+        A sender whose connection is reset does not read the answer. Anybody can let a connection
+        wait here, so it counts as idle.
 
         Args:
             why: Reason, for the sender.
@@ -215,6 +218,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         self._send(status, {"why": why})
+        cast("AgentServer", self.server).set_idle(self.connection, idle=True)
         deadline = time.monotonic() + _LINGER_TIMEOUT
         with contextlib.suppress(OSError):
             tls.shut(self.connection, socket.SHUT_WR)

@@ -19,7 +19,7 @@ _CONCURRENCY = 16  # small files of one piece that are read from the store at on
 _TRIES = 4
 _PAUSE = 0.1  # seconds at most before the second try; then twice as many
 FINAL_STATUSES = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
-"""What a store says of an object that is not the one that was meant: it would say so again."""
+"""Statuses with which a store refuses a changed object. A retry would get the same answer."""
 
 
 class FetchError(Exception):

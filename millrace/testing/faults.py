@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """What may go wrong with one request."""
+    """Fault of one request."""
 
     ERROR500 = "error500"
     """500 InternalError; nothing done."""
@@ -26,7 +26,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often what goes wrong: each a probability per request; together at most 1."""
+    """Probability of each fault per request. The sum is at most 1."""
 
     error500: float = 0.0
     error503: float = 0.0
@@ -138,11 +138,11 @@ class FaultBox:
             plan.reserved.times += 1
 
     def counts(self) -> dict[str, int]:
-        """How often each kind fired."""
+        """Return how often each kind of fault fired."""
         return {kind.value: self.fired[kind] for kind in Fault}
 
     def pending(self) -> int:
-        """How many deterministic faults wait for their request."""
+        """Return the number of deterministic faults that wait for their request."""
         return sum(one.times for one in self._next)
 
     def reset(self) -> None:

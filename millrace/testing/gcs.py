@@ -103,11 +103,11 @@ class GCSServer:
 
     @property
     def log(self) -> Path:
-        """What the process complained about; empty when all is well."""
+        """Return the errors that the process printed; empty if there are none."""
         return self._child.log
 
     def store_config(self) -> dict[str, Any]:
-        """What ``GCSStore(bucket, **gcs.store_config())`` needs to come here.
+        """Return the options for ``GCSStore(bucket, **gcs.store_config())`` to open this server.
 
         A service account's key whose ``gcs_base_url`` leads here and whose ``disable_oauth`` keeps
         obstore from asking Google for a token; ``allow_http`` lets it speak without TLS. The

@@ -66,18 +66,18 @@ class HubServer:
         self._ask("fail", {"count": count, "status": status, "path": path, "after": after})
 
     def commits(self, repo: str, branch: str = "main") -> int:
-        """How many commits a branch has."""
+        """Return the number of commits of a branch."""
         return self._ask("commits", {"repo": repo, "branch": branch})["count"]
 
     def branches(self, repo: str) -> list[str]:
         return self._ask("branches", {"repo": repo})["names"]
 
     def unfired(self) -> int:
-        """How many errors of `fail_next` nobody has had yet."""
+        """Return the number of errors of `fail_next` that no request has met."""
         return self._ask("unfired", {})["count"]
 
     def uploads(self, repo: str) -> int:
-        """How many files a repository was given by LFS."""
+        """Return the number of files that a repository received by LFS."""
         return self._ask("uploads", {"repo": repo})["count"]
 
     def flip(self, repo: str, path: str) -> None:

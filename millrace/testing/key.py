@@ -9,7 +9,7 @@ from botocore.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a client signs with."""
+    """Key pair with which a client signs."""
 
     access_key_id: str
     secret_access_key: str = field(repr=False)

@@ -51,7 +51,7 @@ class Child:
         return self._process.pid
 
     def running(self) -> bool:
-        """Whether it still runs."""
+        """Decide whether the process still runs."""
         return self._process.poll() is None
 
     def announced(self) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class R2Proxy:
 
     @property
     def log(self) -> Path:
-        """What the process complained about; empty when all is well."""
+        """Return the errors that the process printed; empty if there are none."""
         return self._child.log
 
     def key(self, access_key_id: str) -> Key:
@@ -196,15 +196,15 @@ class R2Proxy:
         self._ask("/rules", rules)
 
     def counts(self) -> dict[str, int]:
-        """How often each kind of fault really fired."""
+        """Return how often each kind of fault fired."""
         return self._ask("/counts")
 
     def pending(self) -> int:
-        """How many faults of `fail_next` wait for their request."""
+        """Return the number of faults of `fail_next` that wait for their request."""
         return self._ask("/pending")
 
     def refusals(self) -> dict[str, int]:
-        """How often each rule refused, by S3's error code; ``BadGateway``: the upstream failed."""
+        """Return the refusals by S3's error code; ``BadGateway``: the upstream failed."""
         return self._ask("/refusals")
 
     def requests(self) -> list[RequestRecord]:

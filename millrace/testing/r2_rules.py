@@ -1,4 +1,4 @@
-"""What R2 refuses that another S3 server lets through, as far as a request's head shows it.
+"""Rules by which R2 refuses requests that other S3 servers accept, from a request's head.
 
 Source: Cloudflare R2 documentation, "S3 API compatibility" and "Error codes".
 """
@@ -78,7 +78,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a request asks for, in S3's words."""
+    """Operation of a request, in the terms of S3."""
 
     name: str
     bucket: str

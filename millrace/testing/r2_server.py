@@ -85,7 +85,7 @@ class Asked:
     headers: CIMultiDict[str]
     length: int
     secret: str | None = None
-    """Of the key that signs towards the upstream, where it is known."""
+    """Secret of the key that signs towards the upstream, if it is known."""
     plan: Plan | None = None
     fired: bool = False
 
@@ -95,7 +95,7 @@ class Asked:
         return f"{self.operation.bucket}/{self.operation.key}"
 
     def meets(self, kind: Fault) -> bool:
-        """Whether this fault is planned for it."""
+        """Decide whether this fault is planned for a request."""
         return self.plan is not None and self.plan.kind is kind
 
 
@@ -485,7 +485,7 @@ async def _read_small(asked: Asked) -> bytes:
 
 
 async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
-    """What the client sends, as it comes; told to go on, should it wait for that."""
+    """Yield the body as the client sends it. Answer an ``Expect: 100-continue`` first."""
     try:
         if request.headers.get("Expect", "").lower() == "100-continue" and not request.get("told"):
             request["told"] = True

@@ -54,7 +54,7 @@ class TokenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token allows."""
+    """Right of a token."""
 
     bucket: str
     operations: frozenset[str]
@@ -62,16 +62,16 @@ class Grant:
     """None: the whole bucket."""
     objects: tuple[str, ...]
     secret: str
-    """What requests are signed with."""
+    """Credentials that sign requests, with their rights."""
 
     def allows_key(self, key: str) -> bool:
-        """Whether the object ``key`` may be named."""
+        """Decide whether a request may name the object ``key``."""
         if self.prefixes is None:
             return True
         return key in self.objects or key.startswith(self.prefixes)
 
     def allows_listing(self, prefix: str) -> bool:
-        """Whether all that starts with ``prefix`` may be listed."""
+        """Decide whether a request may list all keys that start with ``prefix``."""
         return self.prefixes is None or prefix.startswith(self.prefixes)
 
 
@@ -124,7 +124,7 @@ def mint(
 
 
 def verify(token: str, *, access_key_id: str, parent_secret: str, host: str) -> Grant:
-    """What a session token allows.
+    """Return the rights of a session token.
 
     Args:
         token: What ``x-amz-security-token`` carries.

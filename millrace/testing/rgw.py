@@ -243,7 +243,7 @@ class RGW:
         self._children.clear()
 
     def running(self) -> bool:
-        """Whether all of its processes run."""
+        """Decide whether all processes of the server run."""
         return bool(self._children) and all(child.running() for child in self._children)
 
     def _run(self, state: dict[str, str], *, fresh: bool) -> None:

@@ -17,7 +17,7 @@ UNRESERVED = "-_.~"
 
 
 class MalformedError(ValueError):
-    """What should be a signature is not one."""
+    """A signature has a wrong format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ class Certificates:
     """Files in PEM."""
 
     ca: Path
-    """What a client trusts."""
+    """Authority that clients trust."""
     certificate: Path
     key: Path
 

@@ -108,7 +108,7 @@ class VastServer:
         return self.ask("requests", {})["requests"]
 
     def fired(self) -> Counter[str]:
-        """How often each fault was injected."""
+        """Return how often each fault was injected."""
         return Counter(self.ask("fired", {}))
 
     def fail_next(self, count: int, fault: str, call: str = "") -> None:
@@ -247,7 +247,7 @@ class Instance:
 
     @property
     def ports(self) -> list[int]:
-        """What it was rented with (``-p 8080:8080``)."""
+        """Ports that the machine was rented with (``-p 8080:8080``)."""
         found = (re.fullmatch(r"-p (\d+):\1", name) for name in self.body.get("env", {}))
         return [int(match[1]) for match in found if match]
 
@@ -257,7 +257,7 @@ class Instance:
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """What it was told to do, if it was."""
+        """Command for the machine, if there was one."""
         text = self.body.get("env", {}).get("MILLRACE_ORDER")
         return json.loads(base64.b64decode(text)) if text else None
 
@@ -321,7 +321,7 @@ class Instance:
 
 @dataclass
 class World:
-    """What a test begins with.
+    """World that a test begins with.
 
     Attributes:
         seed: Of all that is drawn.
@@ -410,7 +410,7 @@ class _Server:
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
 
     def _live(self, one: Instance, now: float) -> None:
-        """What a made up machine says of itself, and what befalls any."""
+        """Drawn description of a machine, and faults of all machines."""
         assert one.running is not None
         if one.fate == "outbid" and now >= one.running + 60:
             one.bill(now)
@@ -797,7 +797,7 @@ def _response(refused: _RefusedError) -> web.Response:
 
 
 def _fits(offer: dict[str, Any], name: str, conditions: dict[str, Any]) -> bool:
-    """Whether an offer is as a filter says. Values may be strings, as the SDK sends them."""
+    """Decide whether an offer matches a filter. Values may be strings, as the SDK sends them."""
     have = offer[name]  # a filter by a field that there is not is a mistake
     for sign, wanted in conditions.items():
         if name == "geolocation":
@@ -863,8 +863,9 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
 
 
 def _image(packages: str) -> dict[str, str]:
-    """What an image sets in which all packages are installed, setuptools among them: pip finds
-    everything there, and asks no index.
+    """Return the environment of an image with all packages, setuptools among them.
+
+    pip finds all packages there, and asks no index.
     """
     return {
         "PYTHONPATH": packages,
@@ -876,7 +877,7 @@ def _image(packages: str) -> dict[str, str]:
 
 @cache
 def _apart() -> tuple[str, ...]:
-    """What runs a command in a process namespace of its own, as far as this machine lets us."""
+    """Return the prefix of a command that runs in its own process namespace, if possible."""
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     for ways in (apart, ("unshare", "--user", "--map-root-user", *apart[1:])):
         if subprocess.run([*ways, "true"], capture_output=True, check=False).returncode == 0:

@@ -1,4 +1,4 @@
-"""What befalls a process at an event that it tells of, or at any moment."""
+"""Kills and stops of a process, at an event that it reports or at any moment."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ ANYWHERE = "anywhere"
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What befalls a process.
+    """Kill or stop of a process.
 
     Attributes:
         at: The event at which, or `ANYWHERE`.
@@ -30,12 +30,12 @@ class Blow:
 
 
 def runs(process: BaseProcess) -> bool:
-    """Whether it is at work: it lives, and is not stopped."""
+    """Decide whether a process lives and is not stopped."""
     return process.is_alive() and not stopped(process)
 
 
 def stopped(process: BaseProcess) -> bool:
-    """Whether it waits for a SIGCONT."""
+    """Decide whether a process waits for a SIGCONT."""
     try:
         return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:

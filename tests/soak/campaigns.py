@@ -38,7 +38,7 @@ KILLS = 8  # of each other campaign
 
 @dataclass
 class Led:
-    """What all campaigns came to."""
+    """Results of all campaigns."""
 
     campaigns: int = 0
     machines: int = 0

@@ -19,7 +19,7 @@ class CaseError(Exception):
 
 @dataclass(slots=True)
 class Case:
-    """What is made, where, and how.
+    """Case: a dataset, its store, and the way in which it is made.
 
     Attributes:
         name: Unique in the soak: a prefix of the place.
@@ -118,7 +118,7 @@ def nobody_died(child: Child, said: Said) -> None:
 
 
 def finished(ended: Ended) -> dict[str, Any]:
-    """What a driver reported that came to its end.
+    """Return the report of a driver that ended by itself.
 
     Raises:
         CaseError: It did not.

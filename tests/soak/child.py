@@ -96,11 +96,11 @@ class Child:
         return self._process.pid
 
     def fileno(self) -> int:
-        """What becomes readable when there is something to hear."""
+        """Return the descriptor that is readable when the driver has sent a line."""
         return self._out.fileno()
 
     def hear(self, patience: float = HANGS) -> Said | Ended | None:
-        """What the driver says next, or how it ended; None if nothing comes in time."""
+        """Return the driver's next line or its end; None if nothing comes in time."""
         deadline = time.monotonic() + patience
         while b"\n" not in self._rest:
             rest = max(0.0, deadline - time.monotonic())
@@ -160,7 +160,7 @@ class Child:
         return []
 
     def leftovers(self) -> list[str]:
-        """What it left on the machine's disk."""
+        """List the files that the process left on the machine's disk."""
         return sorted(path.name for path in self.staging.iterdir())
 
     def tail(self) -> str:

@@ -40,7 +40,7 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What cleaning came to.
+    """Result of a cleaning.
 
     Attributes:
         objects: In the bucket before.
@@ -103,7 +103,7 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
 
 
 def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[Thing]]:
-    """What lists all objects of a bucket's prefix, without Millrace."""
+    """Return a function that lists all objects below a bucket's prefix, without Millrace."""
 
     def read(key: str) -> bytes:
         return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
@@ -153,7 +153,7 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
 
 
 def _left(spec: StoreSpec, planned: dict[str, int]) -> int:
-    """How many of what was planned are there."""
+    """Count the planned objects that still exist."""
     return sum(stat.key in planned for stat in list_objects(open_store(spec)))
 
 

@@ -121,7 +121,7 @@ class _Hunt:
         return self._deaths[partition] + dying < _DEATHS
 
     def _skip_those_too_late(self, said: Said) -> None:
-        """When the finalizing begins, the partitions have ended: their boundaries are behind us."""
+        """Skip the boundaries of partitions when finalizing begins: all partitions have ended."""
         if said.name not in {*DRIVERS_LAST, COMPLETE}:
             return
         order = (*DRIVERS_LAST, COMPLETE)

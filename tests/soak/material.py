@@ -1,4 +1,4 @@
-"""What is sharded in the soak: small sources whose every row carries an id of its own."""
+"""Sources of the soak: small ones whose rows each have a unique id."""
 
 import json
 import random

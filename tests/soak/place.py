@@ -1,4 +1,4 @@
-"""Where the soak's datasets go, as the driver is told and as the oracle sees it."""
+"""Stores of the soak's datasets, for the driver and for the oracle."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ class Place(Protocol):
     name: str
 
     def spec(self, prefix: str) -> dict[str, Any]:
-        """What a driver opens."""
+        """Return the spec that a driver opens."""
         ...
 
     def bucket(self, prefix: str) -> Bucket:
@@ -26,7 +26,7 @@ class Place(Protocol):
         ...
 
     def source(self, material: Material) -> dict[str, Any]:
-        """What a driver opens for a source: one kept in this place, or its folder."""
+        """Return the spec that a driver opens for a source: in this store, or its folder."""
         ...
 
 

@@ -31,18 +31,18 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     apply_retention,
-    content_of,
     cool_down,
     find_newest,
     find_newest_verified,
     load,
+    open_content,
     plan_retention,
     read_checkpoint,
     verify,
     watch_epoch_end,
 )
 from millrace.checkpoints.cooldown.membership import make_census
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.lease import Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord
@@ -63,7 +63,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Found:
-    """What races and saves came to."""
+    """Results of races and saves."""
 
     races: int = 0
     blows: Counter[str] = field(default_factory=Counter[str])
@@ -118,7 +118,7 @@ def run_races(
 
 
 def summary(found: Found) -> list[str]:
-    """What a person wants to know of it."""
+    """Return the lines of the report."""
     at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.outcomes.items()))
     last = (
@@ -258,7 +258,7 @@ class _Race:
                 self.wrong.append(f"{name} ended with {process.exitcode}")
 
     def _said(self) -> dict[str, dict[str, Any]]:
-        """What each member that lived said."""
+        """Return the output of each member that lived."""
         found: dict[str, dict[str, Any]] = {}
         for name in self._names:
             path = self._folder / f"{name}.json"
@@ -327,7 +327,7 @@ def _member(
         gate.wait(_HANGS)
         cooled = cool_down(
             membership,
-            content_of(source, checkpoint),
+            open_content(source, checkpoint),
             epoch=0,
             position={"sample": step},
             seed=seed,

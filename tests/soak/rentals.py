@@ -64,7 +64,7 @@ FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "m
 
 @dataclass(slots=True)
 class Came:
-    """What came of all runs.
+    """Results of all runs.
 
     Attributes:
         runs: How many.

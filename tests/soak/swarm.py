@@ -24,7 +24,7 @@ NODE = "from millrace.cli import main; main()"
 
 @dataclass
 class Outcome:
-    """What one run came to.
+    """Result of one run.
 
     Attributes:
         seconds: From the start of the driver to its last line.
@@ -144,7 +144,7 @@ class Swarm:
         return outcome
 
     def whole(self, hosts: list[Host]) -> bool:
-        """Whether each of these hosts has the object, byte by byte."""
+        """Decide whether each of these hosts has the object, byte by byte."""
         due = self.sha256()
         return all(host.call(_sha256, self.root / "object") == due for host in hosts)
 

@@ -1,4 +1,4 @@
-"""What a soak counts."""
+"""Counts of a soak."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tests.soak.targets import COMPLETE, Target, Victim
 
 @dataclass(slots=True)
 class Tally:
-    """What was done, and what came of it.
+    """Counts of kills and faults, and of their results.
 
     Attributes:
         kills: By boundary and victim.

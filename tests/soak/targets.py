@@ -1,4 +1,4 @@
-"""Where a driver, a worker or all of them can be killed.
+"""Boundaries at which a driver, a worker or all of them can be killed.
 
 A boundary is an event that the killed process waits in: it cannot be elsewhere. Besides those,
 processes are killed at an event counted from the start, whichever it is (``any event``), and a few
@@ -28,7 +28,7 @@ BOUNDARIES = (*DRIVERS_FIRST, *PARTITIONS, *DRIVERS_LAST, ANY, BETWEEN)
 
 
 class Victim(StrEnum):
-    """Who is killed."""
+    """Process that is killed."""
 
     DRIVER = "driver"
     WORKER = "worker"

@@ -42,12 +42,12 @@ def share(case: Case) -> tuple[int, int]:
 
 
 class Wakes(StrEnum):
-    """When a driver that was stopped goes on."""
+    """Moment at which a stopped driver continues."""
 
     MIDWAY = "midway"
     """As soon as another works on a partition that it holds."""
     AFTERWARDS = "afterwards"
-    """When the other has finalized the dataset."""
+    """After the other driver has finalized the dataset."""
 
 
 def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:

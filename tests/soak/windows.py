@@ -62,7 +62,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Found:
-    """What the runs came to."""
+    """Results of the runs."""
 
     runs: int = 0
     blows: Counter[str] = field(default_factory=Counter[str])
@@ -125,7 +125,7 @@ def run_windows(
 
 
 def summary(found: Found) -> list[str]:
-    """What a person wants to know of it."""
+    """Return the lines of the report."""
     at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.ends.items()))
     last = (
@@ -136,7 +136,7 @@ def summary(found: Found) -> list[str]:
 
 
 def _blows(dice: Random) -> list[Blow]:
-    """What befalls the first aggregator of a run, and perhaps the next; none: there are two."""
+    """Return the blows for the first aggregator of a run, and perhaps the next; none for two."""
     way = dice.randrange(8)
     if way == 0:
         return []
@@ -296,7 +296,7 @@ class _Run:
 
 
 def _change(model: torch.nn.Module, window: int, uid: str) -> None:
-    """What stands for a worker's training."""
+    """Change a model as a worker's training would."""
     dice = torch.Generator().manual_seed(1000 * window + ord(uid))
     with torch.no_grad():
         for weight in model.parameters():

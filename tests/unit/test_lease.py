@@ -8,9 +8,18 @@ from datetime import timedelta
 import pytest
 
 from millrace import errors
-from millrace.keys import LeaseKeys
-from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire, find_holder
-from millrace.storage import list_objects, open_store
+from millrace.keys.leases import LeaseKeys
+from millrace.lease import (
+    Census,
+    Heartbeat,
+    HeldLease,
+    Holder,
+    Lease,
+    StoreClock,
+    acquire,
+    find_holder,
+)
+from millrace.storage import list_fairly, list_objects, open_store, put
 
 TTL = timedelta(seconds=30)
 KEYS = LeaseKeys("run", "thing")
@@ -98,5 +107,47 @@ def test_the_clock_is_the_stores(store):
 
 
 def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
-    with pytest.raises(errors.ConfigurationError, match="at least 3 seconds"):
+    with pytest.raises(errors.ConfigurationError, match="at least 3 s"):
         acquire(store, KEYS, Holder.this_process(), timedelta(seconds=1), clock)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "b/0000005.json",  # whose epoch would be at another key
+        "b/a/000009.json",  # with the name of another member
+        "b/ghost/000000.json",
+        "b/000005.json",
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"junk"])
+def test_what_a_member_writes_below_its_lease_hides_and_adds_no_other(store, clock, key, body):
+    mine = acquire(store, LeaseKeys("job", "members/a"), Holder.this_process(), TTL, clock)
+    put(store, f"job/lease/members/{key}", body)
+    census = Census(store, "job", "members", clock, strict=False)
+    assert {name: one.holder for name, one in census.find_holders().items()} == {"a": mine.holder}
+
+
+def test_a_lease_that_cannot_be_read_is_over_when_the_longest_one_is(store, clock):
+    put(store, "job/lease/members/b/000005.json", b"junk")
+    with pytest.raises(errors.CorruptError):
+        Census(store, "job", "", clock).find_holders()
+    assert Census(store, "job", "", later(clock, 3700)).find_holders() == {}
+
+
+def test_a_member_with_many_objects_makes_the_census_no_longer(store, clock, monkeypatch):
+    monkeypatch.setattr("millrace.lease._MAX_OBJECTS", 50)
+    for number in range(3000):
+        put(store, f"job/lease/members/b/x{number:06d}", b"")
+    mine = acquire(store, LeaseKeys("job", "members/c"), Holder.this_process(), TTL, clock)
+    listed: list[str] = []
+
+    def count(*args, **options):
+        for stat in list_fairly(*args, **options):
+            listed.append(stat.key)
+            yield stat
+
+    monkeypatch.setattr("millrace.lease.list_fairly", count)
+    held = Census(store, "job", "members", clock).find_holders()
+    assert {name: one.holder for name, one in held.items()} == {"c": mine.holder}
+    assert len(listed) < 60

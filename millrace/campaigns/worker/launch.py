@@ -15,7 +15,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.campaigns.worker.settings import NODE_PORT, SETTINGS_VARIABLE, WorkerSettings
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import kill_descendants, list_descendants
 from millrace.settings import load_settings
 from millrace.storage import exists, open_store

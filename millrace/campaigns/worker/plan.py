@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from millrace.campaigns.worker.settings import NODE_PORT, TrainingPlan
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.remote import CodeRepository, make_store_settings
 from millrace.rentals import Program, StorageGrant
 from millrace.rentals.messages import make_credential_variables

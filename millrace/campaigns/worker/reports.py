@@ -3,15 +3,17 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 from millrace import errors
 from millrace.gradients.settings import RunSettings
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.records import decode_record
 from millrace.schemas.gradient import StartWindow
 from millrace.storage import Store, head, list_objects, read_range
 
 _MAX_REPORT_BYTES = 4096  # bytes of one report
+_MAX_OBJECTS = 100_000  # objects of one worker that are looked at
 _MAX_METRIC = 1e12  # larger values are ignored
 
 
@@ -33,7 +35,7 @@ def find_joined_workers(store: Store, run: RunSettings, workers: Sequence[str]) 
         for uid in workers
         if any(
             one.last_modified >= started_at
-            for one in list_objects(store, run.gradients.worker(uid))
+            for one in islice(list_objects(store, run.gradients.worker(uid)), _MAX_OBJECTS)
         )
     }
 
@@ -58,7 +60,8 @@ def read_median_metric(
     """
     found: defaultdict[int, list[float]] = defaultdict(list)
     for uid in workers:
-        for stat in list_objects(store, f"{keys.worker(uid)}start_window-"):
+        stats = list_objects(store, f"{keys.worker(uid)}start_window-")
+        for stat in islice(stats, _MAX_OBJECTS):
             parsed = keys.parse_start_window(stat.key)
             if parsed is None or not 1 <= parsed[1] <= last_window or stat.size > _MAX_REPORT_BYTES:
                 continue

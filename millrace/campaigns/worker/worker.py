@@ -17,7 +17,8 @@ from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.digest import compute_stream_sha256
 from millrace.gradients.sync.participant import Participant, TrainingWindow
-from millrace.keys import CampaignKeys, DatasetKeys
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import Manifest, ManifestShard

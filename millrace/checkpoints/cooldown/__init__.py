@@ -1,1 +1,1 @@
-"""End an epoch with a checkpoint that selected members upload and all members check."""
+"""Cooldown: the end of an epoch with a checkpoint that some members upload and all check."""

@@ -1,9 +1,11 @@
-"""Choose who saves at the end of an epoch, and who stands in: the same order on every member.
+"""Selection of the checkpointers of an epoch, and of their substitutes.
 
-Two ways. ``spread`` is ours: at least two where there are two, and everybody has a place in the
-order, so that whoever is gone is followed by the next. ``psyche`` is Psyche's, exactly
-(https://github.com/PsycheFoundation/psyche, ``shared/coordinator``: ``checkpointer_selection.rs``
-and ``swap_or_not.rs``): a third of the members, at most sixteen, at least one.
+Every member computes the same order. The rule ``spread`` selects at least two members, if there are
+two, and the next member in the order replaces a lost one. The rule ``psyche`` is exactly that of
+Psyche: a third of the members, at least one, at most sixteen.
+
+Source: https://github.com/PsycheFoundation/psyche, ``shared/coordinator``:
+``checkpointer_selection.rs`` and ``swap_or_not.rs``.
 """
 
 import hashlib
@@ -18,7 +20,7 @@ _SEEDS = 1 << 64
 
 
 class SelectionRule(StrEnum):
-    """Rule by which checkpointers are chosen."""
+    """Rule that selects the checkpointers."""
 
     SPREAD = "spread"
     PSYCHE = "psyche"
@@ -27,15 +29,15 @@ class SelectionRule(StrEnum):
 def order_checkpointers(
     members: Sequence[str], seed: int, choice: SelectionRule = SelectionRule.SPREAD
 ) -> list[str]:
-    """Return the members, in the order in which they become checkpointers.
+    """Return the members in the order in which they become checkpointers.
 
     Args:
-        members: All of an epoch, each once, in the order that all members know them in.
-        seed: Of the epoch: at least 0, less than 2 to the 64th.
-        choice: In which way.
+        members: All members of the epoch without repetition, in an order that all members know.
+        seed: Seed of the epoch: at least 0, less than 2 to the 64th.
+        choice: Rule of the selection.
 
     Raises:
-        ConfigurationError: The seed is not of 64 bits.
+        ConfigurationError: The seed is out of range.
     """
     if not 0 <= seed < _SEEDS:
         raise ConfigurationError(f"The seed {seed} is not a number of 64 bits: at least 0.")
@@ -48,19 +50,19 @@ def order_checkpointers(
 
 
 def count_checkpointers(members: int, choice: SelectionRule = SelectionRule.SPREAD) -> int:
-    """Return how many of so many members are checkpointers at once."""
+    """Return the number of checkpointers among a number of members."""
     third = min(members // _SHARE, _MOST)
     return max(third, 1) if choice is SelectionRule.PSYCHE else min(max(third, _LEAST), members)
 
 
 def _derive_psyche_key(seed: int) -> bytes:
     first = hashlib.sha256(seed.to_bytes(8, "little")).digest()
-    # Hashed once more for this choice, unlike for that of witnesses.
+    # Psyche hashes once more for this selection, unlike for that of witnesses.
     return hashlib.sha256(hashlib.sha256(first).digest() + b"cooldown").digest()
 
 
 def _permute_index(index: int, count: int, key: bytes) -> int:
-    """Return the index that an index of ``count`` has after a permutation.
+    """Return the result of a pseudo-random permutation of ``count`` indices for one index.
 
     Source: Hoang, Morris, Rogaway, "An enciphering scheme based on a card shuffle" (2012), as
     Ethereum's consensus specification computes it.

@@ -1,12 +1,12 @@
-"""Commit the end of an epoch for members that write below their own prefixes only.
+"""Commit of an epoch's end by the owner, for members that write below their own prefixes only.
 
-The owner of a job believes its members in nothing but their own votes. The content of more than
-half of them is the epoch's: its digest vouches for the metadata that any of them proposes, and the
-metadata vouches for each file. Files are copied within the store, and the copies are verified, as a
-member may replace what it has uploaded at any time. What is junk costs the member that wrote it.
+The owner of a job trusts members only for their own votes. The epoch ends with the content that
+more than half of them voted for. The digest in the votes proves the metadata that a member
+proposes, and the metadata proves each file. Files are copied within the store. Then the copies are
+verified, since a member may replace its uploads at any time. Invalid uploads harm only their
+member.
 
-Every step can be repeated: an owner that is killed anywhere is followed by one that looks at what
-is there.
+Every step can be repeated. After a kill, a new owner continues from the state in the store.
 """
 
 import re
@@ -26,9 +26,10 @@ from millrace.checkpoints.cooldown.membership import (
     make_roster,
     read_roster,
 )
-from millrace.checkpoints.find import commit_checkpoint, root_of
+from millrace.checkpoints.find import commit_checkpoint, compute_root
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once, decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
 from millrace.storage import (
@@ -44,37 +45,37 @@ from millrace.storage import (
 )
 
 _CONCURRENCY = 8
-_MAX_DRAFT_SIZE = 64 << 20  # bytes of the metadata that a member proposes
+_MAX_DRAFT_SIZE = 64 << 20  # bytes of metadata that a member proposes
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def compute_listing_limit(parts: int) -> int:
-    """Return how many objects are looked at below a member's prefix for its files."""
+    """Return the largest number of objects to list below a member's prefix of files."""
     return 2 * parts + 1000
 
 
 class Collector:
-    """The owner's part in the end of one epoch.
+    """End of one epoch from the owner's side.
 
     Args:
         store: Store of the job, with the owner's credentials.
         job: Name of the job.
         epoch: Number of the epoch.
-        members: Names that may take part.
+        members: Names of members that may take part.
     """
 
     def __init__(self, store: Store, job: str, epoch: int, members: Collection[str]) -> None:
         self._store, self._job, self._epoch = store, job, epoch
         self._members = tuple(members)
         self._keys, self._cooldown = CheckpointKeys(job), CooldownKeys(job, epoch)
-        self._refused: set[str] = set()  # members whose metadata is not what they voted for
-        self._bad: set[tuple[str, str]] = set()  # members, and digests that their files have not
+        self._refused: set[str] = set()  # members whose metadata differs from their votes
+        self._bad: set[tuple[str, str]] = set()  # members, and digests of damaged files
         self._good: set[str] = set()
         self._looked = False
         self._draft: tuple[str, Checkpoint] | None = None
 
     def obtain_roster(self, living: Collection[str]) -> Roster | None:
-        """Return the roster; write down the living as soon as there are some."""
+        """Return the roster. If there is none, commit a roster of the living members."""
         with suppress(errors.NotFoundError, errors.CorruptError):
             return read_roster(self._store, self._job, self._epoch)
         there = set(living) & set(self._members)
@@ -82,7 +83,7 @@ class Collector:
             return None
         try:
             commit_roster(self._store, self._job, self._epoch, there)
-        except errors.CorruptError:  # nobody but an owner writes here: it was damaged
+        except errors.CorruptError:  # only owners write here, so the roster is damaged
             roster = make_roster(self._job, self._epoch, there)
             put(self._store, self._cooldown.roster, encode_record(roster, secrets.token_hex(16)))
         return read_roster(self._store, self._job, self._epoch)
@@ -90,11 +91,11 @@ class Collector:
     def advance(
         self, roster: Roster, heard: VoteTally, living: Collection[str]
     ) -> EpochRecord | None:
-        """Do what can be done by now; return how the epoch has ended, once it has.
+        """Commit as much as is possible now, and return the epoch's end or None.
 
         Args:
             roster: Roster of the epoch.
-            heard: Statements of its members, as they are now.
+            heard: Current votes of the members.
             living: Names of the members that live.
         """
         said = heard.find_majority(roster.members, living)
@@ -103,7 +104,7 @@ class Collector:
             return self.commit(said.make_epoch_record(self._job, self._epoch, by))
         if heard.has_late_majority(roster.members, living):
             return self.end_without_checkpoint(
-                "most members say that there is no checkpoint in time", said
+                "most members voted to go on without a checkpoint", said
             )
         return None
 
@@ -114,12 +115,16 @@ class Collector:
         return self.commit(record)
 
     def finish_checkpoint(self, roster: Roster, heard: VoteTally, living: Collection[str]) -> bool:
-        """Commit the checkpoint of an epoch that went on without; whether it is there."""
+        """Commit the checkpoint of an epoch that ended without one, if possible.
+
+        Returns:
+            Whether the checkpoint is committed.
+        """
         said = heard.find_majority(roster.members, living)
         return said is not None and self._try_commit(roster, heard, said)
 
     def commit(self, record: EpochRecord) -> EpochRecord:
-        """Commit the epoch's end; a record that has ended nothing is replaced."""
+        """Commit the epoch's end. An invalid record is replaced."""
         with suppress(errors.CorruptError):
             if commit_once(self._store, self._keys.epoch(self._epoch), record).mine:
                 return record
@@ -133,7 +138,7 @@ class Collector:
         return there or record
 
     def delete_uploads(self, roster: Roster) -> None:
-        """Remove what the members have uploaded: it is copied, or of no use any more."""
+        """Delete the uploads of the members after the end of the epoch."""
         for member in roster.members:
             stats = islice(list_objects(self._store, self._cooldown.parts(member)), 100_000)
             keys = [stat.key for stat in stats]
@@ -142,7 +147,7 @@ class Collector:
     # -- the checkpoint
 
     def _try_commit(self, roster: Roster, heard: VoteTally, said: Vote) -> bool:
-        """Bring the checkpoint as far as can be; whether it is committed."""
+        """Try to commit the checkpoint, and return whether it is committed."""
         if has_checkpoint(self._store, self._job, said.step, said.root):
             return True
         if self._draft is None:
@@ -161,9 +166,9 @@ class Collector:
     def _find_draft(
         self, roster: Roster, heard: VoteTally, said: Vote
     ) -> tuple[str, Checkpoint] | None:
-        """Return the first member whose metadata is what the members voted for, and the metadata.
+        """Return the first member whose metadata matches the votes, and the metadata.
 
-        What the votes do not vouch for is not taken: notes, the time, and where files lie.
+        Fields that the votes do not prove are replaced: notes, the time, and the steps of files.
         """
         for member in roster.members:
             vote = heard.claims.get(member)
@@ -181,7 +186,7 @@ class Collector:
             rest = compute_sha256(
                 dump_canonical_json({"position": draft.position, "run": draft.run})
             )
-            step, root = draft.step, root_of(draft.parts, draft.tensors)
+            step, root = draft.step, compute_root(draft.parts, draft.tensors)
             named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
             if (step, root, rest) != said.agreement_key or not named:
                 self._refused.add(member)
@@ -195,9 +200,9 @@ class Collector:
         return None
 
     def _collect_parts(self, roster: Roster, draft: Checkpoint) -> bool:
-        """Copy the files that members have uploaded; whether all are there and right."""
+        """Copy the uploaded files, and return whether all are copied and verified."""
         wanted = {part.sha256: part for part in draft.parts}
-        if not self._looked:  # what an owner before this one has copied
+        if not self._looked:  # files that an earlier owner copied
             self._looked = True
             stats = list_objects(self._store, self._keys.parts(draft.step))
             found = (self._keys.parse_part(stat.key) for stat in stats)
@@ -228,7 +233,7 @@ class Collector:
         def copy_part(part: Part) -> None:
             source = self._cooldown.part(member, part.sha256)
             with suppress(errors.NotFoundError, errors.CorruptError):
-                read_range(self._store, source, 0, 1)  # says whether the store can read it at all
+                read_range(self._store, source, 0, 1)  # raises if the file is unreadable
                 copy(self._store, source, self._keys.part(part.step, part.sha256))
 
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:

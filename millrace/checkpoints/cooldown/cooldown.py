@@ -1,13 +1,12 @@
-"""The cooldown: an epoch ends with a checkpoint that some members upload and nobody can doubt.
+"""Cooldown of a member: the end of an epoch with a checkpoint that all members agree on.
 
-Members know of each other only what is in the bucket. Each member publishes the digest of its
-content before any of it is uploaded. The content that more than half of the members voted for is
-saved; a member that voted otherwise is told so. The seed of the epoch orders the members, and the
-first living ones upload (`shared_upload`). A member that sees a complete and verified upload
-commits the checkpoint's metadata, then the epoch: a record that is created once and moves the job
-on.
+Members communicate through the bucket only. Each member votes with the digest of its content before
+any upload. The content of more than half of the members is saved. A member with another content
+fails. The seed of the epoch orders the members, and the first living ones upload (`shared_upload`).
+A member that sees a complete and verified upload commits the checkpoint's metadata. Then it commits
+the record that ends the epoch, which is created once.
 
-A confined member writes below its own prefixes only. It uploads there; the owner of the job copies,
+A confined member writes and uploads below its own prefixes only. The owner of the job copies,
 verifies and commits (`collector`).
 """
 
@@ -41,7 +40,8 @@ from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event, Figure, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import (
@@ -55,12 +55,12 @@ from millrace.schemas.checkpoint import (
 )
 from millrace.storage import Store, exists, list_objects
 
-_POLL_INTERVAL = 0.5  # seconds between looks
-_CENSUS_TICKS = 2  # ticks between looks at who lives
+_POLL_INTERVAL = 0.5  # seconds between polls
+_CENSUS_TICKS = 2  # polls between reads of the living members
 _OWNER_TIMEOUT = (
-    60.0  # seconds that a confined member waits for its owner beyond the epoch's own time
+    60.0  # seconds that a confined member waits for its owner after the time of the epoch
 )
-_REQUEST_TIMEOUT = timedelta(seconds=5)  # of one look, the next of which finds out what it did not
+_REQUEST_TIMEOUT = timedelta(seconds=5)  # for retries of a request: the next poll repeats it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class EpochResult:
     """Result of the end of an epoch, for one member.
 
     Attributes:
-        outcome: In a word; only `CooldownOutcome.COMMITTED` is a success of this member's own.
-        reason: Why, where there is something to say.
-        epoch: What moved the epoch on; None if nothing did: then do not train on.
+        outcome: Outcome. `CooldownOutcome.COMMITTED` means that this member committed.
+        reason: Sentence with the reason; empty if there is none.
+        epoch: Record that ended the epoch; None if it has not ended. Then do not train on.
         sent: Bytes that this member uploaded.
-        checked: Bytes of others that it verified.
-        replaced: Files of others that were not what their names say.
-        seconds: How long it took.
-        rest: With `OnTimeout.BACKGROUND`, what the upload comes to that goes on.
+        checked: Bytes of other members that this member verified.
+        replaced: Number of other members' files that did not match their digests.
+        seconds: Duration.
+        rest: With `OnTimeout.BACKGROUND`, the future result of the upload that continues.
     """
 
     outcome: CooldownOutcome
@@ -89,7 +89,7 @@ class EpochResult:
 
     @property
     def is_durable(self) -> bool:
-        """True if the epoch ended with a checkpoint, whoever saved it."""
+        """True if the epoch ended with a checkpoint of any member."""
         return self.epoch is not None and self.epoch.root is not None
 
 
@@ -106,33 +106,33 @@ def cool_down(
     cancel: threading.Event | None = None,
     progress: Progress = ignore_event,
 ) -> EpochResult:
-    """End an epoch, together with the other members: returns when it has a checkpoint, or not.
+    """End an epoch together with the other members, with a checkpoint or without.
 
-    Every member calls it, also those that will upload nothing: more than half of the living must
-    say what the content is. A member that was killed calls it again and goes on.
+    All members call this function, also those that upload nothing, since more than half of the
+    living members must vote for the content. A member that was killed calls it again.
 
     Args:
-        membership: Of the job, entered; None where there is nowhere to save to.
-        content: What to save: the same on all members, at the same step.
-        epoch: The epoch that ends.
-        run: Which run of the job this is; the same on all members.
-        position: Where the data goes on; the same on all members.
+        membership: Entered membership of the job; None if the member has no destination.
+        content: Content to save: the same on all members, at the same step.
+        epoch: Number of the epoch.
+        run: Name of the run, the same on all members.
+        position: Position in the data at which training continues, the same on all members.
         notes: Free text.
-        seed: From which the order of the checkpointers follows, of 64 bits, the same on all
-            members; by default whoever comes first draws one.
-        settings: How.
-        cancel: Set, it breaks the member's part off.
-        progress: Told ``cooldown.agreed``, ``cooldown.racing`` with ``rank``, ``checkpoint.part``
-            of each file sent, ``cooldown.complete``, ``checkpoint.saved``, ``cooldown.late`` and
-            ``epoch.without``; from several threads.
+        seed: Seed of 64 bits for the order of the checkpointers, the same on all members. By
+            default the first member draws one.
+        settings: Settings of the end of the epoch.
+        cancel: Event that stops this member's part.
+        progress: Receives ``cooldown.agreed``, ``cooldown.racing`` with ``rank``,
+            ``checkpoint.part`` for each sent file, ``cooldown.complete``, ``checkpoint.saved``,
+            ``cooldown.late`` and ``epoch.without``, from several threads.
 
     Raises:
-        ConfigurationError: The position or the notes are no JSON.
+        ConfigurationError: The position or the notes are not JSON.
         UnavailableError: The store does not answer at the beginning.
-        DeniedError: The credentials may not write here.
+        DeniedError: The credentials may not write to the job.
     """
     if membership is None:
-        reason = "There is nowhere to save to: the epoch has no checkpoint of this member."
+        reason = "This member has no destination, and saved no checkpoint: set one."
         return EpochResult(CooldownOutcome.NO_DESTINATION, reason, None)
     draft = Checkpoint(
         job=membership.job,
@@ -167,20 +167,20 @@ def count_epochs_without_checkpoint(store: Store, job: str, epoch: int) -> int:
         try:
             record = read_epoch(store, job, before)
         except errors.NotFoundError:
-            break  # the job began after it
+            break  # the job began after this epoch
         except errors.CorruptError:
-            continue  # nobody knows: it neither counts nor ends the row
+            continue  # unknown: neither counts nor ends the row
         if record.root is not None:
             break
         with suppress(errors.NotFoundError, errors.CorruptError):
             read_checkpoint(store, job, record.step)
-            break  # it was finished later, in the background
+            break  # its checkpoint was committed later, in the background
         count += 1
     return count
 
 
 class _MemberCooldown:
-    """One member's part in the end of one epoch."""
+    """End of one epoch from the side of one member."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _MemberCooldown:
         self._living = set(roster.members)
         self._claimed = self._agreed = False
         self._news = threading.Event()
-        self._race = SharedUpload(
+        self._upload = SharedUpload(
             self._store,
             content,
             self._make_part_key,
@@ -228,7 +228,7 @@ class _MemberCooldown:
         self._due = self._began + settings.time.total_seconds()
         self._late = self._looks = 0
         self._behind = False
-        self._voted_late = 0.0  # when
+        self._voted_late = 0.0  # time of the vote to go on without a checkpoint
         self._epochs_without = 0
         self._epoch: EpochRecord | None = None
 
@@ -237,11 +237,11 @@ class _MemberCooldown:
             cooled = self._run_until_over()
         finally:
             if not self._behind:
-                self._race.stop()
+                self._upload.stop()
         return self._commit_result(cooled if self._behind else self._add_counts(cooled))
 
     def _run_until_over(self) -> EpochResult:
-        """Look again and again, until it is over."""
+        """Poll until there is a result."""
         timeout = self._store.spec.retry_timeout.total_seconds()
         heard = time.monotonic()
         while True:
@@ -280,17 +280,17 @@ class _MemberCooldown:
         return None
 
     def _check_abort(self) -> EpochResult | None:
-        """Return the result, if this member cannot go on."""
+        """Return the result if this member was cancelled or its upload failed; otherwise None."""
         if self._cancel.is_set():
-            return self._make_result(CooldownOutcome.CANCELLED, "It was called off.")
-        if self._race.error is not None:
-            return self._make_result(CooldownOutcome.FAILED, str(self._race.error))
+            return self._make_result(CooldownOutcome.CANCELLED, "The cooldown was cancelled.")
+        if self._upload.error is not None:
+            return self._make_result(CooldownOutcome.FAILED, str(self._upload.error))
         return None
 
-    # -- what the content is
+    # -- agreement on the content
 
     def _check_agreement(self) -> str:
-        """Hear what the content is; a sentence if it is not this member's, or nobody knows."""
+        """Read the votes; return a sentence if there is no majority for this member's content."""
         members = self._roster.members
         self._heard.read_new(
             members, results=bool(self._looks % _CENSUS_TICKS), late=self._voted_late > 0
@@ -301,8 +301,8 @@ class _MemberCooldown:
             said = commit_once(self._store, self._cooldown.vote(self._member), self._claim).record
             if said != self._claim:
                 return (
-                    f"{self._member} has stated another content for this epoch before: it did not "
-                    "resume from where it was. Load the newest checkpoint."
+                    f"{self._member} has voted for another content of this epoch before, so it did "
+                    "not resume from its last state. Load the newest checkpoint."
                 )
             self._claimed = True
             self._heard.claims[self._member] = said
@@ -311,23 +311,23 @@ class _MemberCooldown:
         if favourite is not None and 2 * count > len(voters):
             if favourite.agreement_key != self._claim.agreement_key:
                 return (
-                    f"{count} of {len(voters)} members have another content than {self._member}: "
-                    "it is not saved, and this member has gone astray. Load the epoch's checkpoint."
+                    f"{count} of {len(voters)} members have another content than {self._member}, "
+                    "whose content is not saved. Load the epoch's checkpoint."
                 )
             self._agreed = True
             self._emit("cooldown.agreed", members=count, of=len(voters))
         elif voters <= self._heard.claims.keys():
             different = len({claim.agreement_key for claim in self._heard.claims.values()})
             return (
-                f"No content is that of more than half of the {len(voters)} members, which say "
-                f"{different} different ones: nothing is saved. Load the newest checkpoint."
+                f"The {len(voters)} members have {different} different contents, and none has "
+                "more than half of them: nothing is saved. Load the newest checkpoint."
             )
         return ""
 
     # -- the upload
 
     def _make_part_key(self, step: int, digest: str) -> str:
-        """Return the key that this member uploads a file to."""
+        """Return the key to which this member uploads a file."""
         if self._confined:
             return self._cooldown.part(self._member, digest)
         return self._keys.part(step, digest)
@@ -338,30 +338,30 @@ class _MemberCooldown:
                 return self._commit()
             if self._behind:
                 return self._make_result(self._decide_outcome(""), "The epoch was over.")
-        if not self._race.has_begun:
-            racers = self._select_uploaders()
-            if self._member in racers:
-                rank = racers.index(self._member)
-                self._emit("cooldown.racing", rank=rank, of=len(racers))
+        if not self._upload.has_begun:
+            uploaders = self._select_uploaders()
+            if self._member in uploaders:
+                rank = uploaders.index(self._member)
+                self._emit("cooldown.racing", rank=rank, of=len(uploaders))
                 if self._confined:
                     commit_once(self._store, self._cooldown.draft(self._member), self._draft)
-                self._race.start(rank, len(racers))
+                self._upload.start(rank, len(uploaders))
         return None
 
     def _is_complete(self) -> bool:
-        """Tell whether the checkpoint is complete, or committed already."""
+        """Decide whether all files are uploaded and verified, or the checkpoint is committed."""
         metadata = self._keys.metadata(self._draft.step)
         if self._confined:
             for name in {*self._select_uploaders(), self._member}:
-                self._race.note_files(self._iterate_uploads(name))
+                self._upload.note_files(self._iterate_uploads(name))
             return exists(self._hurried, metadata)
         stats = list(list_objects(self._hurried, self._keys.folder(self._draft.step)))
         parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
-        self._race.note_files((part[1], key) for part, key in parts if part is not None)
-        return self._race.is_complete or any(stat.key == metadata for stat in stats)
+        self._upload.note_files((part[1], key) for part, key in parts if part is not None)
+        return self._upload.is_complete or any(stat.key == metadata for stat in stats)
 
     def _iterate_uploads(self, member: str) -> Iterator[tuple[str, str]]:
-        """Return digests and keys of what a member has uploaded below its own prefix."""
+        """Yield the digests and keys of the files that a member uploaded below its own prefix."""
         listed = list_objects(self._hurried, self._cooldown.parts(member))
         for stat in islice(listed, compute_listing_limit(len(self._draft.parts))):
             digest = self._cooldown.parse_part(member, stat.key)
@@ -378,7 +378,7 @@ class _MemberCooldown:
             if claim.agreement_key != self._claim.agreement_key
         }
         able = [name for name in self._order if name in self._living - apart]
-        # Who has failed once is asked last, not never: the others may fail too.
+        # Members that failed come last. They remain candidates, since others may fail too.
         able.sort(key=self._has_failed)
         return able[: self._number]
 
@@ -387,7 +387,7 @@ class _MemberCooldown:
         return ended is not None and ended.outcome is CooldownOutcome.FAILED
 
     def _commit(self) -> EpochResult:
-        """Commit what is complete: the checkpoint, if nobody has, and the epoch, if nobody has."""
+        """Commit the checkpoint and the epoch's end, unless another member has."""
         self._emit("cooldown.complete", bytes=self._draft.size)
         mine = self._commit_metadata()
         self._emit("checkpoint.saved", bytes=self._draft.size)
@@ -406,10 +406,10 @@ class _MemberCooldown:
         return self._conclude(commit_epoch(self._store, record))
 
     def _commit_metadata(self) -> bool:
-        """Tell whether the checkpoint is this member's commit.
+        """Commit the checkpoint's metadata, and return whether this member was first.
 
         Raises:
-            ConflictError: Another stands there.
+            ConflictError: The step has a checkpoint with another content or position.
         """
         key = self._keys.metadata(self._draft.step)
         commit = commit_checkpoint(self._store, self._draft)
@@ -417,38 +417,38 @@ class _MemberCooldown:
         if (there.root, there.position) != (self._draft.root, self._draft.position):
             raise errors.ConflictError(
                 f"{self._store.make_url(key)} is a checkpoint of the same step with another "
-                "content or position: it was saved before this epoch ended. "
-                "Give this job another name, or "
-                "resume from that one."
+                "content or position, saved before this epoch ended. Give this job another name, "
+                "or resume from that checkpoint."
             )
         return commit.mine
 
-    # -- the end
+    # -- the result
 
     def _conclude(self, epoch: EpochRecord) -> EpochResult:
-        """Return the result, as the epoch has moved on."""
+        """Return the result of an ended epoch."""
         self._epoch = epoch
         if epoch.root is None:
             if self._settings.on_timeout is OnTimeout.BACKGROUND:
                 return self._continue_in_background()
             return self._make_result(
-                CooldownOutcome.FAILED, f"Epoch {epoch.epoch} went on without: {epoch.why}"
+                CooldownOutcome.FAILED,
+                f"Epoch {epoch.epoch} has no checkpoint: {epoch.why}",
             )
         if (epoch.step, epoch.root, epoch.rest) != self._claim.agreement_key:
             return self._make_result(
                 CooldownOutcome.FAILED,
-                f"Epoch {epoch.epoch} ended with another content than {self._member} has, by "
+                f"Epoch {epoch.epoch} ended with another content than {self._member} has, that of "
                 f"{epoch.member}: load its checkpoint.",
             )
         outcome = self._decide_outcome(epoch.member)
         first = outcome is CooldownOutcome.COMMITTED
-        return self._make_result(outcome, "" if first else f"{epoch.member} was first.")
+        return self._make_result(outcome, "" if first else f"{epoch.member} committed first.")
 
     def _decide_outcome(self, winner: str) -> CooldownOutcome:
-        """Return the result, as another member has committed the checkpoint."""
+        """Return the outcome for this member of a checkpoint that ``winner`` committed."""
         if winner == self._member:
             return CooldownOutcome.COMMITTED
-        chosen = self._race.has_begun or self._member in self._select_uploaders()
+        chosen = self._upload.has_begun or self._member in self._select_uploaders()
         return CooldownOutcome.LOST if chosen else CooldownOutcome.NOT_CHOSEN
 
     def _handle_timeout(self) -> EpochResult | None:
@@ -469,7 +469,8 @@ class _MemberCooldown:
             return self._make_result(
                 CooldownOutcome.FAILED,
                 f"There is no checkpoint after {waited}, and the {without} epochs before have none "
-                "either: do not train on. Find out why nobody can upload, and call it again.",
+                "either: do not train on. Find out why no member can upload, and end the epoch "
+                "again.",
             )
         if self._member in self._roster.members:
             vote = LateVote(member=self._member, why=f"no checkpoint after {waited}")
@@ -479,7 +480,7 @@ class _MemberCooldown:
         return self._end_without_checkpoint(waited)
 
     def _end_without_checkpoint(self, waited: str) -> EpochResult | None:
-        """End the epoch without a checkpoint, once most of the members want to."""
+        """End the epoch without a checkpoint, if most members voted to; otherwise return None."""
         epoch, members = self._roster.epoch, self._roster.members
         whole = self._settings.time.total_seconds() * (self._settings.extensions + 1)
         again = time.monotonic() - self._voted_late > whole
@@ -489,9 +490,9 @@ class _MemberCooldown:
             return self._make_result(
                 CooldownOutcome.FAILED,
                 f"There is no checkpoint after {waited}, and the owner of {self._draft.job} has "
-                f"not ended epoch {epoch}: is it running? Start its campaign again.",
+                f"not ended epoch {epoch}. Start the owner's campaign again.",
             )
-        # Members that have not even voted are waited for as long again, not for ever.
+        # Members without any vote get the same time once more.
         there = self._living & self._heard.claims.keys() if again else self._living
         alone = not (there & set(members)) - self._heard.ended.keys()
         if not alone and not self._heard.has_late_majority(members, there):
@@ -510,10 +511,10 @@ class _MemberCooldown:
         return self._conclude(found)
 
     def _continue_in_background(self) -> EpochResult:
-        """Go on behind the caller's back."""
+        """Continue the upload in another thread, and return a result for the caller."""
         self._behind = True
         rest: Future[EpochResult] = Future()
-        reason = f"Epoch {self._roster.epoch} went on without; the upload goes on."
+        reason = f"Epoch {self._roster.epoch} ended without a checkpoint; the upload continues."
         cooled = replace(self._make_result(CooldownOutcome.FAILED, reason), rest=rest)
 
         def finish() -> None:
@@ -523,7 +524,7 @@ class _MemberCooldown:
                 rest.set_exception(error)
                 raise
             finally:
-                self._race.stop()
+                self._upload.stop()
             rest.set_result(ended)
 
         threading.Thread(target=finish, name="cooldown", daemon=True).start()
@@ -534,12 +535,12 @@ class _MemberCooldown:
         return self._add_counts(EpochResult(outcome, reason, self._epoch, seconds=seconds))
 
     def _add_counts(self, cooled: EpochResult) -> EpochResult:
-        """Return the result with the counts of what was moved until now."""
-        race = self._race
+        """Return the result with the current counts of bytes and files."""
+        race = self._upload
         return replace(cooled, sent=race.sent, checked=race.checked, replaced=race.replaced)
 
     def _commit_result(self, cooled: EpochResult) -> EpochResult:
-        """Leave a record of what it came to, for whoever asks later."""
+        """Commit a record of the result for observers, and return the result."""
         record = CooldownRecord(
             member=self._member,
             outcome=cooled.outcome,
@@ -549,7 +550,7 @@ class _MemberCooldown:
             replaced=cooled.replaced,
             seconds=cooled.seconds,
         )
-        with suppress(errors.MillraceError):  # what it came to is known without it
+        with suppress(errors.MillraceError):  # the result does not depend on the record
             store = self._store.with_retry_timeout(_REQUEST_TIMEOUT)
             commit_once(store, self._cooldown.result(self._member), record)
         return cooled

@@ -1,4 +1,4 @@
-"""End epochs with a checkpoint: what a training loop calls."""
+"""Ends of epochs for a training loop."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,14 +13,14 @@ from millrace.progress import Progress, ignore_event
 
 
 class EpochSaver:
-    """Ends the epochs of a job together with its other members. Each of them has one.
+    """Member's copy of the state, with which it ends epochs together with the other members.
 
-    Memory: one copy of the state, kept from one epoch to the next.
+    Memory: one copy of the state, which is reused by later epochs.
 
     Args:
-        membership: Of the job, entered; None where there is nowhere to save to.
-        settings: How.
-        progress: As `cool_down` tells.
+        membership: Entered membership of the job; None if the member has no destination.
+        settings: Settings of the end of an epoch.
+        progress: Receives the events of `cool_down`.
     """
 
     def __init__(
@@ -48,20 +48,21 @@ class EpochSaver:
         notes: Mapping[str, str] | None = None,
         seed: int | None = None,
     ) -> EpochResult:
-        """Copy the state, and end the epoch with it; an upload still under way is waited for.
+        """Copy the state, and end the epoch with the copy. An earlier upload is awaited first.
 
         Args:
-            state: As of `Saver.save`; the same on all members.
-            epoch: The epoch that ends.
-            step: Of the training.
-            run: Which run of the job this is; the same on all members.
-            position: Where the data goes on; the same on all members.
+            state: State as for `Saver.save`, the same on all members.
+            epoch: Number of the epoch.
+            step: Step of the training.
+            run: Name of the run, the same on all members.
+            position: Position in the data at which training continues, the same on all members.
             notes: Free text.
-            seed: From which the order of the checkpointers follows.
+            seed: Seed of the order of the checkpointers.
 
         Raises:
-            ConfigurationError: Something in the state cannot be saved; its path is named.
-            UnavailableError, DeniedError: The store does not answer, or not to us.
+            ConfigurationError: A value cannot be saved. The message has its path.
+            UnavailableError: The store does not answer.
+            DeniedError: The credentials may not write to the job.
         """
         self.wait()
         content = self._memory.snapshot(state, self._settings.save.part_bytes).make_content(step)
@@ -80,13 +81,13 @@ class EpochSaver:
         return self._last
 
     def wait(self) -> EpochResult | None:
-        """Wait for what goes on in the background; what the last epoch came to."""
+        """Wait for the upload in the background, and return the result of the last epoch."""
         if self._last is not None and self._last.rest is not None:
             self._last = self._last.rest.result()
         return self._last
 
     def cancel(self) -> None:
-        """Break off what is under way, from another thread. Nothing can be saved afterwards."""
+        """Stop the current save from another thread. No later save is possible."""
         self._cancel.set()
 
     def __enter__(self) -> Self:
@@ -95,7 +96,7 @@ class EpochSaver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.cancel()
-            with suppress(Exception):  # what was raised in the block says more
+            with suppress(Exception):  # the error of the block is more important
                 self.wait()
         else:
             self.wait()

@@ -1,11 +1,11 @@
-"""A member with its checkpoint on disk: what trains has saved it there, and this ends epochs."""
+"""Member that ends an epoch with a checkpoint that training has saved on its disk."""
 
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.checkpoints.contents import content_of
+from millrace.checkpoints.contents import open_content
 from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.find import find_newest, read_checkpoint
@@ -25,11 +25,11 @@ class SavedSource(StoreSettings):
     )
 
     def open(self) -> tuple[Store, Checkpoint]:
-        """Open the store, and read the checkpoint's metadata but none of its files.
+        """Open the store, and read the checkpoint's metadata. The files are not read.
 
         Raises:
-            NotFoundError: There is none.
-            CorruptError: Its metadata cannot be read.
+            NotFoundError: There is no such checkpoint.
+            CorruptError: The metadata cannot be read.
         """
         store = open_store(self.store, make_folder=False)
         if self.step is not None:
@@ -71,26 +71,26 @@ class MemberSettings(BaseModel):
 def end_epoch(
     settings: MemberSettings, member: str, *, progress: Progress = ignore_event
 ) -> EpochResult:
-    """End an epoch, as one of its members, with what this member has on its disk.
+    """End an epoch as one of its members, with a saved checkpoint.
 
     Every file is verified when it is read.
 
     Args:
-        settings: The same on all members.
-        member: This one's name: no other has it.
-        progress: As `cool_down` tells.
+        settings: Settings, the same on all members.
+        member: Name of this member, unique among the members.
+        progress: Receives the events of `cool_down`.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConflictError: A member of this name lives.
-        UnavailableError: The others are not there, or the store does not answer.
+        ConflictError: Another live member has this name.
+        UnavailableError: Other members are missing, or the store does not answer.
     """
     source, checkpoint = settings.source.open()
     with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
         one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
         cooled = cool_down(
             one,
-            content_of(source, checkpoint),
+            open_content(source, checkpoint),
             epoch=settings.epoch,
             run=checkpoint.run,
             position=checkpoint.position,

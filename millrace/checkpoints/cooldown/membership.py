@@ -1,7 +1,8 @@
-"""Members of a job: leases tell who lives, and each member's records tell what it has.
+"""Members of a job: their leases, the roster of an epoch, and the members' votes.
 
-Who takes part in the end of an epoch is the roster. Records that cannot be read, or that are not
-what their names say, count as if they were not there: damage and junk raise no error here.
+A lease shows that a member lives. The roster lists the members that take part in the end of an
+epoch. Records that cannot be read, or that do not match their keys, count as missing. They raise no
+error.
 """
 
 import secrets
@@ -16,13 +17,9 @@ from typing import Self, TypeVar
 from millrace import errors
 from millrace.checkpoints.find import read_checkpoint
 from millrace.digest import compute_sha256
-from millrace.keys import (
-    CheckpointKeys,
-    CooldownKeys,
-    check_member_name,
-    member_lease,
-    member_scope,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.members import check_member_name, make_member_lease, make_member_scope
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import (
@@ -40,25 +37,26 @@ R = TypeVar("R", Vote, CooldownRecord, LateVote)
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds
-_OWNER_TIMEOUT = timedelta(hours=2)  # that members wait for their owner to write the roster
+_OWNER_TIMEOUT = timedelta(hours=2)  # longest wait of members for their owner's roster
 _CONCURRENCY = 8  # requests
 _MAX_MEMBERS = 4096  # members of a roster
 
 
 class Membership:
-    """A member of a job, from entering the context to leaving it: a lease and its heartbeat.
+    """Membership in a job, as a context: a lease and its heartbeat.
 
-    Who leaves is withdrawn; who is killed is dead once nothing was heard of it for ``ttl``.
+    The end of the context ends the membership. A killed member counts as dead after ``ttl`` without
+    a heartbeat.
 
     Args:
         store: Store that the member writes to.
         job: Name of the job.
-        member: Name that no other member has; the same after a restart.
+        member: Name of the member, unique in the job, and the same after a restart.
         ttl: Time without a heartbeat after which a member counts as dead; at least 3 seconds.
-        reads: Store that reads the whole job, where the credentials of ``store`` reach the
-            member's own prefixes only. Then the owner of the job writes rosters, checkpoints and
-            epochs, from what the members have written (`millrace.checkpoints.watch_epoch_end`).
-            Left out, the members write them.
+        reads: Store that can read the whole job, for a confined member: the credentials of
+            ``store`` allow only the member's own prefixes. Then the owner of the job commits
+            rosters, checkpoints and epochs (`millrace.checkpoints.watch_epoch_end`). By default
+            the members commit them.
 
     Attributes:
         confined: Whether the member writes below its own prefixes only.
@@ -75,19 +73,19 @@ class Membership:
     ) -> None:
         self.store, self.job, self.member, self.ttl = store, job, member, ttl
         self.reads, self.confined = reads or store, reads is not None
-        self._keys = member_lease(job, member)
+        self._keys = make_member_lease(job, member)
         self._stack = ExitStack()
         self.holder = Holder.this_process()
 
     def __enter__(self) -> Self:
-        """Take the lease; wait for that of a dead member of this name to end.
+        """Acquire the lease. The lease of a dead member with the same name must end first.
 
         Raises:
-            ConflictError: A member of this name lives.
-            DeniedError: The credentials may not write here.
+            ConflictError: A live member has the same name.
+            DeniedError: The credentials may not write to the job.
         """
         with ExitStack() as stack:
-            scope = member_scope(self.job, self.member)
+            scope = make_member_scope(self.job, self.member)
             self.clock = StoreClock.read(self.store, scope, self.holder)
             self.census = make_census(self.reads, self.job, self.clock)
             lease = self._acquire_lease()
@@ -99,18 +97,17 @@ class Membership:
         self._stack.close()
 
     def wait_for_members(self, members: int, epoch: int, timeout: timedelta) -> None:
-        """Wait until so many members are there, this one among them.
+        """Wait until a number of members live, this one included.
 
-        Once somebody has seen them and written down who ends the epoch, nobody waits any more:
-        some may be dead by then.
+        The wait also ends when the epoch has a roster, since members of it may be dead by then.
 
         Args:
-            members: How many.
-            epoch: The epoch that they are to end.
-            timeout: For how long.
+            members: Number of members.
+            epoch: Number of the epoch that the members end.
+            timeout: Longest wait.
 
         Raises:
-            UnavailableError: They are not.
+            UnavailableError: Members are missing after the wait.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         roster = CooldownKeys(self.job, epoch).roster
@@ -119,8 +116,8 @@ class Membership:
         ):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
-                    f"{there} of {members} members of {self.job} are there after "
-                    f"{timeout.total_seconds():g} s: start the others, or ask for fewer."
+                    f"{there} of {members} members of {self.job} live after "
+                    f"{timeout.total_seconds():g} s: start the others, or wait for fewer."
                 )
             time.sleep(_POLL_INTERVAL)
 
@@ -128,15 +125,15 @@ class Membership:
         got = await_lease(self.store, self._keys, self.holder, self.ttl, self.clock)
         if isinstance(got, HeldLease):
             raise errors.ConflictError(
-                f"{self.member} of {self.job} lives, on {got.holder.host} in process "
-                f"{got.holder.pid}: give this one another name."
+                f"The member {self.member} of {self.job} already lives, on {got.holder.host} in "
+                f"process {got.holder.pid}: give this member another name."
             )
         return got
 
 
 def make_census(store: Store, job: str, clock: StoreClock) -> Census:
     """Return the census of a job's living members."""
-    return Census(store, job, _GROUP, clock, strict=False)  # one cannot stop the others
+    return Census(store, job, _GROUP, clock, strict=False)  # skips damaged records
 
 
 def obtain_roster(
@@ -146,17 +143,17 @@ def obtain_roster(
     *,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Roster:
-    """Return who takes part in the end of an epoch.
+    """Return the roster of an epoch.
 
-    The first member that asks writes down who lives. A confined member waits for the roster of its
-    owner instead. Where a roster cannot be read and members write it themselves, each member takes
-    the living for the roster.
+    The first member commits a roster of the living members. A confined member waits for its owner's
+    roster instead. If a roster is unreadable and the members are not confined, each member uses
+    the living members.
 
     Args:
-        membership: Membership of the member that asks.
+        membership: Membership of this member.
         epoch: Number of the epoch.
-        seed: Seed of the order, of 64 bits; by default one is drawn.
-        cancelled: Whether to stop waiting.
+        seed: Seed of the order, of 64 bits; by default a random one.
+        cancelled: Function that decides whether to stop the wait.
 
     Raises:
         UnavailableError: The owner has written no roster within two hours.
@@ -173,14 +170,14 @@ def obtain_roster(
         except errors.CorruptError:
             if not membership.confined:
                 return _make_living_roster(membership, epoch)
-        if find_epoch_end(store, job, epoch) is not None:  # before any member was there
+        if find_epoch_end(store, job, epoch) is not None:  # without any living member
             return _make_living_roster(membership, epoch)
         if cancelled():
-            raise errors.StoppedError(f"The end of epoch {epoch} of {job} was called off.")
+            raise errors.StoppedError(f"The end of epoch {epoch} of {job} was cancelled.")
         if time.monotonic() > deadline:
             raise errors.UnavailableError(
                 f"The owner of {job} has not begun to end epoch {epoch} within {_OWNER_TIMEOUT}: "
-                "run `cooldown` for it, with the names of its members."
+                "run the flow `cooldown` for this job, with the names of its members."
             )
         time.sleep(_POLL_INTERVAL)
     members = {*membership.census.find_holders(), membership.member}
@@ -194,16 +191,16 @@ def obtain_roster(
 def commit_roster(
     store: Store, job: str, epoch: int, members: Collection[str], seed: int | None = None
 ) -> None:
-    """Write down who takes part in the end of an epoch, unless a roster is there.
+    """Commit the roster of an epoch, unless the epoch has one.
 
     Raises:
-        CorruptError: What is there is no roster.
+        CorruptError: The existing roster cannot be read.
     """
     commit_once(store, CooldownKeys(job, epoch).roster, make_roster(job, epoch, members, seed))
 
 
 def make_roster(job: str, epoch: int, members: Collection[str], seed: int | None = None) -> Roster:
-    """Return a roster of these members, with a seed of chance where none is given."""
+    """Return a roster of some members, with a random seed by default."""
     seed = secrets.randbits(64) if seed is None else seed
     return Roster(job=job, epoch=epoch, members=tuple(sorted(members)), seed=seed)
 
@@ -212,8 +209,8 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
     """Return the roster of an epoch.
 
     Raises:
-        NotFoundError: There is none.
-        CorruptError: What is there is not the roster of this epoch.
+        NotFoundError: The epoch has no roster.
+        CorruptError: The roster is damaged, or belongs to another epoch.
     """
     key = CooldownKeys(job, epoch).roster
     found = fetch(store, key, Roster)
@@ -230,7 +227,7 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
 
 
 def _make_living_roster(membership: Membership, epoch: int) -> Roster:
-    """Return the living members as a roster: the same on all members that see the same living."""
+    """Return a roster of the living members, which is equal on members that see the same ones."""
     seed = int(compute_sha256(f"{membership.job} {epoch}".encode())[:16], 16)
     return make_roster(
         membership.job, epoch, {*membership.census.find_holders(), membership.member}, seed
@@ -238,18 +235,18 @@ def _make_living_roster(membership: Membership, epoch: int) -> Roster:
 
 
 class VoteTally:
-    """Statements of an epoch's members, each read once from below the member's own prefix.
+    """Votes and results of an epoch's members, each read once below the member's own prefix.
 
-    A record that cannot be read, or names another member, is a vote for nothing, or a failure. Only
-    members of the roster are heard: no listing is made, so that names of others cost nothing.
+    An unreadable record, or one that names another member, counts as a vote for no content, or as a
+    failure. Only members of the roster are read. There is no listing, so other keys cost nothing.
 
     Args:
         store: Store that the job is read from.
         keys: Keys of the epoch's end.
 
     Attributes:
-        claims: Content that each member states.
-        late: Votes to go on without a checkpoint.
+        claims: Vote of each member for a content.
+        late: Vote of each member to go on without a checkpoint.
         ended: Result of each member.
     """
 
@@ -262,7 +259,7 @@ class VoteTally:
     def read_new(
         self, members: Collection[str], *, results: bool = True, late: bool = False
     ) -> None:
-        """Read what is new. One GET for each record that was not there before.
+        """Read new records. One GET for each record that was missing before.
 
         Args:
             members: Names of the roster.
@@ -298,7 +295,7 @@ class VoteTally:
         return self._read_record(self._keys.late(member), unread)
 
     def list_voters(self, members: Collection[str], living: Collection[str]) -> set[str]:
-        """Return the members whose votes decide: those that live, and those that have voted."""
+        """Return the members that count for a majority: those that live or have voted."""
         return set(members) & (set(living) | self.claims.keys())
 
     def find_favourite(self) -> tuple[Vote | None, int]:
@@ -310,12 +307,12 @@ class VoteTally:
         return next(claim for claim in self.claims.values() if claim.agreement_key == said), count
 
     def find_majority(self, members: Collection[str], living: Collection[str]) -> Vote | None:
-        """Return the statement of more than half of the members; None if there is no such one."""
+        """Return the vote of more than half of the members; None without such a majority."""
         favourite, count = self.find_favourite()
         return favourite if 2 * count > len(self.list_voters(members, living)) else None
 
     def has_late_majority(self, members: Collection[str], living: Collection[str]) -> bool:
-        """Decide whether most of the members that still live and work vote to go on without."""
+        """Decide whether most members that live and work voted to go on without a checkpoint."""
         working = (set(members) & set(living)) - self.ended.keys()
         late = working & self.late.keys()
         return 2 * len(late) > len(working)
@@ -336,11 +333,11 @@ def _select_found(names: Collection[str], records: Iterable[R | None]) -> dict[s
 
 
 def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
-    """Return the record of an epoch's end. Its checkpoint is not looked for.
+    """Return the record of an epoch's end, without a check of its checkpoint.
 
     Raises:
-        NotFoundError: There is none.
-        CorruptError: What is there is no record of this epoch's end.
+        NotFoundError: There is no record.
+        CorruptError: The record is damaged, or belongs to another epoch.
     """
     key = CheckpointKeys(job).epoch(epoch)
     found = fetch(store, key, EpochRecord)
@@ -352,9 +349,9 @@ def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
 
 
 def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
-    """Return the record that has ended an epoch; None if none has.
+    """Return the valid record of an epoch's end, or None.
 
-    A record that cannot be read, or names a checkpoint that is not there, has ended nothing.
+    A record is not valid if it cannot be read, or names a checkpoint that does not exist.
     """
     try:
         found = read_epoch(store, job, epoch)
@@ -374,10 +371,10 @@ def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
 
 
 def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:
-    """Commit the end of an epoch; return the record that has ended it.
+    """Commit the end of an epoch, and return the valid record of its end.
 
-    Where a record stands that has ended nothing, this one counts without being committed: every
-    reader can derive it from the checkpoint and the votes.
+    If an invalid record exists, the new record counts without a commit, since every reader can
+    derive it from the checkpoint and the votes.
     """
     try:
         commit = commit_once(store, CheckpointKeys(record.job).epoch(record.epoch), record)
@@ -387,10 +384,10 @@ def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:
 
 
 def derive_epoch(store: Store, job: str, epoch: int) -> EpochRecord | None:
-    """Return how an epoch has ended, by the votes of its members; None if it has not.
+    """Derive the end of an epoch from the members' votes, for epochs with a damaged record.
 
-    It has ended with the content that more than half of the roster state, once its checkpoint is
-    committed. For epochs whose own record is damaged.
+    The epoch has ended if more than half of the roster voted for one content, and its checkpoint is
+    committed. Otherwise the result is None.
     """
     try:
         roster = read_roster(store, job, epoch)

@@ -1,7 +1,7 @@
 """Members on the nodes of a Ray cluster, each with the checkpoint on its own disk.
 
-The bucket's credentials travel to the nodes over Ray: give some that are for the job's prefix, and
-a cluster that asks for its token.
+Ray sends the bucket's credentials to the nodes. Use credentials for the job's prefix only, and a
+cluster with token authentication.
 """
 
 import os
@@ -14,11 +14,11 @@ from millrace.checkpoints.cooldown.member import MemberSettings, end_epoch
 
 
 class RayMembers:
-    """Members that were started.
+    """Members on the nodes of a cluster.
 
     Attributes:
-        names: Of those that have a checkpoint.
-        without: Why the other nodes are none.
+        names: Names of the nodes that have the checkpoint.
+        without: Sentence for each other node, with the reason.
     """
 
     def __init__(self, names: list[str], without: dict[str, str]) -> None:
@@ -30,19 +30,19 @@ class RayMembers:
 def run_members_on_ray(
     settings: MemberSettings, address: str | None = None
 ) -> Generator[RayMembers]:
-    """Have every living node that has the checkpoint end the epoch; wait for them at the end.
+    """Start a member on every node that has the checkpoint, and wait for all at the end.
 
     Args:
-        settings: For all of them. The source's URL may name variables of a node's environment
-            (``file:///$SCRATCH/checkpoints``).
-        address: Of the cluster.
+        settings: Settings of all members. The source's URL may have variables of a node's
+            environment (``file:///$SCRATCH/checkpoints``).
+        address: Address of the cluster.
 
     Yields:
-        The members. When the block has ended, ``faults`` has what went wrong on which node.
+        The members. After the block, ``faults`` has the errors by node.
 
     Raises:
-        ConfigurationError: There is no cluster.
-        NotFoundError: No node has such a checkpoint.
+        ConfigurationError: There is no such cluster.
+        NotFoundError: No node has the checkpoint.
     """
     with cluster.connect(address) as ray:
         nodes = {
@@ -76,7 +76,7 @@ def run_members_on_ray(
 
 
 def _await_result(ray: Any, asked: Any) -> str:
-    """Return the result of a task, or the reason why it failed."""
+    """Wait for a task, and return the reason of its failure; empty after a success."""
     try:
         return str(ray.get(asked))
     except Exception as error:  # noqa: BLE001 - a node that fails is a member less
@@ -84,14 +84,14 @@ def _await_result(ray: Any, asked: Any) -> str:
 
 
 def _expand_variables(settings: MemberSettings) -> MemberSettings:
-    """Return the settings with the variables of this node filled into the source's URL."""
+    """Return the settings, with this node's variables expanded in the source's URL."""
     source = settings.source
     url = os.path.expandvars(source.url)
     return settings.model_copy(update={"source": source.model_copy(update={"url": url})})
 
 
 def _explain_missing(settings: MemberSettings) -> str:
-    """Return the reason why there is no checkpoint on this node; empty if there is one."""
+    """Return the reason why this node has no checkpoint; empty if it has one."""
     try:
         _expand_variables(settings).source.open()
     except errors.MillraceError as error:
@@ -100,6 +100,6 @@ def _explain_missing(settings: MemberSettings) -> str:
 
 
 def _end_epoch(settings: MemberSettings, name: str) -> str:
-    """End the epoch as a member; empty, as the bucket says what came of it."""
+    """End the epoch as a member. The result is in the bucket, so the return value is empty."""
     end_epoch(_expand_variables(settings), name)
     return ""

@@ -1,9 +1,9 @@
-"""Several upload one checkpoint: each its own share first, then what is still missing.
+"""Upload of one checkpoint by several members: first a share each, then the missing files.
 
-Files stand under their digests and are created once, so that whoever helps does no harm: two that
-race are as quick as their links together, and one that stalls holds nobody up. What another has
-uploaded is verified before it counts. A file that is not what its name says is uploaded again: over
-it where members share one prefix, else below this member's own.
+Each file is created once under its digest, so duplicate uploads do no harm. Two members upload as
+fast as their links together, and a stalled member does not delay the others. Files of other members
+are verified. A file that does not match its digest is uploaded again. It is replaced if the members
+share one prefix, and otherwise created below this member's own prefix.
 """
 
 import threading
@@ -20,25 +20,26 @@ _CHECK_THREADS = 2
 
 
 class SharedUpload:
-    """One member's part in the upload of a checkpoint.
+    """Upload of a checkpoint from the side of one member.
 
     Args:
         store: Store that files are uploaded to.
         content: Files of the checkpoint.
-        key_of: Key that this member uploads a file to, by its step and its digest.
-        reads: Store that others' files are read from.
-        uploads: Files that are uploaded at once.
-        check: How others' files are verified.
-        news: Called from other threads when it is complete, or has failed.
-        progress: Told of each file that was sent, from other threads, one at a time:
-            ``checkpoint.part`` with ``bytes`` and ``sent``, as of `Saver`.
+        make_key: Function that returns this member's key for a file, from the file's step and
+            digest.
+        reads: Store from which files of other members are read.
+        uploads: Number of files that are uploaded at once.
+        check: Depth of the verification of other members' files.
+        news: Function that other threads call when the upload is complete or has failed.
+        progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each sent file. Calls
+            come from other threads, one at a time.
     """
 
     def __init__(
         self,
         store: Store,
         content: Content,
-        key_of: Callable[[int, str], str],
+        make_key: Callable[[int, str], str],
         *,
         reads: Store,
         uploads: int,
@@ -46,7 +47,7 @@ class SharedUpload:
         news: Callable[[], None],
         progress: Progress = ignore_event,
     ) -> None:
-        self._store, self._content, self._key_of = store, content, key_of
+        self._store, self._content, self._make_key = store, content, make_key
         self._reads = reads
         self._uploads, self._check, self._news = uploads, check, news
         self._progress, self._telling = progress, threading.Lock()
@@ -56,7 +57,7 @@ class SharedUpload:
             self._numbers.setdefault(part.sha256, number)
         self._mine = deque[str]()
         self._others = deque[str]()
-        self._there: dict[str, str] = {}  # digests, and where each was found
+        self._there: dict[str, str] = {}  # keys of found files by their digests
         self._unchecked = deque[str]()
         self._good: set[str] = set()
         self._sending = 0
@@ -68,49 +69,53 @@ class SharedUpload:
 
     @property
     def has_begun(self) -> bool:
-        """True if this member uploads."""
+        """True if this member has begun to upload."""
         return bool(self._threads)
 
     @property
     def is_complete(self) -> bool:
-        """True if every file is there, and is right."""
+        """True if every file is uploaded and verified."""
         with self._changed:
             return len(self._good) == len(self._numbers)
 
-    def start(self, rank: int, racers: int) -> None:
-        """Upload: first every so-manieth file, then what others have not.
+    def start(self, rank: int, uploaders: int) -> None:
+        """Begin to upload: first this member's share, then the missing files of the others.
 
         Args:
-            rank: This member's place among those who upload, from 0.
-            racers: How many they are.
+            rank: Index of this member among the uploading ones, from 0.
+            uploaders: Number of uploading members. A share is every ``uploaders``-th file.
         """
         digests = list(self._numbers)
-        self._mine.extend(digests[rank % racers :: racers])
+        self._mine.extend(digests[rank % uploaders :: uploaders])
         mine = set(self._mine)
-        # From the end, where whoever has them as a share comes last.
+        # In reverse order, as the members with these shares upload the last files last.
         self._others.extend(digest for digest in reversed(digests) if digest not in mine)
         jobs = [self._upload_all] * self._uploads + [self._check_all] * _CHECK_THREADS
         for job in jobs:
-            thread = threading.Thread(target=self._run, args=(job,), name="race", daemon=True)
+            thread = threading.Thread(target=self._run, args=(job,), name="upload", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def note_files(self, found: Iterable[tuple[str, str]]) -> None:
-        """Take note of files that are there, as pairs of their digest and their key."""
+        """Add files that exist in the store.
+
+        Args:
+            found: Pairs of a digest and a key.
+        """
         with self._changed:
             for digest, key in found:
                 if digest in self._numbers:
                     self._note_existing(digest, key)
 
     def stop(self) -> None:
-        """Break off what is under way, and wait for it to end."""
+        """Stop all threads, and wait for their end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
-    # -- in threads of its own
+    # -- in other threads
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
@@ -120,7 +125,7 @@ class SharedUpload:
         except errors.MillraceError as error:
             self._fail(error)
         except BaseException as error:
-            self._fail(errors.MillraceError(f"The upload broke off: {errors.format_error(error)}"))
+            self._fail(errors.MillraceError(f"The upload failed: {errors.format_error(error)}"))
             raise
 
     def _fail(self, error: errors.MillraceError) -> None:
@@ -143,13 +148,13 @@ class SharedUpload:
 
     def _upload(self, digest: str) -> None:
         number = self._numbers[digest]
-        key = self._key_of(self._content.parts[number].step, digest)
+        key = self._make_key(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
             create(self._store, key, body, sha256=digest, is_stopped=self._is_stopped)
         except errors.ExistsError:
             with self._changed:
-                self._note_existing(digest, key)  # by another, or by a try whose answer was lost
+                self._note_existing(digest, key)  # from another member or a lost answer
             return
         with self._changed:
             self._there[digest] = key
@@ -161,11 +166,11 @@ class SharedUpload:
             )
 
     def _pick_upload(self) -> str | None:
-        """Return a file of this member's share; one of another's, once all of that was sent."""
+        """Return the next file of this member's share, and after its end of the others' shares."""
         with self._changed:
             while not self._stopped:
                 if not self._mine and self._sending and not self._helping:
-                    self._changed.wait()  # the link is in use, and others have theirs
+                    self._changed.wait()  # this member's link is busy
                     continue
                 self._helping = not self._mine
                 waiting = self._others if self._helping else self._mine
@@ -193,10 +198,10 @@ class SharedUpload:
     def _check_one(self, digest: str) -> None:
         number = self._numbers[digest]
         part = self._content.parts[number]
-        own, key = self._key_of(part.step, digest), self._there[digest]
+        own, key = self._make_key(part.step, digest), self._there[digest]
         wanted = digest if self._check is VerifyDepth.DIGESTS else None
         if wanted is not None and fetch_stored_sha256(self._reads, key) == digest:
-            wanted = None  # the store has verified it
+            wanted = None  # the store keeps the same digest
         damage = describe_difference(
             self._reads, key, part.size, wanted, is_stopped=self._is_stopped
         )

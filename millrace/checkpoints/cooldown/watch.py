@@ -1,4 +1,4 @@
-"""Watch the end of an epoch from outside: who took part, and what it came to for each."""
+"""Observation of an epoch's end: its members and their results."""
 
 import time
 from collections.abc import Collection
@@ -17,7 +17,8 @@ from millrace.checkpoints.cooldown.membership import (
     read_roster,
 )
 from millrace.checkpoints.find import read_checkpoint
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster
@@ -28,15 +29,15 @@ _POLL_INTERVAL = 1.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class EpochStatus:
-    """The end of an epoch, as it is seen from outside.
+    """Status of an epoch's end.
 
     Attributes:
-        epoch: What moved it on; None if nothing did.
-        checkpoint: What it ended with, if it did with one.
-        members: Who took part; empty before the first was there.
-        living: Those of them that live, and are not through.
-        ended: What it came to for those that are.
-        seconds: How long it was watched.
+        epoch: Record that ended the epoch; None if it has not ended.
+        checkpoint: Checkpoint that the epoch ended with; None if there is none.
+        members: Members of the roster; empty without a roster.
+        living: Members that live and have no result yet.
+        ended: Results of the other members.
+        seconds: Duration of the observation.
     """
 
     epoch: EpochRecord | None
@@ -57,24 +58,25 @@ def watch_epoch_end(
     clock: StoreClock | None = None,
     progress: Progress = ignore_event,
 ) -> EpochStatus:
-    """Wait until an epoch has ended, and its members are through.
+    """Wait until an epoch has ended and its members have results.
 
-    If all of them died after the checkpoint was committed and before the epoch was, this commits
-    it: the content is the one that most of them claimed.
+    If all members died between the commits of the checkpoint and of the epoch, this function
+    commits the epoch, with the content that most members voted for.
 
-    With ``members``, this is the owner of a job whose members write below their own prefixes only:
-    it writes the roster, copies and verifies what they upload, and commits the checkpoint and the
-    epoch. An epoch that has not ended when ``timeout`` is over goes on without a checkpoint.
+    With ``members``, the caller is the owner of a job with confined members. The function then
+    commits the roster, copies and verifies uploads, and commits the checkpoint and the epoch. After
+    ``timeout`` it ends the epoch without a checkpoint.
 
     Args:
-        store: Where the members meet.
-        job: Which job.
-        epoch: Which epoch.
-        timeout: For how long.
-        members: Names of members that this commits for; of them the living take part.
-        clock: The store's, by which the living are told from the dead; by default this machine's.
-        progress: Told ``cooldown.progress`` with ``bytes`` that are there ``of`` all, and
-            ``members`` that are through.
+        store: Store that all members share.
+        job: Name of the job.
+        epoch: Number of the epoch.
+        timeout: Longest wait.
+        members: Names of the confined members. Those that live take part.
+        clock: Clock of the store, which decides whether a member lives; by default that of this
+            machine.
+        progress: Receives ``cooldown.progress`` with the uploaded ``bytes`` ``of`` all bytes, and
+            the number of ``members`` with results.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -106,11 +108,11 @@ class _EpochWatcher:
         self._roster: Roster | None = None
 
     def poll(self, seconds: float, *, last: bool = False) -> EpochStatus:
-        """Look once, and commit what can be committed.
+        """Read the state of the epoch once, and commit as much as is possible.
 
         Args:
-            seconds: Seconds since the first look.
-            last: Whether no other look follows.
+            seconds: Seconds since the first poll.
+            last: Whether this is the last poll.
         """
         held = frozenset(self._census.find_holders())
         members = self._list_members(held)
@@ -133,7 +135,7 @@ class _EpochWatcher:
         )
 
     def measure_progress(self) -> tuple[int, int]:
-        """Bytes of the files that are there, and of all."""
+        """Return the bytes of the uploaded files, and those of all files."""
         claim, _ = self._heard.find_favourite()
         if claim is None:
             return 0, 0
@@ -141,7 +143,7 @@ class _EpochWatcher:
         return min(claim.size, sum(stat.size for stat in stats)), claim.size
 
     def delete_uploads(self) -> None:
-        """Remove what members have uploaded for this to copy."""
+        """Delete the uploads of confined members."""
         if self._collector is not None and self._roster is not None:
             self._collector.delete_uploads(self._roster)
 
@@ -169,12 +171,12 @@ class _EpochWatcher:
                 collector.finish_checkpoint(self._roster, self._heard, living)
         if epoch is None and last:
             epoch = collector.end_without_checkpoint(
-                "it had not ended when the owner's time was over"
+                "it had not ended within the owner's time limit"
             )
         return epoch
 
     def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
-        """End the epoch for its dead members, if they have committed the checkpoint."""
+        """End the epoch for its dead members, if its checkpoint is committed."""
         said = self._heard.find_majority(members, members)
         job, number = self._keys.job, self._cooldown.epoch
         if said is None or not has_checkpoint(self._store, job, said.step, said.root):

@@ -27,12 +27,12 @@ def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = Tr
     """Open the destination at a URL. Nothing is sent.
 
     Args:
-        place: The URL of a store, ``hf://owner/name``, ``hf://owner/name@branch``, or what says
-            more of either.
-        make_folder: Make the folder of a ``file://`` URL, if it is not there.
+        place: URL of a store, ``hf://owner/name``, ``hf://owner/name@branch``, or the settings of a
+            store or a repository.
+        make_folder: Make the folder of a ``file://`` URL if it is missing.
 
     Raises:
-        ConfigurationError: It names neither, or the Hub's library is not installed.
+        ConfigurationError: The URL is invalid, or the Hub's library is not installed.
     """
     if isinstance(place, StoreSpec):
         return StoreDestination(open_store(place, make_folder=make_folder))
@@ -43,6 +43,6 @@ def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = Tr
         from millrace.checkpoints.destinations.hub import HubDestination  # noqa: PLC0415
     except ImportError:
         raise ConfigurationError(
-            "The Hugging Face Hub takes its own library: pip install 'millrace[hub]'."
+            "The library of the Hugging Face Hub is not installed: run pip install 'millrace[hub]'."
         ) from None
     return HubDestination(HubSpec.parse(place) if isinstance(place, str) else place)

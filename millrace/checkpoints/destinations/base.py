@@ -15,11 +15,11 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store
 
 SAMPLE_SIZE = 4 << 20
-"""Bytes of the sample of `Destination.try_save`."""
+"""Size in bytes of the sample that `Destination.try_save` uploads."""
 
 
 class Destination(Protocol):
-    """A place for checkpoints. What is there is found by listing, and committed once."""
+    """Destination of checkpoints. A listing finds them, and each is committed once."""
 
     @property
     def url(self) -> str:
@@ -32,43 +32,43 @@ class Destination(Protocol):
         ...
 
     def try_save(self, job: str, *, timeout: timedelta) -> float:
-        """Do what a save does with a sample, and leave nothing behind.
+        """Make the requests of a save with a sample, and leave no object.
 
         Args:
-            job: Job of the checkpoints.
-            timeout: Longest time that each request is tried.
+            job: Name of the job.
+            timeout: Limit on the time for retries of each request.
 
         Returns:
-            Bytes a second of the upload.
+            Rate of the upload in bytes per second.
 
         Raises:
-            ReadOnlyError: The credentials may list, and not write, overwrite or delete.
+            ReadOnlyError: The credentials may list, but not write, overwrite or delete.
             DeniedError, NotFoundError, UnavailableError: A request fails.
-            CorruptError: Other bytes are read than were written.
+            CorruptError: The destination returns other bytes than were written.
         """
         ...
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
-        """Return the complete checkpoints of a job, newest first. Their files are not looked at."""
+        """Yield the complete checkpoints of a job, newest first. The files are not read."""
         ...
 
     def read_checkpoint(self, job: str, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
 
         Raises:
-            NotFoundError: There is none that is complete.
-            CorruptError: What is there is not the checkpoint of this job and step.
+            NotFoundError: There is no complete checkpoint of this step.
+            CorruptError: The metadata is damaged, or belongs to another job or step.
         """
         ...
 
     def open_content(self, checkpoint: Checkpoint) -> Content:
-        """Return the content of a checkpoint; its files are verified when they are read."""
+        """Return the content of a checkpoint. Each file is verified when it is read."""
         ...
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
     ) -> dict[str, str]:
-        """Return the damage of a checkpoint: a sentence by the digest of each file at fault."""
+        """Return a sentence about the damage of each damaged file, by the file's digest."""
         ...
 
     def publish(
@@ -80,29 +80,29 @@ class Destination(Protocol):
         uploads: int = 4,
         progress: Progress = ignore_event,
     ) -> Checkpoint:
-        """Bring a checkpoint here, and commit it once, under the same step.
+        """Upload a checkpoint to this destination, and commit it under the same step.
 
-        What is here already is not sent again. Killed at any time, the next call goes on; of
-        several callers one commits, and all return what it has committed.
+        Files that the destination has are not sent again. After a kill, another call continues. Of
+        several callers one commits, and all return the committed checkpoint.
 
         Args:
-            checkpoint: Which.
-            content: Its files, wherever they are.
-            job: Whose it is here.
-            uploads: Files that are uploaded at once; each takes its size in memory.
-            progress: Told of each file: ``checkpoint.part``, and at the end ``checkpoint.saved``.
+            checkpoint: Metadata of the checkpoint.
+            content: Files of the checkpoint.
+            job: Name of the job at this destination.
+            uploads: Number of files that are uploaded at once. Each needs its size in memory.
+            progress: Receives ``checkpoint.part`` for each file, then ``checkpoint.saved``.
 
         Raises:
-            CorruptError: A file is not the bytes that were saved: nothing was committed.
-            ConflictError: Another checkpoint of this step is here.
-            UnavailableError, DeniedError: The place fails, or refuses.
+            CorruptError: A file has other bytes than were saved. Nothing was committed.
+            ConflictError: The destination has another checkpoint of this step.
+            UnavailableError, DeniedError: The destination does not answer, or refuses.
         """
         ...
 
 
 @contextmanager
 def mark_read_only() -> Generator[None]:
-    """Raise a `ReadOnlyError` where credentials that may list are refused."""
+    """Raise `ReadOnlyError` for refused credentials, after a listing has succeeded."""
     try:
         yield
     except DeniedError as error:
@@ -113,12 +113,12 @@ def check_sample(url: str, body: bytes, written: bytes) -> None:
     """Check that a destination returns the bytes that were written.
 
     Raises:
-        CorruptError: It returns other bytes.
+        CorruptError: The bytes differ.
     """
     if body != written:
         raise CorruptError(
-            f"{url} is not what was written a moment ago: this store is broken, or "
-            "something between here and there changes bytes or keeps old ones."
+            f"{url} does not have the bytes that were just written: the store is broken, or a "
+            "proxy changes or caches them. Use another store, or no proxy."
         )
 
 
@@ -131,19 +131,19 @@ def copy_checkpoint(
     uploads: int = 4,
     progress: Progress = ignore_event,
 ) -> Checkpoint:
-    """Copy a checkpoint from one place to another, verified on both sides. See `publish`."""
+    """Copy a checkpoint to another destination, verified on both sides. See `publish`."""
     content = source.open_content(checkpoint)
     return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferredCheckpoint:
-    """A checkpoint that was copied to a destination.
+    """Checkpoint that was copied to a destination.
 
     Attributes:
         url: URL of the destination.
-        checkpoint: The checkpoint as it was committed there.
-        sent_bytes: Bytes that this call sent; the others were there before.
+        checkpoint: Metadata that the destination has committed.
+        sent_bytes: Bytes that this call sent; the destination had the others.
         seconds: Duration of the copy.
     """
 

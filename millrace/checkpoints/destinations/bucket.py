@@ -1,4 +1,4 @@
-"""A store as a destination: a bucket, or a folder."""
+"""Bucket or folder as a destination of checkpoints."""
 
 import os
 import secrets
@@ -11,11 +11,12 @@ from datetime import timedelta
 
 from millrace import errors
 from millrace.checkpoints import find
-from millrace.checkpoints.contents import Content, content_of
+from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.find import VerifyDepth
-from millrace.keys import CheckpointKeys, write_probe_key
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, create, delete, list_objects, put, read
@@ -23,10 +24,10 @@ from millrace.storage import Store, create, delete, list_objects, put, read
 
 @dataclass(frozen=True, slots=True)
 class StoreDestination:
-    """Checkpoints in a store, each file an object under its digest.
+    """Destination in a store, with each file as an object under its digest.
 
     Attributes:
-        store: Which.
+        store: Store of the checkpoints.
     """
 
     store: Store
@@ -39,7 +40,7 @@ class StoreDestination:
     def try_save(self, job: str, *, timeout: timedelta) -> float:
         """Create, read, overwrite and delete an object under the job's prefix."""
         store = self.store.with_retry_timeout(timeout)
-        key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
+        key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
         url = store.make_url(key)
         next(list_objects(store, f"{job}/"), None)
         body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
@@ -57,8 +58,8 @@ class StoreDestination:
                 raise
             if failures := delete(store, [key]):
                 raise errors.ReadOnlyError(
-                    f"{url} could not be deleted ({failures[0].reason}): allow it, or what no "
-                    "checkpoint needs any more stays forever. Delete this object by hand."
+                    f"{url} could not be deleted ({failures[0].reason}): allow deletion, so that "
+                    "old checkpoints can be removed. Delete this object by hand."
                 )
         return rate
 
@@ -72,7 +73,7 @@ class StoreDestination:
 
     def open_content(self, checkpoint: Checkpoint) -> Content:
         """Return the content of a checkpoint."""
-        return content_of(self.store, checkpoint)
+        return open_content(self.store, checkpoint)
 
     def verify(
         self, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS

@@ -1,9 +1,9 @@
-"""The Hugging Face Hub as a destination: a repository of models, a checkpoint one commit.
+"""Repository of the Hugging Face Hub as a destination, with one commit per checkpoint.
 
-Files and metadata appear together or not at all, under the same names as in a bucket, so that a
-snapshot of the repository is a folder that `load` reads. A commit names its parent and is refused
-when that is not the head any more: the Hub's create-if-absent. Whoever was refused looks again.
-Files that are there are not uploaded again: the Hub keeps them by their SHA-256.
+A commit adds the files and the metadata together, under the same names as in a bucket. So `load`
+reads a snapshot of the repository as a folder. A commit names its parent, and the Hub refuses the
+commit if another one came first. The destination then reads the new head and tries again. The Hub
+keeps files under their SHA-256, so files that it has are not uploaded again.
 """
 
 import os
@@ -33,7 +33,8 @@ from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, ma
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.digest import compute_sha256
-from millrace.keys import CheckpointKeys, write_probe_key
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, Part
@@ -45,13 +46,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
 class HubDestination:
-    """Checkpoints in a repository of the Hub.
+    """Destination in a repository of the Hub.
 
     Args:
-        spec: Which.
+        spec: Repository and token.
 
     Attributes:
-        store: None, because the Hub is no store.
+        store: None, since the Hub is not a store.
     """
 
     def __init__(self, spec: HubSpec) -> None:
@@ -96,11 +97,11 @@ class HubDestination:
             try:
                 found = self._download(key, head, part.size)
             except errors.NotFoundError:
-                raise errors.CorruptError(f"{self._url_of(key)} is missing.") from None
+                raise errors.CorruptError(f"{self._make_url(key)} is missing.") from None
             if compute_sha256(found) != part.sha256:
                 raise errors.CorruptError(
-                    f"{self._url_of(key)} is not the bytes that were saved: verify the checkpoint, "
-                    "or take the one before it."
+                    f"{self._make_url(key)} is not the bytes that were saved: verify the "
+                    "checkpoint, or load an older one."
                 )
             return memoryview(found)
 
@@ -118,9 +119,9 @@ class HubDestination:
             key = keys.part(part.step, part.sha256)
             entry = there.get(key)
             if entry is None:
-                damage[part.sha256] = f"{self._url_of(key)} is missing."
+                damage[part.sha256] = f"{self._make_url(key)} is missing."
             elif (entry.size, entry.lfs and entry.lfs.sha256) != (part.size, part.sha256):
-                damage[part.sha256] = f"{self._url_of(key)} is another file than was committed."
+                damage[part.sha256] = f"{self._make_url(key)} has other bytes than were committed."
             elif check is VerifyDepth.DIGESTS:
                 try:
                     whole.body(number)
@@ -149,7 +150,7 @@ class HubDestination:
             head = self._read_head()
             with suppress(errors.NotFoundError):
                 there = self._read_checkpoint(job, checkpoint.step, head)
-                return check_content(self._url_of(key), there, content.root)
+                return check_content(self._make_url(key), there, content.root)
             if added is None:
                 files = self._list_files(keys.parts(checkpoint.step), head)
                 added = self._upload_files(keys, content, files, uploads, progress)
@@ -169,7 +170,7 @@ class HubDestination:
                     ),
                 )
             except (errors.ChangedError, errors.UnavailableError):
-                # Somebody else has committed something, or the answer was lost: look again.
+                # Another commit came first, or the answer was lost.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(random.uniform(0, _FIRST_PAUSE))
@@ -178,8 +179,8 @@ class HubDestination:
             return record
 
     def try_save(self, job: str, *, timeout: timedelta) -> float:
-        """Commit, read, overwrite and delete a file on a branch of its own, which is deleted."""
-        key = write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
+        """Commit, read, overwrite and delete a file on a temporary branch."""
+        key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
         hurried = HubDestination(self._spec.model_copy(update={"retry_timeout": timeout}))
         return hurried._measure_rate(key)
 
@@ -206,17 +207,17 @@ class HubDestination:
                 began = time.monotonic()
                 made = commit(CommitOperationAdd(key, body))
                 rate = len(body) / max(time.monotonic() - began, 1e-6)
-                check_sample(self._url_of(key), self._download(key, made, SAMPLE_SIZE), body)
+                check_sample(self._make_url(key), self._download(key, made, SAMPLE_SIZE), body)
                 made = commit(CommitOperationAdd(key, other))
-                check_sample(self._url_of(key), self._download(key, made, SAMPLE_SIZE), other)
+                check_sample(self._make_url(key), self._download(key, made, SAMPLE_SIZE), other)
                 commit(CommitOperationDelete(key))
             finally:
                 self._call_with_retries(key, lambda: self._api.delete_branch(repo, branch=branch))
         return rate
 
-    # -- inside
+    # -- requests
 
-    def _url_of(self, key: str) -> str:
+    def _make_url(self, key: str) -> str:
         return f"{self.url}/{key}"
 
     def _upload_files(
@@ -227,7 +228,7 @@ class HubDestination:
         uploads: int,
         progress: Progress,
     ) -> list[CommitOperationAdd]:
-        """Upload the files that are not in the commit yet; what is to be added to it."""
+        """Upload the files that the branch lacks, and return the operations of their commit."""
 
         def upload_file(number: int) -> CommitOperationAdd:
             part = content.parts[number]
@@ -254,7 +255,7 @@ class HubDestination:
 
     def _read_checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
         key = CheckpointKeys(job).metadata(step)
-        where = self._url_of(key)
+        where = self._make_url(key)
         return check_metadata(
             where,
             decode_record(where, Checkpoint, self._download(key, head, Checkpoint.record_bytes))[0],
@@ -269,7 +270,9 @@ class HubDestination:
             "", lambda: self._api.repo_info(spec.repo, revision=spec.revision)
         )
         if info.sha is None:
-            raise errors.UnavailableError(f"{self.url} does not say which commit it is at.")
+            raise errors.UnavailableError(
+                f"{self.url}: the Hub does not name the branch's commit. Try again later."
+            )
         return info.sha
 
     def _list_files(self, prefix: str, head: str) -> dict[str, RepoFile]:
@@ -291,7 +294,7 @@ class HubDestination:
 
     def _download(self, key: str, head: str, largest: int) -> bytes:
         with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
-            # To a file: the library goes on where a download broke off.
+            # The library resumes an interrupted download only into a file.
             path = self._call_with_retries(
                 key,
                 lambda: self._api.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
@@ -300,7 +303,8 @@ class HubDestination:
             )
             if (size := Path(path).stat().st_size) > largest:
                 raise errors.CorruptError(
-                    f"{self._url_of(key)} has {size:,} bytes, and may have {largest:,}."
+                    f"{self._make_url(key)} has {size:,} bytes, more than the {largest:,} that are "
+                    "expected."
                 )
             return Path(path).read_bytes()
 
@@ -308,7 +312,7 @@ class HubDestination:
         return time.monotonic() + self._spec.retry_timeout.total_seconds()
 
     def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
-        """Ask the Hub, and again while it fails for reasons that pass, with full jitter."""
+        """Make a request to the Hub, with retries of transient errors and full jitter."""
         deadline, pause = self._compute_deadline(), _FIRST_PAUSE
         while True:
             try:
@@ -321,23 +325,23 @@ class HubDestination:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _call_once(self, key: str, call: Callable[[], T]) -> T:
-        """Ask the Hub once, with our errors for its.
+        """Make a request to the Hub once, and translate its errors.
 
         Raises:
-            NotFoundError, DeniedError, ChangedError: It says so.
-            UnavailableError: It failed, and may not the next time.
-            MillraceError: It failed for another reason.
+            NotFoundError, DeniedError, ChangedError: The Hub answers with such an error.
+            UnavailableError: The error is transient.
+            MillraceError: The request failed for another reason.
         """
-        where = self._url_of(key) if key else self.url
+        where = self._make_url(key) if key else self.url
         try:
             return call()
         except EntryNotFoundError as error:
-            if not isinstance(error, LocalEntryNotFoundError):  # a download that did not begin
+            if not isinstance(error, LocalEntryNotFoundError):  # a download could not begin
                 raise errors.NotFoundError(f"There is no {where}.") from error
             raise self._translate_error(where, error.__cause__ or error) from error
         except (HfHubHTTPError, TransportError, OSError) as error:
             raise self._translate_error(where, error) from error
-        except RuntimeError as error:  # what an upload's error is wrapped in
+        except RuntimeError as error:  # the library wraps errors of uploads
             raise self._translate_error(where, error.__cause__ or error) from error
 
     def _translate_error(self, where: str, error: BaseException) -> errors.MillraceError:
@@ -353,13 +357,13 @@ class HubDestination:
         match error.response.status_code:
             case 401 | 403:
                 return errors.DeniedError(
-                    f"{where}: the Hub refuses this token. Give one that may write this repository "
-                    "(or read it, where nothing is written)."
+                    f"{where}: the Hub refuses this token. Give a token that may write this "
+                    "repository, or read it if nothing is written."
                 )
             case 404:
-                return errors.NotFoundError(f"There is no {where}, or this token may not see it.")
+                return errors.NotFoundError(f"There is no {where}, or this token may not read it.")
             case 409 | 412:
-                return errors.ChangedError(f"{where}: somebody else has committed meanwhile.")
+                return errors.ChangedError(f"{where}: another commit came first. Try again.")
             case status if status == 429 or status >= 500:
                 return self._make_unavailable_error(where, error)
             case _:
@@ -367,8 +371,8 @@ class HubDestination:
 
     def _make_unavailable_error(self, where: str, error: BaseException) -> errors.UnavailableError:
         spent = errors.UnavailableError(
-            f"{where}: the Hub does not do it ({errors.format_error(error)}). Run it again when it "
-            "answers; nothing that was committed is lost."
+            f"{where}: the Hub failed ({errors.format_error(error)}). Run it again later; nothing "
+            "that was committed is lost."
         )
         if isinstance(error, HfHubHTTPError):
             spent.status = error.response.status_code

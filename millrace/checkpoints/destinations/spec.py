@@ -1,4 +1,4 @@
-"""URL of a repository of the Hub. It is parsed without the Hub's library."""
+"""Settings of a repository of the Hub, which do not need the Hub's library."""
 
 from datetime import timedelta
 
@@ -9,17 +9,18 @@ from millrace.settings import Duration
 
 
 class HubSpec(BaseModel):
-    """Repository of the Hub, and the account's token."""
+    """Repository of the Hub, and the token of an account."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    repo: str = Field(description="The repository, as `owner/name`. It must exist.")
-    revision: str = Field(default="main", description="The branch.")
+    repo: str = Field(description="Repository, as `owner/name`. It must exist.")
+    revision: str = Field(default="main", description="Branch of the repository.")
     token: SecretStr | None = Field(
-        default=None, description="A token; left out, the environment's HF_TOKEN."
+        default=None, description="Token of an account; by default that of HF_TOKEN."
     )
     endpoint: str | None = Field(
-        default=None, description="Another address of the Hub; left out, HF_ENDPOINT or its own."
+        default=None,
+        description="URL of the Hub; by default HF_ENDPOINT, or the public Hub.",
     )
     retry_timeout: Duration = Field(
         default=timedelta(minutes=2),
@@ -31,7 +32,7 @@ class HubSpec(BaseModel):
         """Parse ``hf://owner/name`` or ``hf://owner/name@branch``.
 
         Raises:
-            ConfigurationError: It is neither.
+            ConfigurationError: The URL has another form.
         """
         repo, _, revision = url.removeprefix("hf://").partition("@")
         if not url.startswith("hf://") or repo.count("/") != 1 or not all(repo.split("/")):

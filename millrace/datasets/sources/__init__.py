@@ -27,7 +27,7 @@ from millrace.datasets.sources.table import (
     unpack_row,
 )
 from millrace.digest import compute_sha256
-from millrace.keys import DatasetKeys, make_partition_name
+from millrace.keys.datasets import DatasetKeys, make_partition_name
 from millrace.schemas.dataset import ByteRange, Partition, SampleListing, SourceRange, SourceRecord
 from millrace.schemas.sample import BadRow, Row, Sample
 from millrace.storage import Store

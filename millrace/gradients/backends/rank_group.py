@@ -1,7 +1,7 @@
-"""Collective operations of the ranks of one worker: a model that FSDP has sharded is one worker's.
+"""Collective operations of the ranks of one worker, whose model FSDP may shard.
 
-Whatever a rank does that may fail is done so that all hear of it, as a rank that goes on alone
-waits in the next collective for ever. Ranks tell each other bytes and JSON, in tensors.
+An error on one rank is raised on all of them. Otherwise the other ranks would wait in the next
+collective forever. Ranks exchange bytes and JSON as tensors.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import torch
 import torch.distributed
 
 from millrace import errors
-from millrace.checkpoints.tensor_shards import local_shard_of
+from millrace.checkpoints.tensor_shards import find_local_shard
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
 
 
 class RankGroup:
-    """The ranks of a worker; by default there is one.
+    """Group of the ranks of a worker.
 
-    Every rank makes it, and calls the same methods in the same order.
+    Every rank makes a group, and calls the same methods in the same order.
 
     Args:
-        group: Of the ranks.
+        group: Process group of the ranks; by default there is one rank.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -36,25 +36,25 @@ class RankGroup:
             self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
 
     def run_on_each(self, call: Callable[[], T]) -> T:
-        """Do something on every rank; what it came to on this one.
+        """Call a function on every rank, and return the result of this rank.
 
         Raises:
-            MillraceError: What went wrong here, or on another rank.
+            MillraceError: The function failed on any rank.
         """
         return self._exchange_results(call, lambda _: None)[0]
 
     def gather_results(self, call: Callable[[], T]) -> list[T]:
-        """Do something on every rank; what it came to on each, as JSON has it."""
+        """Call a function on every rank, and return the results of all ranks, as JSON."""
         mine, others = self._exchange_results(call, lambda value: value)
         return [orjson.loads(said)["value"] for said in others] if others else [mine]
 
     def run_on_first(self, call: Callable[[], T]) -> T:
-        """Do something on the first rank alone; what it came to, as JSON has it, on all."""
+        """Call a function on the first rank only, and return its result on all ranks, as JSON."""
         none: Callable[[], Any] = lambda: None  # noqa: E731
         return self.gather_results(call if self.rank == 0 else none)[0]
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Bring the bytes of all ranks to the first; return nothing on the others."""
+        """Return the bytes of all ranks on the first rank, and an empty list on the others."""
         if self._group is None:
             return [mine]
         sizes = self._exchange_sizes(mine)
@@ -64,12 +64,12 @@ class RankGroup:
         return [_to_bytes(one, size) for one, size in zip(room or [], sizes, strict=False)]
 
     def broadcast(self, whole: torch.Tensor | None, into: torch.Tensor, owner: int) -> None:
-        """Give every rank's tensor, or its shard of one, the values that its owner has.
+        """Copy the values of a tensor from one rank to the tensors or shards of all ranks.
 
         Args:
-            whole: All of it, float32; None but on the owner.
-            into: What is overwritten.
-            owner: The rank.
+            whole: Whole tensor in float32 on the owner; None on the other ranks.
+            into: Tensor or DTensor to overwrite.
+            owner: Rank with the values.
         """
         if self._group is not None:
             shape, device = tuple(into.shape), self._device
@@ -77,16 +77,24 @@ class RankGroup:
             distributed.broadcast(sent, group=self._group, group_src=owner)
             whole = sent
         assert whole is not None
-        piece = local_shard_of("", into)
+        piece = find_local_shard("", into)
         ends = zip(piece.start, piece.local.shape, strict=True)
         piece.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
 
-    # -- what is told
+    # -- exchanges
 
     def _exchange_results(
         self, call: Callable[[], T], of: Callable[[T], Any]
     ) -> tuple[T, list[bytes]]:
-        """Exchange the results of all ranks: JSON, or the error."""
+        """Call a function, and exchange its results or errors between all ranks.
+
+        Args:
+            call: Function to call.
+            of: Function that returns the part of a result to exchange.
+
+        Returns:
+            Result of this rank, and the JSON of all ranks.
+        """
         if self._group is None:
             return call(), []
         made: list[T] = []
@@ -94,21 +102,21 @@ class RankGroup:
         try:
             made.append(call())
             said = orjson.dumps({"value": of(made[0])})
-        except BaseException as error:  # noqa: BLE001 - raised when all have heard of it
+        except BaseException as error:  # noqa: BLE001 - raised after the exchange
             failed, said = error, orjson.dumps(_describe_error(self.rank, error))
         found = self._gather_to_all(said)
         try:
             for rank, one in enumerate(map(orjson.loads, found)):
-                if "error" in one:  # of several, all raise the first one's: and go on alike
+                if "error" in one:  # all ranks raise the first error
                     if rank == self.rank and failed is not None:
                         raise failed
                     raise getattr(errors, one["error"])(one["sentence"]) from failed
         finally:
-            failed = None  # whose traceback holds this frame, and so the group, at the very end
+            failed = None  # its traceback would keep this frame and the group alive
         return made[0], found
 
     def _gather_to_all(self, mine: bytes) -> list[bytes]:
-        """Bring the bytes of all ranks to all."""
+        """Return the bytes of all ranks on every rank."""
         sizes = self._exchange_sizes(mine)
         sent = self._pad(mine, max(sizes))
         room = [torch.empty_like(sent) for _ in sizes]
@@ -133,7 +141,7 @@ def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
 
 
 def _describe_error(rank: int, error: BaseException) -> dict[str, str]:
-    """Describe an error to the other ranks: its nearest class that all know, and the reason."""
+    """Return the name of an error's nearest class in `millrace.errors`, and its message."""
     if not isinstance(error, errors.MillraceError):
         sentence = f"Rank {rank} of this worker: {errors.format_error(error)}"
         return {"error": errors.WorkerError.__name__, "sentence": sentence}

@@ -1,7 +1,7 @@
-"""The weights of a run, on this machine or spread over the nodes of a Ray cluster.
+"""Weights of a run in shards, on this machine or on the nodes of a Ray cluster.
 
-Whoever follows a run asks all portions of its weights and puts their answers together. The bucket's
-credentials travel to the nodes over Ray: a cluster that asks for its token is the place for them.
+`ShardedWeights` calls all shards and combines their results. Ray sends the bucket's credentials to
+the nodes, so use a cluster with token authentication.
 """
 
 import secrets
@@ -25,54 +25,55 @@ from millrace.gradients.state import WeightState, combine_digests
 from millrace.gradients.sync.chain import check_state, check_tensors
 from millrace.gradients.sync.gather import Window
 from millrace.gradients.sync.merge import Gradients, MergeRequest, Vector, group_tensors
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
 
-_AT_ONCE = 64  # gradients that a node reads, at most
+_AT_ONCE = 64  # largest number of gradients that a node reads at once
 _READING, _CALLS = "reading", 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Ask(Protocol):
-    """A portion that can be asked, wherever it is."""
+class ShardCall(Protocol):
+    """Caller of the methods of a shard on any machine."""
 
     def __call__(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Ask for something.
+        """Call a method of the shard.
 
-        A `WorkerError` says that the portion is gone; other errors are as if raised here.
+        The future raises `WorkerError` if the shard is lost, and otherwise the method's error.
         """
         ...
 
 
 class ShardedWeights:
-    """The weights of a run, in portions.
+    """Weights of a run in shards.
 
     Args:
-        shapes: Of all tensors, by their names.
-        portions: Each has some of them, in the order of their names.
+        shapes: Shapes of all tensors by their names.
+        shards: Callers of the shards. Each shard has some tensors, in the order of their names.
     """
 
-    def __init__(self, shapes: Shapes, portions: Sequence[Ask]) -> None:
+    def __init__(self, shapes: Shapes, shards: Sequence[ShardCall]) -> None:
         self.shapes = {name: shapes[name] for name in sorted(shapes)}
-        self._portions = portions
+        self._shards = shards
         self._attempt = secrets.token_hex(8)
 
-    def _all(
+    def _call_all(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Return all answers, when all have come: none is still at work when an error is raised.
+        """Call a method of all shards, and return the results in the order of the shards.
 
-        A portion that is gone is not waited for, nor are those that may wait for it.
+        An error of a shard is raised after all shards have ended. Only the loss of a shard is
+        raised at once, since other shards may wait for the lost one.
         """
-        asked = [ask(method, *args, **kwargs) for ask in self._portions]
+        asked = [ask(method, *args, **kwargs) for ask in self._shards]
         late = set(asked)
         while late:
             done, late = wait(late, return_when=FIRST_COMPLETED)
@@ -84,66 +85,70 @@ class ShardedWeights:
     # -- the weights
 
     def load_state(self, store: Store, job: str, step: int) -> None:
-        """As `WeightShard.load_state`."""
-        self._all(WeightShard.load_state, store, job, step)
+        """Load all tensors from a checkpoint of the run: see `WeightShard.load_state`."""
+        self._call_all(WeightShard.load_state, store, job, step)
 
     def load_weights(self, store: Store, job: str, step: int, prefix: str) -> None:
-        """As `Portion.load_weights`."""
-        self._all(WeightShard.load_weights, store, job, step, prefix)
+        """Load all tensors from any checkpoint: see `WeightShard.load_weights`."""
+        self._call_all(WeightShard.load_weights, store, job, step, prefix)
 
     def digest(self) -> str:
-        """As `WeightState.digest`."""
-        digests = self._all(WeightShard.digests)
+        """Return the digest of the weights: see `WeightState.digest`."""
+        digests = self._call_all(WeightShard.compute_digests)
         return combine_digests({name: one for part in digests for name, one in part.items()})
 
     def check(self, link: ChainStart | ChainLink) -> None:
-        """Prove that the weights are those that a link leads to.
+        """Check that the weights have the digest of a link.
 
         Raises:
-            ChainError: They are not.
+            ChainError: The weights have another digest.
         """
         if link.state:
             check_state(link, self.digest())
 
     def replay(self, store: Store, link: ChainLink) -> None:
-        """Apply a link, and prove that the weights are those it leads to.
+        """Apply a link, and check that the weights then have its digest.
 
         Raises:
-            ChainError: It is missing or broken, or they are not.
+            ChainError: The link is missing or broken, or the weights have another digest.
         """
         check_tensors(link, self.shapes)
-        self._all(WeightShard.fetch, store, link)
-        self._all(WeightShard.apply, link)
+        self._call_all(WeightShard.fetch, store, link)
+        self._call_all(WeightShard.apply, link)
         self.check(link)
 
     # -- a window
 
     def open(self, window: Window) -> None:
-        """Forget the gradients of other windows."""
-        self._all(WeightShard.open, window.number)
+        """Begin a window, and drop the gradients of other windows."""
+        self._call_all(WeightShard.open, window.number)
 
     def read(self, uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
-        """Read a worker's gradient, each portion its tensors: they stay where they are read.
+        """Read a worker's gradient. Each shard reads and keeps its own tensors.
 
         Raises:
-            PayloadError: It is not what it must be; why is said.
+            PayloadError: The gradient does not meet the conditions.
         """
         opened = read_header(store, stat, expected)
         try:
-            parts = self._all(WeightShard.receive, uid, store, stat, opened, expected)
+            parts = self._call_all(WeightShard.receive, uid, store, stat, opened, expected)
             return assemble_payload(opened, parts, expected)
         except PayloadError:
-            self._all(WeightShard.forget, uid)
+            self._call_all(WeightShard.forget, uid)
             raise
 
-    def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
-        """Return the digests of the indices that each worker has sent of each tensor."""
-        answers = self._all(WeightShard.places, workers)
+    def list_index_digests(self, workers: Sequence[str]) -> dict[str, list[str]]:
+        """Return the digests of the indices that each worker sent, in the order of the tensors."""
+        answers = self._call_all(WeightShard.list_index_digests, workers)
         return {worker: [one for part in answers for one in part[worker]] for worker in workers}
 
-    def products(self, workers: Sequence[str], codec: Codec) -> list[Vector]:
-        """Return inner products of workers' gradients for each tensor: see `compute_products`."""
-        return [one for part in self._all(WeightShard.products, workers, codec) for one in part]
+    def compute_products(self, workers: Sequence[str], codec: Codec) -> list[Vector]:
+        """Return inner products of the workers' gradients for each tensor: see `merge`."""
+        return [
+            one
+            for part in self._call_all(WeightShard.compute_products, workers, codec)
+            for one in part
+        ]
 
     def merge(
         self,
@@ -153,87 +158,88 @@ class ShardedWeights:
         request: MergeRequest,
         outer: OuterOptimizer,
     ) -> tuple[Update, ...]:
-        """As `WeightShard.merge`."""
-        parts = self._all(WeightShard.merge, store, keys, step, request, outer)
+        """Merge, store and apply the gradients of all shards: see `WeightShard.merge`."""
+        parts = self._call_all(WeightShard.merge, store, keys, step, request, outer)
         return tuple(update for part in parts for update in part)
 
     # -- checkpoints
 
     def save(self, store: Store, job: str, *, step: int, window: int) -> None:
-        """Begin to save the weights after a window; returns as soon as they are copied.
+        """Begin to save the weights after a window, and return when they are copied.
 
         Args:
-            store: Where to: always the same.
-            job: Whose checkpoint it is: always the same.
-            step: That they are at.
-            window: That they are after.
+            store: Store to save to, the same in all calls.
+            job: Job of the checkpoint, the same in all calls.
+            step: Step of the weights.
+            window: Number of the window.
         """
-        self._all(WeightShard.save, store, job, self._attempt, step, window, self.shapes)
+        self._call_all(WeightShard.save, store, job, self._attempt, step, window, self.shapes)
 
-    def saved(self) -> Checkpoint | None:
-        """Return the checkpoint whose save was begun, once it is there.
-
-        None if none was since the last time.
-        """
-        return next((found for found in self._all(WeightShard.saved) if found), None)
+    def wait_for_save(self) -> Checkpoint | None:
+        """Wait for the save in progress, and return its checkpoint; None without a save."""
+        return next((found for found in self._call_all(WeightShard.wait_for_save) if found), None)
 
     def close(self) -> None:
-        """Wait for what is being saved, and let go of its memory."""
-        self._all(WeightShard.close)
+        """Wait for the save in progress, and free its memory."""
+        self._call_all(WeightShard.close)
 
-    def state(self) -> WeightState:
-        """All of it, brought here."""
+    def collect_state(self) -> WeightState:
+        """Return a state with the tensors of all shards."""
         whole = WeightState({})
-        for part in self._all(WeightShard.state):
+        for part in self._call_all(WeightShard.get_state):
             whole.weights.update(part.weights)
             whole.moments.update(part.moments)
         return whole
 
 
-def hold_here(
+def hold_state(
     state: WeightState, gradients: Gradients | None = None, *, threads: int | None = None
 ) -> ShardedWeights:
-    """Weights that are here, and gradients that were read already.
+    """Return weights of this process as one shard.
 
     Args:
-        state: The weights; changed in place.
-        gradients: Of the window that is merged next, by the workers' names.
-        threads: How many work side by side; by default one a processor.
+        state: Weights, which are changed in place.
+        gradients: Gradients of the next merge by the workers' names, if they were read before.
+        threads: Number of threads; by default one per processor.
     """
     shapes = {name: weight.shape for name, weight in state.weights.items()}
-    portion = WeightShard(sorted(shapes), state, gradients, threads=threads)
-    return ShardedWeights(shapes, [hold_locally(portion)])
+    shard = WeightShard(sorted(shapes), state, gradients, threads=threads)
+    return ShardedWeights(shapes, [hold_locally(shard)])
 
 
-Placing = Callable[[Shapes], ShardedWeights]
-"""Makes room for weights, by their shapes."""
+AllocateWeights = Callable[[Shapes], ShardedWeights]
+"""Function that allocates weights from their shapes."""
 
 
-def place_here(*, threads: int | None = None, progress: Progress = ignore_event) -> Placing:
-    """Room on this machine.
+def allocate_locally(
+    *, threads: int | None = None, progress: Progress = ignore_event
+) -> AllocateWeights:
+    """Return a function that allocates weights on this machine.
 
     Args:
-        threads: How many work side by side.
-        progress: As of `Saver`.
+        threads: Number of threads; by default one per processor.
+        progress: Receives the events of `Saver`.
     """
 
-    def place(shapes: Shapes) -> ShardedWeights:
-        portion = WeightShard(sorted(shapes), threads=threads, progress=progress)
-        return ShardedWeights(shapes, [hold_locally(portion)])
+    def allocate(shapes: Shapes) -> ShardedWeights:
+        shard = WeightShard(sorted(shapes), threads=threads, progress=progress)
+        return ShardedWeights(shapes, [hold_locally(shard)])
 
-    return place
+    return allocate
 
 
 @contextmanager
-def place_on_ray(address: str, *, values: int, threads: int | None = None) -> Generator[Placing]:
-    """Room on the living nodes of a Ray cluster that have a CPU: a portion on each.
+def allocate_on_ray(
+    address: str, *, values: int, threads: int | None = None
+) -> Generator[AllocateWeights]:
+    """Yield a function that allocates a shard on each living node with a CPU of a Ray cluster.
 
-    It is theirs as long as the block lasts.
+    The end of the block frees the weights.
 
     Args:
-        address: Of the cluster; ``auto`` for the one this machine is in.
-        values: As of `objects_of`: no object's tensors are on two nodes.
-        threads: How many work side by side on each; by default one a processor.
+        address: Address of the cluster; ``auto`` for the cluster of this machine.
+        values: Number of values per object, as for `group_tensors`. Each object is on one node.
+        threads: Number of threads on each node; by default one per processor.
 
     Raises:
         ConfigurationError: There is no such cluster.
@@ -243,24 +249,26 @@ def place_on_ray(address: str, *, values: int, threads: int | None = None) -> Ge
         answering = cluster.list_answering_nodes(ray)
         nodes = [node for node in answering if node["Resources"].get("CPU")] or answering
         if not nodes:
-            raise errors.ConfigurationError("No node of the Ray cluster answers: start some.")
+            raise errors.ConfigurationError(
+                f"No node of the Ray cluster {address} answers: start nodes with `ray start`."
+            )
 
-        # Reads that hang hold up nothing else.
+        # Stalled reads must not delay other calls.
         holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(WeightShard)
 
-        def place(shapes: Shapes) -> ShardedWeights:
+        def allocate(shapes: Shapes) -> ShardedWeights:
             shares = divide_tensors(shapes, group_tensors(shapes, values), len(nodes))
-            portions: list[Ask] = []
+            shards: list[ShardCall] = []
             for number, (node, names) in enumerate(zip(nodes, shares, strict=False)):
                 options = {"max_concurrency": _CALLS, **cluster.make_node_options(node)}
                 actor = holder.options(**options)
                 rank = (number, len(shares))
                 actors.append(actor.remote(names, rank=rank, threads=threads))
-                portions.append(_hold_in_actor(ray, actors[-1]))
-            return ShardedWeights(shapes, portions)
+                shards.append(_hold_in_actor(ray, actors[-1]))
+            return ShardedWeights(shapes, shards)
 
         try:
-            yield place
+            yield allocate
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -269,12 +277,15 @@ def place_on_ray(address: str, *, values: int, threads: int | None = None) -> Ge
 def divide_tensors(
     shapes: Shapes, objects: Sequence[tuple[str, ...]], count: int
 ) -> list[list[str]]:
-    """Return the tensors of each of so many nodes at most: neighbours, about as many values each.
+    """Divide tensors between at most ``count`` nodes, with about equal numbers of values.
 
     Args:
-        shapes: Of the tensors, by their names.
-        objects: As of `objects_of`: none is cut.
-        count: How many nodes there are.
+        shapes: Shapes of the tensors by their names.
+        objects: Groups of tensors from `group_tensors`, which are not divided.
+        count: Number of nodes.
+
+    Returns:
+        Names of the tensors of each node, in the order of ``objects``.
     """
     sizes = [sum(prod(shapes[name]) for name in names) for names in objects]
     whole, before = max(sum(sizes), 1), 0
@@ -286,24 +297,24 @@ def divide_tensors(
     return [share for share in shares if share]
 
 
-def hold_locally(portion: WeightShard) -> Ask:
-    """Hold a shard of the weights on this machine: the caller does the work."""
+def hold_locally(shard: WeightShard) -> ShardCall:
+    """Return a caller of a shard of this process, which runs methods in the calling thread."""
 
     def ask(
         method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
         answer: Future[T] = Future()
         try:
-            answer.set_result(method(portion, *args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised when all have answered
+            answer.set_result(method(shard, *args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised when all shards have ended
             answer.set_exception(error)
         return answer
 
     return ask
 
 
-def _hold_in_actor(ray: Any, actor: Any) -> Ask:
-    """Hold a shard of the weights in an actor of Ray."""
+def _hold_in_actor(ray: Any, actor: Any) -> ShardCall:
+    """Return a caller of a shard in an actor of Ray."""
 
     def ask(
         method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
@@ -320,7 +331,7 @@ def _hold_in_actor(ray: Any, actor: Any) -> Ask:
             if error is None:
                 answer.set_result(done.result())
             elif isinstance(error, ray.exceptions.RayTaskError):
-                answer.set_exception(cast("Any", error).cause or error)  # as if raised here
+                answer.set_exception(cast("Any", error).cause or error)  # the error of the method
             else:
                 answer.set_exception(_make_lost_error(error))
 
@@ -332,6 +343,6 @@ def _hold_in_actor(ray: Any, actor: Any) -> Ask:
 
 def _make_lost_error(error: BaseException) -> errors.WorkerError:
     return errors.WorkerError(
-        f"A node that has some weights is gone ({errors.format_error(error)}): start the "
+        f"A node with some of the weights is lost ({errors.format_error(error)}): start the "
         "aggregator again, it goes on from the chain."
     )

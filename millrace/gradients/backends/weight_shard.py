@@ -1,8 +1,8 @@
-"""A portion of a run's weights: where it is kept, its gradients are read, merged and applied.
+"""Shard of a run's weights, which reads, merges and applies the gradients of its tensors.
 
-One machine holds all weights in one shard; on a cluster, each node holds some tensors. A decision
-about a window needs all shards, and `sharded_weights` asks them: each shard answers with digests,
-sums and inner products of its tensors. The answers do not depend on the number of shards.
+One machine holds all weights in one shard. On a cluster, each node holds some tensors. Decisions
+about a window need digests, sums and inner products of all shards, which `sharded_weights`
+combines. The results do not depend on the number of shards.
 """
 
 import os
@@ -30,7 +30,7 @@ from millrace.gradients.sync.merge import (
     group_tensors,
     merge_tensor,
 )
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint
@@ -38,22 +38,22 @@ from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
 
 KINDS = ("weights", "moments")
-"""What a checkpoint of a run has of its `WeightState`, each a dict of tensors by their names."""
+"""Keys of a checkpoint's state: the dicts of tensors of a `WeightState`."""
 
 WINDOW = "window"
-"""What its position calls the window that it is after."""
+"""Key of the window's number in a checkpoint's position."""
 
 
 class WeightShard:
-    """Some tensors of a run.
+    """Some tensors of a run's weights.
 
     Args:
-        names: Which, sorted.
-        state: Of them; by default nothing, until it is loaded.
-        gradients: Of them, by the workers' names, if they were read already.
-        rank: Which portion it is, of how many.
-        threads: How many work side by side; by default one a processor.
-        progress: As of `Saver`.
+        names: Sorted names of the tensors.
+        state: Weights of these tensors; by default none until they are loaded.
+        gradients: Gradients of these tensors by the workers' names, if they were read before.
+        rank: Number of this shard, and number of shards.
+        threads: Number of threads; by default one per processor.
+        progress: Receives the events of `Saver`.
     """
 
     def __init__(
@@ -80,25 +80,25 @@ class WeightShard:
     # -- the weights
 
     def load_state(self, store: Store, job: str, step: int) -> None:
-        """Take these tensors from a checkpoint of the run.
+        """Load the tensors from a checkpoint of the run.
 
         Raises:
-            CorruptError: It is damaged, or none of a run's.
-            NotFoundError: It is not there.
+            CorruptError: The checkpoint is damaged, or has other tensors than the run.
+            NotFoundError: There is no such checkpoint.
         """
         wanted = {f"{kind}.{name}" for kind in KINDS for name in self._names}
         content = load(store, job, step=step, only=wanted.__contains__).state
-        state = WeightState(*(_arrays(content, kind) for kind in KINDS))
+        state = WeightState(*(_get_arrays(content, kind) for kind in KINDS))
         if [sorted(state.weights), sorted(state.moments or self._names)] != [list(self._names)] * 2:
             raise errors.CorruptError(f"Step {step} of {job} has other tensors than the run.")
         self._state = state
 
     def load_weights(self, store: Store, job: str, step: int, prefix: str) -> None:
-        """Take these tensors from any checkpoint, where their names begin with something else.
+        """Load the tensors from any checkpoint, in which their names have a prefix.
 
         Raises:
-            CorruptError: It is damaged.
-            NotFoundError: It is not there.
+            CorruptError: The checkpoint is damaged.
+            NotFoundError: There is no such checkpoint.
         """
         wanted = {f"{prefix}{name}" for name in self._names}
         loaded = load(store, job, step=step, only=wanted.__contains__)
@@ -109,24 +109,24 @@ class WeightShard:
         }
         self._state = copy_state(found)
 
-    def state(self) -> WeightState:
-        """Return the tensors themselves."""
+    def get_state(self) -> WeightState:
+        """Return the weights, without a copy."""
         return self._state
 
-    def digests(self) -> dict[str, str]:
-        """As `WeightState.digests`."""
-        return self._state.digests()
+    def compute_digests(self) -> dict[str, str]:
+        """Return the digest of each tensor: see `WeightState.compute_digests`."""
+        return self._state.compute_digests()
 
     def fetch(self, store: Store, link: ChainLink) -> None:
-        """Read what a link has of these tensors, to be applied when all portions have read theirs.
+        """Read the merged values of a link for these tensors. `apply` applies them later.
 
         Raises:
-            ChainError: It is missing or broken.
+            ChainError: An update of the link is missing or broken.
         """
         self._fetched = list(iterate_merged(store, link, self._names))
 
     def apply(self, link: ChainLink) -> None:
-        """Apply what was fetched."""
+        """Apply the fetched values of a link."""
         fetched, self._fetched = self._fetched, []
         for merged in fetched:
             for name, runs in merged.items():
@@ -135,7 +135,7 @@ class WeightShard:
     # -- a window
 
     def open(self, window: int) -> None:
-        """Forget the gradients of other windows than this one."""
+        """Begin a window, and drop the gradients of other windows."""
         with self._lock:
             self._window = window
             self._received.clear()
@@ -143,33 +143,34 @@ class WeightShard:
     def receive(
         self, uid: str, store: Store, stat: Stat, opened: Opened, want: Expected
     ) -> Tensors:
-        """Read these tensors of a worker's gradient and keep them; what is returned has none.
+        """Read and keep these tensors of a worker's gradient. Several threads may call this method.
 
-        Several may be read at once, in threads.
+        Returns:
+            Result of the check, without the values.
 
         Raises:
-            PayloadError: They cannot be read.
+            PayloadError: The gradient cannot be read.
         """
         found = read_tensors(store, stat, opened, self._names, want)
         with self._lock:
-            if not found.fault and want.window == self._window:  # else it came too late
+            if not found.fault and want.window == self._window:  # a late gradient is dropped
                 self._received[uid] = found.sparse
         return replace(found, sparse={})
 
     def forget(self, uid: str) -> None:
-        """Let go of a worker's gradient."""
+        """Drop a worker's gradient."""
         with self._lock:
             self._received.pop(uid, None)
 
-    def places(self, workers: Sequence[str]) -> dict[str, list[str]]:
-        """Return the digests of the indices that each worker has sent of each tensor."""
+    def list_index_digests(self, workers: Sequence[str]) -> dict[str, list[str]]:
+        """Return the digests of the indices that each worker sent, in the order of the tensors."""
         return {
             worker: [digest_indices(name, self._received, worker) for name in self._names]
             for worker in workers
         }
 
-    def products(self, workers: Sequence[str], codec: Codec) -> list[Any]:
-        """Return inner products of workers' gradients for each tensor: see `compute_products`."""
+    def compute_products(self, workers: Sequence[str], codec: Codec) -> list[Any]:
+        """Return inner products of the workers' gradients for each tensor: see `merge`."""
         return [
             compute_products(name, self._received, workers, codec, threads=self._threads)
             for name in self._names
@@ -184,14 +185,14 @@ class WeightShard:
         request: MergeRequest,
         outer: OuterOptimizer,
     ) -> list[Update]:
-        """Merge what was received, store it, and apply it: one object's tensors at a time.
+        """Merge, store and apply the received gradients, with one object in memory at a time.
 
         Args:
-            store: The aggregator's bucket.
-            keys: Of the run.
-            step: That the weights are at after it.
+            store: Bucket of the aggregator.
+            keys: Keys of the run's chain.
+            step: Step of the weights after the merge.
             request: Merge of the received gradients.
-            outer: How what is merged is applied.
+            outer: Optimizer that applies the merged values.
         """
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
@@ -210,19 +211,19 @@ class WeightShard:
     def save(
         self, store: Store, job: str, attempt: str, step: int, window: int, whole: Shapes
     ) -> None:
-        """Begin to save these tensors, with those of the other portions.
+        """Begin to save these tensors, together with the other shards.
 
-        What was begun before is waited for.
+        An earlier save is awaited first.
 
         Args:
-            store: The aggregator's bucket.
-            job: Whose checkpoint it is: always the same.
-            attempt: As of `Ranks`: always the same.
-            step: That the weights are at.
-            window: That they are after.
-            whole: The shapes of all tensors of the run.
+            store: Bucket of the aggregator.
+            job: Job of the checkpoint, the same in all calls.
+            attempt: Attempt of `Ranks`, the same in all calls.
+            step: Step of the weights.
+            window: Number of the window.
+            whole: Shapes of all tensors of the run.
         """
-        self.saved()
+        self.wait_for_save()
         if self._saver is None:
             ranks = Ranks(*self._rank, attempt) if self._rank[1] > 1 else None
             self._saver = Saver(store, job, ranks=ranks, progress=self._progress)
@@ -241,28 +242,29 @@ class WeightShard:
             content, step=step, position={WINDOW: window}, mine=mine.__contains__
         )
 
-    def saved(self) -> Checkpoint | None:
-        """Return the checkpoint whose save was begun, once it is there.
-
-        None if none was since the last time.
-        """
+    def wait_for_save(self) -> Checkpoint | None:
+        """Wait for the save in progress, and return its checkpoint; None without a save."""
         saving, self._saving = self._saving, None
         return saving and saving.result()
 
     def close(self) -> None:
-        """Wait for what is being saved, and let go of its memory."""
+        """Wait for the save in progress, and free its memory."""
         if self._saver is not None:
             self._saver.close()
 
 
-def _arrays(content: Mapping[str, Any], kind: str) -> dict[str, Array]:
-    """Return the arrays of a checkpoint of `Portion.save`."""
+def _get_arrays(content: Mapping[str, Any], kind: str) -> dict[str, Array]:
+    """Return the arrays of one kind from a checkpoint that `WeightShard.save` saved.
+
+    Raises:
+        CorruptError: The checkpoint has no such arrays, or arrays of another type.
+    """
     arrays: dict[str, Array] = {}
     found = content.get(kind)
     for name, tensor in (
         cast("dict[str, Any]", found) if isinstance(found, dict) else {"": None}
     ).items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-            raise errors.CorruptError(f"It has no {kind} as a run's are.")
+            raise errors.CorruptError(f"The checkpoint has no float32 {kind} of a run.")
         arrays[name] = tensor.numpy()
     return arrays

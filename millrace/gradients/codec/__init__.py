@@ -1,1 +1,1 @@
-"""Compress pseudo-gradients into objects, and read such objects without trusting them."""
+"""Compression of pseudo-gradients into objects, and strict checks of received objects."""

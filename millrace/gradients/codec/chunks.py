@@ -1,4 +1,4 @@
-"""Cut a tensor into chunks, from its shape and the codec alone, so that all cut alike."""
+"""Division of tensors into chunks, which depends only on the shape and the codec."""
 
 from dataclasses import dataclass
 from math import prod
@@ -6,18 +6,18 @@ from math import prod
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Transform
 
 TILE = 64
-"""Rows and columns that a tile has at most."""
+"""Largest number of rows and of columns of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of a tensor that are of one size, one behind the other.
+    """Consecutive chunks of a tensor that have one size.
 
     Attributes:
-        first: Where the first one begins among the tensor's values, in the order of its chunks.
-        count: How many there are.
-        size: Values of each.
-        k: Values of each that are sent.
+        first: Index of the first value among the tensor's values, in the order of the chunks.
+        count: Number of chunks.
+        size: Number of values of each chunk.
+        k: Number of values of each chunk that are sent.
     """
 
     first: int
@@ -27,26 +27,26 @@ class Chunks:
 
     @property
     def values(self) -> int:
-        """Values of all of them."""
+        """Number of values of all chunks."""
         return self.count * self.size
 
     @property
     def sent(self) -> int:
-        """Values of all of them that are sent."""
+        """Number of values of all chunks that are sent."""
         return self.count * self.k
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of a matrix that are of one shape: a rectangle of them.
+    """Rectangle of a matrix that consists of tiles of one shape.
 
     Attributes:
-        row: Where the rectangle begins.
-        column: And where in each row.
-        rows: Tiles in each column of the rectangle.
-        columns: Tiles in each row of it.
-        height: Of a tile.
-        width: Of a tile.
+        row: First row of the rectangle.
+        column: First column of the rectangle.
+        rows: Number of tiles in each column of the rectangle.
+        columns: Number of tiles in each row of the rectangle.
+        height: Rows of a tile.
+        width: Columns of a tile.
     """
 
     row: int
@@ -58,23 +58,21 @@ class Tiles:
 
 
 def make_chunks(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
-    """Cut a tensor into chunks.
+    """Divide a tensor into chunks, without padding.
 
-    Every value is in one; no size is padded, so that nothing is wasted.
-
-    Chunks are runs of at most 4096 values, as equal as they can be; with a transform, of whole
+    Chunks are runs of at most 4096 values, of nearly equal sizes. With a transform, chunks are
     tiles.
     """
     if codec.transform is Transform.DCT:
         sizes = [
             (count, run * tiles.height * tiles.width)
             for tiles in make_tiles(shape)
-            for count, run in _even(
+            for count, run in _cut_evenly(
                 tiles.rows * tiles.columns, CHUNK_SIZE // (tiles.height * tiles.width)
             )
         ]
     else:
-        sizes = _even(prod(shape), CHUNK_SIZE)
+        sizes = _cut_evenly(prod(shape), CHUNK_SIZE)
     found: list[Chunks] = []
     first = 0
     for count, size in sizes:
@@ -85,17 +83,17 @@ def make_chunks(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
 
 
 def make_tiles(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
-    """Cut a tensor into tiles, as a matrix: its first dimension by all others.
+    """Divide a tensor into tiles, as a matrix of its first dimension by all others.
 
-    Rows and columns are cut as evenly as can be, into at most two lengths each: a prime or odd
-    dimension makes tiles of two sizes, and none of 1 by 1.
+    Rows and columns are divided evenly, into at most two lengths each. So an odd or prime dimension
+    gives tiles of two sizes instead of very small tiles.
     """
     height, width = view_as_matrix(shape)
     found: list[Tiles] = []
     row = 0
-    for rows, tall in _even(height, TILE):
+    for rows, tall in _cut_evenly(height, TILE):
         column = 0
-        for columns, wide in _even(width, TILE):
+        for columns, wide in _cut_evenly(width, TILE):
             found.append(Tiles(row, column, rows, columns, tall, wide))
             column += columns * wide
         row += rows * tall
@@ -103,14 +101,18 @@ def make_tiles(shape: tuple[int, ...]) -> tuple[Tiles, ...]:
 
 
 def view_as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor as a matrix; of a vector, one row."""
+    """Return the numbers of rows and columns of a tensor as a matrix. A vector has one row."""
     if len(shape) < 2:
         return 1, prod(shape)
     return shape[0], prod(shape[1:])
 
 
-def _even(length: int, most: int) -> list[tuple[int, int]]:
-    """Cut a length into as few pieces as can be, none longer than ``most``: counts and lengths."""
+def _cut_evenly(length: int, most: int) -> list[tuple[int, int]]:
+    """Divide a length evenly into the fewest pieces of at most ``most``.
+
+    Returns:
+        Pairs of a number of pieces and their length.
+    """
     if not length:
         return []
     pieces = -(-length // most)

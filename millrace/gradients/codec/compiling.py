@@ -1,14 +1,14 @@
-"""Compile functions with numba, and keep the result where other processes find it.
+"""Compilation of functions with numba, with a cache that processes share safely.
 
-numba (0.68) keeps an index of signatures and one file for each compiled function. It reads the
+numba (0.68) keeps an index of signatures, and one file for each compiled function. It reads the
 index, chooses a file name, writes the index, then the file. Two processes that compile different
-signatures of a function at once choose the same name, and one of them may leave an index that calls
-the other's code by its own signature: every later process that loads that pair fails on each call
-(`TypeError`), however right the bytes that it is given. So one process at a time compiles or loads
-here, by a lock on a file. The lock ends with its process. A process that has stopped while it holds
-the lock (SIGSTOP, a debugger) holds up nobody for long: the others then compile without the cache.
-Names hold the digest of the source file and numba's version, so that an index never refers to code
-of another version.
+signatures at once choose the same name. Then the index of one may name the code of the other, and
+each call in later processes raises `TypeError`.
+
+Therefore only one process at a time compiles or loads, under a lock on a file. The lock ends with
+its process. If a stopped process (SIGSTOP, a debugger) holds the lock, other processes soon compile
+without the cache. Names include the digest of the source file and numba's version, so an index
+never refers to code of another version.
 """
 
 import fcntl
@@ -30,15 +30,15 @@ from numba.core.compiler_lock import global_compiler_lock
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LOCK = "millrace-kernels.lock"
-_WAIT = 30.0  # seconds for the lock, and then never again: many times what one function takes
+_WAIT = 30.0  # seconds that a process waits for the lock once: far longer than one compilation
 _LOOK = 0.05
-_held = 0  # how often this process is within `_alone`; changed under numba's own lock
-_gave_up = False  # whether it has waited for the lock in vain
+_held = 0  # nested uses of the lock by this process; changed under numba's own lock
+_gave_up = False  # whether the wait for the lock has timed out
 _log = logging.getLogger(__name__)
 
 
 def compile_once(function: F) -> F:
-    """Compile a function for each signature that it is called with, once for all processes."""
+    """Compile a function for each signature of its calls, once for all processes."""
     source = Path(inspect.getfile(function)).read_bytes()
     digest = hashlib.sha256(source + numba.__version__.encode()).hexdigest()[:16]
     function.__qualname__ = f"{function.__qualname__}-{digest}"
@@ -46,7 +46,7 @@ def compile_once(function: F) -> F:
     folder = Path(made.stats.cache_path)
     compile_one = made.compile
 
-    def locked(signature: Any) -> Any:
+    def compile_locked(signature: Any) -> Any:
         with _hold_cache_lock(folder) as is_alone:
             if is_alone:
                 return compile_one(signature)
@@ -56,15 +56,16 @@ def compile_once(function: F) -> F:
             finally:
                 made._cache = cache  # noqa: SLF001
 
-    made.compile = locked
+    made.compile = compile_locked
     return made
 
 
 @contextmanager
 def _hold_cache_lock(folder: Path) -> Generator[bool]:
-    """Hold the lock of a cache's folder; a function may compile another one meanwhile.
+    """Hold the lock of a cache's folder. The lock may be taken again within the block.
 
-    Yields whether the cache may be used: not if another process holds the lock for too long.
+    Yields:
+        Whether the cache may be used: false if another process holds the lock for too long.
     """
     global _held  # noqa: PLW0603
     with global_compiler_lock:
@@ -86,7 +87,7 @@ def _hold_cache_lock(folder: Path) -> Generator[bool]:
 
 
 def _acquire_lock(path: Path) -> int | None:
-    """Wait for the lock of a file; None on a file system that has no locks, or is read-only.
+    """Wait for the lock of a file; return None if the file system has no locks or is read-only.
 
     Raises:
         TimeoutError: Another process holds it for too long.
@@ -117,7 +118,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
             if _gave_up or time.monotonic() > deadline:
                 if not _gave_up:
                     _log.warning(
-                        "Another process holds %s for more than %.0f s: kernels are compiled "
+                        "Another process has locked %s for more than %.0f s: kernels are compiled "
                         "without their cache.", path, _WAIT,
                     )  # fmt: skip
                 _gave_up = True

@@ -1,4 +1,4 @@
-"""Compress tensors, and keep what was not sent for the next time."""
+"""Encoders and decoders of tensors, and error feedback."""
 
 import os
 from collections.abc import Generator, Mapping
@@ -27,28 +27,28 @@ _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class _Scratch:
-    """Memory that is kept from one tensor to the next, as new memory costs most."""
+    """Memory that is reused for the next tensor, since new memory is slow."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
-    def of(self, size: int, device: torch.device) -> torch.Tensor:
-        """So many float32, with anything in them."""
+    def take(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return ``size`` float32 values with arbitrary content."""
         if self._memory.numel() < size or self._memory.device != device:
             self._memory = torch.empty(size, device=device)
         return self._memory[:size]
 
 
 class GradientEncoder:
-    """Compresses tensors. Memory: one copy of the largest, kept from one to the next.
+    """Encoder of tensors. Memory: one copy of the largest tensor, which is reused.
 
-    Equal tensors make equal bytes, on a GPU as on the processor. With `Transform.DCT` that holds on
-    one kind of each, as the coefficients of two may differ in their last places: by less than 1e-6
-    of the largest of their tile, so that another value is sent only where two are as near as that.
+    Equal tensors give equal bytes, on a GPU and on the processor. With `Transform.DCT` this holds
+    only for devices of one type. Between two types, coefficients may differ by less than 1e-6 of
+    the largest of their tile, so values with such small differences may be selected differently.
 
     Args:
-        codec: How.
-        threads: How many work side by side; by default one a processor.
+        codec: Settings of the compression.
+        threads: Number of threads; by default one per processor.
     """
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
@@ -60,31 +60,32 @@ class GradientEncoder:
         """Compress a tensor.
 
         Args:
-            tensor: Of any shape; float32, bfloat16 or float16; finite; on any device.
-            mask: Of the window, if all workers send the same places.
+            tensor: Finite values of any shape in float32, bfloat16 or float16, on any device.
+            mask: Mask of the window, if all workers send the same indices.
 
         Raises:
-            ConfigurationError: It is of another type, or not finite, or the mask is missing.
+            ConfigurationError: A value is not finite, the type is another one, or the mask is
+                missing.
         """
-        return pack_tensor(self.select(_float32(tensor, tensor.device), mask)[1], self.codec)
+        return pack_tensor(self.select(_to_float32(tensor, tensor.device), mask)[1], self.codec)
 
     def select(
         self, tensor: torch.Tensor, mask: Mask | None = None
     ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
-        """Return a tensor's values in the order of its chunks, and those of them that are sent.
+        """Return a tensor's values in the order of its chunks, and the selected values.
 
         Args:
-            tensor: float32, contiguous; on any device, where the values are too.
-            mask: As of `encode`.
+            tensor: Contiguous float32 values on any device.
+            mask: Mask of the window, as for `encode`.
 
         Returns:
-            The first are memory of the tensor's or of the encoder's.
+            All values, in memory of the tensor or of the encoder, and the selected values.
 
         Raises:
-            ConfigurationError: It is not finite, or the mask is missing.
+            ConfigurationError: A value is not finite, or the mask is missing.
         """
         plain = self.codec.transform is Transform.NONE
-        scratch = None if plain else self._scratch.of(tensor.numel(), tensor.device)
+        scratch = None if plain else self._scratch.take(tensor.numel(), tensor.device)
         values = forward(tensor, self.codec.transform, scratch)
         shape = tuple(tensor.shape)
         if tensor.is_cpu:
@@ -93,16 +94,16 @@ class GradientEncoder:
 
 
 def encode(tensor: torch.Tensor, codec: Codec) -> bytes:
-    """Compress one tensor: `GradientEncoder` does many."""
+    """Compress one tensor. Use `GradientEncoder` for several."""
     return GradientEncoder(codec).encode(tensor)
 
 
 class Decoder:
-    """Decompresses tensors. Memory: with a transform a copy of the largest, kept for the next.
+    """Decoder of tensors. Memory: with a transform, one copy of the largest, which is reused.
 
     Args:
-        codec: How they were compressed.
-        threads: How many work side by side; by default one a processor.
+        codec: Settings of the compression.
+        threads: Number of threads; by default one per processor.
     """
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
@@ -120,20 +121,20 @@ class Decoder:
         """Decode compressed bytes into a tensor.
 
         Args:
-            body: Of a `GradientEncoder`, or of whom one does not trust: all of it is checked.
-            shape: Of the tensor.
-            out: A tensor of the shape, float32, contiguous, on any device, to be filled; by default
+            body: Compressed bytes from any source. All of them are checked.
+            shape: Shape of the tensor.
+            out: Contiguous float32 tensor of this shape on any device, which is filled. By default
                 a new one on the processor.
-            mask: Of the window, if all workers send the same places.
+            mask: Mask of the window, if all workers send the same indices.
 
         Raises:
-            CodeError: They are no compressed tensor of this shape.
+            CodeError: The bytes are not a compressed tensor of this shape.
         """
         runs = unpack_tensor(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
         plain = self.codec.transform is Transform.NONE
-        values = out.view(-1) if plain else self._scratch.of(out.numel(), out.device)
+        values = out.view(-1) if plain else self._scratch.take(out.numel(), out.device)
         if out.is_cpu:
             fill_dense(runs, self.codec, values.numpy(), self.threads)
         else:
@@ -142,20 +143,21 @@ class Decoder:
 
 
 def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> torch.Tensor:
-    """Decompress one tensor: `Decoder` does many."""
+    """Decompress one tensor. Use `Decoder` for several."""
     return Decoder(codec).decode(body, shape)
 
 
 class Feedback:
-    """A sender's memory: what was not sent is added to what comes next.
+    """Error feedback of a sender: values that were not sent are added to the next change.
 
-    Error feedback, as of SparseLoCo (arXiv 2508.15706, §3) and DeMo (arXiv 2411.19870, §3): with a
-    decay of 1 nothing is ever lost, only late.
+    With a decay of 1, every value is sent at some time.
+
+    Source: SparseLoCo (arXiv 2508.15706, §3) and DeMo (arXiv 2411.19870, §3).
 
     Args:
-        codec: How tensors are compressed.
-        decay: By what the memory is multiplied before something is added to it.
-        threads: How many work side by side; by default one a processor.
+        codec: Settings of the compression.
+        decay: Factor of the residual before the next change is added.
+        threads: Number of threads; by default one per processor.
     """
 
     def __init__(self, codec: Codec, *, decay: float = 1.0, threads: int | None = None) -> None:
@@ -168,18 +170,19 @@ class Feedback:
         self._mask: Mask | None = None
 
     def compress(self, name: str, change: torch.Tensor, mask: Mask | None = None) -> bytes:
-        """Add a change to what is kept of a tensor, and send some of it.
+        """Add a change to the residual of a tensor, and compress the selected values.
 
         Args:
-            name: The tensor's name.
-            change: What is to be sent of it now, as of `encode`.
-            mask: Of the window, if all workers send the same places; the same for all tensors.
+            name: Name of the tensor.
+            change: Change to send, as for `encode`.
+            mask: Mask of the window, if all workers send the same indices. It is the same for all
+                tensors.
 
         Raises:
-            ConfigurationError: It is not finite, or of another shape than before, or the mask is
-                missing: what was kept is as it was.
+            ConfigurationError: A value is not finite, the shape has changed, or the mask is
+                missing. The residual is unchanged.
         """
-        change = _float32(change)
+        change = _to_float32(change)
         shape = tuple(change.shape)
         before = self._kept.get(name)
         if before is not None and tuple(before.shape) != shape:
@@ -190,14 +193,14 @@ class Feedback:
         values, runs = self._encoder.select(total, mask)
         for run in runs:
             _subtract_sent(values.numpy(), run, self.codec)
-        if self.codec.transform is not Transform.NONE:  # whose values are the tensor's memory
+        if self.codec.transform is not Transform.NONE:  # otherwise `values` is memory of `total`
             backward(values, shape, self.codec.transform, total)
         self._kept[name], self._sent[name] = total, pack_tensor(runs, self.codec)
         self._mask = mask
         return self._sent[name]
 
     def give_back(self) -> None:
-        """Keep what was sent last of each tensor: nobody has taken it."""
+        """Add the last sent values to the residuals again, as no worker has received them."""
         decoder = Decoder(self.codec, self._encoder.threads)
         for name, body in self._sent.items():
             kept = self._kept[name]
@@ -206,8 +209,8 @@ class Feedback:
 
     @contextmanager
     def restore_on_error(self) -> Generator[None]:
-        """Restore the kept values if the block raises."""
-        kept, sent = dict(self._kept), dict(self._sent)  # tensors in them are never changed
+        """Restore the residuals if the block raises an error."""
+        kept, sent = dict(self._kept), dict(self._sent)  # the tensors in them are never changed
         mask = self._mask
         try:
             yield
@@ -216,10 +219,10 @@ class Feedback:
             raise
 
     def read_residual(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor that were not sent yet.
+        """Return the residual of a tensor: the values that were not sent.
 
         Raises:
-            NotFoundError: Nothing was ever sent of it.
+            NotFoundError: The tensor was never compressed.
         """
         try:
             return self._kept[name]
@@ -232,8 +235,8 @@ class Feedback:
         return {"kept": dict(self._kept), "sent": dict(self._sent), "mask": mask}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._kept = {name: _float32(tensor).clone() for name, tensor in state["kept"].items()}
+        """Restore the state from `state_dict`."""
+        self._kept = {name: _to_float32(tensor).clone() for name, tensor in state["kept"].items()}
         self._sent = dict(state["sent"])
         self._mask = None if state["mask"] is None else Mask(**state["mask"])
 
@@ -242,11 +245,11 @@ def _subtract_sent(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> N
     chunks = run.chunks
     table = values[chunks.first : chunks.first + chunks.values]
     kernels.subtract(
-        table.reshape(chunks.count, chunks.size), run.places, decode_values(run, codec)
+        table.reshape(chunks.count, chunks.size), run.indices, decode_values(run, codec)
     )
 
 
-def _float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     if tensor.dtype not in _FLOATS:
         raise errors.ConfigurationError(
             f"A gradient is {tensor.dtype}: give float32, bfloat16 or float16."

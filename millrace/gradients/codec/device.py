@@ -1,8 +1,8 @@
-"""Tensors on another device, such as a GPU: what is sent is chosen there, and only that comes here.
+"""Selection of values on another device, such as a GPU.
 
-It is a sixty-fourth of a tensor by default, so that neither the way to the processor nor the
-processor is what encoding waits for. What is chosen is what the processor would have chosen:
-magnitudes are compared as integers, and of equals the first counts.
+Only selected values are copied to the host. By default, these are 1/64 of a tensor, so the copy and
+the processor do not limit the speed. The selection equals that of the processor: magnitudes are
+compared as integers, and the first of equal ones is selected.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from millrace.gradients.codec.tensors import (
 )
 from millrace.schemas.gradient import Codec
 
-_AT_ONCE = 1 << 24  # values: choosing takes eight bytes more of each
+_AT_ONCE = 1 << 24  # values at once: the selection needs eight more bytes per value
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -32,14 +32,14 @@ def select_on_device(
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """As `tensors.select_values`, of values that are on another device.
+    """Select and quantise values on another device, as `tensors.select_values` does.
 
     Args:
-        values: Of the tensor, in the order of its chunks, float32, in one dimension.
-        shape: Of the tensor.
-        codec: How.
-        threads: How many work side by side on the processor.
-        mask: Of the window, if all workers send the same places.
+        values: Values of the tensor in float32, in one dimension and in the order of its chunks.
+        shape: Shape of the tensor.
+        codec: Settings of the compression.
+        threads: Number of threads on the processor.
+        mask: Mask of the window, if all workers send the same indices.
 
     Raises:
         ConfigurationError: A value is not finite, or the mask is missing.
@@ -51,7 +51,7 @@ def select_on_device(
         table = values[run.first : run.first + run.values].view(torch.int32)
         table = table.view(run.count, run.size)
         shared = find_shared_indices(run, codec, mask)
-        places = np.empty((run.count, run.k), np.uint16)
+        indices = np.empty((run.count, run.k), np.uint16)
         picked = np.empty((run.count, run.k), np.int32)
         step = max(1, _AT_ONCE // run.size)
         for row in range(0, run.count, step):
@@ -61,30 +61,28 @@ def select_on_device(
             else:
                 at = torch.from_numpy(shared.astype(np.int64)).to(values.device)  # pyright: ignore[reportUnknownMemberType]
                 at = at.expand(len(part), -1)
-            places[row : row + step] = at.to(torch.int16).cpu().numpy()
+            indices[row : row + step] = at.to(torch.int16).cpu().numpy()
             picked[row : row + step] = part.gather(1, at).cpu().numpy()
-        found.append(quantise_sparse(run, places, picked, codec, threads))
+        found.append(quantise_sparse(run, indices, picked, codec, threads))
     return tuple(found)
 
 
 def fill_dense_on_device(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None:
-    """As `tensors.fill_dense`, into values that are on another device."""
+    """Fill values on another device, as `tensors.fill_dense` does."""
     out.zero_()
     for run in runs:
         chunks = run.chunks
         table = out[chunks.first : chunks.first + chunks.values].view(chunks.count, chunks.size)
-        places = torch.from_numpy(run.places.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
+        indices = torch.from_numpy(run.indices.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
         sent = torch.from_numpy(decode_values(run, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
-        table.scatter_(1, places, sent)
+        table.scatter_(1, indices, sent)
 
 
 def _select_largest(chunks: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
+    """Return the indices of the ``k`` largest magnitudes of each chunk, in ascending order.
 
-    Of equals the first.
-
-    Each value's key is its magnitude, and below it how far from the end it stands: no two are
-    equal, so that there is one answer on every device.
+    Of equal magnitudes, the first ones are selected. The sort key of a value is its magnitude, then
+    its distance from the end. No two keys are equal, so the result is the same on every device.
     """
     size = chunks.shape[1]
     behind = torch.arange(size - 1, -1, -1, device=chunks.device)

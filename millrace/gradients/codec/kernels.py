@@ -1,8 +1,8 @@
-"""The inner loops of the codec, compiled: what is done to each chunk, without the interpreter.
+"""Compiled inner loops of the codec, for all values of a chunk.
 
-They hold no lock of the interpreter's, so that threads run them side by side, each on some blocks
-of chunks. Magnitudes are compared and summed as integers (the bits of a float32 without its sign
-are in the order of its magnitude), so that every machine comes to the same bytes.
+The loops release the interpreter's lock, so threads run them in parallel on blocks of chunks.
+Magnitudes are compared and summed as integers, so every machine gets the same bytes. (The bits of a
+float32 without its sign are in the order of the magnitude.)
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from millrace.gradients.codec.compiling import compile_once
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _MANTISSA = np.int32(0x007FFFFF)
 _HIDDEN = np.int32(0x00800000)
-_STEP, _BELOW = np.int32(1 << 20), np.int32(1 << 23)  # an eighth, and one exponent less
-_ONES = np.array([(~byte & (byte + 1)).bit_length() - 1 for byte in range(256)], np.uint8)  # lowest
-_LLOYD = 16  # steps: the border stands still before
+_STEP, _BELOW = np.int32(1 << 20), np.int32(1 << 23)  # an eighth of an exponent, and a whole one
+_ONES = np.array([(~byte & (byte + 1)).bit_length() - 1 for byte in range(256)], np.uint8)
+_LLOYD = 16  # steps: more than the border needs to settle
 
-# What is wrong with encoded bytes; 0 is nothing.
+# Faults of encoded bytes; 0 means no fault.
 ENDED, TOO_FAR, LEFT_OVER = 1, 2, 3
 
 
 @njit(nogil=True, inline="always")
 def _count_above(bits: Any, size: int, threshold: Any) -> Any:
-    count = np.int32(0)  # as wide as what is compared, so that many are at a time
+    count = np.int32(0)  # as wide as the bits, so that the loop is vectorised
     for i in range(size):
         count += np.int32(bits[i] > threshold)
     return count
@@ -33,28 +33,29 @@ def _count_above(bits: Any, size: int, threshold: Any) -> Any:
 
 @compile_once
 def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one loop, compiled
-    """Return the places of the ``k`` largest magnitudes of each chunk, ascending.
+    """Find the indices of the ``k`` largest magnitudes of each chunk, in ascending order.
 
-    Of equals the first.
+    Of equal magnitudes, the first ones are selected.
 
     Args:
-        chunks: (chunks, size), int32: the bits of float32.
-        k: How many; at most size.
-        out: (chunks, k), uint16: filled.
+        chunks: Bits of float32 values: (chunks, size), int32.
+        k: Number of values to select; at most ``size``.
+        out: Memory for the indices, which is filled: (chunks, k), uint16.
     """
     rows, size = chunks.shape
     bits = np.empty(size, np.int32)
     near = np.empty(size, np.int32)
-    places = np.empty(size, np.uint16)
+    indices = np.empty(size, np.uint16)
     guess = np.int32(0)
     for row in range(rows):
         highest = np.int32(0)
         for i in range(size):
             bits[i] = chunks[row, i] & _MAGNITUDE
             highest = max(highest, bits[i])
-        # A threshold that k to 2 k values are above, by counting: the loop has no branch, and the
-        # chunk lies in the first cache. It begins where that of the chunk before was, steps ever
-        # further until it lies between two, and then halves. What is chosen does not depend on it.
+        # Find a threshold with k to 2 k values above it, by counts: a loop without a branch, with
+        # the chunk in the first cache. The search begins at the threshold of the previous chunk,
+        # makes growing steps until it has two bounds, and then halves their distance. The selected
+        # values do not depend on the threshold.
         low, high, above, step = np.int32(-1), highest, size, _STEP
         threshold = min(guess, highest - 1) if size > 2 * k else low
         while threshold > low:
@@ -75,9 +76,9 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
         for i in range(size):
             if bits[i] > low:
                 near[found] = bits[i]
-                places[found] = i
+                indices[found] = i
                 found += 1
-        # The k-th largest: what k are at least, and fewer are above. Between low and high, again.
+        # Find the k-th largest value by bisection: k values are not smaller, fewer are larger.
         while high - low > 1:
             threshold = low + (high - low) // 2
             if _count_above(near, found, threshold) >= k:
@@ -90,54 +91,55 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
         for i in range(found):
             if near[i] > least or (near[i] == least and ties > 0):
                 ties -= near[i] == least
-                out[row, taken] = places[i]
+                out[row, taken] = indices[i]
                 taken += 1
 
 
 @compile_once
-def gather(chunks: Any, places: Any, out: Any) -> None:
-    """Return the values at places of each chunk: (chunks, k)."""
-    for row in range(places.shape[0]):
-        for j in range(places.shape[1]):
-            out[row, j] = chunks[row, places[row, j]]
+def gather(chunks: Any, indices: Any, out: Any) -> None:
+    """Copy the values at some indices of each chunk to ``out``: (chunks, k)."""
+    for row in range(indices.shape[0]):
+        for j in range(indices.shape[1]):
+            out[row, j] = chunks[row, indices[row, j]]
 
 
 @compile_once
-def subtract(chunks: Any, places: Any, values: Any) -> None:
-    """Take values away from places of each chunk."""
-    for row in range(places.shape[0]):
-        for j in range(places.shape[1]):
-            chunks[row, places[row, j]] -= values[row, j]
+def subtract(chunks: Any, indices: Any, values: Any) -> None:
+    """Subtract values at some indices of each chunk."""
+    for row in range(indices.shape[0]):
+        for j in range(indices.shape[1]):
+            chunks[row, indices[row, j]] -= values[row, j]
 
 
 @compile_once
-def spread(places: Any, values: Any, out: Any) -> None:
-    """Put values at places of each chunk, and zeros elsewhere: (chunks, size)."""
+def spread(indices: Any, values: Any, out: Any) -> None:
+    """Fill ``out`` with zeros, and with values at some indices of each chunk: (chunks, size)."""
     out[:, :] = 0.0
-    for row in range(places.shape[0]):
-        for j in range(places.shape[1]):
-            out[row, places[row, j]] = values[row, j]
+    for row in range(indices.shape[0]):
+        for j in range(indices.shape[1]):
+            out[row, indices[row, j]] = values[row, j]
 
 
 @njit(nogil=True, inline="always")
-def _bfloat16(bits: Any) -> Any:
-    """Return the bfloat16 nearest to a float32, by their bits; of two equally near the even one."""
+def _round_to_bfloat16(bits: Any) -> Any:
+    """Round a float32 to the nearest bfloat16, ties to even. Both are given by their bits."""
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
 
 
 @njit(nogil=True, inline="always")
-def _level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
-    """Return the magnitude of a code: ``high * ratio / 255`` to ``high`` in equal steps."""
+def _compute_level(high: Any, ratio: Any, code: Any, most: Any) -> Any:
+    """Return the magnitude of a code, in equal steps from ``high * ratio / 255`` to ``high``."""
     low = high * (ratio / 255.0)
     return low + (high - low) * (code / most)
 
 
 @compile_once
-def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
-    """Two magnitudes that stand for those of a chunk, by least squares (Lloyd 1982).
+def _fit_two_levels(bits: Any, sizes: Any) -> tuple[Any, Any]:
+    """Return the two magnitudes that represent those of a chunk with least squares (Lloyd 1982).
 
-    From the mean on, the border between them goes to the middle of the means on its two sides. The
-    sums are of integers, in units of the largest one's last place.
+    The border between the two groups begins at the mean. Each step moves it to the middle of the
+    means of the two groups. The sums are of integers, in units of the last bit of the largest
+    magnitude.
     """
     k = bits.size
     exponent = np.int32(1)
@@ -160,7 +162,7 @@ def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
             if np.float64(sizes[j]) > border:
                 upper += sizes[j]
                 count += 1
-        if count == 0:  # they are all alike
+        if count == 0:  # all magnitudes are equal
             break
         high, low = np.float64(upper) / count, np.float64(total - upper) / (k - count)
         if (high + low) / 2.0 == border:
@@ -171,15 +173,16 @@ def _two_means(bits: Any, sizes: Any) -> tuple[Any, Any]:
 
 @compile_once
 def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> None:
-    """Stand for each value by its sign and the nearest of some magnitudes of its chunk.
+    """Replace each value by its sign and the nearest of some magnitudes (levels) of its chunk.
 
     Args:
-        values: (chunks, k), int32: the bits of float32, all finite.
-        levels: How many magnitudes: two are where `_two_means` says, more are in equal steps from
-            the smallest to the largest.
-        high: (chunks,), uint16: filled with the largest of them, as bfloat16.
-        ratio: (chunks,), uint8: with the smallest over the largest, in 255ths.
-        codes: (chunks, k), uint8: with the signs, and below them the magnitudes' numbers.
+        values: Bits of finite float32 values: (chunks, k), int32.
+        levels: Number of levels. Two levels are those of `_fit_two_levels`. More have equal steps
+            from the smallest to the largest magnitude.
+        high: Memory for the largest level of each chunk, as bfloat16: (chunks,), uint16.
+        ratio: Memory for the smallest level over the largest, in 255ths: (chunks,), uint8.
+        codes: Memory for the codes: (chunks, k), uint8. A code has the number of the level in its
+            lower bits and the sign above.
     """
     rows, k = values.shape
     sizes = np.empty(k, np.int64)
@@ -187,7 +190,7 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
     most = levels - 1
     for row in range(rows):
         if levels == 2:
-            upper, lower = _two_means(values[row], sizes)
+            upper, lower = _fit_two_levels(values[row], sizes)
         else:
             word[0] = 0
             least = _MAGNITUDE
@@ -198,11 +201,11 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
             word[0] = least
             lower = np.float64(word.view(np.float32)[0])
         word.view(np.float32)[0] = upper
-        high[row] = min(_bfloat16(word[0]), np.uint16(0x7F7F))  # the largest that is finite
+        high[row] = min(_round_to_bfloat16(word[0]), np.uint16(0x7F7F))  # the largest finite value
         word[0] = np.uint32(high[row]) << np.uint32(16)
         top = np.float64(word.view(np.float32)[0])
         ratio[row] = np.uint8(min(255.0, np.floor(lower / top * 255.0 + 0.5)) if top > 0 else 0.0)
-        low = _level(top, np.float64(ratio[row]), 0.0, 1.0)
+        low = _compute_level(top, np.float64(ratio[row]), 0.0, 1.0)
         step = (top - low) / most
         for j in range(k):
             word[0] = np.uint32(values[row, j] & _MAGNITUDE)
@@ -215,7 +218,7 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
 
 @compile_once
 def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> None:
-    """Return the float32 that codes mean: (chunks, k)."""
+    """Fill ``values`` with the float32 values of codes: (chunks, k)."""
     rows, k = codes.shape
     word = np.empty(1, np.uint32)
     table = np.empty(2 * levels, np.float32)
@@ -224,7 +227,7 @@ def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> N
         word[0] = np.uint32(high[row]) << np.uint32(16)
         top = np.float64(word.view(np.float32)[0])
         for code in range(levels):
-            level = np.float32(_level(top, np.float64(ratio[row]), np.float64(code), most))
+            level = np.float32(_compute_level(top, np.float64(ratio[row]), np.float64(code), most))
             table[code] = level
             table[levels + code] = -level
         for j in range(k):
@@ -232,38 +235,40 @@ def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> N
 
 
 @compile_once
-def count_gaps(places: Any, counts: Any) -> None:
-    """Return how often each distance between two places of a chunk occurs: added to ``counts``."""
-    for row in range(places.shape[0]):
+def count_gaps(indices: Any, counts: Any) -> None:
+    """Add the number of each distance between two indices of a chunk to ``counts``."""
+    for row in range(indices.shape[0]):
         before = -1
-        for j in range(places.shape[1]):
-            place = np.int64(places[row, j])
-            counts[place - before - 1] += 1
-            before = place
+        for j in range(indices.shape[1]):
+            index = np.int64(indices[row, j])
+            counts[index - before - 1] += 1
+            before = index
 
 
 @compile_once
-def write_gaps(places: Any, rice: int, out: Any) -> int:
-    """Write the distances between places as Rice codes; bytes that it took.
+def write_gaps(indices: Any, rice: int, out: Any) -> int:
+    """Write the distances between indices as Rice codes, and return the number of bytes.
 
-    Each is the distance over ``2 ** rice`` as so many ones and a zero, then the rest in ``rice``
-    bits, from the lowest bit of a byte to its highest (Rice and Plaunt 1971).
+    A code has the distance over ``2 ** rice`` as a number of ones and a zero, then the remainder in
+    ``rice`` bits. Bits begin with the lowest of a byte.
+
+    Source: Rice and Plaunt 1971.
 
     Args:
-        places: (chunks, k), uint16, ascending.
-        rice: Of 0 to 12.
-        out: uint8, long enough.
+        indices: Ascending indices of each chunk: (chunks, k), uint16.
+        rice: Parameter of the codes, from 0 to 12.
+        out: Memory for the codes, long enough: uint8.
     """
     waiting, held, at = np.uint64(0), np.uint64(0), 0
     one = np.uint64(1)
     width = np.uint64(rice)
     mask = (one << width) - one
-    for row in range(places.shape[0]):
+    for row in range(indices.shape[0]):
         before = -1
-        for j in range(places.shape[1]):
-            place = np.int64(places[row, j])
-            gap = np.uint64(place - before - 1)
-            before = place
+        for j in range(indices.shape[1]):
+            index = np.int64(indices[row, j])
+            gap = np.uint64(index - before - 1)
+            before = index
             ones = gap >> width
             while ones >= np.uint64(16):
                 waiting |= np.uint64(0xFFFF) << held
@@ -290,21 +295,21 @@ def write_gaps(places: Any, rice: int, out: Any) -> int:
 
 
 @compile_once
-def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C901 - one loop, compiled
-    """Read what `write_gaps` wrote, all of it; what is wrong, or 0.
+def read_gaps(body: Any, rice: int, size: int, indices: Any) -> int:  # noqa: C901 - one loop, compiled
+    """Read all codes of `write_gaps`, and return a fault or 0.
 
     Args:
-        body: uint8: these bytes and no others.
-        rice: As written.
-        size: Values of a chunk: every place is below.
-        places: (chunks, k), uint16: filled.
+        body: Bytes of the codes, without other bytes: uint8.
+        rice: Parameter of the codes.
+        size: Number of values of a chunk, which is above every index.
+        indices: Memory for the indices, which is filled: (chunks, k), uint16.
     """
     waiting, held, at = np.uint64(0), np.uint64(0), 0
     one, zero, width = np.uint64(1), np.uint64(0), np.uint64(rice)
     mask = (one << width) - one
-    for row in range(places.shape[0]):
+    for row in range(indices.shape[0]):
         before = np.int64(-1)
-        for j in range(places.shape[1]):
+        for j in range(indices.shape[1]):
             ones = np.int64(0)
             while True:
                 while held <= np.uint64(48) and at < body.size:
@@ -317,7 +322,7 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
                 ones += np.int64(run)
                 if ones > size:
                     return TOO_FAR
-                if run < held and run < np.uint64(8):  # and a zero
+                if run < held and run < np.uint64(8):  # the run of ones ends with a zero
                     waiting >>= run + one
                     held -= run + one
                     break
@@ -330,13 +335,13 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
                     at += 1
                 if held < width:
                     return ENDED
-            place = before + 1 + (ones << np.int64(rice)) + np.int64(waiting & mask)
+            index = before + 1 + (ones << np.int64(rice)) + np.int64(waiting & mask)
             waiting >>= width
             held -= width
-            if place >= size:
+            if index >= size:
                 return TOO_FAR
-            places[row, j] = place
-            before = place
+            indices[row, j] = index
+            before = index
     if at < body.size or held >= np.uint64(8) or waiting != zero:
         return LEFT_OVER
     return 0
@@ -344,7 +349,7 @@ def read_gaps(body: Any, rice: int, size: int, places: Any) -> int:  # noqa: C90
 
 @compile_once
 def sum_squares(values: Any) -> float:
-    """Sum the squares of values in one order, so that all machines have the same sum."""
+    """Return the sum of squares of values, in one order on all machines."""
     total = 0.0
     for value in values:
         total += np.float64(value) * np.float64(value)
@@ -352,33 +357,33 @@ def sum_squares(values: Any) -> float:
 
 
 @compile_once
-def compute_inner_products(places: Any, values: Any, size: int, out: Any) -> None:
-    """Add the inner product of every two senders to a matrix of them, its lower half.
+def compute_inner_products(indices: Any, values: Any, size: int, out: Any) -> None:
+    """Add the inner product of every two senders to the lower triangle of a matrix.
 
     Args:
-        places: (senders, chunks, k), uint16.
-        values: (senders, chunks, k), float32.
-        size: Values of a chunk.
-        out: (senders, senders), float64: added to.
+        indices: Indices of the sent values: (senders, chunks, k), uint16.
+        values: Sent values: (senders, chunks, k), float32.
+        size: Number of values of a chunk.
+        out: Matrix to add to: (senders, senders), float64.
     """
-    senders, rows, k = places.shape
+    senders, rows, k = indices.shape
     row_of = np.zeros(size, np.float64)
     for row in range(rows):
         for one in range(senders):
             for j in range(k):
-                row_of[places[one, row, j]] = values[one, row, j]
+                row_of[indices[one, row, j]] = values[one, row, j]
             for other in range(one + 1):
                 total = 0.0
                 for j in range(k):
-                    total += row_of[places[other, row, j]] * np.float64(values[other, row, j])
+                    total += row_of[indices[other, row, j]] * np.float64(values[other, row, j])
                 out[one, other] += total
             for j in range(k):
-                row_of[places[one, row, j]] = 0.0
+                row_of[indices[one, row, j]] = 0.0
 
 
 @compile_once
 def compute_weighted_sums(
-    places: Any,
+    indices: Any,
     values: Any,
     weights: Any,
     size: int,
@@ -386,52 +391,52 @@ def compute_weighted_sums(
     counts: Any,
     out: Any,
 ) -> int:
-    """Add up what senders have at each place, in their order, and leave the places that are sent.
+    """Add the weighted values of all senders at each index, in the order of the senders.
 
     Args:
-        places: (senders, chunks, k), uint16.
-        values: (senders, chunks, k), float32.
-        weights: (senders,), float64.
-        size: Values of a chunk.
-        by_senders: Divide each place's sum by how many sent it.
-        counts: (chunks,), uint16: filled with how many places each chunk has.
-        out: (2, senders * chunks * k), float32 and long enough: the places and the values.
+        indices: Indices of the sent values: (senders, chunks, k), uint16.
+        values: Sent values: (senders, chunks, k), float32.
+        weights: Weights of the senders: (senders,), float64.
+        size: Number of values of a chunk.
+        by_senders: Whether to divide each sum by the number of senders of its index.
+        counts: Memory for the number of sums of each chunk: (chunks,), uint16.
+        out: Memory for the indices and the sums, long enough: (2, senders * chunks * k), float32.
 
     Returns:
-        How many places there are.
+        Number of sums.
     """
-    senders, rows, k = places.shape
+    senders, rows, k = indices.shape
     sums = np.zeros(size, np.float64)
     senders_of = np.zeros(size, np.int32)
     at = 0
     for row in range(rows):
         for one in range(senders):
             for j in range(k):
-                place = places[one, row, j]
-                sums[place] += weights[one] * np.float64(values[one, row, j])
-                senders_of[place] += 1
+                index = indices[one, row, j]
+                sums[index] += weights[one] * np.float64(values[one, row, j])
+                senders_of[index] += 1
         first = at
-        for place in range(size):
-            if senders_of[place]:
-                out[0, at] = place
-                out[1, at] = sums[place] / senders_of[place] if by_senders else sums[place]
+        for index in range(size):
+            if senders_of[index]:
+                out[0, at] = index
+                out[1, at] = sums[index] / senders_of[index] if by_senders else sums[index]
                 at += 1
-                sums[place] = 0.0
-                senders_of[place] = 0
+                sums[index] = 0.0
+                senders_of[index] = 0
         counts[row] = at - first
     return at
 
 
 @compile_once
-def inverse_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
-    """Return the inverse of the DCT of tiles, in one order of additions.
+def invert_tiles(stack: Any, down: Any, across: Any, columns: int, out: Any) -> None:
+    """Invert the DCT of tiles, with additions in one order.
 
     Args:
-        stack: (tiles, height, width), float32: coefficients.
-        down: (height, height), float32: the basis.
-        across: (width, width), float32: the basis.
-        columns: Tiles in each row of them.
-        out: The matrix from the first tile on, float32: filled.
+        stack: Coefficients of the tiles: (tiles, height, width), float32.
+        down: Basis for the columns: (height, height), float32.
+        across: Basis for the rows: (width, width), float32.
+        columns: Number of tiles in each row of tiles.
+        out: Matrix from the first tile on, which is filled: float32.
     """
     tiles, height, width = stack.shape
     half = np.empty((height, width), np.float32)

@@ -1,12 +1,12 @@
-"""A worker's gradient as one object: a safetensors file that says what it is, checked wholly.
+"""Payloads: the gradient of a worker as one safetensors file, and the checks of a received one.
 
-Each tensor of the model is a tensor of bytes in it (see `tensors`); the header's metadata is a
-`GradientHeader`. Its size is known from a listing, and what it may be at most from the shapes and
-the codec, so that nothing too large is read. Nothing in it is believed: the run, the worker and the
-window are those of its key, and everything else is what the aggregator expects.
+Each tensor of the model is a tensor of bytes in the file (see `tensors`). The metadata of the
+header is a `GradientHeader`. A listing shows the size of the object, and the shapes and the codec
+limit it, so nothing too large is read. No content is trusted: the run, the worker and the window
+must be those of the key, and all other fields those that the aggregator expects.
 
-Its digest is that of its header, which names the digest of its tensors' digests. So each of several
-machines can read some of the tensors, and what they found is held against the header together.
+The digest of a gradient is that of its header, which includes the digest of the tensors' digests.
+So several machines can each read some tensors, and their results are checked against the header.
 """
 
 import struct
@@ -33,19 +33,19 @@ from millrace.storage import Stat, Store, read_range
 
 _LENGTH = struct.Struct("<Q")
 _KEY = "millrace"
-_HEADER_FOR_ALL, _HEADER_FOR_EACH = 4096, 1024  # bytes, and longer names cost more
+_HEADER_FOR_ALL, _HEADER_FOR_EACH = 4096, 1024  # bytes, without the names of tensors
 
 NORM_MOST = 1e18
-"""The L2 norm beyond which sums of gradients and their squares leave float32."""
+"""Largest L2 norm at which sums of gradients and of their squares stay within float32."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PayloadError(errors.CorruptError):
-    """A gradient that is not taken.
+    """A gradient is refused.
 
     Attributes:
-        reason: Why, in a word.
+        reason: Kind of the reason.
     """
 
     def __init__(self, reason: Refusal, sentence: str) -> None:
@@ -61,13 +61,13 @@ class Expected:
     """Conditions that a gradient must meet.
 
     Attributes:
-        run: For which run.
-        uid: Whose.
-        window: For which window.
-        base: The step of the weights that it changes.
-        codec: How it is compressed.
-        shapes: Of the model's tensors, by their names.
-        norm: The L2 norm of all of it that nobody honest exceeds; None for `NORM_MOST`.
+        run: Name of the run.
+        uid: Name of the worker.
+        window: Number of the window.
+        base: Step of the weights that the gradient changes.
+        codec: Settings of the compression.
+        shapes: Shapes of the model's tensors by their names.
+        norm: Largest L2 norm of the gradient; None for `NORM_MOST`.
     """
 
     run: str
@@ -80,7 +80,7 @@ class Expected:
 
     @property
     def size(self) -> int:
-        """Bytes that it has at most."""
+        """Largest size of the object in bytes."""
         codec = self.codec
         bodies = sum(
             compute_largest_size(shape, codec.for_tensor(name))
@@ -90,21 +90,21 @@ class Expected:
 
     @property
     def header_size(self) -> int:
-        """Bytes that its header has at most."""
+        """Largest size of the header in bytes."""
         names = sum(len(name.encode()) * 8 + _HEADER_FOR_EACH for name in self.shapes)
         return _HEADER_FOR_ALL + names
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A gradient that is what it should be.
+    """Gradient that passed all checks.
 
     Attributes:
-        header: What it says of itself.
-        tensors: Those of its tensors that are here, by their names.
-        norm: The L2 norm of all of it but the buffers.
-        sha256: Of its header, which names that of all else.
-        size: Bytes of it.
+        header: Header of the gradient.
+        tensors: Tensors that this process has, by their names.
+        norm: L2 norm without the buffers.
+        sha256: Digest of the header, which has the digest of everything else.
+        size: Size of the object in bytes.
     """
 
     header: GradientHeader
@@ -116,14 +116,14 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A gradient whose header is what it should be.
+    """Gradient whose header passed all checks.
 
     Attributes:
-        header: What it says of itself.
-        spans: Where each tensor begins and ends in the object: in the order of their names, one
-            behind the other.
-        sha256: Of its header.
-        size: Bytes of it.
+        header: Header of the gradient.
+        spans: First byte of each tensor in the object, and the byte after its last one. The
+            tensors are contiguous, in the order of their names.
+        sha256: Digest of the header.
+        size: Size of the object in bytes.
     """
 
     header: GradientHeader
@@ -134,13 +134,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Some of the tensors of a gradient.
+    """Some tensors of a gradient, with the results of their checks.
 
     Attributes:
-        sparse: By their names.
-        digests: Of their bytes.
-        squares: The sums of their values' squares; of buffers none.
-        fault: What is wrong with one of them; empty if nothing is.
+        sparse: Values of the tensors by their names.
+        digests: Digests of the tensors' bytes.
+        squares: Sum of the squares of each tensor's values, except for buffers.
+        fault: Sentence about a fault of a tensor; empty if there is none.
     """
 
     sparse: Mapping[str, tuple[Sparse, ...]] = field(repr=False)
@@ -168,18 +168,18 @@ def encode_payload(
     tokens: int = 0,
     samples: str = "",
 ) -> bytes:
-    """Encode the object that a worker puts into the bucket. Equal arguments make equal bytes.
+    """Encode a gradient as the object that a worker uploads. Equal arguments give equal bytes.
 
     Args:
-        bodies: Its compressed tensors, by their names, as of `GradientEncoder` or `Feedback`.
-        shapes: Theirs.
-        codec: How they were compressed.
-        run: For which run.
-        uid: Whose.
-        window: For which window.
-        base: The step of the weights that it changes.
-        tokens: That it was made of.
-        samples: The digest of the samples that it was made of.
+        bodies: Compressed tensors by their names, from `GradientEncoder` or `Feedback`.
+        shapes: Shapes of the tensors.
+        codec: Settings of the compression.
+        run: Name of the run.
+        uid: Name of the worker.
+        window: Number of the window.
+        base: Step of the weights that the gradient changes.
+        tokens: Number of tokens that the worker trained on.
+        samples: Digest of the samples that the worker trained on.
     """
     names = sorted(bodies)
     header = GradientHeader(
@@ -199,7 +199,7 @@ def encode_payload(
 
 
 def _encode_safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
-    """Return a file of tensors of bytes, in the order of their names."""
+    """Return a safetensors file of tensors of bytes, in the order of their names."""
     described: dict[str, object] = {"__metadata__": {_KEY: said}}
     names, at = sorted(bodies), 0
     for name in names:
@@ -215,12 +215,12 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
     """Read a worker's gradient, and check all of it.
 
     Args:
-        store: The worker's bucket.
-        stat: The object, as it was listed.
-        expected: What it must be.
+        store: Bucket of the worker.
+        stat: Description of the object from a listing.
+        expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: It is not; why is said.
+        PayloadError: The gradient cannot be read, or does not meet the conditions.
     """
     opened = read_header(store, stat, expected)
     tensors = read_tensors(store, stat, opened, sorted(expected.shapes), expected)
@@ -230,7 +230,13 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
 def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
     """Read the header of a worker's gradient, and check it.
 
-    Args and raises: as `read_payload`.
+    Args:
+        store: Bucket of the worker.
+        stat: Description of the object from a listing.
+        expected: Conditions that the gradient must meet.
+
+    Raises:
+        PayloadError: The header cannot be read, or does not meet the conditions.
     """
     if stat.size > expected.size:
         raise PayloadError(
@@ -250,18 +256,18 @@ def read_tensors(
     """Read some tensors of a worker's gradient, and check them.
 
     Args:
-        store: The worker's bucket.
-        stat: The object, as it was listed.
-        opened: Its header.
-        names: Which: neighbours, in their order.
-        expected: What it must be.
+        store: Bucket of the worker.
+        stat: Description of the object from a listing.
+        opened: Checked header of the gradient.
+        names: Names of contiguous tensors, in their order.
+        expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: They cannot be read.
+        PayloadError: The tensors cannot be read.
     """
     if not names:
         return Tensors({}, {}, {})
-    if is_torch_file(stat.key):  # which is read wholly or not at all
+    if is_torch_file(stat.key):  # such a file cannot be read in parts
         body = memoryview(_from_torch(store, stat, expected))
         return check_tensors(body, 0, opened, names, expected)
     begin, end = opened.spans[names[0]][0], opened.spans[names[-1]][1]
@@ -270,22 +276,22 @@ def read_tensors(
 
 
 def is_torch_file(key: str) -> bool:
-    """Tell whether an object is one that ``torch.save`` wrote."""
+    """Decide from its key whether an object is a file of ``torch.save``."""
     return key.endswith(".pt")
 
 
 def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
-    """Convert a file of ``torch.save`` into the safetensors file that it could have been."""
+    """Read a file of ``torch.save``, and return a safetensors file with the same content."""
     body = _read(store, stat, 0, stat.size)
     try:
         texts, tensors = read_texts_and_tensors(
             body, most=len(expected.shapes), head=expected.header_size
         )
     except FormatError as error:
-        sentence = f"It is no file of torch's with a gradient: {error}."
+        sentence = f"It is not a file of torch.save with a gradient: {error}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
     if set(texts) != {_KEY}:
-        raise PayloadError(Refusal.HEADER, f"It does not say what it is, as text under {_KEY!r}.")
+        raise PayloadError(Refusal.HEADER, f"It has no header, as text under {_KEY!r}.")
     return _encode_safetensors(texts[_KEY], tensors)
 
 
@@ -299,7 +305,7 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
 
 
 def explain_failure(error: errors.MillraceError) -> str:
-    """Return the reason why a worker's bucket was of no use, in words of ours."""
+    """Return a sentence for an error of a worker's bucket, without text from outside."""
     match error:
         case errors.DeniedError():
             return "Its bucket refuses to be read."
@@ -308,18 +314,18 @@ def explain_failure(error: errors.MillraceError) -> str:
         case errors.UnavailableError(status=int(status)):
             return f"Its bucket answers {status}."
         case _:
-            return "Its bucket does not answer as one."
+            return "Its bucket gives an invalid answer."
 
 
 def check_payload(body: bytes, expected: Expected) -> Payload:
     """Check all of a gradient.
 
     Args:
-        body: Of the object, from whomever.
-        expected: What it must be.
+        body: Bytes of the object, from any source.
+        expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: It is not; why is said.
+        PayloadError: The gradient does not meet the conditions.
     """
     view = memoryview(body)
     opened = open_payload(view, len(body), expected)
@@ -331,12 +337,12 @@ def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
     """Check the header of a gradient.
 
     Args:
-        head: The beginning of the object, with all of its header.
-        size: Bytes of the object.
-        expected: What it must be.
+        head: Beginning of the object, with the whole header.
+        size: Size of the object in bytes.
+        expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: It is not; why is said.
+        PayloadError: The header does not meet the conditions.
     """
     header, spans, begins = _make_header(head, size, expected.header_size)
     _compare(header, expected)
@@ -351,11 +357,11 @@ def check_tensors(
     """Check some tensors of a gradient.
 
     Args:
-        body: Bytes of the object in which they are.
-        at: Where these begin in the object.
-        opened: Its header.
-        names: Which, in their order.
-        expected: What it must be.
+        body: Bytes of the object that include the tensors.
+        at: Offset of these bytes in the object.
+        opened: Checked header of the gradient.
+        names: Names of the tensors, in their order.
+        expected: Conditions that the gradient must meet.
     """
     codec, mask = expected.codec, Mask(expected.run, expected.window)
     tensors: dict[str, tuple[Sparse, ...]] = {}
@@ -374,7 +380,7 @@ def check_tensors(
             fault = fault or f"{name}: {error}"
             continue
         tensors[name] = runs
-        if codec.is_buffer(name):  # a value and no change: no part of the gradient's norm
+        if codec.is_buffer(name):  # a buffer is a value, not a change: the norm excludes it
             continue
         each = (kernels.sum_squares(decode_values(run, codec).reshape(-1)) for run in runs)
         squares[name] = float(sum(each))
@@ -382,10 +388,10 @@ def check_tensors(
 
 
 def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
-    """Refuse a buffer with a value that it cannot have.
+    """Check the values of a buffer, such as a variance that cannot be negative.
 
     Raises:
-        CodeError: It has one.
+        CodeError: A value is out of the buffer's range.
     """
     least, most = range_of(name)
     for run in runs:
@@ -395,15 +401,16 @@ def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
 
 
 def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
-    """Return a gradient, all of whose tensors were checked.
+    """Return a gradient from its header and its checked tensors.
 
     Args:
-        opened: Its header.
-        parts: Its tensors, wherever they were checked, in the order of their names.
-        expected: What it must be.
+        opened: Checked header of the gradient.
+        parts: Results of the checks on all machines, in the order of the tensors' names.
+        expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: They are not what its header names, or one of them is none; why is said.
+        PayloadError: A tensor has a fault, the digests do not match the header, or the norm is too
+            large.
     """
     if (
         _digest_tensors(digest for part in parts for digest in part.digests.values())
@@ -422,7 +429,7 @@ def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expecte
 
 
 def compute_identity(body: bytes) -> str:
-    """Return the digest of a gradient: of its header, which has the digests of all else."""
+    """Return the digest of a gradient's header, which identifies the whole gradient."""
     (length,) = _LENGTH.unpack_from(body)
     return compute_sha256(memoryview(body)[: _LENGTH.size + length])
 
@@ -433,13 +440,13 @@ def _digest_tensors(digests: Iterable[str]) -> str:
 
 
 def _digest_header(header: GradientHeader) -> str:
-    """Return the digest of all fields of a header but itself."""
+    """Return the digest of all other fields of a header."""
     return compute_sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
 def _compare(header: GradientHeader, expected: Expected) -> None:
     if header.digest != _digest_header(header):
-        raise PayloadError(Refusal.DIGEST, "Its header is not the one that was written.")
+        raise PayloadError(Refusal.DIGEST, "Its header was changed: it does not match its digest.")
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
     for reason, said, wanted in (
         (Refusal.RUN, header.run, expected.run),
@@ -451,29 +458,29 @@ def _compare(header: GradientHeader, expected: Expected) -> None:
         (Refusal.CODEC, header.codec, expected.codec),
     ):
         if said != wanted:
-            raise PayloadError(reason, f"Its {reason} is not the one that is expected here.")
+            raise PayloadError(reason, f"Its {reason} is not the expected one.")
 
 
 def _make_header(
     head: memoryview, size: int, most: int
 ) -> tuple[GradientHeader, dict[str, tuple[int, int]], int]:
-    """Return the header, the offsets of the tensors in the object, and where they begin."""
+    """Return the header, the spans of the tensors, and the offset of the first tensor."""
     try:
         said, spans, begins = _parse(head, size, most)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        sentence = f"It is no safetensors file of ours: {errors.format_error(error)}."
+        sentence = f"It is not a safetensors file of a gradient: {errors.format_error(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
     try:
         return GradientHeader.model_validate_json(said, strict=True), spans, begins
     except (ValidationError, TypeError) as error:
-        raise PayloadError(Refusal.HEADER, "Its header does not say what it is.") from error
+        raise PayloadError(Refusal.HEADER, "Its header has no metadata of a gradient.") from error
 
 
 def _parse(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple[int, int]], int]:
     (length,) = _LENGTH.unpack_from(head)
     begins = _LENGTH.size + length
     if length > most or begins > min(size, len(head)):
-        raise ValueError("its header is longer than it can be")  # and is not parsed
+        raise ValueError("its header is too long")  # refused before it is parsed
     described = orjson.loads(head[_LENGTH.size : begins])
     said = described.pop("__metadata__")[_KEY]
     if list(described) != sorted(described):
@@ -483,11 +490,11 @@ def _parse(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple
     for name, entry in described.items():
         begin, end = entry["data_offsets"]
         if type(end) is not int or (begin, entry["dtype"]) != (at, "U8"):
-            raise ValueError("its tensors are not bytes, one behind the other")
+            raise ValueError("its tensors are not contiguous bytes")
         if entry["shape"] != [end - at] or end < at:
-            raise ValueError("its tensors are not bytes, one behind the other")
+            raise ValueError("its tensors are not contiguous bytes")
         spans[name] = (begins + at, begins + end)
         at = end
     if begins + at != size:
-        raise ValueError("it does not end where its tensors do")
+        raise ValueError("there are bytes after its tensors")
     return said, spans, begins

@@ -1,8 +1,8 @@
-"""The places that all workers of a window send: drawn from its name, so that nobody need send them.
+"""Indices that all workers of a window send, derived from the window's number.
 
-Windows take turns. In each cycle of them every place of a chunk is sent once: an order of all
-places is drawn for the cycle, and each window takes the next ``k`` of it. So nothing is left out
-for ever, and with error feedback nothing is lost, only late.
+The indices themselves are not sent. Windows form cycles. For each cycle, a random order of all
+indices of a chunk is drawn, and each window takes the next ``k``. So every index is sent once per
+cycle, and with error feedback every value is sent at some time.
 """
 
 import hashlib
@@ -12,25 +12,25 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.uint16]
+Indices = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The places of one window.
+    """Mask of a window, from which the indices of each chunk follow.
 
     Attributes:
-        run: Which run's.
-        window: Its number.
+        run: Name of the run.
+        window: Number of the window.
     """
 
     run: str
     window: int
 
-    def select_indices(self, size: int, k: int) -> Places:
-        """Return the ``k`` places of every chunk of a size, ascending.
+    def select_indices(self, size: int, k: int) -> Indices:
+        """Return the ``k`` indices of every chunk of a size, in ascending order.
 
-        The same on every machine.
+        The result is the same on every machine.
         """
         windows = -(-size // k)
         cycle, turn = divmod(self.window, windows)
@@ -39,9 +39,9 @@ class Mask:
 
 
 @lru_cache(maxsize=64)
-def _shuffle(run: str, cycle: int, size: int) -> Places:
+def _shuffle(run: str, cycle: int, size: int) -> Indices:
     seed = hashlib.sha256(f"{run}\0{cycle}\0{size}".encode()).digest()
-    # The bits of a generator never change from one version of numpy to the next; what its methods
-    # make of them may.
+    # Across versions of numpy, the bits of a generator are stable, but not the results of its
+    # methods.
     drawn = np.random.Philox(key=int.from_bytes(seed[:16], "little")).random_raw(size)
     return np.argsort(drawn, kind="stable").astype(np.uint16)

@@ -1,18 +1,18 @@
-"""A tensor as compressed bytes, and back.
+"""Conversion of tensors to compressed bytes and back.
 
-The bytes of each run of equal chunks, little-endian:
+The bytes of each run of equal chunks are, in little-endian order:
 
-- unless all workers send the same places, those: the parameter of the Rice codes, one byte; the
-  length of each block's Rice codes, four bytes a block of 256 chunks; the Rice codes of the places,
-  block by block, each ending with a byte;
-- the values' codes of ``bits`` bits, from the lowest bit of a byte to its highest;
-- but for 32 bits, the largest magnitude of each chunk, as bfloat16;
-- but for 16 and 32 bits, the smallest over the largest in 255ths, one byte a chunk.
+- the indices, unless all workers send the same ones: the parameter of the Rice codes in one byte;
+  the length of the codes of each block of 256 chunks in four bytes; the codes of each block, padded
+  to whole bytes;
+- the codes of the values in ``bits`` bits each, from the lowest bit of a byte to its highest;
+- the largest magnitude of each chunk as bfloat16, except with 32 bits;
+- the smallest magnitude over the largest in 255ths, one byte per chunk, except with 16 and 32 bits.
 
-With 32 bits the codes are the values themselves, as float32. A buffer is all of its values so.
+With 32 bits, the codes are the float32 values. A buffer has all of its values in this form.
 
-Equal values make equal bytes, on every machine, and every value has one way to be written: bytes
-that `unpack_tensor` takes are those that `pack_tensor` makes of what it returns.
+Equal values give equal bytes on every machine, and each value has exactly one form. So
+`unpack_tensor` accepts only bytes that `pack_tensor` would write.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,17 @@ import numpy.typing as npt
 from millrace import errors
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks, make_chunks
-from millrace.gradients.codec.shared_indices import Mask, Places
+from millrace.gradients.codec.shared_indices import Indices, Mask
 from millrace.schemas.gradient import Codec, Support
 
 BLOCK = 256
-"""Chunks whose Rice codes have one length, and whose sums are one."""
+"""Number of chunks of a block, which has one length of Rice codes and one partial sum."""
 _RICE_MOST = 12
 _U16, _U32 = np.dtype("<u2"), np.dtype("<u4")
 _WRONG = {
-    kernels.ENDED: "its places end too early",
-    kernels.TOO_FAR: "a place is beyond its chunk",
-    kernels.LEFT_OVER: "something is left over behind its places",
+    kernels.ENDED: "its indices end too early",
+    kernels.TOO_FAR: "an index is beyond its chunk",
+    kernels.LEFT_OVER: "there are bytes after its indices",
 }
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,24 +44,26 @@ T = TypeVar("T")
 
 
 class CodeError(errors.CorruptError):
-    """Bytes that are no compressed tensor of this shape."""
+    """Bytes are not a compressed tensor of the expected shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The values of a run of equal chunks that were chosen, and where they stand.
+    """Selected values of a run of equal chunks, with their indices.
 
     Attributes:
-        chunks: The run.
-        places: (count, k), uint16, ascending in each chunk.
-        high: (count,), uint16: the largest magnitude of each chunk, the bits of a bfloat16; empty
-            for 32 bits.
-        ratio: (count,), uint8: the smallest over it, in 255ths; empty for 16 and 32 bits.
-        codes: (count, k), uint8; uint16 for 16 bits; uint32, the bits of a float32, for 32 bits.
+        chunks: Run of chunks.
+        indices: Ascending indices of each chunk: (count, k), uint16.
+        high: Largest magnitude of each chunk, as the bits of a bfloat16: (count,), uint16. Empty
+            with 32 bits.
+        ratio: Smallest magnitude over the largest, in 255ths: (count,), uint8. Empty with 16 and
+            32 bits.
+        codes: Codes of the values: (count, k). The type is uint8, with 16 bits uint16, and with 32
+            bits uint32 (the bits of a float32).
     """
 
     chunks: Chunks
-    places: npt.NDArray[np.uint16]
+    indices: npt.NDArray[np.uint16]
     high: npt.NDArray[np.uint16]
     ratio: npt.NDArray[np.uint8]
     codes: npt.NDArray[Any]
@@ -74,14 +76,14 @@ def select_values(
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """Return the values of each chunk that are sent, quantised.
+    """Select and quantise the values of each chunk that are sent.
 
     Args:
-        values: Of the tensor, in the order of its chunks, as `transform.forward` returns them.
-        shape: Of the tensor.
-        codec: How.
-        threads: How many work side by side.
-        mask: Of the window, if all workers send the same places.
+        values: Values of the tensor in the order of its chunks, from `transform.forward`.
+        shape: Shape of the tensor.
+        codec: Settings of the compression.
+        threads: Number of threads.
+        mask: Mask of the window, if all workers send the same indices.
 
     Raises:
         ConfigurationError: A value is not finite, or the mask is missing.
@@ -93,7 +95,7 @@ def select_values(
 
 
 def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
-    """Return the values that codes mean: (count, k), float32."""
+    """Return the values of the codes: (count, k), float32."""
     if codec.bits == 32:
         return sparse.codes.view(np.float32)
     values = np.empty(sparse.codes.shape, np.float32)
@@ -109,15 +111,15 @@ def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
 def fill_dense(
     runs: tuple[Sparse, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
 ) -> None:
-    """Fill all values of a tensor in the order of its chunks: those that were sent, and zeros."""
+    """Fill a tensor's values in the order of its chunks, with zeros where none was sent."""
     for run in runs:
         chunks, sent = run.chunks, decode_values(run, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
 
-        def part(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
-            kernels.spread(run.places[rows], sent[rows], table[rows])
+        def fill_rows(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
+            kernels.spread(run.indices[rows], sent[rows], table[rows])
 
-        map_blocks(part, chunks.count, threads)
+        map_blocks(fill_rows, chunks.count, threads)
 
 
 def pack_tensor(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
@@ -132,17 +134,17 @@ def unpack_tensor(
     threads: int = 1,
     mask: Mask | None = None,
 ) -> tuple[Sparse, ...]:
-    """Unpack the bytes of `pack_tensor`. Everything in them is checked; nothing is assumed.
+    """Unpack the bytes of `pack_tensor`, and check all of them.
 
     Args:
-        body: The bytes.
-        shape: Of the tensor.
-        codec: How it was compressed.
-        threads: How many work side by side.
-        mask: Of the window, if all workers send the same places.
+        body: Bytes of the compressed tensor.
+        shape: Shape of the tensor.
+        codec: Settings of the compression.
+        threads: Number of threads.
+        mask: Mask of the window, if all workers send the same indices.
 
     Raises:
-        CodeError: They are no compressed tensor of this shape.
+        CodeError: The bytes are not a compressed tensor of this shape.
     """
     rest = np.frombuffer(body, np.uint8)
     found: list[Sparse] = []
@@ -155,10 +157,10 @@ def unpack_tensor(
 
 
 def compute_largest_size(shape: tuple[int, ...], codec: Codec) -> int:
-    """Bytes that a compressed tensor of a shape has at most."""
-    places = codec.support is Support.LARGEST
+    """Return the largest number of bytes of a compressed tensor of a shape."""
+    indices = codec.support is Support.LARGEST
     return sum(
-        places * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
+        indices * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
         + -(-run.sent * codec.bits // 8)
         + (_count_high_bytes(codec) + _count_ratio_bytes(codec)) * run.count
         for run in make_chunks(shape, codec)
@@ -166,24 +168,24 @@ def compute_largest_size(shape: tuple[int, ...], codec: Codec) -> int:
 
 
 def _count_high_bytes(codec: Codec) -> int:
-    """Return how many bytes the largest magnitude of a chunk has."""
+    """Return the number of bytes for the largest magnitude of a chunk."""
     return 0 if codec.bits == 32 else 2
 
 
 def _count_ratio_bytes(codec: Codec) -> int:
-    """Return how many bytes the ratio of a chunk's smallest and largest magnitude has."""
+    """Return the number of bytes for the ratio of a chunk's smallest and largest magnitude."""
     return 0 if codec.bits >= 16 else 1
 
 
-def find_shared_indices(run: Chunks, codec: Codec, mask: Mask | None) -> Places | None:
-    """Return the indices that all workers send of each chunk; None if each sends its own."""
+def find_shared_indices(run: Chunks, codec: Codec, mask: Mask | None) -> Indices | None:
+    """Return the indices that all workers send of each chunk; None if workers select their own."""
     if codec.support is Support.LARGEST:
         return None
     if run.k == run.size:
         return np.arange(run.size, dtype=np.uint16)
     if mask is None:
         raise errors.ConfigurationError(
-            "The places that all workers send are those of a window: say of which (a Mask)."
+            "The indices that all workers send depend on the window: give its Mask."
         )
     return mask.select_indices(run.size, run.k)
 
@@ -193,25 +195,26 @@ def _select_block(
     run: Chunks,
     codec: Codec,
     threads: int,
-    shared: Places | None,
+    shared: Indices | None,
 ) -> Sparse:
     table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
-    places = np.empty((run.count, run.k), np.uint16)
+    indices = np.empty((run.count, run.k), np.uint16)
     picked = np.empty((run.count, run.k), np.int32)
 
-    def part(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         if shared is None:
-            kernels.select(table[rows], run.k, places[rows])
+            kernels.select(table[rows], run.k, indices[rows])
         else:
-            places[rows] = shared
-        kernels.gather(table[rows], places[rows], picked[rows])
-        # What is not finite is the largest; elsewhere it may hide.
+            indices[rows] = shared
+        kernels.gather(table[rows], indices[rows], picked[rows])
+        # Values that are not finite have the largest magnitudes. With shared indices, all values
+        # must be checked.
         seen = picked[rows] if shared is None else table[rows]
         if not np.isfinite(seen.view(np.float32)).all():
             raise make_not_finite_error()
 
-    map_blocks(part, run.count, threads)
-    return quantise_sparse(run, places, picked, codec, threads)
+    map_blocks(process_rows, run.count, threads)
+    return quantise_sparse(run, indices, picked, codec, threads)
 
 
 def make_not_finite_error() -> errors.ConfigurationError:
@@ -223,43 +226,43 @@ def make_not_finite_error() -> errors.ConfigurationError:
 
 def quantise_sparse(
     run: Chunks,
-    places: npt.NDArray[np.uint16],
+    indices: npt.NDArray[np.uint16],
     picked: npt.NDArray[np.int32],
     codec: Codec,
     threads: int,
 ) -> Sparse:
-    """Values that were chosen, as codes.
+    """Quantise selected values.
 
     Args:
-        run: The chunks.
-        places: (count, k): where they stand, ascending in each chunk.
-        picked: (count, k): the bits of float32, all finite.
-        codec: How.
-        threads: How many work side by side.
+        run: Run of chunks.
+        indices: Ascending indices of each chunk: (count, k).
+        picked: Bits of the finite float32 values: (count, k).
+        codec: Settings of the compression.
+        threads: Number of threads.
     """
     if codec.bits == 32:
         none = np.empty(0, np.uint16), np.empty(0, np.uint8)
-        return Sparse(run, places, *none, picked.view(np.uint32))
+        return Sparse(run, indices, *none, picked.view(np.uint32))
     high = np.empty(run.count, np.uint16)
     half = codec.bits == 16
     ratio = np.empty(0 if half else run.count, np.uint8)
     codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
 
-    def part(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         if half:
             _halve(picked[rows].view(np.float32), high[rows], codes[rows])
         else:
             levels = 1 << (codec.bits - 1)
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
-    map_blocks(part, run.count, threads)
-    return Sparse(run, places, high, ratio, codes)
+    map_blocks(process_rows, run.count, threads)
+    return Sparse(run, indices, high, ratio, codes)
 
 
 def _halve(
     values: npt.NDArray[np.float32], high: npt.NDArray[np.uint16], codes: npt.NDArray[Any]
 ) -> None:
-    """Values as float16, over the power of two below the largest of their chunk."""
+    """Write values as float16, divided by a power of two just below the largest of their chunk."""
     top = np.abs(values).max(axis=1).view(np.uint32) & np.uint32(0x7F800000)
     high[:] = (top >> 16).astype(np.uint16)
     scale = top.view(np.float32)
@@ -267,10 +270,10 @@ def _halve(
     codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
 
 
-def _find_shortest_code(places: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
-    """Return the parameter of the Rice codes that makes them shortest, and their number of bits."""
+def _find_shortest_code(indices: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
+    """Return the parameter of the shortest Rice codes, and the number of their bits."""
     counts = np.zeros(chunks.size, np.int64)
-    kernels.count_gaps(places, counts)
+    kernels.count_gaps(indices, counts)
     gaps = np.arange(chunks.size)
     costs = [
         int(((gaps >> rice) * counts).sum()) + (rice + 1) * chunks.sent
@@ -289,12 +292,12 @@ def _pack_runs(run: Sparse, codec: Codec) -> Iterator[bytes]:
 
 
 def _pack_indices(run: Sparse) -> Iterator[bytes]:
-    rice, bits = _find_shortest_code(run.places, run.chunks)
+    rice, bits = _find_shortest_code(run.indices, run.chunks)
     room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
     for row in range(0, run.chunks.count, BLOCK):
-        length = int(kernels.write_gaps(run.places[row : row + BLOCK], rice, room[at:]))
+        length = int(kernels.write_gaps(run.indices[row : row + BLOCK], rice, room[at:]))
         lengths.append(length)
         at += length
     yield bytes([rice])
@@ -303,12 +306,12 @@ def _pack_indices(run: Sparse) -> Iterator[bytes]:
 
 
 def _unpack_run(
-    rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Places | None
+    rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Indices | None
 ) -> tuple[Sparse, Bytes]:
     if shared is None:
-        places, rest = _unpack_indices(rest, run, threads)
+        indices, rest = _unpack_indices(rest, run, threads)
     else:
-        places = np.tile(shared, (run.count, 1))
+        indices = np.tile(shared, (run.count, 1))
     packed, rest = _take_bytes(rest, -(-run.sent * codec.bits // 8))
     raw, rest = _take_bytes(rest, _count_high_bytes(codec) * run.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
@@ -316,10 +319,10 @@ def _unpack_run(
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
     codes = _unpack_codes(packed, run.sent, codec.bits).reshape(run.count, run.k)
-    return Sparse(run, places, high, ratio.copy(), codes), rest
+    return Sparse(run, indices, high, ratio.copy(), codes), rest
 
 
-def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, Bytes]:
+def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, Bytes]:
     blocks = -(-run.count // BLOCK)
     head, rest = _take_bytes(rest, 1)
     rice = int(head[0])
@@ -328,22 +331,22 @@ def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Places, Byt
     raw, rest = _take_bytes(rest, 4 * blocks)
     lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
     gaps, rest = _take_bytes(rest, int(lengths.sum()))
-    places = np.empty((run.count, run.k), np.uint16)
+    indices = np.empty((run.count, run.k), np.uint16)
     ends = np.cumsum(lengths)
 
-    def block(rows: slice) -> None:
+    def process_rows(rows: slice) -> None:
         for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
             body = gaps[ends[number] - lengths[number] : ends[number]]
             wrong = kernels.read_gaps(
-                body, rice, run.size, places[number * BLOCK : (number + 1) * BLOCK]
+                body, rice, run.size, indices[number * BLOCK : (number + 1) * BLOCK]
             )
             if wrong:
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
-    map_blocks(block, run.count, threads)
-    if _find_shortest_code(places, run)[0] != rice:
-        raise CodeError("Its Rice codes are longer than they need be.")
-    return places, rest
+    map_blocks(process_rows, run.count, threads)
+    if _find_shortest_code(indices, run)[0] != rice:
+        raise CodeError("Its Rice codes are longer than necessary.")
+    return indices, rest
 
 
 def _take_bytes(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
@@ -359,8 +362,8 @@ def _pack_codes(codes: npt.NDArray[Any], bits: int) -> bytes:
     padded = np.zeros(-(-codes.size // each) * each, np.uint8)
     padded[: codes.size] = codes
     out = padded[::each].copy()
-    for place in range(1, each):
-        out |= padded[place::each] << np.uint8(place * bits)
+    for index in range(1, each):
+        out |= padded[index::each] << np.uint8(index * bits)
     return out.tobytes()
 
 
@@ -377,23 +380,23 @@ def _unpack_codes(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
         return codes
     each, mask = 8 // bits, np.uint8((1 << bits) - 1)
     out = np.empty(packed.size * each, np.uint8)
-    for place in range(each):
-        out[place::each] = (packed >> np.uint8(place * bits)) & mask
+    for index in range(each):
+        out[index::each] = (packed >> np.uint8(index * bits)) & mask
     if out[count:].any():
-        raise CodeError("Something is left over behind its values.")
+        raise CodeError("There are bytes after its values.")
     return out[:count]
 
 
 def map_blocks(
     part: Callable[[slice], T], count: int, threads: int, step: int | None = None
 ) -> list[T]:
-    """Do a part for some chunks at a time, on several threads; what each returns, in their order.
+    """Call a function for blocks of rows on several threads, and return the results in order.
 
     Args:
-        part: What to do for some rows.
-        count: How many rows there are.
-        threads: How many work side by side.
-        step: Rows of each part; by default four parts a thread, of whole blocks.
+        part: Function to call with a slice of rows.
+        count: Number of rows.
+        threads: Number of threads.
+        step: Number of rows per call; by default four calls per thread, of whole blocks.
     """
     step = step or -(-count // (4 * threads * BLOCK)) * BLOCK
     rows = [slice(at, min(at + step, count)) for at in range(0, count, step)]

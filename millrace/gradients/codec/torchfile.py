@@ -1,8 +1,8 @@
-"""Reader for files of ``torch.save``: text and tensors of bytes in a dict, read as data.
+"""Reader for files of ``torch.save`` that hold a dict of texts and tensors of bytes.
 
-Nothing of the file is executed, and torch's own loader is not asked: also the one for weights only
-believes a file how long its storages are. The pickle is followed opcode by opcode, and only those
-that such a dict needs are known.
+No code of the file is executed. torch's loader is not used, since even with ``weights_only`` it
+trusts the lengths of storages in the file. This reader follows the pickle opcode by opcode, and
+refuses opcodes that such a dict does not need.
 """
 
 import io
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 _END, _END_SIGNATURE = struct.Struct("<10xHI4xH"), b"PK\x05\x06"
-_LARGER = struct.Struct("<32xQQ8x")  # as of files of more than four gigabytes
+_LARGER = struct.Struct("<32xQQ8x")  # record of archives above 4 GiB
 _LOCATOR_SIZE, _LOCATOR_SIGNATURE = 20, b"PK\x06\x07"
-_ENTRY_MOST = 1024  # bytes of an entry in it, its name and what torch pads it with
-_OTHERS = 16  # files that are no tensors
+_ENTRY_MOST = 1024  # bytes of an entry: its header, its name and torch's padding
+_OTHERS = 16  # files besides the tensors
 _REBUILD, _BYTES, _ORDERED = (
     "torch._utils _rebuild_tensor_v2",
     "torch ByteStorage",
@@ -26,11 +26,11 @@ _REBUILD, _BYTES, _ORDERED = (
 
 
 class FormatError(Exception):
-    """A file that is none of torch's, or holds something else."""
+    """A file is not one of ``torch.save``, or has other content."""
 
 
 class _WrongError(ValueError):
-    """The same, in words of ours."""
+    """A file has a fault that this module found. Its text has no words of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ def read_texts_and_tensors(
     """Return the texts and the tensors of a dict that ``torch.save`` wrote.
 
     Args:
-        body: The file.
-        most: How many tensors it has at most.
-        head: Bytes of its pickle at most.
+        body: Bytes of the file.
+        most: Largest number of tensors.
+        head: Largest size of the pickle in bytes.
 
     Raises:
-        FormatError: It is no such file.
+        FormatError: The file has another format or content.
     """
     _check_directory(body, most)
     try:
@@ -80,19 +80,22 @@ def read_texts_and_tensors(
         TypeError,
         ValueError,
         zipfile.BadZipFile,
-    ) as error:  # whatever it can do to who reads zip files and pickles; their words are its
-        raise FormatError("it is no archive with a pickle in it, or a broken one") from error
+    ) as error:  # any error of the zip and pickle readers; their text may come from the file
+        raise FormatError("it is not an archive with a pickle, or it is damaged") from error
 
 
 def _check_directory(body: bytes, most: int) -> None:
-    """Bound what reading the archive's directory takes.
+    """Check the size of the archive's directory before Python's reader parses it.
 
-    It says at the end of the file how long it is, perhaps in a larger record before that too, and
-    Python's reader takes that one then.
+    The size is in a record at the end of the file. A larger record before it may replace it, and
+    Python's reader uses that record then.
+
+    Raises:
+        _WrongError: The directory is missing, or has too many entries.
     """
     end = len(body) - _END.size
     if end < 0 or not body.startswith(_END_SIGNATURE, end):
-        raise FormatError("it is no archive, or a broken one")
+        raise FormatError("it is not an archive, or it is damaged")
     entries, size, comment = _END.unpack_from(body, end)
     larger = end - _LOCATOR_SIZE - _LARGER.size
     if larger >= 0 and body.startswith(_LOCATOR_SIGNATURE, end - _LOCATOR_SIZE):
@@ -109,17 +112,17 @@ def _read(
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     pieces = {name: value for name, value in found.items() if isinstance(value, _StorageSlice)}
     if len(texts) + len(pieces) != len(found) or len(pieces) > most:
-        raise _WrongError("it holds something else than texts and tensors of bytes")
+        raise _WrongError("it has values other than texts and tensors of bytes")
     if len({piece.storage.key for piece in pieces.values()}) != len(pieces):
-        raise _WrongError("two tensors are of one storage")
-    if sum(piece.storage.size for piece in pieces.values()) > whole:  # as files that overlap
-        raise _WrongError("its storages are longer than it is")
+        raise _WrongError("two tensors share a storage")
+    if sum(piece.storage.size for piece in pieces.values()) > whole:  # if files overlap
+        raise _WrongError("its storages are longer than the file")
     tensors: dict[str, bytes] = {}
     for name, piece in pieces.items():
         size = piece.storage.size
         content = _read_stored(archive, f"{root}/data/{piece.storage.key}", size)
         if len(content) != size:
-            raise _WrongError("a storage is shorter than it says")
+            raise _WrongError("a storage is shorter than its declared length")
         tensors[name] = content[piece.begin : piece.begin + piece.size]
     return texts, tensors
 
@@ -127,29 +130,29 @@ def _read(
 def _read_stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     info = archive.getinfo(name)
     if info.file_size > most:
-        raise _WrongError("a file in it is longer than it can be")
+        raise _WrongError("a file in it is too long")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise _WrongError("a file in it is compressed")
     return archive.read(info)
 
 
 def _run_pickle(pickle: bytes) -> dict[str, Any]:
-    """Return the dict that a pickle makes."""
+    """Return the dict that a pickle builds."""
     machine = _Machine()
     for opcode, arg, _ in pickletools.genops(pickle):
         if opcode.name == "STOP":
             break
         if opcode.name not in _DONE:
-            raise _WrongError(f"it does something that no tensor needs ({opcode.name})")
+            raise _WrongError(f"it has an opcode that no tensor needs ({opcode.name})")
         _DONE[opcode.name](machine, arg)
     (found,) = machine.stack
     if not isinstance(found, dict):
-        raise _WrongError("it is no dict")
+        raise _WrongError("it is not a dict")
     return cast("dict[str, Any]", found)
 
 
 class _Machine:
-    """As much of what follows a pickle as such a dict needs."""
+    """Interpreter for the opcodes that a dict of texts and tensors needs."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -158,37 +161,37 @@ class _Machine:
 
     def push(self, value: Any) -> None:
         if isinstance(value, str):
-            value.encode()  # a pickle can hold what no other format can
+            value.encode()  # refuses lone surrogates, which a pickle can hold
         self.stack.append(value)
 
     def mark(self) -> None:
         self._marks.append(len(self.stack))
 
-    def keep(self, place: int) -> None:
-        self._memo[place] = self.stack[-1]
+    def keep(self, slot: int) -> None:
+        self._memo[slot] = self.stack[-1]
 
-    def fetch(self, place: int) -> None:
-        self.stack.append(self._memo[place])
+    def fetch(self, slot: int) -> None:
+        self.stack.append(self._memo[slot])
 
-    def tuple_of(self, count: int | None) -> None:
-        """Make a tuple of the last values, or of those since the mark."""
+    def make_tuple(self, count: int | None) -> None:
+        """Replace the last values, or those since the mark, by a tuple of them."""
         at = self._marks.pop() if count is None else len(self.stack) - count
         self.stack[at:] = [tuple(self.stack[at:])]
 
-    def storage(self) -> None:
-        self.stack.append(_storage(self.stack.pop()))
+    def load_storage(self) -> None:
+        self.stack.append(_parse_storage(self.stack.pop()))
 
     def reduce(self) -> None:
         args = self.stack.pop()
         self.stack.append(_make_tensor(self.stack.pop(), args))
 
     def set_items(self, count: int | None) -> None:
-        """Put the last two values, or those since the mark, into the dict before them."""
+        """Add pairs to the dict below them: the last two values, or those since the mark."""
         at = self._marks.pop() if count is None else len(self.stack) - count
         into, pairs = self.stack[at - 1], self.stack[at:]
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not isinstance(name, str):  # which anything else could take for ever to hash
-                raise _WrongError("a name is no text")
+            if not isinstance(name, str):  # the hash of another value could take very long
+                raise _WrongError("a name is not a text")
             into[name] = value
         del self.stack[at:]
 
@@ -199,17 +202,17 @@ _DONE: dict[str, _Do] = {
     "PROTO": lambda machine, _: None,
     "MARK": lambda machine, _: machine.mark(),
     "GLOBAL": lambda machine, name: machine.push(_Name(name)),
-    "BINPERSID": lambda machine, _: machine.storage(),
+    "BINPERSID": lambda machine, _: machine.load_storage(),
     "REDUCE": lambda machine, _: machine.reduce(),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),
     "NEWFALSE": lambda machine, _: machine.push(value=False),
     "NEWTRUE": lambda machine, _: machine.push(value=True),
     "NONE": lambda machine, _: machine.push(None),
-    "TUPLE": lambda machine, _: machine.tuple_of(None),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "TUPLE": lambda machine, _: machine.make_tuple(None),
+    "TUPLE1": lambda machine, _: machine.make_tuple(1),
+    "TUPLE2": lambda machine, _: machine.make_tuple(2),
+    "TUPLE3": lambda machine, _: machine.make_tuple(3),
     "SETITEM": lambda machine, _: machine.set_items(2),
     "SETITEMS": lambda machine, _: machine.set_items(None),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.keep),
@@ -218,10 +221,10 @@ _DONE: dict[str, _Do] = {
         ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), _Machine.push
     ),
 }
-"""What is done at each opcode; at any other the file is refused."""
+"""Action for each known opcode. Any other opcode is refused."""
 
 
-def _storage(said: Any) -> _Storage:
+def _parse_storage(said: Any) -> _Storage:
     kind, of, key, _, size = said
     if (
         (kind, of) != ("storage", _Name(_BYTES))
@@ -234,15 +237,15 @@ def _storage(said: Any) -> _Storage:
 
 def _make_tensor(what: Any, args: Any) -> Any:
     if what == _Name(_ORDERED) and args == ():
-        return None  # hooks, of which there are none
+        return None  # hooks: always an empty dict
     if what != _Name(_REBUILD):
-        raise _WrongError("it makes something else than tensors")
+        raise _WrongError("it builds values other than tensors")
     storage, begin, size, stride, *_ = args
     if not isinstance(storage, _Storage) or len(size) != 1 or len(stride) != 1:
-        raise _WrongError("a tensor is not a row of bytes")
+        raise _WrongError("a tensor is not a vector of bytes")
     (length,), (step,) = size, stride
     if any(type(one) is not int for one in (begin, length, step)) or step != 1:
-        raise _WrongError("a tensor is not a row of bytes")
+        raise _WrongError("a tensor is not a vector of bytes")
     if not 0 <= begin <= begin + length <= storage.size:
-        raise _WrongError("a tensor is not within its storage")
+        raise _WrongError("a tensor exceeds its storage")
     return _StorageSlice(storage, begin, length)

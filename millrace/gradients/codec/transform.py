@@ -1,8 +1,8 @@
-"""The discrete cosine transform of a tensor's tiles, and back.
+"""Discrete cosine transform of a tensor's tiles, and its inverse.
 
-DCT-II, orthonormal, of tiles of at most 64 by 64 (DeMo, arXiv 2411.19870, §3). As products with
-the basis, some rows of tiles at a time, so that what lies between the two products stays in the
-processor's cache.
+The transform is the orthonormal DCT-II of tiles of at most 64 by 64 (DeMo, arXiv 2411.19870, §3).
+It is computed as two matrix products for some rows of tiles at a time, so that intermediate values
+stay in the processor's cache.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import torch
 from millrace.gradients.codec.chunks import TILE, Tiles, make_tiles, view_as_matrix
 from millrace.schemas.gradient import Transform
 
-_AT_ONCE = 1 << 17  # values
+_AT_ONCE = 1 << 17  # values at once
 
 
 def forward(
@@ -24,32 +24,31 @@ def forward(
     """Return a tensor's values in the order of its chunks, transformed.
 
     Args:
-        tensor: Of any shape, float32, contiguous.
-        transform: Which.
-        out: As many values, float32, in one dimension, to be filled: new memory costs as much as
-            the transform.
+        tensor: Contiguous float32 values of any shape.
+        transform: Transform to apply.
+        out: Memory for the float32 result in one dimension. New memory would take as long as the
+            transform.
 
     Returns:
-        As many values, float32, in one dimension. Without a transform they are the tensor's own
-        memory.
+        Float32 values in one dimension. Without a transform, this is the tensor's own memory.
     """
     if transform is Transform.NONE:
         return tensor.reshape(-1)
     matrix = tensor.reshape(view_as_matrix(tuple(tensor.shape)))
     if out is None:
         out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
-    for tiles, place, band in _iterate_bands(out, matrix, tuple(tensor.shape)):
+    for tiles, target, band in _iterate_bands(out, matrix, tuple(tensor.shape)):
         down, across = (
             _compute_basis(tiles.height, out.device),
             _compute_basis(tiles.width, out.device),
         )
-        if len(band) == 1:  # one row of tiles: a plain product, which reads it where it lies
+        if len(band) == 1:  # one row of tiles needs only a plain product, without a copy
             half = torch.mm(down, band[0]).view(tiles.height, -1, tiles.width)
-            torch.matmul(half.transpose(0, 1), across.T, out=place[0])
+            torch.matmul(half.transpose(0, 1), across.T, out=target[0])
         else:
             half = torch.matmul(down, band).view(-1, tiles.width)
             done = torch.mm(half, across.T).view(len(band), tiles.height, -1, tiles.width)
-            place.copy_(done.transpose(1, 2))
+            target.copy_(done.transpose(1, 2))
     return out
 
 
@@ -59,24 +58,24 @@ def backward(
     transform: Transform,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the tensor from whose values `forward` made these.
+    """Return the tensor of which `forward` returned these values.
 
     Args:
-        values: In one dimension, float32.
-        shape: Of the tensor.
-        transform: Which.
-        out: A tensor of this shape, float32, contiguous, to be filled.
+        values: Float32 values in one dimension.
+        shape: Shape of the tensor.
+        transform: Transform to invert.
+        out: Contiguous float32 tensor of this shape, which is filled.
     """
     if transform is Transform.NONE:
         return values.view(shape) if out is None else out.copy_(values.view(shape))
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=values.device)
-    for tiles, place, band in _iterate_bands(values, out.view(view_as_matrix(shape)), shape):
+    for tiles, target, band in _iterate_bands(values, out.view(view_as_matrix(shape)), shape):
         down, across = (
             _compute_basis(tiles.height, values.device),
             _compute_basis(tiles.width, values.device),
         )
-        half = torch.mm(place.reshape(-1, tiles.width), across)
+        half = torch.mm(target.reshape(-1, tiles.width), across)
         half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
         half = half.reshape(len(band), tiles.height, -1)
         if len(band) == 1:
@@ -89,17 +88,17 @@ def backward(
 def _iterate_bands(
     values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
 ) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
-    """Yield some rows of tiles at a time, as views of both.
+    """Yield some rows of tiles at a time, as views of the values and of the matrix.
 
-    Of the values ``(rows, columns, height, width)``, one tile behind the other; of the matrix
-    ``(rows, height, columns * width)``.
+    The view of the values has the shape ``(rows, columns, height, width)``, with consecutive tiles.
+    The view of the matrix has the shape ``(rows, height, columns * width)``.
     """
     first = 0
     for tiles in make_tiles(shape):
         size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
         high = tiles.rows * tiles.height
-        place = values[first : first + high * wide]
-        place = place.view(tiles.rows, tiles.columns, tiles.height, tiles.width)
+        target = values[first : first + high * wide]
+        target = target.view(tiles.rows, tiles.columns, tiles.height, tiles.width)
         part = matrix.narrow(0, tiles.row, high).narrow(1, tiles.column, wide)
         part = part.view(tiles.rows, tiles.height, wide)
         columns = max(1, min(tiles.columns, _AT_ONCE // size))
@@ -108,7 +107,7 @@ def _iterate_bands(
             for column in range(0, tiles.columns, columns):
                 yield (
                     tiles,
-                    place[row : row + rows, column : column + columns],
+                    target[row : row + rows, column : column + columns],
                     part[
                         row : row + rows,
                         :,

@@ -1,1 +1,1 @@
-"""Gather, merge and chain the pseudo-gradients of a run's workers through a bucket."""
+"""Gathering, merging and chaining of the workers' pseudo-gradients through a bucket."""

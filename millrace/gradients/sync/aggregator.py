@@ -1,4 +1,4 @@
-"""The aggregator of a run as a person starts it: one by a lease, from the newest checkpoint on."""
+"""Aggregator of a run: a lease makes it the only one, and it continues from a checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -10,17 +10,18 @@ from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.retention import apply_retention, plan_retention
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.gradients.backends.sharded_weights import (
-    Placing,
+    AllocateWeights,
     ShardedWeights,
-    place_here,
-    place_on_ray,
+    allocate_locally,
+    allocate_on_ray,
 )
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.follow import follow
 from millrace.gradients.sync.gather import Sender
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
-from millrace.keys import ChainKeys, LeaseKeys
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink
@@ -30,41 +31,42 @@ from millrace.storage import Store, open_store
 def aggregate_run(
     settings: AggregatorSettings, *, progress: Progress = ignore_event
 ) -> Iterator[ChainLink]:
-    """Merge window after window of a run, until it is over. Killed at any moment, call it again.
+    """Merge all windows of a run until its end. After a kill, call this function again.
 
-    The weights are those of the newest checkpoint that the chain names, and of the links after it.
+    The weights are those of the chain's newest checkpoint, with the links after it applied.
 
     Args:
-        settings: Which run, and how.
-        progress: Told what `follow` tells and, if the weights are here, in other threads, `Saver`.
+        settings: Settings of the aggregator.
+        progress: Receives the events of `follow`. If the weights are in this process, it also
+            receives those of `Saver`, from other threads.
 
     Yields:
-        The link of each window that it has merged.
+        Link of each merged window.
 
     Raises:
-        HeldError: Another aggregator has the run.
-        NotFoundError: The run has not begun, and nothing says with which weights.
+        HeldError: Another aggregator holds the run's lease.
+        NotFoundError: The run has not begun, and the settings have no initial weights.
         ChainError: The chain is broken.
-        ConflictError: Another aggregator has merged a window otherwise: call it again.
-        WorkerError: A node that had some of the weights is gone: call it again.
+        ConflictError: Another aggregator merged a window differently. Call this function again.
+        WorkerError: A node with some of the weights is lost. Call this function again.
     """
     run, keys = settings.run, settings.run.chain
     shared = settings.gradients or settings.store
-    opened = {"": open_store(shared)}  # many in one bucket are listed as one
-    opened |= {uid: open_store(spec) for uid, spec in settings.buckets.items()}
+    opened = {"": open_store(shared)}  # workers that share a bucket are listed together
+    opened |= {uid: open_store(spec, is_foreign=True) for uid, spec in settings.buckets.items()}
     store = open_store(settings.store)
 
-    def worker(uid: str) -> Sender:
-        run.gradients.worker(uid)  # refuses what cannot be a name
+    def make_sender(uid: str) -> Sender:
+        run.gradients.worker(uid)  # raises an error for an invalid name
         return Sender(uid, opened.get(uid, opened[""]))
 
-    workers = [worker(uid) for uid in settings.workers]
-    reserves = [worker(uid) for uid in settings.reserves]
+    workers = [make_sender(uid) for uid in settings.workers]
+    reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
         heart = stack.enter_context(Heartbeat(settings.lease))
         heart.keep(_acquire_run_lease(store, keys, settings.lease))
-        place = stack.enter_context(_choose_placing(settings, progress))
-        model, window = open_newest_weights(settings, store, place, progress=progress)
+        allocate = stack.enter_context(_choose_allocation(settings, progress))
+        model, window = open_newest_weights(settings, store, allocate, progress=progress)
         keeper = stack.enter_context(_Keeper(store, keys, model, settings))
         merged = follow(
             store,
@@ -86,45 +88,49 @@ def aggregate_run(
 
 
 def begin_chain(settings: AggregatorSettings, *, progress: Progress = ignore_event) -> int:
-    """Commit the first link of a run if the run has not begun; no window is opened.
+    """Commit the first link of a run that has not begun. No window is opened.
 
     Args:
-        settings: Which run, and with which weights it begins.
-        progress: As of `newest_weights`.
+        settings: Settings of the aggregator, with the initial weights.
+        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
 
     Returns:
-        Number of the newest window that is merged; 0 before the first.
+        Number of the newest merged window; 0 before the first.
 
     Raises:
-        NotFoundError: The run has not begun, and nothing says with which weights.
+        NotFoundError: The run has not begun, and the settings have no initial weights.
     """
     store = open_store(settings.store)
     last = find_newest_window(store, settings.run.chain)
     if last < 0:
-        with _choose_placing(settings, progress) as place:
-            model, last = open_newest_weights(settings, store, place, progress=progress)
+        with _choose_allocation(settings, progress) as allocate:
+            model, last = open_newest_weights(settings, store, allocate, progress=progress)
             model.close()
     return last
 
 
-def _choose_placing(
+def _choose_allocation(
     settings: AggregatorSettings, progress: Progress
-) -> AbstractContextManager[Placing]:
+) -> AbstractContextManager[AllocateWeights]:
     if settings.ray is None:
-        return nullcontext(place_here(threads=settings.threads, progress=progress))
+        return nullcontext(allocate_locally(threads=settings.threads, progress=progress))
     values = settings.run.merge.values
-    return place_on_ray(settings.ray, values=values, threads=settings.threads)
+    return allocate_on_ray(settings.ray, values=values, threads=settings.threads)
 
 
 def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
-    """Acquire the run's lease: wait until it is free, or its holder is heard of."""
+    """Acquire the run's lease, or wait until its holder sends a heartbeat.
+
+    Raises:
+        HeldError: The holder of the lease is alive.
+    """
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.job, holder)
     held = await_lease(store, LeaseKeys(keys.job, "aggregator"), holder, ttl, clock)
     if isinstance(held, HeldLease):
         raise errors.HeldError(
             f"{keys.run} is aggregated by process {held.holder.pid} on {held.holder.host}, "
-            "which lives: leave it to that, or stop it first."
+            "which is alive: let it continue, or stop it first."
         )
     return held
 
@@ -132,43 +138,41 @@ def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
 def open_newest_weights(
     settings: AggregatorSettings,
     store: Store,
-    place: Placing | None = None,
+    allocate: AllocateWeights | None = None,
     *,
     progress: Progress = ignore_event,
 ) -> tuple[ShardedWeights, int]:
-    """Return the newest weights of a run that a checkpoint has, and their window.
-
-    Begin it if it is new.
+    """Return the weights of a run's newest checkpoint, and their window. Begin a new run.
 
     Args:
-        settings: Which run.
-        store: The aggregator's bucket.
-        place: Makes room for the weights; by default here.
-        progress: As of `newest_weights`.
+        settings: Settings of the aggregator.
+        store: Bucket of the aggregator.
+        allocate: Function that allocates weights; by default in this process.
+        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
 
     Raises:
-        NotFoundError: It has not begun, and nothing says with which weights.
-        ChainError: No checkpoint of the chain is there and undamaged.
+        NotFoundError: The run has not begun, and the settings have no initial weights.
+        ChainError: The chain has no undamaged checkpoint.
     """
-    place = place or place_here()
+    allocate = allocate or allocate_locally()
     keys, initial = settings.run.chain, settings.initial_weights
     if find_newest_window(store, keys) >= 0:
-        return load_newest_weights(store, keys, place, progress=progress)
+        return load_newest_weights(store, keys, allocate, progress=progress)
     if initial is None:
         raise errors.NotFoundError(
-            f"{store.make_url(keys.links)} has no link: the run has not begun. Say with which "
-            "checkpoint it begins."
+            f"{store.make_url(keys.links)} has no link: the run has not begun. Set "
+            "`initial_weights` to begin it."
         )
     origin = open_store(initial.store, make_folder=False) if initial.url else store
     model, step = load_checkpoint_weights(
-        origin, initial.job, place, step=initial.step, tensors=initial.tensors
+        origin, initial.job, allocate, step=initial.step, tensors=initial.tensors
     )
     begin_run(store, keys, model, step=step)
     return model, 0
 
 
 class _Keeper:
-    """Saves the weights now and then, and at the end, and removes old ones."""
+    """Context that saves the weights regularly and at its end, and removes old checkpoints."""
 
     def __init__(
         self, store: Store, keys: ChainKeys, model: ShardedWeights, settings: AggregatorSettings
@@ -192,8 +196,8 @@ class _Keeper:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, errors.WorkerError):
-            return  # a save would wait for the node that is gone
-        if error is not None:  # which says more than what a save might come to
+            return  # a save would wait for the lost node
+        if error is not None:  # this error is more important than one of the save
             with suppress(errors.MillraceError):
                 self._model.close()
             return
@@ -210,7 +214,7 @@ class _Keeper:
         self._unsaved = None
 
     def _clear(self) -> None:
-        """Remove what the last checkpoint, once it is there, makes needless."""
-        if self._model.saved() is not None:
+        """Wait for the last save, and remove checkpoints that are no longer needed."""
+        if self._model.wait_for_save() is not None:
             plan = plan_retention(self._store, self._job, self._rules, check=VerifyDepth.SIZES)
             apply_retention(self._store, plan)

@@ -1,9 +1,9 @@
-"""The chain of a run: one link a window, each naming the one before, none ever left out.
+"""Chain of a run: one link per window, each with the digest of the previous link.
 
-Merged gradients are put under the digests of their bytes, and then the link is committed, once: of
-two aggregators one is the window's. Whoever comes late begins with the checkpoint that the chain
-begins with, or a later one of its weights, and applies link after link. What is missing or broken
-is an error that names its window, for whoever would go on without it would have other weights.
+Merged gradients (updates) are stored under the digests of their bytes. Then the link is committed,
+once per window. A late worker loads the chain's first checkpoint, or a later one, and applies the
+links after it. A missing or broken link is an error, since a worker that skips it would have other
+weights.
 """
 
 import io
@@ -20,22 +20,23 @@ from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.merge import MergedRun
-from millrace.keys import ChainKeys, is_plain
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.names import is_plain
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart, Update
 from millrace.schemas.gradient import Codec
 from millrace.storage import Store, create, list_objects, read
 
-_VALUE = 8  # bytes that a value takes at most: its place, itself, and the count of its chunk
-_ARRAYS = 4096  # bytes of the headers of a tensor's arrays, at most
+_VALUE = 8  # largest size of a value: its index, the value, and the count of its chunk
+_ARRAYS = 4096  # largest size of the headers of a tensor's arrays
 _UNREADABLE = (
     ValueError,
     KeyError,
     OSError,
     EOFError,
-    RuntimeError,  # encrypted
-    MemoryError,  # an array that says that it is larger than memory
+    RuntimeError,  # an encrypted file
+    MemoryError,  # an array with a declared size above that of memory
     zipfile.BadZipFile,
 )
 
@@ -43,36 +44,36 @@ MergedTensors = Mapping[str, tuple[MergedRun, ...]]
 
 
 class ChainError(errors.CorruptError):
-    """A link is missing or broken: nothing after it can be applied."""
+    """A link is missing or broken, so no later link can be applied."""
 
 
 def start_chain(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
-    """Commit the first link of a run, or find it.
+    """Commit the first link of a run, or return the existing one.
 
     Raises:
         ConflictError: The run began with other weights.
     """
     commit = commit_once(store, keys.link(0), start)
-    # The same weights may have been saved in other files.
+    # Other files may have the same weights.
     same = commit.record.model_copy(update={"root": start.root}) if start.state else commit.record
     if same != start:
         raise errors.ConflictError(
             f"{store.make_url(keys.link(0))} begins with step {commit.record.step} of "
-            f"{commit.record.job}: give this run another name, or begin with that."
+            f"{commit.record.job}: give this run another name, or begin it with those weights."
         )
     return commit.record
 
 
 def encode_update(merged: MergedTensors) -> bytes:
-    """Encode merged gradients as an ``.npz`` file. Equal ones make equal bytes.
+    """Encode merged gradients as an ``.npz`` file. Equal gradients give equal bytes.
 
-    Its arrays are named by the tensor's place and what they are: ``0.counts``, ``0.places``,
-    ``0.values``, each of all runs of chunks one behind the other.
+    The arrays are named by the tensor's index and their content: ``0.counts``, ``0.places``
+    (indices) and ``0.values``. Each array has all runs of chunks of the tensor.
     """
     arrays: dict[str, Any] = {}
     for number, runs in enumerate(merged.values()):
-        for part in ("counts", "places", "values"):
-            pieces = [getattr(run, part) for run in runs]
+        for part, attribute in (("counts", "counts"), ("places", "indices"), ("values", "values")):
+            pieces = [getattr(run, attribute) for run in runs]
             empty = np.empty(0, np.float32 if part == "values" else np.uint16)
             arrays[f"{number}.{part}"] = np.concatenate(pieces) if pieces else empty
     file = io.BytesIO()
@@ -81,14 +82,14 @@ def encode_update(merged: MergedTensors) -> bytes:
 
 
 def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors: int) -> Update:
-    """Put merged gradients where a link can name them, unless they are there.
+    """Store merged gradients under their digest, and return their description for a link.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        step: That the weights are at after it.
-        body: Of `update_bytes`.
-        tensors: How many are in it.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        step: Step of the weights after the merge.
+        body: Bytes from `encode_update`.
+        tensors: Number of tensors in the update.
     """
     digest = compute_sha256(body)
     key = keys.update(step, digest)
@@ -98,7 +99,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
 
 
 def digest_update(link: ChainStart | ChainLink) -> str:
-    """Return the digest by which the next link names this one."""
+    """Return the digest of a link, which the next link has."""
     return compute_sha256(dump_canonical_json(link.model_dump(mode="json")))
 
 
@@ -112,12 +113,12 @@ def iterate_links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[
     """Yield the links of a run, in order, each checked against the one before.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        after: Begin with the window behind this one.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        after: Number of the window after which the links begin.
 
     Raises:
-        ChainError: One is missing, or does not name the one before.
+        ChainError: A link is missing, or does not have the digest of the previous one.
         NotFoundError: The run has not begun.
     """
     before = read_link(store, keys, after)
@@ -128,12 +129,12 @@ def iterate_links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[
 
 
 def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:
-    """Return the link of a window, by itself; of window 0 the first.
+    """Return the link of a window, without a check against the previous one.
 
     Raises:
         NotFoundError: The run has not begun.
-        ChainError: It is missing.
-        CorruptError: It is none.
+        ChainError: The link is missing.
+        CorruptError: The link cannot be read.
     """
     try:
         return fetch(store, keys.link(window), ChainLink if window else ChainStart)
@@ -147,10 +148,10 @@ def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainL
 def read_link_after(
     store: Store, keys: ChainKeys, window: int, before: ChainStart | ChainLink
 ) -> ChainLink:
-    """Return the link of a window, checked against the one before.
+    """Return the link of a window, checked against the previous one.
 
     Raises:
-        ChainError: It is missing, or does not name the one before.
+        ChainError: The link is missing, or does not have the digest of the previous one.
     """
     try:
         link = fetch(store, keys.link(window), ChainLink)
@@ -160,65 +161,69 @@ def read_link_after(
         raise ChainError(f"Window {window} of {keys.run}: {error}") from error
     if (link.run, link.window, link.previous) != (keys.run, window, digest_update(before)):
         raise ChainError(
-            f"Window {window} of {keys.run} does not follow the one before: "
-            f"{store.make_url(keys.link(window))} was changed, or copied there."
+            f"Window {window} of {keys.run} does not follow the previous one: "
+            f"{store.make_url(keys.link(window))} was changed, or copied from another run. Restore "
+            "it."
         )
     return link
 
 
 def check_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a link is of the tensors that the weights have, before any of it is read.
+    """Check that a link has the same tensors as the weights, before its updates are read.
 
     Args:
-        link: The link.
-        shapes: Shapes of the weights, by their names.
+        link: Link to check.
+        shapes: Shapes of the weights by their names.
 
     Raises:
-        ChainError: It is of other tensors.
+        ChainError: The link has other tensors.
     """
     if len(link.names) != len(link.shapes) or dict(zip(link.names, link.shapes, strict=True)) != {
         name: tuple(shape) for name, shape in shapes.items()
     }:
         raise ChainError(
-            f"Window {link.window} of {link.run} is of other tensors than the weights have. "
-            "Nothing of it was applied."
+            f"Window {link.window} of {link.run} has other tensors than the weights. Nothing of it "
+            "was applied. Use weights of this run."
         )
 
 
 def check_state(link: ChainStart | ChainLink, digest: str) -> None:
-    """Prove that weights are those that a link leads to.
+    """Check the digest of weights against that of a link.
 
     Args:
-        link: Which.
-        digest: Of the weights, as of `WeightState.digest`.
+        link: Link that was applied to the weights.
+        digest: Digest of the weights, from `WeightState.digest`.
 
     Raises:
-        ChainError: They are not.
+        ChainError: The digests differ.
     """
     if link.state and digest != link.state:
         where = f"After window {link.window}" if isinstance(link, ChainLink) else "At the beginning"
         raise ChainError(
-            f"{where} of {link.run} the weights are not those it records: they were others before. "
-            "Load the checkpoint that the chain begins with."
+            f"{where} of {link.run} the weights do not match the digest of the link, so they "
+            "differed before. Load the checkpoint that the chain begins with."
         )
 
 
 def iterate_merged(
     store: Store, link: ChainLink, names: Container[str] | None = None
 ) -> Iterator[dict[str, tuple[MergedRun, ...]]]:
-    """Yield the merged gradients of a link, one object at a time, all of it checked.
+    """Yield the checked merged gradients of a link, one object at a time.
 
     Args:
-        store: The aggregator's bucket.
-        link: Which.
-        names: Of these tensors only, and only the objects that have some are read; by default all.
+        store: Bucket of the aggregator.
+        link: Link whose updates are read.
+        names: Names of tensors; by default all. Objects without these tensors are not read.
 
     Raises:
-        ChainError: One is missing, or is not what was committed.
+        ChainError: An update is missing, or has other bytes than were committed.
     """
     tensors = list(zip(link.names, link.shapes, strict=True))
     if link.updates and sum(update.tensors for update in link.updates) != len(tensors):
-        raise ChainError(f"Window {link.window} of {link.run}: its updates are not of its tensors.")
+        raise ChainError(
+            f"Window {link.window} of {link.run}: its updates do not have its "
+            "tensors. Restore the link."
+        )
     at = 0
     for update in link.updates:
         some = tensors[at : at + update.tensors]
@@ -243,28 +248,34 @@ def _read_update(
     """Read tensors of an update.
 
     Args:
-        store: The aggregator's bucket.
+        store: Bucket of the aggregator.
         link: Link that names the update.
-        update: The update.
-        tensors: The index within the update and the shape of each tensor, by its name.
-        most: Most bytes that the update may have.
+        update: Description of the update in the link.
+        tensors: Index within the update, and shape, of each tensor by its name.
+        most: Largest size of the update in bytes.
     """
     where = f"Window {link.window} of {link.run}"
     if not is_plain(update.key):
-        raise ChainError(f"{where} names an update {update.key[:100]!r}, which cannot be a key.")
+        raise ChainError(
+            f"{where} names an update {update.key[:100]!r}, which cannot be a key: restore "
+            "the link."
+        )
     if update.size > most:
         raise ChainError(
-            f"{where}: {store.make_url(update.key)} has {update.size:,} bytes by its link, and its "
-            f"tensors take at most {most:,}. It was not read."
+            f"{where}: {store.make_url(update.key)} has {update.size:,} bytes according to its "
+            f"link, and its tensors need at most {most:,}. It was not read. Restore the link."
         )
     try:
         body = read(store, update.key, max_size=update.size)
     except errors.NotFoundError:
-        raise ChainError(f"{where}: {store.make_url(update.key)} is missing.") from None
-    except errors.CorruptError:  # more than was committed
+        raise ChainError(f"{where}: {store.make_url(update.key)} is missing: restore it.") from None
+    except errors.CorruptError:  # the object is larger than the committed one
         body = None
     if body is None or compute_sha256(body) != update.sha256:
-        raise ChainError(f"{where}: {store.make_url(update.key)} is not what was committed.")
+        raise ChainError(
+            f"{where}: {store.make_url(update.key)} has other bytes than were committed: "
+            "restore it."
+        )
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
@@ -274,26 +285,28 @@ def _read_update(
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
-        raise ChainError(f"{where}: {store.make_url(update.key)} is no update: {error}.") from error
+        raise ChainError(
+            f"{where}: {store.make_url(update.key)} is not an update: {error}."
+        ) from error
 
 
 def apply_link(
     store: Store, link: ChainLink, state: WeightState, progress: Progress = ignore_event
 ) -> None:
-    """Change the weights by one link, in place, and prove that they are what they should be.
+    """Apply one link to the weights in place, and check their digest.
 
     Args:
-        store: The aggregator's bucket.
-        link: Which; it follows what the weights are of.
-        state: The weights.
-        progress: Told ``chain.applied``, with ``window`` and ``step``.
+        store: Bucket of the aggregator.
+        link: Link of the window after that of the weights.
+        state: Weights to change.
+        progress: Receives ``chain.applied`` with ``window`` and ``step``.
 
     Raises:
-        ChainError: The update is missing or broken, or the weights are others than they should be
-            after it: then they are of no use any more.
+        ChainError: An update is missing or broken, or the weights have another digest afterwards.
+            In the latter case, do not use them.
     """
     check_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
-    for merged in list(iterate_merged(store, link)):  # all or nothing
+    for merged in list(iterate_merged(store, link)):  # all updates are read before one is applied
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)
     check_state(link, state.digest())
@@ -308,21 +321,21 @@ def catch_up(
     after: int = 0,
     progress: Progress = ignore_event,
 ) -> ChainLink | None:
-    """Apply all links behind a window.
+    """Apply all links after a window.
 
     Args:
-        store: The aggregator's bucket.
-        keys: Of the run.
-        state: The weights after window ``after``; changed in place.
-        after: Which.
-        progress: Told ``chain.applied`` of each, with ``window`` and ``step``.
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+        state: Weights after window ``after``, which are changed in place.
+        after: Number of the window.
+        progress: Receives ``chain.applied`` with ``window`` and ``step`` for each link.
 
     Returns:
-        The last one; None if there was none.
+        Last link; None if there was none.
 
     Raises:
-        ChainError: One is missing or broken. The weights are those of the window before it, unless
-            it says otherwise.
+        ChainError: A link is missing or broken. The weights are those of the window before it,
+            unless their digest differs.
     """
     last: ChainLink | None = None
     for link in iterate_links(store, keys, after=after):
@@ -334,15 +347,17 @@ def catch_up(
 def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainError:
     return ChainError(
         f"Window {window} of {keys.run} is missing ({store.make_url(keys.link(window))}), and "
-        "later ones are there: nothing can be applied until it is back."
+        "later ones exist: restore it, since later windows need it."
     )
 
 
 def _parse_runs(
     arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
 ) -> tuple[MergedRun, ...]:
-    counts, places, values = (arrays[f"{number}.{part}"] for part in ("counts", "places", "values"))
-    types = (counts.dtype, places.dtype, values.dtype)
+    counts, indices, values = (
+        arrays[f"{number}.{part}"] for part in ("counts", "places", "values")
+    )
+    types = (counts.dtype, indices.dtype, values.dtype)
     if types != (np.uint16, np.uint16, np.float32):
         raise ValueError("an array is of another type")
     found: list[MergedRun] = []
@@ -350,24 +365,24 @@ def _parse_runs(
     for chunks in make_chunks(shape, codec):
         its = counts[row : row + chunks.count]
         size = int(its.sum())
-        run = MergedRun(chunks, its, places[at : at + size], values[at : at + size])
+        run = MergedRun(chunks, its, indices[at : at + size], values[at : at + size])
         _check(run, chunks)
         found.append(run)
         at, row = at + size, row + chunks.count
-    if (at, at, row) != (len(places), len(values), len(counts)):
+    if (at, at, row) != (len(indices), len(values), len(counts)):
         raise ValueError("its arrays do not fit the tensors")
     return tuple(found)
 
 
 def _check(run: MergedRun, chunks: Chunks) -> None:
     size = int(run.counts.sum())
-    if (len(run.counts), len(run.places), len(run.values)) != (chunks.count, size, size):
+    if (len(run.counts), len(run.indices), len(run.values)) != (chunks.count, size, size):
         raise ValueError("its arrays do not fit the tensors")
-    ascends = np.diff(run.places.astype(np.int32)) > 0
+    ascends = np.diff(run.indices.astype(np.int32)) > 0
     begins = np.cumsum(run.counts.astype(np.int64))[:-1]
     ascends[begins[(begins > 0) & (begins < size)] - 1] = True
-    if (run.places >= chunks.size).any() or not ascends.all() or not np.isfinite(run.values).all():
-        raise ValueError("a place is beyond its chunk or there twice, or a value is not finite")
+    if (run.indices >= chunks.size).any() or not ascends.all() or not np.isfinite(run.values).all():
+        raise ValueError("an index is beyond its chunk or repeated, or a value is not finite")
 
 
 def list_names_and_shapes(

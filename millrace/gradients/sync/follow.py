@@ -1,13 +1,13 @@
-"""A run as its aggregator does it: window after window.
+"""Windows of a run from the aggregator's side.
 
-A window begins when the link before it was committed. The aggregator opens it by a record of its
-rules, and merges it when it is whole or its time is up, counted from that record by the store's
-clock. The workers know it from the chain alone.
+A window begins with the commit of the previous link. The aggregator opens the window with a record
+of its rules. It merges the window when the gradients are complete, or at the end of the window's
+time. The time begins with that record, by the store's clock. Workers read only the chain.
 """
 
 from collections.abc import Iterator, Sequence
 
-from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_here
+from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
@@ -33,34 +33,34 @@ def follow(
     threads: int = 1,
     progress: Progress = ignore_event,
 ) -> Iterator[ChainLink]:
-    """Aggregate window after window. Killed at any moment, it can be called again.
+    """Aggregate the windows of a run. After a kill, call this function again.
 
-    Windows that are merged already are applied from the chain. One to which fewer than the quorum
-    came has a link too, which changes nothing. One whose time was over before anybody looked
-    is opened anew.
+    Windows that are already merged are applied from the chain. A window with fewer gradients than
+    the quorum has a link that changes no weights. A window whose time ended without an aggregator
+    gets its time again.
 
     Args:
-        store: The aggregator's bucket, whose chain has begun.
-        settings: Of the run.
-        workers: Who is asked first in each window.
-        model: The weights after window ``after``; changed in place.
-        reserves: Who stands in.
-        after: The window that ``model`` is of.
-        until: The last window; by default it goes on for ever.
-        threads: How many work side by side, if the weights are here.
-        progress: As `gather` and `aggregate` tell, and ``chain.applied`` and ``window.merged``
-            with ``window``, ``taken`` and ``out``.
+        store: Bucket of the aggregator. The chain has begun.
+        settings: Settings of the run.
+        workers: Workers that are read first in each window.
+        model: Weights after window ``after``, which are changed in place.
+        reserves: Workers that replace missing ones.
+        after: Number of the window of ``model``.
+        until: Number of the last window; by default there is no end.
+        threads: Number of threads, if the weights are in this process.
+        progress: Receives the events of `gather` and `aggregate`, and ``chain.applied`` and
+            ``window.merged`` with ``window``, ``taken`` and ``out``.
 
     Yields:
-        The link of each window that it has merged.
+        Link of each merged window.
 
     Raises:
-        ConflictError: Another aggregator has merged a window otherwise: catch up from the chain.
+        ConflictError: Another aggregator merged a window differently: catch up from the chain.
         ChainError: The chain is broken.
-        WorkerError: A node that had some of the weights is gone.
+        WorkerError: A node with some of the weights is lost.
     """
     if isinstance(model, WeightState):
-        model = hold_here(model, threads=threads)
+        model = hold_state(model, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
     number, last = after, find_newest_window(store, settings.chain)
     before = read_link(store, settings.chain, number)
@@ -85,7 +85,7 @@ def follow(
                 progress=progress,
             )
         except QuorumError as error:
-            gathered = error.gathered  # the window is over all the same, and its link says so
+            gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
         before = aggregate(store, window, gathered, step, model, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
@@ -101,16 +101,16 @@ def _open(
     base: int,
     clock: StoreClock,
 ) -> tuple[WindowOpening, Window]:
-    """Open a window, or find it open: then the rules hold that it was opened with."""
+    """Open a window, and return its record. An open window keeps its earlier rules."""
     keys = settings.chain
     ours = WindowOpening(
         run=settings.run, number=number, window=settings.window, gather=settings.gather
     )
     rules = commit_once(store, keys.opening(number), ours).record
-    began = head(store, keys.link(number - 1)).last_modified  # workers send from then on
+    began = head(store, keys.link(number - 1)).last_modified  # workers may send from this time on
     opened = head(store, keys.opening(number)).last_modified
     now = clock.now()
-    over = opened + rules.window <= now  # while there was no aggregator: it is opened anew
+    over = opened + rules.window <= now  # no aggregator was running: the time begins again
     return rules, Window(
         keys=settings.gradients,
         number=number,

@@ -1,11 +1,11 @@
-"""Gather the gradients of a window from the workers' buckets: by listing, until a deadline.
+"""Gathering of a window's gradients from the workers' buckets, by listings until a deadline.
 
-Who takes part is known before it begins. A bucket is listed as a whole, once for all workers in it,
-and what appears is read at once, so that nothing that came is lost when time is up. Reserves are
-read before the deadline, as soon as those who were asked first are late. One bad worker costs its
-own gradient and nothing else: it is out, with a reason. Until the window is over a refusal is not
-final: a right gradient that overwrites what was refused counts. At most three objects of a worker
-are read in a window, so that a worker which overwrites its gradient at every look keeps no reader
+The workers of a window are known before it begins. Each bucket is listed once for all of its
+workers, and new gradients are read at once. Of a worker with thousands of objects, only the
+gradient is looked for, so that the listing ends for the others. Reserves are read before the
+deadline, when the first workers are late. A bad gradient harms only its own worker, which is
+rejected with a reason. Until the end of the window, a valid gradient may overwrite a refused one.
+At most three objects of a worker are read in a window, so frequent overwrites do not keep readers
 busy.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -29,25 +30,28 @@ from millrace.gradients.codec.payload import (
     read_payload,
 )
 from millrace.gradients.settings import GatherSettings
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.gradient import Codec, Refusal
-from millrace.storage import Stat, Store, list_objects
+from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
 
 _MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
 _NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
 _MOST_READS = 3  # of one worker's gradient in a window
+_MOST_LISTED = 10_000  # objects of one worker of many that share a bucket
+_MOST_MEASURED = 100_000  # likewise, where the settings say how many bytes a worker should store
+_MOST_NAMED = 1000  # objects of one worker whose names begin as its gradient's
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Somebody who may send a gradient.
+    """Worker that may send a gradient.
 
     Attributes:
-        uid: Its name.
-        store: Where it writes: its own bucket, or one that it shares.
+        uid: Name of the worker.
+        store: Bucket that the worker writes to: its own, or a shared one.
     """
 
     uid: str
@@ -59,14 +63,14 @@ class Window:
     """Window whose gradients are gathered.
 
     Attributes:
-        keys: Of the run.
-        number: Of the window.
-        base: The step of the weights that its gradients change.
-        codec: How they are compressed.
-        shapes: Of the model's tensors, by their names.
-        opens: By the stores' clock: what was written before is not of this window.
-        closes: What is written later is not taken.
-        norm: The L2 norm that nobody honest exceeds; None for what float32 can bear.
+        keys: Keys of the run's gradients.
+        number: Number of the window.
+        base: Step of the weights that the gradients change.
+        codec: Settings of the compression.
+        shapes: Shapes of the model's tensors by their names.
+        opens: Begin by the stores' clock. Earlier objects are refused.
+        closes: End by the stores' clock. Later objects are refused.
+        norm: Largest L2 norm of a gradient; None for the limit of float32.
     """
 
     keys: GradientKeys
@@ -78,7 +82,7 @@ class Window:
     closes: datetime
     norm: float | None = None
 
-    def expected(self, uid: str) -> Expected:
+    def make_expected(self, uid: str) -> Expected:
         """Return the conditions that a worker's gradient must meet."""
         return Expected(
             run=self.keys.run,
@@ -93,11 +97,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class RejectedWorker:
-    """A worker whose gradient was not taken.
+    """Rejection of a worker's gradient.
 
     Attributes:
-        reason: Why, in a word.
-        sentence: Why, in a sentence.
+        reason: Kind of the reason.
+        sentence: Sentence with the reason.
     """
 
     reason: Refusal
@@ -106,14 +110,14 @@ class RejectedWorker:
 
 @dataclass(frozen=True, slots=True)
 class GatheredWindow:
-    """The gradients of a window.
+    """Gradients of a window.
 
     Attributes:
-        taken: By the workers' names.
-        out: Who is out, and why. A reserve that was not needed and has sent nothing is not in it.
-        spare: Who had sent, and was not needed; some were not even read to the end.
-        size: Bytes of what was taken.
-        seconds: How long it took.
+        taken: Gradients to merge, by the workers' names.
+        out: Rejected workers with the reasons, without reserves that were not needed.
+        spare: Workers whose gradients were not needed. Some were not read completely.
+        size: Size of the gradients to merge, in bytes.
+        seconds: Duration of the gathering.
     """
 
     taken: Mapping[str, Payload] = field(repr=False)
@@ -124,10 +128,10 @@ class GatheredWindow:
 
 
 class QuorumError(errors.UnavailableError):
-    """Fewer gradients came in time than are needed.
+    """Fewer gradients than the quorum arrived in time.
 
     Attributes:
-        gathered: Nobody's is taken, and everybody is out with a reason.
+        gathered: Result without any gradient to merge, and with a reason for each worker.
     """
 
     def __init__(self, sentence: str, gathered: GatheredWindow) -> None:
@@ -136,7 +140,7 @@ class QuorumError(errors.UnavailableError):
 
 
 Reading = Callable[[str, Store, Stat, Expected], Payload]
-"""Reads a worker's gradient, by the worker's name, and raises as `read_payload` does.
+"""Function that reads a worker's gradient, and raises the errors of `read_payload`.
 
 A `WorkerError` or a `ConfigurationError` ends the gathering."""
 
@@ -155,25 +159,26 @@ def gather(
     clock: StoreClock | None = None,
     progress: Progress = ignore_event,
 ) -> GatheredWindow:
-    """Gather the gradients of a window: returns when it is whole, or its time is up.
+    """Gather the gradients of a window, until all have arrived or the window has ended.
 
-    Memory: that of what is taken, and of those that are being read.
+    Memory: that of the gathered gradients, and of those that are being read.
 
     Args:
-        window: Which.
-        workers: Who is asked first.
-        settings: How.
-        reserves: Who stands in, in this order.
-        reading: How a gradient is read; several at once, in threads.
-        clock: Of the stores; by default this machine's.
-        progress: Told ``gradient.taken`` and ``gradient.refused`` of each worker; and once
-            ``quota.exceeded`` with ``objects`` and ``bytes`` of one that stores more than the
-            settings say. Its gradient counts all the same: a long run's own gradients may be what
-            exceeds the quota.
+        window: Window to gather.
+        workers: Workers that are read first.
+        settings: Settings of the gathering.
+        reserves: Workers that replace missing ones, in this order.
+        reading: Function that reads a gradient. Several threads call it.
+        clock: Clock of the stores; by default that of this machine.
+        progress: Receives ``gradient.taken`` or ``gradient.refused`` for each worker, and
+            ``quota.exceeded`` with ``objects`` and ``bytes`` once for a worker that stores more
+            than the settings allow. Its gradient still counts, since the gradients of a long run
+            may exceed the quota.
 
     Raises:
-        QuorumError: Fewer than the quorum came in time.
-        ConfigurationError: A worker is named twice, or more are wanted than there are.
+        QuorumError: Fewer gradients than the quorum arrived in time.
+        ConfigurationError: A worker is named twice, or the window needs more gradients than there
+            are workers.
     """
     settings = settings or GatherSettings()
     everybody = [*workers, *reserves]
@@ -183,7 +188,7 @@ def gather(
     wanted = max(wanted, settings.quorum)
     if wanted > len(everybody):
         raise errors.ConfigurationError(
-            f"{wanted} gradients are wanted of {len(everybody)} workers."
+            f"{wanted} gradients are needed from {len(everybody)} workers."
         )
     gathering = _Gathering(window, workers, reserves, settings, wanted, reading, progress)
     return gathering.run(clock or StoreClock.of_this_machine())
@@ -191,7 +196,7 @@ def gather(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A gradient that was read, right or not."""
+    """Result of reading a gradient, valid or not."""
 
     payload: Payload | None
     out: RejectedWorker | None
@@ -204,9 +209,9 @@ class _Listing:
     """Objects of a bucket's workers.
 
     Attributes:
-        found: Gradient of the window, by the worker's name.
-        objects: Number of all objects below a worker's prefix; empty if the listing is not whole.
-        size: Bytes of these, likewise.
+        found: Gradients of the window, by the workers' names.
+        objects: Number of objects below each worker's prefix; empty if the listing failed.
+        size: Bytes of these objects; empty if the listing failed.
     """
 
     found: dict[str, Stat] = field(default_factory=dict[str, Stat])
@@ -230,22 +235,22 @@ class _Gathering:
         self._order = [worker.uid for worker in (*workers, *reserves)]
         self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
         self._first = {worker.uid for worker in workers}
-        self._seen: dict[str, Stat] = {}  # what was read of each worker, or is
+        self._seen: dict[str, Stat] = {}  # last object of each worker
         self._reading: dict[str, Future[_Read]] = {}
-        self._until = time.monotonic()  # when nothing is waited for any more
+        self._until = time.monotonic()  # end of all waits, by the monotonic clock
         self._read: dict[str, _Read] = {}
-        self._reads = Counter[str]()  # of each worker, how many objects were read
+        self._reads = Counter[str]()  # number of read objects of each worker
         self._listings: dict[int, Future[_Listing]] = {}
-        self._named: set[str] = set()  # workers that are said to store too much
+        self._named: set[str] = set()  # workers that were reported to exceed the quota
         self._over = False
-        self._said: dict[str, RejectedWorker] = {}  # of who has sent nothing that is read yet
+        self._said: dict[str, RejectedWorker] = {}  # of workers without a readable gradient so far
 
     def run(self, clock: StoreClock) -> GatheredWindow:
         began = time.monotonic()
         window, settings = self._window, self._settings
         hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
         reading = DaemonThreadPool(settings.concurrency, "gradient")
-        # A thread for each, as some buckets may hang.
+        # Each bucket has a thread, since some buckets may stall.
         listing = DaemonThreadPool(max(1, len(self._group_by_bucket(self._order))), "listing")
         try:
             while (now := clock.now()) <= window.closes:
@@ -265,16 +270,16 @@ class _Gathering:
                 self._over = True
             self._until = time.monotonic() + settings.grace_period.total_seconds()
             self._finish(listing, reading)
-        finally:  # nobody waits for those that hang
+        finally:  # stalled requests are not awaited
             reading.shutdown()
             listing.shutdown()
         return self._make_result(time.monotonic() - began)
 
     def _finish(self, listing: DaemonThreadPool, reading: DaemonThreadPool) -> None:
-        """Wait for what is on its way, all of it together for the grace and no longer.
+        """Wait for pending listings and reads, at most for the grace period.
 
-        When time is up each bucket is listed once more: an earlier listing may not have seen the
-        last moment. Who was asked first counts first, however slowly it is read.
+        After the deadline, each bucket is listed once more for gradients of the last moment. The
+        order of the workers does not depend on the speed of the reads.
         """
         looked = set[int]()
         while True:
@@ -292,17 +297,17 @@ class _Gathering:
                 return
             wait(under_way, left, return_when=FIRST_COMPLETED)
 
-    # -- looking
+    # -- listings and reads
 
     def _ask(
         self, listing: DaemonThreadPool, *, everybody: bool, besides: Container[int] = frozenset()
     ) -> None:
-        """Have the buckets listed of who has sent nothing right yet; not twice at once.
+        """Begin to list the buckets of workers without a valid gradient, each bucket once.
 
         Args:
-            listing: Where it is done.
-            everybody: Reserves, too.
-            besides: The buckets that are not.
+            listing: Threads of the listings.
+            everybody: Whether to include reserves.
+            besides: Buckets to leave out.
         """
         right = set(self._select_valid())
         asked = [
@@ -311,21 +316,21 @@ class _Gathering:
             if uid not in self._reading and uid not in right and (everybody or uid in self._first)
         ]
         for uids in self._group_by_bucket(asked):
-            place = id(self._stores[uids[0]])
-            if place not in self._listings and place not in besides:
-                self._listings[place] = listing.submit(self._list_bucket, uids)
+            bucket = id(self._stores[uids[0]])
+            if bucket not in self._listings and bucket not in besides:
+                self._listings[bucket] = listing.submit(self._list_bucket, uids)
 
     def _read_listings(self, reading: DaemonThreadPool) -> None:
-        """Have read what is new in the listings that are there."""
+        """Begin to read the new gradients of finished listings."""
         right = set(self._select_valid())
-        for place, listed in list(self._listings.items()):
+        for bucket, listed in list(self._listings.items()):
             if not listed.done():
                 continue
-            del self._listings[place]
+            del self._listings[bucket]
             listing = listed.result()
             self._check_quota(listing)
             for uid, stat in listing.found.items():
-                # What was refused may be overwritten until the window is over: then it is new.
+                # A refused gradient may be overwritten until the end of the window.
                 if uid in self._reading or uid in right or self._seen.get(uid) == stat:
                     continue
                 self._said.pop(uid, None)
@@ -336,7 +341,7 @@ class _Gathering:
                 self._reading[uid] = reading.submit(self._read_worker, uid, stat)
 
     def _check_quota(self, listing: _Listing) -> None:
-        """Name each worker, once in a window, that stores more than the settings say."""
+        """Report each worker that exceeds the quota, once in a window."""
         most, most_objects = self._settings.max_stored, self._settings.max_objects
         for uid in self._order:
             objects, size = listing.objects[uid], listing.size[uid]
@@ -349,7 +354,7 @@ class _Gathering:
                 self._progress(Event("quota.exceeded", uid, figures))
 
     def _refuse_more(self, uid: str, stat: Stat) -> None:
-        """Record that a worker's gradient was overwritten too often to be read again."""
+        """Reject a worker that overwrote its gradient too often."""
         before = self._read.get(uid)
         if before is not None and before.out and before.out.reason is Refusal.OVERWRITTEN:
             return
@@ -359,17 +364,17 @@ class _Gathering:
         self._progress(Event("gradient.refused", uid, {"reason": Refusal.OVERWRITTEN}))
 
     def _open_hurried(self, uid: str) -> Store:
-        """Return a worker's store, whose requests are not tried again when the window is over."""
+        """Return a worker's store, with retries until the end of the window only."""
         left = max(1.0, self._until - time.monotonic())
         store = self._stores[uid]
         return store.with_retry_timeout(min(store.spec.retry_timeout, timedelta(seconds=left)))
 
     def _group_by_bucket(self, asked: Sequence[str]) -> list[list[str]]:
-        """Group the workers by bucket: a bucket that many share is listed once."""
-        places: dict[int, list[str]] = {}
+        """Group the workers by bucket, so that a shared bucket is listed once."""
+        groups: dict[int, list[str]] = {}
         for uid in asked:
-            places.setdefault(id(self._stores[uid]), []).append(uid)
-        return list(places.values())
+            groups.setdefault(id(self._stores[uid]), []).append(uid)
+        return list(groups.values())
 
     def _list_bucket(self, uids: list[str]) -> _Listing:
         keys = self._window.keys
@@ -377,24 +382,47 @@ class _Gathering:
         store = self._stores[uids[0]]
         counted = {uid for uid in self._order if self._stores[uid] is store}
         asked, listing = set(uids), _Listing()
-        found = listing.found
+        hurried, limit = self._open_hurried(uids[0]), self._compute_listing_limit()
+        shared = len(uids) > 1
         try:
-            for stat in list_objects(self._open_hurried(uids[0]), prefix):
+            for stat in (
+                list_fairly(hurried, prefix, depth=1, limit=limit)
+                if shared
+                else list_objects(hurried, prefix)
+            ):
                 whose = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
                 if whose in counted:
                     listing.objects[whose] += 1
                     listing.size[whose] += stat.size
-                uid, number = keys.parse(stat.key) or ("", -1)
-                if number != self._window.number or uid not in asked:
-                    continue
-                if uid not in found or is_torch_file(found[uid].key):  # of two, the other counts
-                    found[uid] = stat
+                self._note_gradient(listing, asked, stat)
+            for uid in sorted(asked):
+                if shared and listing.objects[uid] >= limit:  # the rest of its objects is not known
+                    name = f"{keys.worker(uid)}gradient-{self._window.number:09d}-"
+                    for stat in islice(list_objects(hurried, name), _MOST_NAMED):
+                        self._note_gradient(listing, asked, stat)
         except errors.MillraceError as error:  # its next listing may be better
             for uid in uids:
                 self._said[uid] = RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error))
             listing.objects.clear()
             listing.size.clear()
         return listing
+
+    def _note_gradient(self, listing: _Listing, asked: Container[str], stat: Stat) -> None:
+        """Note an object if it is the gradient of this window of a worker that is asked."""
+        found = listing.found
+        uid, number = self._window.keys.parse(stat.key) or ("", -1)
+        if (
+            number == self._window.number
+            and uid in asked
+            and (uid not in found or is_torch_file(found[uid].key))  # of two, the other counts
+        ):
+            found[uid] = stat
+
+    def _compute_listing_limit(self) -> int:
+        """Return how many objects of a worker are listed: as many as the quota needs."""
+        settings = self._settings
+        least = _MOST_LISTED if settings.max_stored is None else _MOST_MEASURED
+        return max(least, (settings.max_objects or 0) + 1)
 
     def _read_worker(self, uid: str, stat: Stat, *, again: bool = True) -> _Read:
         window = self._window
@@ -407,20 +435,20 @@ class _Gathering:
                 None, RejectedWorker(Refusal.LATE, f"{name} was written after the deadline.")
             )
         try:
-            payload = self._read_one(uid, self._open_hurried(uid), stat, window.expected(uid))
+            payload = self._read_one(uid, self._open_hurried(uid), stat, window.make_expected(uid))
         except PayloadError as error:
             return _Read(None, RejectedWorker(error.reason, str(error)))
         except (errors.WorkerError, errors.ConfigurationError):
-            raise  # it is ours, and no fault of whoever sent this
+            raise  # an error of the aggregator, not of the worker
         except errors.MillraceError as error:
             return _Read(None, RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error)))
-        except Exception as error:  # noqa: BLE001 - what its bytes have done costs its own worker
+        except Exception as error:  # noqa: BLE001 - bytes that cause an error harm only their worker
             odd = RejectedWorker(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
-            # Or was it not its bytes? What happens once costs nobody a gradient.
+            # One retry, in case the bytes did not cause the error.
             return self._read_worker(uid, stat, again=False) if again else _Read(None, odd)
         return _Read(payload, None, stat.size, stat.last_modified)
 
-    # -- what has come
+    # -- results
 
     def _collect(self, *, last: bool = False) -> None:
         for uid, future in list(self._reading.items()):
@@ -432,7 +460,7 @@ class _Gathering:
                 self._reads[uid] += 1
             if read.out is not None and read.out.reason in _MAY_PASS and not last:
                 self._said[uid] = read.out
-                del self._seen[uid]  # it is tried again
+                del self._seen[uid]  # it is read again
                 continue
             self._read[uid] = read
             if read.payload is not None:
@@ -442,9 +470,9 @@ class _Gathering:
                 self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
 
     def _select_valid(self) -> list[str]:
-        """Return the workers whose gradients are right, in the order in which they count.
+        """Return the workers with valid gradients, in their order.
 
-        No content twice.
+        Of equal contents only the earliest counts.
         """
         right = [uid for uid in self._order if uid in self._read and self._read[uid].payload]
         by_content: dict[str, str] = {}
@@ -464,15 +492,15 @@ class _Gathering:
             unread = [uid for uid in unread if whole and uid not in self._first]
         spare = right[self._wanted :] + unread
         out = {uid: self._reject(uid) for uid in self._order if uid not in {*taken, *spare}}
-        if whole:  # a reserve that was not needed is not missed
+        if whole:  # unneeded reserves are not rejected
             out = {uid: one for uid, one in out.items() if uid in self._first or uid in self._read}
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
-            alone = RejectedWorker(Refusal.QUORUM, "It is right, and too few others came.")
+            alone = RejectedWorker(Refusal.QUORUM, "It is valid, but too few others arrived.")
             nobody = GatheredWindow({}, {**out, **dict.fromkeys(right, alone)}, (), 0, seconds)
             raise QuorumError(
-                f"{len(taken)} gradients of window {self._window.number} came in time, and "
-                f"{self._settings.quorum} are needed: let it last longer, or ask for fewer.",
+                f"{len(taken)} gradients of window {self._window.number} arrived in time, and "
+                f"{self._settings.quorum} are needed: make windows longer, or the quorum smaller.",
                 nobody,
             )
         size = sum(self._read[uid].size for uid in taken)
@@ -488,13 +516,13 @@ class _Gathering:
         read = self._read.get(uid)
         if read is None and (uid in self._reading or id(self._stores[uid]) in self._listings):
             return RejectedWorker(
-                Refusal.UNAVAILABLE, "Its bucket had not answered when time was up."
+                Refusal.UNAVAILABLE, "Its bucket had not answered by the deadline."
             )
         if read is None:
             missing = RejectedWorker(
-                Refusal.MISSING, "Nothing of it came before the window was over."
+                Refusal.MISSING, "No gradient of it arrived before the deadline."
             )
             return self._said.get(uid, missing)
         return read.out or RejectedWorker(
-            Refusal.DUPLICATE, "Another worker had sent the same before."
+            Refusal.DUPLICATE, "Another worker had sent the same gradient before."
         )

@@ -1,10 +1,9 @@
-"""Merge the gradients of many workers into one: by a rule, sparse throughout, the same everywhere.
+"""Merge of the sparse gradients of many workers, with the same result on every machine.
 
-A rule gives each worker a weight, and what is merged is their weighted sum. Those that judge a
-worker by its distance to the others need nothing of the gradients but their inner products, which
-are added up chunk by chunk: twenty workers never make twenty dense copies. Workers are taken in the
-order of their names, and sums are of float64 in an order that neither the order of arrival nor the
-number of threads or machines changes: the same set of gradients makes the same bytes.
+A rule gives each worker a weight, and the result is the weighted sum. Rules that judge a worker by
+its distance to others need only inner products, which are added chunk by chunk without dense
+copies. Workers are in the order of their names. Sums are of float64, in an order that does not
+depend on arrival, threads or machines. So equal gradients give equal bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,26 +29,26 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MergedRun:
-    """The values of a run of equal chunks after a merge.
+    """Merged values of a run of equal chunks.
 
     Attributes:
-        chunks: The run; its ``k`` says nothing here.
-        counts: (count,), uint16: how many values each chunk has.
-        places: uint16: where they stand, chunk by chunk, ascending in each.
-        values: float32.
+        chunks: Run of chunks. Its ``k`` has no meaning here.
+        counts: Number of values of each chunk: (count,), uint16.
+        indices: Ascending indices of the values of each chunk, chunk by chunk: uint16.
+        values: Values in the order of the indices: float32.
     """
 
     chunks: Chunks
     counts: npt.NDArray[np.uint16]
-    places: npt.NDArray[np.uint16] = field(repr=False)
+    indices: npt.NDArray[np.uint16] = field(repr=False)
     values: npt.NDArray[np.float32] = field(repr=False)
 
     def fill(self, out: npt.NDArray[np.float32]) -> None:
-        """Put them into all values of their tensor, in the order of its chunks, and zeros."""
+        """Fill a tensor's values in the order of its chunks, with zeros where none was merged."""
         part = out[self.chunks.first : self.chunks.first + self.chunks.values]
         part[:] = 0.0
         starts = np.repeat(np.arange(self.chunks.count) * self.chunks.size, self.counts)
-        part[starts + self.places] = self.values
+        part[starts + self.indices] = self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,11 @@ class MergeWeights:
     """Weights of the workers in a merge.
 
     Attributes:
-        workers: Their names, sorted.
-        scales: What each is scaled by before the rule.
-        weights: Weight of each in the weighted sum, its scale included; of `MergeRule.SIGN`,
-            `MEDIAN` and `TRIMMED`, which are no weighted sums, its scale.
-        shares: What each counts in the average of a buffer: they add up to 1.
+        workers: Sorted names of the workers.
+        scales: Factor of each worker's gradient before the rule.
+        weights: Weight of each worker in the sum, with its scale. For `MergeRule.SIGN`, `MEDIAN`
+            and `TRIMMED`, which are not weighted sums, this is the scale.
+        shares: Share of each worker in the average of a buffer. The sum is 1.
     """
 
     workers: tuple[str, ...]
@@ -86,11 +85,11 @@ class MergeRequest:
 
 
 def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
-    """Group tensors whose merged gradients are one object: neighbours by name, so many values.
+    """Group tensors whose merged gradients are one object, in the order of their names.
 
     Args:
-        shapes: Of the tensors, by their names.
-        values: That an object is for at most, if it is not for one tensor alone.
+        shapes: Shapes of the tensors by their names.
+        values: Largest number of values of an object. Only a single larger tensor exceeds it.
     """
     found: list[tuple[str, ...]] = []
     now: list[str] = []
@@ -106,10 +105,10 @@ def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
 
 
 Gradients = Mapping[str, Mapping[str, tuple[Sparse, ...]]]
-"""Tensors of several workers, by the workers' names and theirs."""
+"""Tensors of several workers, by the names of the workers and of the tensors."""
 
 Products = Callable[[Sequence[str]], Iterable[Vector]]
-"""The inner products of workers' gradients: of each tensor, in the order of their names."""
+"""Function that yields the inner products of workers' gradients for each tensor in order."""
 
 
 def compute_merge_weights(
@@ -122,19 +121,21 @@ def compute_merge_weights(
     """Return the weight of each worker by a rule.
 
     Args:
-        payloads: By the workers' names; each was checked.
-        settings: The rule.
-        products: Function that returns the result of `compute_products` for a tensor, for
-            tensors that are held elsewhere.
-        threads: How many work side by side.
+        payloads: Checked gradients by the workers' names.
+        settings: Settings of the merge.
+        products: Function that returns the results of `compute_products` for all tensors, if the
+            tensors are on other machines.
+        threads: Number of threads.
 
     Raises:
-        ConfigurationError: The rule cannot bear so many liars among so few workers, or no worker
-            says of how many tokens its gradient is.
+        ConfigurationError: There are too few workers for the number of Byzantine ones, or no worker
+            reports its number of tokens.
     """
     workers = tuple(sorted(payloads))
     if not workers:
-        raise errors.ConfigurationError("There is nothing to merge: no gradient was taken.")
+        raise errors.ConfigurationError(
+            "No gradient was gathered, so there is nothing to merge: wait for workers."
+        )
     norms = np.array([payloads[name].norm for name in workers])
     scales = np.ones(len(workers))
     if settings.clip:
@@ -142,7 +143,7 @@ def compute_merge_weights(
         above = norms > limit
         scales[above] = limit / norms[above]
 
-    def gram() -> Vector:
+    def compute_gram() -> Vector:
         of_each = products or partial(_iterate_products, payloads, threads=threads)
         total = np.zeros((len(workers), len(workers)))
         for part in of_each(workers):
@@ -156,14 +157,14 @@ def compute_merge_weights(
             tokens = np.array([payloads[name].header.tokens for name in workers], np.float64)
             if not tokens.sum():
                 raise errors.ConfigurationError(
-                    "No worker says of how many tokens its gradient is: merge by another rule."
+                    "No worker reports its number of tokens: choose another rule than `tokens`."
                 )
             share = tokens / tokens.sum()
         case MergeRule.CENTERED_CLIP:
-            share = _clip_to_center(gram(), settings)
+            share = _clip_to_center(compute_gram(), settings)
         case MergeRule.MULTI_KRUM:
             _check_bound(settings, every)
-            share = _select_multi_krum(gram(), settings.faulty)
+            share = _select_multi_krum(compute_gram(), settings.faulty)
         case MergeRule.TRIMMED:
             _check_bound(settings, every)
             share = np.ones(every)
@@ -183,19 +184,19 @@ def merge(
 ) -> Iterator[tuple[str, tuple[MergedRun, ...]]]:
     """Merge gradients, tensor by tensor.
 
-    Memory: one merged tensor, and of each worker what its payload holds.
+    Memory: the gradients, and one merged tensor.
 
     Args:
-        payloads: By the workers' names; each was checked, all have the same codec and shapes.
-        settings: The rule.
-        weights: As of `weights_of`, which is called if they are left out.
-        threads: How many work side by side.
+        payloads: Checked gradients by the workers' names, with the same codec and shapes.
+        settings: Settings of the merge.
+        weights: Weights of the workers; by default those of `compute_merge_weights`.
+        threads: Number of threads.
 
     Yields:
-        The name and the merged values of each tensor.
+        Name and merged values of each tensor.
 
     Raises:
-        ConfigurationError: The rule cannot merge these; the message says why.
+        ConfigurationError: The rule cannot merge these gradients.
     """
     weights = weights or compute_merge_weights(payloads, settings, threads=threads)
     gradients, codec = _get_tensors(payloads)
@@ -210,13 +211,13 @@ def merge_tensor(
     """Merge one tensor.
 
     Args:
-        name: Which.
-        gradients: The workers'.
+        name: Name of the tensor.
+        gradients: Gradients of the workers.
         request: Merge that the tensor belongs to.
-        threads: How many work side by side.
+        threads: Number of threads.
 
     Raises:
-        ConfigurationError: The rule cannot merge these; the message says why.
+        ConfigurationError: The rule cannot merge these gradients.
     """
     if request.codec.is_buffer(name):
         return _merge_buffer(name, gradients, request)
@@ -227,49 +228,52 @@ def merge_tensor(
 def compute_products(
     name: str, gradients: Gradients, workers: Sequence[str], codec: Codec, *, threads: int = 1
 ) -> Vector:
-    """Return the inner products of a tensor's gradients: (workers, workers), lower triangle.
+    """Return the lower triangle of the inner products of a tensor's gradients.
 
     Args:
-        name: Of the tensor.
-        gradients: The workers'.
-        workers: Which, in their order.
-        codec: How they are compressed.
-        threads: How many work side by side.
+        name: Name of the tensor.
+        gradients: Gradients of the workers.
+        workers: Names of the workers, in the order of the result.
+        codec: Settings of the compression.
+        threads: Number of threads.
+
+    Returns:
+        Inner products: (workers, workers), float64.
     """
     every = len(workers)
     total = np.zeros((every, every))
     for run in zip(*(gradients[worker][name] for worker in workers), strict=True):
         chunks = run[0].chunks
 
-        def block(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
-            places, values = _stack(run, rows, codec)
+        def process_rows(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
+            indices, values = _stack(run, rows, codec)
             part = np.zeros((every, every))
-            kernels.compute_inner_products(places, values, size, part)
+            kernels.compute_inner_products(indices, values, size, part)
             return part
 
-        for part in map_blocks(block, chunks.count, threads, BLOCK):
+        for part in map_blocks(process_rows, chunks.count, threads, BLOCK):
             total += part
     return total
 
 
 def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
-    """Return the digest of the places that a worker has sent of a tensor."""
-    return compute_stream_sha256(run.places.tobytes() for run in gradients[worker][name])[0]
+    """Return the digest of the indices that a worker sent of a tensor."""
+    return compute_stream_sha256(run.indices.tobytes() for run in gradients[worker][name])[0]
 
 
-def find_deviating_workers(places: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the workers that have not sent the indices that most have.
+def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the workers whose indices differ from those of the largest group of workers.
 
-    Of equally many the first's.
+    Of groups of equal size, the first one decides.
 
     Args:
-        places: Of each worker, what `places_of` says of each tensor.
+        indices: Digests of each worker's indices, from `digest_indices` for each tensor.
     """
     sent: dict[tuple[str, ...], list[str]] = {}
-    for worker in sorted(places):
-        sent.setdefault(tuple(places[worker]), []).append(worker)
+    for worker in sorted(indices):
+        sent.setdefault(tuple(indices[worker]), []).append(worker)
     most = max(sent.values(), key=len) if sent else []
-    return [worker for worker in sorted(places) if worker not in most]
+    return [worker for worker in sorted(indices) if worker not in most]
 
 
 def _get_tensors(payloads: Mapping[str, Payload]) -> tuple[Gradients, Codec]:
@@ -290,20 +294,20 @@ def _iterate_products(
 def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads: int) -> MergedRun:
     codec, settings, weights = request.codec, request.settings, request.weights.weights
     chunks = run[0].chunks
-    by_place = settings.rule in BY_PLACE
-    if by_place and any(not np.array_equal(run[0].places, one.places) for one in run[1:]):
+    by_index = settings.rule in BY_PLACE
+    if by_index and any(not np.array_equal(run[0].indices, one.indices) for one in run[1:]):
         raise errors.ConfigurationError(
-            f"The workers send different places of {name}, so that most have one sender, and the "
-            f"{settings.rule} of one value is that value: choose `mean`, `centered clip` or "
-            "`multi-krum`, or let all workers send the same places (`support: shared`)."
+            f"The workers send different indices of {name}, so that most have one sender, and "
+            f"`{settings.rule}` cannot judge one value: choose `mean`, `centered clip` or "
+            "`multi-krum`, or let all workers send the same indices (`support: shared`)."
         )
 
-    def block(rows: slice) -> tuple[Any, Any, Any]:
-        places, values = _stack(run, rows, codec)
-        if by_place:
+    def process_rows(rows: slice) -> tuple[Any, Any, Any]:
+        indices, values = _stack(run, rows, codec)
+        if by_index:
             scaled = values * weights[:, None, None]
             made = _sum_by_index(scaled, settings).astype(np.float32)
-            return np.full(len(made), chunks.k, np.uint16), places[0].ravel(), made.ravel()
+            return np.full(len(made), chunks.k, np.uint16), indices[0].ravel(), made.ravel()
         voting = settings.rule is MergeRule.SIGN
         if voting:
             values = np.sign(values)
@@ -312,32 +316,32 @@ def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads:
         each = np.ones(len(run)) if voting else weights
         by_senders = settings.rule is MergeRule.SENDERS
         found = kernels.compute_weighted_sums(
-            places, values, each, chunks.size, by_senders, counts, out
+            indices, values, each, chunks.size, by_senders, counts, out
         )
         sums = out[1, :found]
         sums = np.sign(sums) if voting else sums.copy()
         return counts, out[0, :found].astype(np.uint16), sums
 
-    blocks = map_blocks(block, chunks.count, threads, BLOCK)
-    counts, places, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return MergedRun(chunks, counts, places, values)
+    blocks = map_blocks(process_rows, chunks.count, threads, BLOCK)
+    counts, indices, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return MergedRun(chunks, counts, indices, values)
 
 
 def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tuple[MergedRun, ...]:
-    """Average a buffer, after moving values far from the coordinate-wise median towards it.
+    """Average a buffer, after values far from the coordinate-wise median are moved towards it.
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
-    position `faulty` if that is less: an honest worker's distance is as large. The buffers of a
-    worker do not change how the rule weighs its gradient. A worker's share is that of its
-    gradient. Every average is between the least and the largest value that was sent, so a variance
-    stays non-negative. `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. Of two workers
-    the median is their mean: what one of them sends cannot be bounded.
+    position `faulty` if that is less. An honest worker's distance is at least as large. A worker's
+    share is that of its gradient. Buffers do not change the weight of a gradient. Every
+    average is between the least and the largest sent value, so a variance stays non-negative.
+    `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. The median of two workers is their
+    mean, so the influence of one of them has no bound.
     """
     codec, settings, weights = request.codec.for_tensor(name), request.settings, request.weights
     counted = np.flatnonzero(weights.shares)
     senders = [gradients[weights.workers[number]][name] for number in counted]
     runs = [run.chunks for run in senders[0]]
-    empty = np.empty(0, np.float32)  # of a tensor without values
+    empty = np.empty(0, np.float32)  # for a tensor without values
     values = np.array(
         [
             np.concatenate([empty, *(decode_values(run, codec).ravel() for run in one)])
@@ -371,16 +375,16 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
 def _stack(
     run: Sequence[Sparse], rows: slice, codec: Codec
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-    """Return the places and the values of some chunks of all workers: (workers, chunks, k)."""
+    """Return the indices and the values of all workers for some chunks: (workers, chunks, k)."""
     parts = [_slice_sparse(one, rows) for one in run]
-    places = np.stack([part.places for part in parts])
-    return places, np.stack([decode_values(part, codec) for part in parts])
+    indices = np.stack([part.indices for part in parts])
+    return indices, np.stack([decode_values(part, codec) for part in parts])
 
 
 def _slice_sparse(sparse: Sparse, rows: slice) -> Sparse:
     return replace(
         sparse,
-        places=sparse.places[rows],
+        indices=sparse.indices[rows],
         high=sparse.high[rows],
         ratio=sparse.ratio[rows] if sparse.ratio.size else sparse.ratio,
         codes=sparse.codes[rows],
@@ -397,8 +401,8 @@ def _sum_by_index(values: Vector, settings: MergeSettings) -> Vector:
 def _check_bound(settings: MergeSettings, every: int) -> None:
     if few := settings.explain_too_few(every):
         raise errors.ConfigurationError(
-            f"{few}, and there are {every}: wait for more, declare fewer, or choose `centered "
-            "clip`."
+            f"{few}, and there are {every}: wait for more workers, declare fewer Byzantine ones, "
+            "or choose `centered clip`."
         )
 
 
@@ -406,16 +410,16 @@ def _check_bound(settings: MergeSettings, every: int) -> None:
 
 
 def _compute_norm_limit(norms: Vector, faulty: int) -> float:
-    """Return the norm that larger gradients are scaled down to before the rule.
+    """Return the norm to which gradients with a larger norm are scaled before the rule.
 
-    Without `faulty` workers the limit is the lower median of the norms: of two workers, neither
-    one can lift it. With them, it is the least norm, or half of the norm at the sorted position
-    `faulty` if that is larger. An honest norm is at that position or below. So `faulty` huge norms
-    are scaled down to at most an honest one, and `faulty` tiny norms leave the others at least
-    half of the least honest norm. Norms of 0 set no limit.
+    Without `faulty` workers the limit is the lower median of the norms, which neither of two
+    workers can raise. Otherwise it is the larger of the least norm and half of the norm at the
+    sorted position `faulty`. An honest norm is at that position or below. So `faulty` huge norms
+    are scaled to at most an honest one, and `faulty` tiny norms leave the others at least half of
+    the least honest norm. Norms of 0 set no limit.
 
     Args:
-        norms: (workers,): L2 norms.
+        norms: L2 norms: (workers,).
         faulty: Number of Byzantine workers.
     """
     counted = np.sort(norms[norms > 0])
@@ -428,11 +432,11 @@ def _compute_norm_limit(norms: Vector, faulty: int) -> float:
 
 
 def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
-    """Return the weights that centred clipping ends with.
+    """Return the weights after the iterations of centred clipping.
 
-    ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. As v stays a weighted sum of the
-    gradients, from the one that is nearest to all others on, distances follow from the inner
-    products alone.
+    Each iteration is ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. The first ``v`` is
+    the gradient that is nearest to all others. As ``v`` is always a weighted sum of the gradients,
+    the inner products give all distances.
     """
     every = len(gram)
     squares = np.diag(gram)
@@ -440,7 +444,7 @@ def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
     weights = np.zeros(every)
     weights[np.argmin(np.median(apart, axis=1))] = 1.0
     for _ in range(settings.steps):
-        # Exact sums: those of a library depend on the machine.
+        # The sums are exact, since those of a library depend on the machine.
         cross = np.array([fsum(row * weights) for row in gram])
         far = np.sqrt(np.maximum(squares - 2 * cross + fsum(weights * cross), 0.0))
         radius = float(np.median(far)) if settings.radius is None else settings.radius
@@ -451,7 +455,7 @@ def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
 
 
 def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
-    """Return the same weight for those whose nearest are nearest: all but ``faulty``."""
+    """Return equal weights for the workers with the nearest neighbours: all but ``faulty``."""
     every = len(gram)
     squares = np.diag(gram)
     apart = squares[:, None] + squares[None, :] - 2 * gram
@@ -466,7 +470,7 @@ def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
 def make_dense(
     runs: Sequence[MergedRun], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float32]:
-    """All merged values of a tensor in the order of its chunks."""
+    """Return the dense values of a merged tensor in the order of its chunks."""
     values = np.empty(prod(shape), np.float32) if out is None else out
     for run in runs:
         run.fill(values)

@@ -1,4 +1,4 @@
-"""A worker of a run: the face for training code, also where a model is sharded over ranks."""
+"""Training-loop API of a worker with one or more ranks."""
 
 import logging
 import time
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TrainingWindow:
-    """A window that a worker trains in.
+    """Window in which a worker trains.
 
     Attributes:
-        number: Of the window.
-        step: That the weights are at when it begins.
-        steps: That the worker makes in it.
+        number: Number of the window.
+        step: Step of the weights at the begin of the window.
+        steps: Number of the worker's steps in the window.
     """
 
     number: int
@@ -54,13 +54,13 @@ class TrainingWindow:
 
 
 class RankedWeights(ShardedWeights):
-    """The weights of a run, each rank of a worker with some of them.
+    """Weights of a run, with some tensors on each rank of a worker.
 
     Args:
-        shapes: Of all tensors, by their names.
-        ranks: Of the worker.
-        state: All weights, of which this rank keeps some; by default none, until they are loaded.
-        threads: How many work side by side; by default one a processor.
+        shapes: Shapes of all tensors by their names.
+        ranks: Group of the worker's ranks.
+        state: All weights, of which this rank keeps some; by default none until they are loaded.
+        threads: Number of threads; by default one per processor.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class RankedWeights(ShardedWeights):
         names = divide_tensors(shapes, [(name,) for name in sorted(shapes)], ranks.world)
         self.owners = {name: rank for rank, some in enumerate(names) for name in some}
         mine = [name for name, owner in self.owners.items() if owner == ranks.rank]
-        self._portion = WeightShard(mine, state and _select_state(state, mine), threads=threads)
+        self._shard = WeightShard(mine, state and _select_state(state, mine), threads=threads)
         self._ranks = ranks
 
-    def _all(
+    def _call_all(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        return self._ranks.gather_results(partial(method, self._portion, *args, **kwargs))
+        return self._ranks.gather_results(partial(method, self._shard, *args, **kwargs))
 
     @property
     def held(self) -> WeightState:
-        """Weights that this rank has."""
-        return self._portion.state()
+        """Weights of this rank."""
+        return self._shard.get_state()
 
 
 def _select_state(state: WeightState, names: Sequence[str]) -> WeightState:
@@ -95,23 +95,23 @@ def _select_state(state: WeightState, names: Sequence[str]) -> WeightState:
 
 
 class Participant:
-    """A worker of a run: trains in windows, and begins each with the weights of all.
+    """Worker of a run, which trains in windows and begins each window with the merged weights.
 
-    ``for window in participant.windows(): train(model, window.steps); participant.submit(model);
-    participant.apply(model)``
+    ``for window in participant.iterate_windows(): train(model, window.steps);
+    participant.submit(model); participant.apply(model)``
 
     Args:
-        settings: Of the run.
-        uid: Its name: no other has it.
-        store: Its own bucket, or its prefix's.
-        aggregator: The bucket of the chain; to be read.
-        weights: Those after window ``after``, such as of the checkpoint that the chain names.
-        after: Which. It catches up from there.
-        group: Of the ranks that train one model: sharded by FSDP2, or the same on all. Each makes a
-            participant and calls its methods as the others do; each compresses some of the tensors,
-            keeps what was not sent of them, and the first sends all.
-        threads: How many compress side by side; by default one a processor.
-        progress: Told ``chain.applied`` and ``gradient.sent``, with ``window`` and ``bytes``.
+        settings: Settings of the run.
+        uid: Name of the worker, unique in the run.
+        store: Bucket that the worker writes to.
+        aggregator: Bucket of the chain, which is only read.
+        weights: Weights after window ``after``, such as those of a checkpoint of the chain.
+        after: Number of the window. Later links are applied.
+        group: Process group of the ranks that train one model, which is sharded by FSDP2 or the
+            same on all ranks. Each rank makes a participant, and calls the same methods. Each rank
+            compresses some tensors and keeps their residuals. The first rank sends all of them.
+        threads: Number of threads for the compression; by default one per processor.
+        progress: Receives ``chain.applied`` and ``gradient.sent`` with ``window`` and ``bytes``.
     """
 
     def __init__(
@@ -151,21 +151,21 @@ class Participant:
         threads: int | None = None,
         progress: Progress = ignore_event,
     ) -> "Participant":
-        """Take part in a run from where it is: with the newest checkpoint that its chain names.
+        """Join a run with the weights of its chain's newest checkpoint.
 
-        The arguments are those of `Participant`. Each rank of a group loads its own tensors alone.
+        The arguments are those of `Participant`. Each rank of a group loads only its own tensors.
 
         Raises:
             NotFoundError: The run has not begun.
-            ChainError: No such checkpoint is there and undamaged, or the chain is broken.
+            ChainError: The chain has no undamaged checkpoint, or is broken.
         """
         ranks = RankGroup(group)
 
-        def place(shapes: Shapes) -> RankedWeights:
+        def allocate(shapes: Shapes) -> RankedWeights:
             return RankedWeights(shapes, ranks, threads=threads)
 
         weights, after = load_newest_weights(
-            aggregator, settings.chain, place, ranks=ranks, progress=progress
+            aggregator, settings.chain, allocate, ranks=ranks, progress=progress
         )
         return cls(
             settings,
@@ -180,7 +180,7 @@ class Participant:
         )
 
     def iterate_windows(self) -> Iterator[TrainingWindow]:
-        """Yield the windows, from the one that is open on, until the run is over.
+        """Yield the windows from the open one to the end of the run.
 
         Raises:
             ChainError: The chain is broken.
@@ -188,18 +188,18 @@ class Participant:
         self.catch_up()
         last = self._settings.windows
         while last is None or self._number < last:
-            if self._submitted > self._number:  # by this worker before it was started again
+            if self._submitted > self._number:  # submitted before a restart of this worker
                 self._wait()
                 continue
             yield self.turn
 
     @property
     def turn(self) -> TrainingWindow:
-        """The window that is open; one past the last when the run is over."""
+        """Open window. After the end of the run, its number is above that of the last window."""
         return TrainingWindow(self._number + 1, self._before.step, self._settings.steps)
 
     def catch_up(self) -> None:
-        """Apply what was merged meanwhile."""
+        """Apply all new links of the chain."""
         last = self._ranks.run_on_first(
             lambda: find_newest_window(self._aggregator, self._settings.chain)
         )
@@ -207,22 +207,21 @@ class Participant:
             self._advance(number)
 
     def submit(self, model: torch.nn.Module, *, tokens: int = 0, samples: str = "") -> int:
-        """Send how the model has changed in this window, the largest of it, and all its buffers.
+        """Send the largest changes of the model in this window, and all buffers.
 
-        If it is not taken, what was sent is kept and sent with what comes next; of buffers nothing
-        is kept.
+        If the gradient is not merged, its values are added to the next one, except for buffers.
 
         Args:
-            model: After its steps; its weights were those of `apply` before.
-            tokens: That it was trained on: by all ranks.
-            samples: The digest of what it was trained on.
+            model: Model after its steps. Before them, it had the weights from `apply`.
+            tokens: Number of tokens that all ranks trained on.
+            samples: Digest of the samples.
 
         Returns:
-            Bytes that were sent.
+            Number of sent bytes.
 
         Raises:
-            ConfigurationError: A weight is not finite, or not of the run.
-            UnavailableError, DeniedError: The bucket does not take it.
+            ConfigurationError: A weight is not finite, or the model differs from that of the run.
+            UnavailableError, DeniedError: The bucket does not answer, or refuses.
         """
         number = self._number + 1
         if self._submitted == number:
@@ -238,12 +237,12 @@ class Participant:
         return size
 
     def _compress(self, model: torch.nn.Module, number: int) -> bytes:
-        """Return this rank's tensors of the gradient, packed."""
+        """Compress this rank's tensors of the gradient, and pack them."""
         mask = Mask(self._settings.run, number)
         bodies: dict[str, Any] = {}
         failed: list[Exception] = []
         for name, weight in self._ranks.run_on_each(lambda: self._select_weights(model)).items():
-            whole = _gather_tensor(weight)  # of all ranks: also of one that has failed
+            whole = _gather_tensor(weight)  # a collective: also called after a failure
             if name in self._model.held.weights and not failed:
                 try:
                     if self._settings.codec.is_buffer(name):
@@ -253,18 +252,18 @@ class Participant:
                             name, self._compute_change(name, whole), mask
                         )
                     bodies[name] = np.frombuffer(body, np.uint8)
-                except Exception as error:  # noqa: BLE001 - raised when all have done theirs
+                except Exception as error:  # noqa: BLE001 - raised after the collectives
                     failed.append(error)
 
         def end() -> bytes:
             if failed:
-                raise failed.pop()  # kept by nothing that its traceback keeps
+                raise failed.pop()  # `failed` must not keep the traceback alive
             return pack(bodies)
 
         return self._ranks.run_on_each(end)
 
     def _encode_buffer(self, name: str, buffer: torch.Tensor) -> bytes:
-        """Return the values of a buffer, packed."""
+        """Compress the values of a buffer."""
         values = buffer.cpu().float()
         if not torch.isfinite(values).all():
             raise errors.ConfigurationError(
@@ -274,7 +273,7 @@ class Participant:
 
     def _compute_change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._model.held.weights[name])  # pyright: ignore[reportUnknownMemberType]
-        before = whole.to(weight.dtype).float()  # as the model was given it
+        before = whole.to(weight.dtype).float()  # rounded as the model received it
         return before - weight.detach().cpu().float()
 
     def _put(self, brought: Sequence[bytes], number: int, tokens: int, samples: str) -> list[Any]:
@@ -294,14 +293,14 @@ class Participant:
         return [len(body), compute_identity(body)]
 
     def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:
-        """Wait until this window is merged, and give the model the weights of all.
+        """Wait until this window is merged, and load the merged weights into the model.
 
         Args:
-            model: Its weights are overwritten, and its buffers by their averages.
-            timeout: How long; by default twice as long as the window lasts.
+            model: Model whose weights and buffers are overwritten.
+            timeout: Longest wait; by default twice the length of the window.
 
         Raises:
-            UnavailableError: It was not merged by then.
+            UnavailableError: The window was not merged in time.
             ChainError: The chain is broken.
         """
         self._wait(timeout)
@@ -310,15 +309,15 @@ class Participant:
         return self._before
 
     def _wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until this window is merged, and apply it.
+        """Wait until this window is merged, and apply its link.
 
         Args:
-            timeout: How long; by default twice as long as the window lasts.
+            timeout: Longest wait; by default twice the length of the window.
         """
         number, keys = self._number + 1, self._settings.chain
         began = time.monotonic()
 
-        def merged() -> bool:
+        def is_merged() -> bool:
             if exists(self._aggregator, keys.link(number)):
                 return True
             waited = time.monotonic() - began
@@ -330,17 +329,17 @@ class Participant:
             )
             if waited > last.total_seconds():
                 raise errors.UnavailableError(
-                    f"Window {number} of {keys.run} was not merged in {last}: is there an "
-                    "aggregator? Wait again, or stop; nothing is lost."
+                    f"Window {number} of {keys.run} was not merged in {last}. Check that the "
+                    "aggregator runs, and wait again, or stop; nothing is lost."
                 )
             return False
 
-        while not self._ranks.run_on_first(merged):  # a collective does not wait for ever
+        while not self._ranks.run_on_first(is_merged):  # collectives time out
             time.sleep(self._settings.gather.poll_interval.total_seconds())
         self.catch_up()
 
     def _read_window_length(self, number: int) -> timedelta:
-        """Return how long a window lasts: the aggregator may have been given other rules."""
+        """Return the length of a window, which the aggregator's rules may have changed."""
         try:
             opening = self._settings.chain.opening(number)
             return fetch(self._aggregator, opening, WindowOpening).window
@@ -348,7 +347,7 @@ class Participant:
             return self._settings.window
 
     def load(self, model: torch.nn.Module) -> None:
-        """Give the model the weights and buffers of all, as they are after the last window."""
+        """Load the weights and buffers after the last window into the model."""
         held = self._model.held.weights
         with torch.no_grad():
             for name, weight in self._ranks.run_on_each(
@@ -358,21 +357,21 @@ class Participant:
                 self._ranks.broadcast(whole, weight, self._model.owners[name])
 
     def _select_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors of a model that the run's weights are, in the order of their names."""
-        # What is not trained may be among them, and what is tied has two names.
+        """Return the model's tensors that belong to the run, in the order of their names."""
+        # Untrained tensors may belong to the run, and tied tensors have two names.
         tensors = dict[str, torch.Tensor](model.named_buffers(remove_duplicate=False))
         tensors.update(model.named_parameters(remove_duplicate=False))
         for name, shape in self._model.shapes.items():
             if name not in tensors or tuple(tensors[name].shape) != tuple(shape):
                 raise errors.ConfigurationError(
-                    f"The model has no {name} of the shape {list(shape)}, which the run has: it is "
-                    "another model, or the run began with more than the model's tensors."
+                    f"The model has no {name} of the shape {list(shape)}, which the run has. Use "
+                    "the model of the run, or begin a run with this model's tensors."
                 )
         self._warn_of_buffers(tensors)
         return {name: tensors[name] for name in self._model.shapes}
 
     def _warn_of_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Log once which buffers the model has and the run has not."""
+        """Log the buffers that the run lacks, once."""
         codec = self._settings.codec
         absent = [
             name for name in tensors if codec.is_buffer(name) and name not in self._model.shapes
@@ -380,25 +379,25 @@ class Participant:
         if absent and not self._warned:
             self._warned = True
             log.warning(
-                "The run has no %s, which the model has: each worker keeps its own. Begin the run "
-                "with all of `model.state_dict()`.",
+                "The run has no %s, which the model has, so each worker keeps its own. Begin the "
+                "run with all of `model.state_dict()`.",
                 ", ".join(absent),
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint of this rank: the values that it has not sent yet."""
+        """Return the state of this rank for a checkpoint, with the residuals."""
         submitted = {"window": self._submitted, "sha256": self._sha256}
         return {**self._feedback.state_dict(), "submitted": submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with as many ranks.
+        """Restore the state from `state_dict`, with the same number of ranks.
 
         Raises:
-            ChainError: The link of the window that was submitted last is missing.
+            ChainError: The link of the last submitted window is missing.
         """
         self._feedback.load_state_dict(state)
         self._submitted, self._sha256 = state["submitted"]["window"], state["submitted"]["sha256"]
-        if 0 < self._submitted <= self._number:  # it was merged meanwhile, with it or without
+        if 0 < self._submitted <= self._number:  # the window was merged in the meantime
             keys, window = self._settings.chain, self._submitted
             self._settle(self._ranks.run_on_each(lambda: read_link(self._aggregator, keys, window)))
 
@@ -415,20 +414,20 @@ class Participant:
         self._before, self._number = link, number
 
     def _settle(self, link: ChainStart | ChainLink) -> None:
-        """Keep what was submitted for a window if nobody has it: it is sent with what is next."""
+        """Add the submitted values to the residuals again, unless the link has merged them."""
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
         if taken is None or taken.sha256 != self._sha256:
             self._feedback.give_back()
 
 
 def select_weights(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NAMES) -> WeightState:
-    """Return the weights of a model as a run has them: what is trained, and buffers, in float32.
+    """Return the trained weights and the buffers of a model in float32, to begin a run with.
 
-    Of a model that is sharded, all ranks call it, and each has all of it in memory.
+    All ranks of a sharded model call this function. Each then has all weights in memory.
 
     Args:
-        model: The model.
-        buffers: Names of its buffers, as of `Codec.buffers`.
+        model: Model of the run.
+        buffers: Names of buffers to include, as in `Codec.buffers`.
     """
     codec = Codec(buffers=tuple(buffers))
     tensors = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -437,6 +436,6 @@ def select_weights(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NA
 
 
 def _gather_tensor(weight: torch.Tensor) -> torch.Tensor:
-    """All of a tensor; of a sharded one, brought together: a collective."""
+    """Return the whole tensor. For a DTensor, this is a collective."""
     weight = weight.detach()
     return cast("Any", weight).full_tensor() if is_distributed(weight) else weight

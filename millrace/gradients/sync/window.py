@@ -1,11 +1,11 @@
-"""One window of a run, from what was gathered to its link."""
+"""Merge of one window, from its gathered gradients to its link."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from millrace import errors
-from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_here
+from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.settings import BY_PLACE, MergeSettings
 from millrace.gradients.state import WeightState
@@ -17,7 +17,7 @@ from millrace.gradients.sync.merge import (
     compute_merge_weights,
     find_deviating_workers,
 )
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import (
@@ -34,13 +34,13 @@ from millrace.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class ChainStep:
-    """Changes that lead from one link to the next.
+    """Settings of the step from one link to the next.
 
     Attributes:
-        before: The link before.
-        step: That the weights are at after it.
-        outer: How what is merged is applied.
-        merge: By which rule it is merged.
+        before: Previous link.
+        step: Step of the weights after the merge.
+        outer: Optimizer that applies the merged values.
+        merge: Settings of the merge.
     """
 
     before: ChainStart | ChainLink
@@ -59,30 +59,28 @@ def aggregate(
     threads: int = 1,
     progress: Progress = ignore_event,
 ) -> ChainLink:
-    """Merge what was gathered, apply it to the weights, and commit the window's link.
+    """Merge the gathered gradients, apply them to the weights, and commit the window's link.
 
-    If nobody's gradient was taken, or the rule cannot merge so few, the link says so and the
-    weights stay as they are: the chain has no gap.
+    If there are no gradients, or too few for the rule, the link changes no weights. So the chain
+    has no gap. After any error, do not use the weights: catch up from the chain.
 
     Args:
-        store: The aggregator's bucket.
-        window: Which.
-        gathered: What came.
-        step: What follows from the run.
-        model: The weights before it, changed in place. What was gathered is where they are.
-        threads: How many work side by side, if the weights are here.
-        progress: Told ``update.stored`` of each, with ``window`` and ``bytes``, before the link is
-            committed.
+        store: Bucket of the aggregator.
+        window: Window to merge.
+        gathered: Gathered gradients, on the machines of the weights.
+        step: Settings of the step.
+        model: Weights before the merge, which are changed in place.
+        threads: Number of threads, if the weights are in this process.
+        progress: Receives ``update.stored`` with ``window`` and ``bytes`` for each update, before
+            the commit of the link.
 
     Raises:
-        ConflictError: Another aggregator has merged this window otherwise.
-        ChainError: The weights are not those of the link before.
-
-    After any error the weights are of no use any more: catch up from the chain.
+        ConflictError: Another aggregator merged this window differently.
+        ChainError: The weights are not those of the previous link.
     """
     if isinstance(model, WeightState):
         tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
-        model = hold_here(model, tensors, threads=threads)
+        model = hold_state(model, tensors, threads=threads)
     model.check(step.before)
     keys = ChainKeys(window.keys.run, window.keys.version)
     out = {
@@ -91,17 +89,17 @@ def aggregate(
     }
     payloads = dict(gathered.taken)
     if step.merge.rule in BY_PLACE:
-        for uid in find_deviating_workers(model.places(sorted(payloads))):
-            sentence = "It has other places than most, and the rule needs the same of all."
+        for uid in find_deviating_workers(model.list_index_digests(sorted(payloads))):
+            sentence = "Its indices differ from those of most workers, and the rule needs the same."
             out[uid] = ExcludedWorker(reason=Refusal.PLACES, sentence=sentence)
             del payloads[uid]
     weights: MergeWeights | None = None
     updates: tuple[Update, ...] = ()
     try:
         if payloads:
-            products = partial(model.products, codec=window.codec)
+            products = partial(model.compute_products, codec=window.codec)
             weights = compute_merge_weights(payloads, step.merge, products=products)
-    except errors.ConfigurationError as error:  # the window is over; the next may have more
+    except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
             out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
     if weights is not None:
@@ -130,8 +128,8 @@ def aggregate(
     commit = commit_once(store, keys.link(window.number), link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
-            f"Another aggregator has merged window {window.number} of {window.keys.run} otherwise: "
-            "catch up from the chain."
+            f"Another aggregator merged window {window.number} of {window.keys.run} differently: "
+            "start this aggregator again."
         )
     return commit.record
 
@@ -139,7 +137,7 @@ def aggregate(
 def _list_merged_workers(
     payloads: Mapping[str, Payload], weights: MergeWeights | None
 ) -> dict[str, MergedWorker]:
-    """Return the workers that are in, with the weight of each."""
+    """Return the merged workers with their weights."""
     if weights is None:
         return {}
     return {

@@ -21,7 +21,7 @@ from typing import IO, Any
 from pydantic import BaseModel
 
 from millrace import errors
-from millrace.keys import MachineKeys
+from millrace.keys.rentals import MachineKeys
 from millrace.processes import adopt_orphans, kill_descendants, list_descendants
 from millrace.rentals.guest.traffic import STATE_FILE, count_traffic
 from millrace.rentals.messages import (

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.digest import compute_sha256
+from millrace.formatting import clean_text
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.vast.instances import Instance
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 _RETRY_TIMEOUT = timedelta(minutes=2)
 _REQUEST_TIMEOUT = 60.0  # seconds until a request without an answer fails
 _DESTROY_TIMEOUT = 20.0  # shorter for destroy requests, so that one does not delay the others
+_MAX_TEXT_LENGTH = 500  # characters of an answer in an error
+_MAX_PAGES = 400  # of a listing, of 25 machines each
 _PARTIAL_LIST_DELAY = 5.0  # seconds until an incomplete list is requested again
 _CREDIT_PATTERN = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
@@ -249,11 +252,11 @@ class VastClient:
         return found
 
     def _list_pages(self) -> list[Instance] | None:
-        """Return the machines of all pages; None if some are missing."""
+        """Return the machines of all pages; None if some are missing, or the pages do not end."""
         found: dict[int, Instance] = {}
-        token, seen = "", set[str]()
-        while token not in seen:
-            seen.add(token)
+        token = ""
+        for _ in range(_MAX_PAGES):
+            known = len(found)
             page = self._send_with_retries(
                 RequestKind.LIST, lambda token=token: self._fetch_page(token)
             )
@@ -262,7 +265,9 @@ class VastClient:
             if not token:
                 is_complete = len(found) >= page["total"]
                 return list(found.values()) if is_complete else None
-        return None  # the pages form a cycle
+            if len(found) == known:
+                return None  # the pages form a cycle, or go on without machines
+        return None
 
     def _fetch_page(self, token: str) -> dict[str, Any]:
         query: dict[str, Any] = {
@@ -393,7 +398,7 @@ class VastClient:
 
     def _redact(self, text: str) -> str:
         """Return a text in one line, without the API key."""
-        return " ".join(text.replace(self._key.get_secret_value(), "[key]").split())[:500]
+        return clean_text(text.replace(self._key.get_secret_value(), "[key]"), _MAX_TEXT_LENGTH)
 
 
 def _read_body(error: Any) -> Any:

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.formatting import clean_text
+
 IDENTITY_PORT = 70_000
 """Lowest number that requests an identity port: a random port, equal inside and outside."""
 _SSH_PORT = 22
+_MAX_MESSAGE_LENGTH = 1000  # characters of a host's message that are kept
 _FAILED_STATUSES = {"exited", "unknown", "offline"}  # a machine with these never starts
 _FATAL_MESSAGE = re.compile(
     r"OCI runtime create failed|Error response from daemon|failed to (?:pull|register) "
@@ -60,13 +63,13 @@ class Instance:
             id=int(row["id"]),
             label=str(row.get("label") or ""),
             machine_id=int(_parse_number(row.get("machine_id"))),
-            status=str(row.get("actual_status") or "created"),
+            status=clean_text(str(row.get("actual_status") or "created")),
             states=(
                 str(row.get("cur_state") or ""),
                 str(row.get("intended_status") or ""),
                 str(row.get("next_state") or ""),
             ),
-            message=str(row.get("status_msg") or "").strip(),
+            message=clean_text(str(row.get("status_msg") or ""), _MAX_MESSAGE_LENGTH),
             hourly_price=_parse_number(row.get("dph_total")),
             is_interruptible=bool(row.get("is_bid")),
             address=str(row.get("public_ipaddr") or "").strip(),

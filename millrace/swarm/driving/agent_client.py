@@ -12,6 +12,7 @@ from typing import Any
 from millrace import errors
 from millrace.formatting import clean_text
 from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.messages import NodeEvent, Order, encode_message
 from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import (
     AUTH_HEADER,
@@ -54,6 +55,7 @@ class AgentClient:
 
         Raises:
             ProtocolError: It states no identity.
+            VersionError: It has another version of the protocol.
             TlsError: It does not prove that it has the key.
             OSError, http.client.HTTPException: It cannot be reached.
         """
@@ -104,22 +106,29 @@ class AgentClient:
             opened.set()
             connections.close()
 
-    def send_orders(self, node: Node, orders: list[dict[str, Any]]) -> None:
+    def send_orders(self, node: Node, orders: list[Order]) -> None:
         """Send orders to a node.
 
         Raises:
             HttpStatusError, ProtocolError, OSError, http.client.HTTPException: It took none.
         """
-        self._send(node, "POST", "/orders", json.dumps(orders).encode())
+        self._send(
+            node,
+            "POST",
+            "/orders",
+            json.dumps([encode_message(order) for order in orders]).encode(),
+        )
 
-    def poll_events(self, node: Node, after: int) -> list[dict[str, Any]]:
+    def poll_events(self, node: Node, after: int) -> list[NodeEvent]:
         """Wait a while for what has happened on a node since so many events.
 
         Raises:
             ProtocolError: It says what no agent does.
             HttpStatusError, OSError, http.client.HTTPException: It no longer answers.
         """
-        return self._check.read_events(self._send(node, "GET", f"/events?after={after}"))
+        longest = self._check.max_events_bytes
+        said = self._send(node, "GET", f"/events?after={after}", longest=longest)
+        return self._check.read_events(said)
 
     def end_run(self, node: Node) -> None:
         """End the run on a node. A node that hears nothing ends the run itself after a while."""
@@ -137,6 +146,7 @@ class AgentClient:
         *,
         timeout: float = _ANSWER_TIMEOUT,
         connections: ConnectionPool | None = None,
+        longest: int | None = None,
     ) -> Any:
         path = f"/runs/{self._run}{tail}"
 
@@ -146,7 +156,7 @@ class AgentClient:
         with (connections or self._connections).request(
             node.place, method, path, sign_headers, body or None, timeout=timeout
         ) as answer:
-            longest = self._check.max_answer_bytes
+            longest = longest or self._check.max_answer_bytes
             said = read_body(answer, longest)
         if len(said) > longest:
             raise ProtocolError("more than there is to say")

@@ -1,12 +1,23 @@
 """Handling of what agents say: each event reaches the part of the driver that it concerns."""
 
 import time
-from typing import Any
 
 from millrace.swarm.driving.file_audits import FileAuditor
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.own_reads import OwnReads
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.messages import (
+    BytesReceived,
+    DigestMismatch,
+    FilesReady,
+    FileUnusable,
+    NodeEvent,
+    NodeFailed,
+    PieceFailed,
+    PieceRedundant,
+    PieceWritten,
+    ReadRetried,
+)
 from millrace.swarm.tracker import STORE
 
 
@@ -27,67 +38,71 @@ class EventHandler:
         self._state, self._reads, self._audits = state, reads, audits
         self._files, self._began = files, began
 
-    def handle(self, member: Member, event: dict[str, Any]) -> None:
+    def handle(self, member: Member, event: NodeEvent) -> None:
         """Handle an event of a member. Nothing is believed of a lost one, or after the end."""
         if member.why or self._state.is_ending:
             return
-        match event["e"]:
-            case "received":
+        match event:
+            case BytesReceived():
                 if self._state.tracker.lacks(member.node.id):
                     member.moved = time.monotonic()
-            case "done":
-                self._handle_done(member, event["p"], event["s"], event["d"], event["b"])
-            case "had":
-                self._handle_had(member, event["p"], event["s"], event["b"])
-            case "failed":
+            case PieceWritten():
+                self._handle_written(member, event)
+            case PieceRedundant():
+                self._handle_redundant(member, event)
+            case PieceFailed():
                 self._handle_failed(member, event)
-            case "retry":
+            case ReadRetried():
                 member.counts.failures += 1
-            case "files":
-                self._handle_files(member, event["f"])
-            case "unusable":
-                member.unusable[event["f"]] = event["why"]
-            case "mismatch":
-                self._audits.note_mismatch(member, event["f"], event["d"])
-            case _:
-                self._state.lose(member, event["why"])
+            case FilesReady(files):
+                self._handle_ready(member, files)
+            case FileUnusable(file, reason):
+                member.unusable[file] = reason
+            case DigestMismatch(file, digest):
+                self._audits.note_mismatch(member, file, digest)
+            case NodeFailed(reason):
+                self._state.lose(member, reason)
 
-    def _handle_done(
-        self, member: Member, number: int, source: str, digest: str, size: int
-    ) -> None:
-        state, name, now = self._state, member.node.id, time.monotonic()
-        _count_bytes(member, source, size)
-        if source == STORE:
+    def _handle_written(self, member: Member, event: PieceWritten) -> None:
+        state, name, number, now = self._state, member.node.id, event.piece, time.monotonic()
+        _count_bytes(member, event.source, event.size)
+        if event.source == STORE:
             self._reads.note_read(number)
         if not state.tracker.has(name, number):
-            state.held += size
+            state.held += event.size
             member.moved = now
-        state.dispatch(state.tracker.complete_transfer(name, number, source, digest, now))
-
-    def _handle_had(self, member: Member, number: int, source: str, size: int) -> None:
-        state = self._state
-        _count_bytes(member, source, size)
         state.dispatch(
-            state.tracker.cancel_transfer(member.node.id, number, source, time.monotonic())
+            state.tracker.complete_transfer(name, number, event.source, event.digest, now)
         )
 
-    def _handle_failed(self, member: Member, event: dict[str, Any]) -> None:
+    def _handle_redundant(self, member: Member, event: PieceRedundant) -> None:
+        state = self._state
+        _count_bytes(member, event.source, event.size)
+        state.dispatch(
+            state.tracker.cancel_transfer(
+                member.node.id, event.piece, event.source, time.monotonic()
+            )
+        )
+
+    def _handle_failed(self, member: Member, event: PieceFailed) -> None:
         state = self._state
         member.counts.failures += 1
-        number, source = event["p"], event["s"]
+        number, source, wrong = event.piece, event.source, event.is_wrong
         now = time.monotonic()
-        wrong: bool = event["wrong"]
         giver = state.members.get(source)
         if wrong and giver is not None and source not in member.accused:
-            member.accused.add(source)  # it may say so for ever
-            state.tell("node.untrusted", giver, {"piece": number})
+            member.accused.add(source)  # it may say so for ever, and of a node that gave nothing
+            name = state.members.format_name(member.node)
+            state.tell("node.accused", giver, {"piece": number, "by": name})
         if source == STORE:
-            self._reads.note_failure(member, number, event["status"], event["why"])
+            self._reads.note_failure(member, number, event.status, event.reason)
         state.dispatch(
             state.tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)
         )
+        if wrong:
+            state.tell_untrusted()
 
-    def _handle_files(self, member: Member, numbers: list[int]) -> None:
+    def _handle_ready(self, member: Member, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
             member.files.update(numbers)
             member.moved = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from millrace import errors
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.messages import VoidDigest
 from millrace.swarm.pieces import Catalogue
 from millrace.swarm.referee import FileAudit
 
@@ -75,7 +76,7 @@ class FileAuditor:
             if audit.digest != file.digest:  # its ETag is no MD5: it was encrypted by the store
                 self.void.add(audit.file)
                 for member in state.members.list_joined():
-                    member.orders.put({"void": audit.file})
+                    member.orders.put(VoidDigest(audit.file))
             self._audited[audit.file] = audit.parts
             doubters = self._doubters.pop(audit.file, set())
             changed = state.settle(audit.pieces)

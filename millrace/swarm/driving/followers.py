@@ -8,17 +8,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from millrace import errors
 from millrace.swarm.driving.agent_client import AgentClient, describe_refusal
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.events import ProtocolError
+from millrace.swarm.messages import AddPeer, NodeEvent, VoidDigest, encode_endpoint
 from millrace.swarm.nodes import AbsentNode, Node
-from millrace.swarm.protocol import HttpStatusError
+from millrace.swarm.protocol import HttpStatusError, VersionError
 from millrace.swarm.tls import TlsError
 
+_EVENTS_AT_ONCE = 500  # events that are handled before another thread may have the run's lock
+_EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may say
+_PACE_INTERVAL = 0.2  # seconds between two looks at whether a node may say more
 _RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
 _LOST_TIMEOUT = 1.0  # seconds that the lost nodes may take to end the run
 
@@ -42,7 +45,7 @@ class NodeFollowers:
         plan: bytes,
         sizes: list[int],
         *,
-        handle: Callable[[Member, dict[str, Any]], None],
+        handle: Callable[[Member, NodeEvent], None],
         list_void: Callable[[], Iterable[int]],
     ) -> None:
         self._state, self._client = state, client
@@ -124,7 +127,7 @@ class NodeFollowers:
         state = self._state
         with state.news:
             peers = {m.node.id: m.node for m in state.members if m.joined}
-        known = {each: _pack_endpoint(node) for each, node in peers.items()}
+        known = {each: encode_endpoint(node.place) for each, node in peers.items()}
         body = b"\n".join((json.dumps(known).encode(), self._plan))
         while True:
             try:
@@ -132,7 +135,7 @@ class NodeFollowers:
                     return False
                 have = self._client.start_run(member.node, body)
                 break
-            except (HttpStatusError, ProtocolError, TlsError) as error:
+            except (HttpStatusError, ProtocolError, TlsError, VersionError) as error:
                 why = describe_refusal(error)
                 if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
                     self._lose(member, why)
@@ -172,15 +175,15 @@ class NodeFollowers:
         """Let a node take part: the others hear of it, and it hears of those it does not know."""
         state, identity = self._state, member.node.id
         for other in state.members.list_joined():
-            other.orders.put({"join": identity, "place": _pack_endpoint(member.node)})
+            other.orders.put(AddPeer(identity, member.node.place))
             if other.node.id not in known:
-                member.orders.put({"join": other.node.id, "place": _pack_endpoint(other.node)})
+                member.orders.put(AddPeer(other.node.id, other.node.place))
         member.joined, member.moved = True, time.monotonic()
         state.members.add(member)
         member.counts.cached = sum(self._sizes[number] for number, _ in have)
         state.held += member.counts.cached
         for number in self._list_void():
-            member.orders.put({"void": number})
+            member.orders.put(VoidDigest(number))
         state.dispatch(
             state.tracker.add_node(identity, have, time.monotonic(), zone=member.node.zone)
         )
@@ -202,7 +205,7 @@ class NodeFollowers:
                 return
 
     def _hear_events(self, member: Member) -> None:
-        after, state = 0, self._state
+        after, state, began = 0, self._state, time.monotonic()
         while not (state.is_ending or member.why):
             try:
                 events = self._client.poll_events(member.node, after)
@@ -213,17 +216,27 @@ class NodeFollowers:
                 self._lose(member, str(error))
                 return
             after += len(events)
-            with state.news:
-                for event in events:
-                    self._handle(member, event)
-                if events:
+            for at in range(0, len(events), _EVENTS_AT_ONCE):
+                with state.news:
+                    for event in events[at : at + _EVENTS_AT_ONCE]:
+                        self._handle(member, event)
                     state.news.notify_all()
+            self._pace(member, after, began)
+
+    def _pace(self, member: Member, said: int, began: float) -> None:
+        """Wait while a node has said more events than any agent has to say.
+
+        Args:
+            member: Node.
+            said: Number of its events.
+            began: Time of the first look at them.
+        """
+        state = self._state
+        while not (state.is_ending or member.why):
+            if said <= _EVENT_BURST + _EVENT_RATE * (time.monotonic() - began):
+                return
+            time.sleep(_PACE_INTERVAL)
 
     def _lose(self, member: Member, why: str) -> None:
         with self._state.news:
             self._state.lose(member, why)
-
-
-def _pack_endpoint(node: Node) -> list[Any]:
-    place = node.place
-    return [place.scheme, place.host, place.port, place.identity, place.fingerprint]

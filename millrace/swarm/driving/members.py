@@ -8,8 +8,8 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from millrace.swarm.messages import Order
 from millrace.swarm.nodes import AbsentNode, Node
 from millrace.swarm.protocol import Endpoint
 
@@ -55,9 +55,7 @@ class Member:
     """
 
     node: Node
-    orders: queue.SimpleQueue[dict[str, Any] | None] = field(
-        default_factory=queue.SimpleQueue[dict[str, Any] | None]
-    )
+    orders: queue.SimpleQueue[Order | None] = field(default_factory=queue.SimpleQueue[Order | None])
     joined: bool = False
     why: str = ""
     files: set[int] = field(default_factory=set[int])

@@ -5,6 +5,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from millrace.swarm.pieces import Catalogue
+from millrace.swarm.protocol import VERSION
 from millrace.swarm.settings import PrewarmSettings
 
 VOTES_NEEDED = 2
@@ -53,6 +54,7 @@ def serialize_plan(
     limits = settings.limits
     return json.dumps(
         {
+            "version": VERSION,
             "catalogue": catalogue.to_json(),
             "sources": sources,
             "key": key.hex(),

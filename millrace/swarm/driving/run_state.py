@@ -7,11 +7,11 @@ it alone says that a member is lost.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.progress import Event, Figure
 from millrace.swarm.driving.members import Member, RunMembers
+from millrace.swarm.messages import DropPiece, FetchPiece
 from millrace.swarm.tracker import Order, Tracker
 
 
@@ -55,6 +55,12 @@ class RunState:
         """Note an event of an object for `take_events`."""
         self._told.append(Event(kind, origin, {}))
 
+    def tell_untrusted(self) -> None:
+        """Note an event of each member that the tracker has come to distrust."""
+        for name in sorted(set(self.tracker.quarantined) - self._untrusted):
+            self._untrusted.add(name)
+            self.tell("node.untrusted", self.members[name], {})
+
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
         told, self._told = self._told, []
@@ -78,13 +84,12 @@ class RunState:
     def dispatch(self, orders: list[Order]) -> None:
         """Give orders of the tracker to the members, and act on what it has found."""
         for order in orders:
-            told: dict[str, Any] = {"p": order.piece}
+            queued = self.members[order.node].orders
             if order.drop:
-                told["drop"] = True
                 self.held -= self._sizes[order.piece]
+                queued.put(DropPiece(order.piece))
             else:
-                told |= {"s": order.source, "d": order.digest}
-            self.members[order.node].orders.put(told)
+                queued.put(FetchPiece(order.piece, order.source, order.digest))
         for number in self.tracker.take_disputed():
             self._disputed(number)
         for name in self.tracker.take_hopeless():
@@ -96,7 +101,5 @@ class RunState:
         for number, digest in pieces.items():
             orders += self.tracker.settle_piece(number, digest, time.monotonic())
         self.dispatch(orders)
-        for name in set(self.tracker.quarantined) - self._untrusted:
-            self._untrusted.add(name)
-            self.tell("node.untrusted", self.members[name], {})
+        self.tell_untrusted()
         return any(order.drop for order in orders)

@@ -12,7 +12,7 @@ from millrace.gradients import (
     iterate_links,
 )
 from millrace.gradients.sync.chain import find_newest_window
-from millrace.keys import LeaseKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.storage import exists, open_store
 from tests.integration.flows.test_aggregate import RUN, UIDS, model, take_part
 from tests.prefect_server import PrefectServer, Worker, until
@@ -40,7 +40,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     second = deployed.start(AGGREGATE, watch=False, **parameters)
     held = deployed.wait(second.run, "Completed", "Failed", "Crashed")
     assert held.state is not None
-    assert "which lives: leave it to that" in (held.state.message or "")
+    assert "which is alive: let it continue" in (held.state.message or "")
     assert "aggregated-gradients" not in deployed.artifacts(second.run)
 
     with ThreadPoolExecutor(len(UIDS)) as pool:

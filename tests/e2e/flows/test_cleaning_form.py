@@ -49,14 +49,14 @@ def keys_of(store: Store) -> set[str]:
 
 
 class Started:
-    """What the browser, and nobody else, has asked the server to do, and what came of it.
+    """Requests of the browser alone to the server, and their answers.
 
     A page asks for much else meanwhile; only these answers say whether a button did its work.
     """
 
     def __init__(self, page: Page) -> None:
         self.parameters: list[dict[str, Any]] = []
-        """Of the runs that were created, as the browser posted them."""
+        """Return the parameters of the created runs, as the browser posted them."""
         self.runs: list[UUID] = []
         self.refused: list[str] = []
         self.resumed: list[str] = []

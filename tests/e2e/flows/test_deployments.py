@@ -101,7 +101,7 @@ def test_each_other_deployment_runs_its_flow(
     deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, payer: Any,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """What the flows do is tested in process; here a worker loads each and gives it its values."""
+    """A worker loads each flow and passes its values. Other tests run the flows in process."""
     store = (tmp_path / "store").as_uri()
     with Saver(open_store(store), "job") as saver:
         saver.save({"w": torch.zeros(10)}, step=3).result()

@@ -12,7 +12,7 @@ from tests.support.flows.fixtures import RUN, SHARD, SHARDING, hold_partition, t
 
 
 def _all_but_one_partition_ended(folder: Path) -> bool:
-    """Whether a run has done all that the partition which is held elsewhere lets it do."""
+    """Decide whether a run has done all work, except for a partition that is held elsewhere."""
     plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*-end.json"))
     return plan.exists() and len(ends) == 3
 

@@ -1,4 +1,4 @@
-"""What each credential can do, on real servers: told apart, and nothing left behind."""
+"""Rights of each credential on real servers, and no object left behind."""
 
 import json
 import secrets

@@ -1,4 +1,4 @@
-"""Whether a job could save to a place: a verdict for each way in which it could not."""
+"""Verdicts of a probe, for each reason why a job could not save."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -95,7 +95,9 @@ def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monk
 def test_google_credentials_that_are_missing_are_no_yes(gcs, tmp_path, monkeypatch) -> None:
     store = open_store(StoreSpec(url="gs://bucket", endpoint=gcs.endpoint))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
-    with pytest.raises(ConfigurationError, match=r"Google's credentials: .*none\.json"):
+    with pytest.raises(
+        ConfigurationError, match=r"Google's credentials cannot be read .*none\.json"
+    ):
         query_permissions(store)
 
 

@@ -10,7 +10,7 @@ from tests.unit.blocks.test_environment import ACCOUNT, PAIR, variables
 
 
 def outcomes(output: str) -> dict[str, str]:
-    """What was set up: what became of it."""
+    """Results of a setup, by what was set up."""
     return dict(line.split(": ", 1) for line in output.splitlines() if not line.startswith("Next"))
 
 

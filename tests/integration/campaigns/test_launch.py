@@ -12,7 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from millrace.campaigns.worker import WorkerSettings
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import read_start_time
 from millrace.storage import Store, StoreSpec, delete, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm

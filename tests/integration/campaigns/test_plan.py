@@ -1,4 +1,4 @@
-"""What workers are sent and what they reach, on a real store."""
+"""Settings and credentials of workers, on a real store."""
 
 import base64
 import json
@@ -9,7 +9,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 from millrace.campaigns.worker import render_worker_settings
-from millrace.keys import CheckpointKeys, CooldownKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.rentals import derive_node_key
 from millrace.rentals.startup import make_environment
 from millrace.storage import StoreSpec, open_store

@@ -29,7 +29,9 @@ from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_che
 from millrace.checkpoints.cooldown.membership import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.digest import compute_sha256, dump_canonical_json
-from millrace.keys import CheckpointKeys, CooldownKeys, member_lease
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.members import make_member_lease
 from millrace.lease import Holder, StoreClock, acquire
 from millrace.records import commit_once, encode_record, fetch
 from millrace.schemas.checkpoint import (
@@ -175,7 +177,7 @@ def dead(store: Store, name: str) -> None:
     """A member that was killed: its lease stands, and its process is gone."""
     holder = Holder.this_process().model_copy(update={"pid": 2**22 - 1})
     clock = StoreClock.read(store, JOB, holder)
-    acquire(store, member_lease(JOB, name), holder, timedelta(minutes=1), clock)
+    acquire(store, make_member_lease(JOB, name), holder, timedelta(minutes=1), clock)
 
 
 def test_who_is_dead_is_replaced_by_the_next(folder, members) -> None:
@@ -292,7 +294,7 @@ def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -
 
 def test_a_name_is_one_members(folder, members) -> None:
     members(folder, ["a"])
-    with pytest.raises(errors.ConflictError, match="a of runs/one lives"):
+    with pytest.raises(errors.ConflictError, match="a of runs/one already lives"):
         Membership(folder, JOB, "a").__enter__()
 
 
@@ -304,7 +306,7 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.outcome is CooldownOutcome.FAILED
-    assert "has stated another content" in cooled.reason
+    assert "has voted for another content" in cooled.reason
 
 
 def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
@@ -342,7 +344,7 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
 
 
 def junk_of(kind: str, key: str) -> bytes:
-    """What somebody leaves where a record of ours stands."""
+    """Write invalid bytes under the key of a record."""
     other = CooldownRecord(
         member="x",
         outcome=CooldownOutcome.FAILED,

@@ -26,7 +26,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
 from millrace.cli import main
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import open_store, put
@@ -86,7 +86,7 @@ def source(tmp_path: Path) -> Source:
 
 @dataclass
 class Heard:
-    """What progress was told."""
+    """Events that progress received."""
 
     events: list[Event] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import flatten_state
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.schemas.checkpoint import Chunk
 from millrace.storage import Store, list_objects, open_store, put
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ def test_what_all_have_is_saved_once_and_what_each_has_alone_by_each(store):
 
 
 def test_ranks_that_have_other_layers_save_them_all(store):
-    """As the stages of a pipeline do: what another rank has is without content here."""
+    """Save as the stages of a pipeline: tensors of other ranks have no content here."""
     stages = [torch.full((1500,), float(n)) for n in range(3)]
 
     def save_stage(rank: int) -> None:
@@ -116,7 +116,7 @@ def test_ranks_that_have_other_layers_save_them_all(store):
     assert not verify(store, found.checkpoint)
     with (
         Saver(store, "job", SMALL) as saver,
-        pytest.raises(errors.ConfigurationError, match=r"layers\.0 is without content"),
+        pytest.raises(errors.ConfigurationError, match=r"layers\.0 is on the device meta"),
     ):
         saver.save({"layers": [torch.empty(2, device="meta")]}, step=2)
 

@@ -24,7 +24,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.find import iterate_checkpoints
 from millrace.cli import main
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put, read
@@ -62,7 +62,7 @@ def test_the_last_and_each_of_so_many_stay(store):
     plan = plan_retention(store, KEYS.job, RetentionSettings(last=2, every=3))
     assert plan.removed == (1, 2, 4, 5)
     assert plan.kept == {
-        7: "the newest that is verified",
+        7: "the newest verified checkpoint",
         6: "one of the last 2",
         3: "every 3 steps",
     }
@@ -100,7 +100,7 @@ def test_a_damaged_pin_or_epoch_stops_no_plan_and_a_damaged_pin_pins(store):
     put(store, f"{KEYS.epochs}notes.txt", b"no record of Millrace's")
     put(store, KEYS.epoch(0), b"nonsense")
     plan = plan_retention(store, KEYS.job, NOW)
-    assert plan.kept[1] == "it has a pin, which cannot be read"
+    assert plan.kept[1] == "it has a pin that cannot be read"
     assert plan.removed == (2, 3)
 
 
@@ -191,7 +191,7 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert said.count("all files there") == 3
     code, said = millrace("checkpoint", "retain", "job", "--last", "1", "--dry-run")
     assert code == 0
-    assert "step 3 stays: the newest that is verified" in said
+    assert "step 3 stays: the newest verified checkpoint" in said
     assert "step 1 goes" in said
     assert "Would delete" in said
     assert kept(store) == [1, 2, 3]

@@ -1,18 +1,21 @@
-"""What a plan takes, and what is left when it was executed: judged by an oracle."""
+"""Objects in a plan, and objects left after its execution: judged by an oracle."""
 
+import os
 import random
 import secrets
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millrace import errors
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
-from millrace.keys import ChainKeys
-from millrace.storage import list_objects, open_store
+from millrace.keys.gradients import ChainKeys
+from millrace.storage import delete, delete_one, list_objects, open_store, put
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
 from tests.stores import spec_of
@@ -25,7 +28,7 @@ NOW = timedelta(0)
 
 
 def files(folder: Path) -> list[Thing]:
-    """What is in a folder."""
+    """Return the files of a folder."""
     found: list[Thing] = []
     for path in folder.rglob("*"):
         if path.is_file():
@@ -204,3 +207,48 @@ def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, 
     assert 1000 < came.planned < came.objects
     assert came.killed == 1
     assert came.wrong == 0, came
+
+
+def test_what_a_member_writes_below_its_lease_stops_no_cleaning(tmp_path):
+    """It may be a lease for an hour; then it is none, whatever it says."""
+    place = folder_place(tmp_path)
+    part = f"c/model/checkpoints/step_000000001/parts/{'a' * 64}.safetensors"
+    lease = tmp_path / "c/model/lease/members/w1/000005.json"
+    put(place.store, part, b"x")
+    put(place.store, "c/run/w1/gradient-000000001-w1-v1.safetensors", b"x")
+    put(place.store, "c/model/lease/members/w1/000005.json", b"junk")
+    put(place.store, "c/model/lease/members/w1/0000007.json", b"junk")
+    kinds = (CleanupKind.CHECKPOINTS, CleanupKind.CHECKPOINT_ORPHANS, CleanupKind.GRADIENTS)
+    rules = (Rule(kinds=kinds, older_than=NOW),)
+    given = CleanupSettings(store=place.store.spec, rules=rules)
+    assert make_plan(given).totals.objects == {0: 1}  # the gradient
+    long_ago = (datetime.now(UTC) - timedelta(hours=200)).timestamp()
+    for path in (lease, tmp_path / part):
+        os.utime(path, (long_ago, long_ago))
+    assert make_plan(given).totals.objects == {0: 2}
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path):
+    """Whoever writes into a folder can make one, to anywhere."""
+    place, elsewhere = folder_place(tmp_path / "store"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.txt").write_text("mine")
+    for uid in ("w1", "w2"):
+        put(place.store, f"run/{uid}/gradient-000000001-{uid}-v1.safetensors", b"x")
+    (tmp_path / "store/run/w1/out").symlink_to(elsewhere)
+    (tmp_path / "store/run/w1/beside").symlink_to(tmp_path / "store/run/w2")
+    rules = (Rule(kinds=(CleanupKind.JUNK,), older_than=NOW),)
+    given = CleanupSettings(store=place.store.spec, rules=rules)
+    plan = make_plan(given)
+    assert not plan.totals.objects
+    keys = ["run/w1/out/thesis.txt", f"run/w1/beside/{place_of_gradient('w2')}"]
+    assert [failure.key for failure in delete(place.store, keys)] == keys
+    for key in keys:
+        with pytest.raises(errors.ConfigurationError, match="through a link"):
+            delete_one(place.store, key)
+    assert (elsewhere / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "store/run/w2" / place_of_gradient("w2")).exists()
+
+
+def place_of_gradient(uid: str) -> str:
+    return f"gradient-000000001-{uid}-v1.safetensors"

@@ -1,4 +1,4 @@
-"""What is deleted, on real stores, and what stays, whatever was planned."""
+"""Execution of plans on real stores: deleted objects, and objects that stay."""
 
 import json
 import os
@@ -32,14 +32,11 @@ from millrace.cleanup import (
 from millrace.cleanup.plans import open_plan
 from millrace.cli import main
 from millrace.gradients import RunSettings
-from millrace.keys import (
-    CampaignKeys,
-    ChainKeys,
-    DatasetKeys,
-    LeaseKeys,
-    ShardName,
-    cleaning_outcome_key,
-)
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.cleanup import make_cleaning_outcome_key
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.progress import Event
 from millrace.storage import (
     Right,
@@ -121,7 +118,7 @@ def test_what_was_written_since_the_plan_survives_on_every_store(place):
     done = execute(config_of(place), plan.name)
     assert (done.deleted_objects, done.missing, done.skipped) == (2, 1, {CHANGED: 2})
     assert keys_of(place) == {keys[1], keys[2], since}
-    outcome = json.loads(read(place.store, cleaning_outcome_key(plan.name)))
+    outcome = json.loads(read(place.store, make_cleaning_outcome_key(plan.name)))
     assert (outcome["objects"], outcome["missing"], outcome["skipped"]) == (
         {"0": 2},
         1,
@@ -731,7 +728,7 @@ def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
     assert (done.deleted_objects, done.skipped, done.failures, done.junk) == (3, {}, (), tally)
     assert keys_of(place) == stays
     assert not execute(config_of(place, JUNK), plan.name).junk
-    assert json.loads(read(place.store, cleaning_outcome_key(plan.name)))["junk"] == []
+    assert json.loads(read(place.store, make_cleaning_outcome_key(plan.name)))["junk"] == []
 
 
 def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, request):

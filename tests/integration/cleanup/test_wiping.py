@@ -18,7 +18,8 @@ from millrace.cleanup import (
     wipe,
 )
 from millrace.cli import main
-from millrace.keys import ChainKeys, RentalKeys
+from millrace.keys.gradients import ChainKeys
+from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
 from millrace.storage import (
     StoreSpec,

@@ -32,7 +32,8 @@ from millrace.datasets import (
 )
 from millrace.datasets.plan import pin_plan
 from millrace.datasets.quarantine import QuarantineLimit
-from millrace.keys import DatasetKeys, LeaseKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import fetch
@@ -295,7 +296,7 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
 
 
 def test_no_plan_is_committed_while_another_run_removes_one(settings):
-    """That run deletes shards that have no commit: a new run's first ones would be among them."""
+    """The resumed run deletes shards without a commit, such as the first ones of a new run."""
     store = open_store(settings.store)
     clock = StoreClock.read(store, "sets/one", Holder.this_process())
     put(store, "sets/one/plan-removed.json", b"")

@@ -70,7 +70,7 @@ def set_in_example() -> set[str]:
 
 
 def read_for_buckets() -> set[str]:
-    """What `millrace setup` says is missing, where all is."""
+    """Return what `millrace setup` reports as missing, if all is missing."""
     with pytest.raises(ConfigurationError) as refused:
         read_buckets({}, BucketRole, Right)
     return set(found(r"^  (\w+):", str(refused.value)))

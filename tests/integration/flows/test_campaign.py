@@ -1,4 +1,4 @@
-"""What a campaign checks before anything is made, and how it fails."""
+"""Checks of a campaign before it makes anything, and its failures."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"initial_weights": {"job": "small/none"}}, "has no checkpoint"),
+        ({"initial_weights": {"job": "small/none"}}, "has no undamaged checkpoint"),
         ({"initial_weights": {"job": "small/first", "tensors": "modle."}}, "begin with 'modle.'"),
         ({"command": ["python", "-m", "examples.tiny_lm.trian"]}, "no module"),
         ({"workers": 3}, r"training\.workers was 2, and is 3 now"),

@@ -97,7 +97,7 @@ def test_an_error_is_a_sentence_and_success_is_a_report(
     assert not [one for one in NOISE if one in said], said
     last = said.strip().splitlines()[-1]
     assert last.startswith("millrace: ")
-    assert last.endswith("has no checkpoint that is undamaged.")
+    assert last.endswith("has no undamaged checkpoint: save one, or name another job.")
 
     del plan["training"], plan["publish"]
     process = started(written(tmp_path, plan), prefect_server.environment)

@@ -4,7 +4,7 @@ import torch
 
 from flows.verify_checkpoints import verify_checkpoints
 from millrace.checkpoints import Saver, SaveSettings, find_newest
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import Credentials, StoreSpec, open_store, put
 from millrace.testing.rgw import RGW
 from tasks.reports import escape

@@ -14,7 +14,7 @@ from flows.clean_versions import clean_versions
 from flows.delete_gathers import delete_gathers
 from flows.wipe_bucket import wipe_bucket
 from millrace.cleanup import CleanupKind, Rule
-from millrace.keys import ChainKeys
+from millrace.keys.gradients import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, until

@@ -26,7 +26,7 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.cooldown.checkpointers import order_checkpointers
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import fetch
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord
 from millrace.storage import Credentials, Store, StoreSpec, open_store

@@ -1,4 +1,4 @@
-"""Where flows read and write: a block, a block's name, a URL or an absolute path; nothing else."""
+"""Locations of flows: a block, a block's name, a URL or an absolute path; nothing else."""
 
 import importlib
 import inspect
@@ -150,7 +150,7 @@ NESTS = {typing.Union, types.UnionType, list, dict, tuple, Annotated}
 
 
 def bare(annotation: Any, where: str, seen: set[Any]) -> Iterator[str]:
-    """Where a type lets a bucket in that is not checked as a location."""
+    """Return the fields whose types accept a bucket without the checks of a location."""
     if annotation is BucketLocation:
         return
     if annotation is Bucket:

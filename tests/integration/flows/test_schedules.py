@@ -1,4 +1,4 @@
-"""What the schedules of prefect.yaml do, by the flows that they start and on a server of tests."""
+"""Schedules of prefect.yaml, on a test server and with the flows that they start."""
 
 import importlib
 import logging

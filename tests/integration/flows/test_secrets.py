@@ -67,7 +67,7 @@ def test_a_session_token_is_refused_and_not_shown(rgw: RGW, bucket: str) -> None
 
 
 def shown(*things: Any) -> dict[str, str]:
-    """How blocks and specs show themselves."""
+    """Return the texts in which blocks and specs are shown."""
     return {
         "reprs": "\n".join(repr(thing) for thing in things),
         "strings": "\n".join(str(thing) for thing in things),

@@ -36,7 +36,7 @@ def model_of() -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, window: int) -> None:
-    """What stands for training: the same on whatever number of ranks."""
+    """Change a model as training would, in the same way on any number of ranks."""
     dice = torch.Generator().manual_seed(window)
     with torch.no_grad():
         for weight in model.parameters():

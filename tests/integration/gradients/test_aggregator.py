@@ -41,7 +41,8 @@ from millrace.gradients import (
     load_newest_state,
 )
 from millrace.gradients.weights import save_weights
-from millrace.keys import CheckpointKeys, LeaseKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.storage import Store, open_store, put, read
@@ -224,7 +225,7 @@ def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
     keys = begun.run.chain
     (only,) = iterate_checkpoints(store, keys.job)
     put(store, CheckpointKeys(keys.job).part(only.step, only.parts[0].sha256), b"")
-    with pytest.raises(ChainError, match="bring back that of its first link"):
+    with pytest.raises(ChainError, match="restore the checkpoint that its first link names"):
         load_newest_state(store, keys)
 
 
@@ -297,7 +298,7 @@ def test_the_commands(store, begun, tmp_path):
         ({"workers": ["a", "a"]}, "'a' is named twice"),
         ({"reserves": ["a"]}, "'a' is named twice"),
         ({"buckets": {"z": {"url": "memory://z"}}}, "'z' has a bucket, and is neither"),
-        ({"run": {"run": "r", "gather": {"quorum": 4}}}, "4 gradients are wanted of 3"),
+        ({"run": {"run": "r", "gather": {"quorum": 4}}}, "4 gradients are needed from 3"),
         ({"run": {"run": "r", "merge": {"rule": "median"}}}, "support: shared"),
         ({"run": {"run": "r", "merge": {"rule": "trimmed mean"}}}, "support: shared"),
         (

@@ -61,4 +61,4 @@ def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
         proxy.reset()
     assert set(found.taken) == {"0", "2"}
     assert found.out["1"].reason is Refusal.UNAVAILABLE
-    assert "had not answered when time was up" in found.out["1"].sentence
+    assert "had not answered by the deadline" in found.out["1"].sentence

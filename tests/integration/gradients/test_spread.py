@@ -166,7 +166,7 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
     store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
     now, codec = datetime.now(UTC), run.codec
-    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).expected("a")
+    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).make_expected("a")
     models = [
         in_portions(weights(), names)
         for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])
@@ -262,7 +262,7 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
         send(store, run, 2)
         _, said = first.communicate(timeout=120)
     assert first.returncode == 1
-    assert "WorkerError: A node that has some weights is gone" in said
+    assert "WorkerError: A node with some of the weights is lost" in said
     assert [link.state for link in iterate_links(store, run.chain)] == [alone[0].state]
 
     with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:

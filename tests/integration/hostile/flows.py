@@ -81,7 +81,11 @@ from millrace.gradients import (
     find_newest_window,
     load_newest_state,
 )
-from millrace.keys import MACHINES, CampaignKeys, CheckpointKeys, DatasetKeys, classify_key
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.kinds import classify_key
+from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import Refusal
@@ -95,6 +99,7 @@ from tests.support.swarm.swarms import (
     Agent,
     files_below,
     forging,
+    make_failed,
     settings_of,
     start_agent,
     stop,
@@ -600,14 +605,15 @@ server._send_file = note_wrong
 """
 """Has a node that sends wrong bytes note each time that it does."""
 FORGED = [
-    [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "files", "f": [99]}],
-    [{"e": "done", "p": 10**6, "s": "", "d": "0" * 64, "b": 1}],
-    [{"e": "mismatch", "f": 0, "sha256": "0" * 64}],
-    [{"e": "failed", "p": 0, "s": "", "why": MARKUP, "status": "x"}],
-    "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
+    [{}], ["x"], {"type": "piece-written"}, [None], 7, [{"type": []}],
+    [{"type": "files-ready", "files": [99]}],
+    [{"type": "piece-written", "piece": 10**6, "source": "", "digest": "0" * 64, "size": 1}],
+    [{"type": "digest-mismatch", "file": 0, "sha256": "0" * 64}],
+    [make_failed(reason=MARKUP, status="x")],
+    "[{'type': 'read-retried', 'reason': 'x' * (3 << 20)}]",
 ]  # fmt: skip
 FORGIVEN = FORGED[8:9]
-"""What a node may say that is wrong by chance: it is asked again, and may say the right thing."""
+"""Wrong answers that a node may give by chance. It is asked again, and may then be right."""
 
 
 RENTED = Reach(())  # written by the flow itself, when its machines run

@@ -31,7 +31,7 @@ _DATE = re.compile(rb"<LastModified>[^<]*</LastModified>")
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """What the store says of an object.
+    """Description that the store gives of an object.
 
     Attributes:
         size: Its size in bytes; None for the true one.

@@ -46,7 +46,7 @@ class _Clean:
 
 @dataclass
 class Verdicts:
-    """What runs came to.
+    """Results of all runs.
 
     Attributes:
         runs: Number of runs, by flow.

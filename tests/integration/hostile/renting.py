@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import MACHINES, RentalKeys
+from millrace.keys.rentals import MACHINES, RentalKeys
 from millrace.rentals import (
     LedgerSettings,
     OfferRequest,

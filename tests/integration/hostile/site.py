@@ -250,7 +250,7 @@ class Flow:
 
 @dataclass
 class Ended:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         result: What the flow's act returned.

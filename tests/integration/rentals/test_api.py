@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.rentals import Instance, Rental, VastClient, find_offers
+from millrace.rentals import Instance, Offer, OfferRequest, Rental, VastClient, find_offers
 from millrace.rentals.destroy import destroy_machines
 from millrace.testing.vast import LISTS, StandInClock
 from tests.support.rentals.account import Reset
@@ -149,6 +149,35 @@ def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
     with pytest.raises(errors.UnavailableError, match="does not answer to list"):
         account.vast.list_instances()
     assert account.server.fired()[fault] > 2
+
+
+@pytest.mark.parametrize("rows", [0, 1], ids=["empty pages", "pages of machines"])
+def test_a_list_whose_pages_do_not_end_is_unreadable(world: Reset, rows: int) -> None:
+    vast = world().vast
+    pages = 0
+
+    def fetch(token: str) -> dict[str, Any]:
+        nonlocal pages
+        pages += 1
+        machines = [Instance.from_row({"id": pages})] * rows
+        return {"instances": machines, "total": 0, "next_token": f"{token[-50:]}x{pages}"}
+
+    vast._fetch_page = fetch
+    with pytest.raises(errors.UnavailableError, match="came in part"):
+        vast.list_instances()
+    assert pages < 2000
+
+
+def test_a_host_moves_no_cursor_of_a_terminal() -> None:
+    status = "x\x1b]0;owned\x07\x1b[2J\u202e"
+    row = {"id": 1, "actual_status": "exited", "status_msg": status + "y" * 100_000}
+    failure = Instance.from_row(row).failure
+    assert failure.isprintable()
+    assert len(failure) < 1100
+    offer = {"id": 1, "machine_id": 2, "num_gpus": 1, "dph_total": 0.5}
+    request = OfferRequest(max_hourly=2.0, max_total=10.0)
+    found = Offer.from_row({**offer, "gpu_name": status, "geolocation": status}, request)
+    assert (found.gpu + found.location).isprintable()
 
 
 @pytest.mark.parametrize(

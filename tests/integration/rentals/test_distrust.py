@@ -1,4 +1,4 @@
-"""What others do, or a machine says, costs neither money nor another's machines."""
+"""Distrust: no action of others, and no report, costs money or another's machines."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.keys import MachineKeys, RentalKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder
 from millrace.rentals import Rental, VastClient, reap, release, reports
 from millrace.rentals import rental as renting
@@ -304,7 +304,7 @@ def test_a_watchdog_stays_with_a_machine_that_was_left(vast: VastServer, tmp_pat
 def watch(
     vast: VastServer, number: int, key: str, url: str, silence: int, lifetime: int = 1000
 ) -> str:
-    """What a watchdog says, once it has destroyed its machine."""
+    """Return the output of a watchdog that has destroyed its machine."""
     environ = {
         "MILLRACE_UNTIL": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
         "MILLRACE_SILENCE": f"{silence}", "MILLRACE_OWNER_URL": url, "MILLRACE_VAST_URL": vast.url,

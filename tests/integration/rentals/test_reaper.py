@@ -1,4 +1,4 @@
-"""What nobody has any more is given back, and nothing else."""
+"""The reaper gives back machines without an owner, and nothing else."""
 
 from datetime import UTC, datetime, timedelta
 

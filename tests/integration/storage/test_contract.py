@@ -1,4 +1,4 @@
-"""What every store promises: the same tests, whatever is behind the URL."""
+"""Contract of every store: the same tests for each kind of URL."""
 
 import contextlib
 import hashlib
@@ -20,6 +20,7 @@ from millrace.storage import (
     describe_difference,
     exists,
     head,
+    list_fairly,
     list_folders,
     list_objects,
     list_uploads,
@@ -253,6 +254,17 @@ def test_folders_are_named_without_what_is_in_them(store):
         put(store, key, b"")
     assert sorted(list_folders(store)) == ["one", "two"]
     assert list_folders(store, "one/") == ["b"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_folder_with_many_objects_makes_a_fair_listing_no_longer(store, depth):
+    owners = [f"{name}/" * depth for name in ("w1", "w10", "w2")]
+    own = [f"run/{owner}{number}" for owner in owners for number in range(3)]
+    for key in [*own, *(f"run/{owners[1]}x/{number:03d}" for number in range(40)), "run/z"]:
+        put(store, key, b"")
+    found = [stat.key for stat in list_fairly(store, "run/", depth=depth, limit=5)]
+    assert len(found) == 3 + 5 + 3 + 1
+    assert set(found) >= {key for key in own if not key.startswith(f"run/{owners[1]}")} | {"run/z"}
 
 
 def test_deleting_what_is_gone_is_a_success(store):

@@ -22,6 +22,7 @@ from tests.support.swarm.swarms import (
     Heard,
     files_below,
     forging,
+    make_failed,
     settings_of,
     spec_of,
     start_agent,
@@ -106,9 +107,7 @@ def test_a_node_that_lies_and_is_the_only_one_is_found_out(spec, start, code):
 
 @pytest.mark.parametrize("status", [404, 412, 503])
 def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status):
-    forged = [
-        {"e": "failed", "p": piece, "s": "", "why": "gone", "status": status} for piece in range(8)
-    ]
+    forged = [make_failed(piece, reason="gone", status=status) for piece in range(8)]
     nodes = start(forging(forged), "", "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=10))
     report = prewarm(settings_of(spec, nodes, requests=ALL, min_node_share=0.5, limits=limits))
@@ -145,8 +144,8 @@ def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        ({"e": "received", "b": 1}, "it goes on, and is not ready"),
-        ({"e": "files", "f": []}, "it received no byte for"),
+        ({"type": "bytes-received", "total": 1}, "it goes on, and is not ready"),
+        ({"type": "files-ready", "files": []}, "it received no byte for"),
     ],
     ids=["received", "files"],
 )

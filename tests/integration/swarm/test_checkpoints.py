@@ -9,7 +9,7 @@ from pydantic import ByteSize
 from benchmarks.rig.store import Store
 from millrace import errors
 from millrace.checkpoints import Saver, SaveSettings, load
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import open_store, put
 from millrace.swarm import Request, prewarm
 from tests.support.swarm.swarms import running, settings_of, spec_of

@@ -1,4 +1,4 @@
-"""What travels between the machines of a swarm: who can read it, and who can answer."""
+"""Encryption between the machines of a swarm: who can read, and who can answer."""
 
 import contextlib
 import json

@@ -1,5 +1,6 @@
 """Files put on every node, by agents that are processes of their own, from a store that counts."""
 
+import contextlib
 import gzip
 import hashlib
 import http.client
@@ -16,12 +17,14 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -64,6 +67,7 @@ from tests.support.swarm.swarms import (
     Heard,
     files_below,
     forging,
+    make_failed,
     running,
     settings_of,
     spec_of,
@@ -1034,16 +1038,61 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
             agents.Agent(tmp_path, b"key", host="127.0.0.1", port=port)
 
 
+HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n"
+
+
+@contextmanager
+def connecting(place: Endpoint) -> Iterator[None]:
+    """Open connections that send half of an unsigned request, one after another, meanwhile."""
+    held: deque[socket.socket] = deque()
+    ended = threading.Event()
+
+    def connect() -> None:
+        while not ended.wait(0.005):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection((place.host, place.port), timeout=1))
+                held[-1].sendall(HALF_SENT)
+            if len(held) > 900:
+                held.popleft().close()
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        time.sleep(3)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for each in held:
+            each.close()
+
+
+def test_unsigned_requests_that_do_not_end_do_not_keep_the_agent_from_a_run(store, nodes):
+    contents = fill(store, "half")
+    place, _ = Endpoint.parse_url(nodes[0].url)
+    stop(nodes[0])
+    nodes[0] = start_with_few_files(nodes[0].root, place.port)
+    with connecting(place):
+        report = prewarm(settings_of(store, nodes, **below("half")))
+    assert [node.ready for node in report.nodes] == [True] * 3
+    assert files_below(nodes[0].root) == contents
+
+
+def start_with_few_files(root: Path, port: int) -> Any:
+    """Start an agent that may open 256 files."""
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
+    try:
+        return start_agent("n0", root, port=port)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+
+
 def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
     place, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    few = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
-    try:
-        nodes[0] = start_agent("n0", nodes[0].root, port=place.port)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    nodes[0] = start_with_few_files(nodes[0].root, place.port)
     idle = [socket.create_connection((place.host, place.port), timeout=30) for _ in range(300)]
     try:
         report = prewarm(settings_of(store, nodes, **below("idle")))
@@ -1103,21 +1152,22 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
 
 D = "0" * 64
 FORGED = [
-    [{"e": "mismatch", "f": 0, "d": f"{number:064d}"} for number in range(3)],
-    [{"e": "mismatch", "f": number, "d": D} for number in range(3)],
-    [{}], ["x"], {"e": "done"}, [None], 7, [{"e": []}], [{"e": "done"}],
-    [{"e": "done", "p": 10**6, "s": "", "d": D, "b": 1}],
-    [{"e": "done", "p": -1, "s": "", "d": D, "b": 1}],
-    [{"e": "done", "p": 0, "s": "", "d": D, "b": 1}],
-    [{"e": "done", "p": 0, "s": "nowhere", "d": D, "b": 1}],
-    [{"e": "done", "p": 0, "s": "", "d": "x", "b": 1}],
-    [{"e": "files", "f": [99]}], [{"e": "files", "f": 1}],
-    [{"e": "mismatch", "f": 99, "d": D}],
-    [{"e": "failed", "p": 0, "s": "nowhere", "why": "", "status": 0, "wrong": True}],
-    [{"e": "failed", "p": 0, "s": "", "why": "x", "status": 0, "wrong": True}],
-    [{"e": "failed", "p": 0, "s": "", "why": 7, "status": "x"}],
-    [{"e": "unusable", "f": 99, "why": "x"}], "[{'e': 'retry', 'why': 'x' * (3 << 20)}]",
-    [{"e": "failed", "p": 0, "s": "", "why": "x", "status": 500}] * 1100,
+    [{"type": "digest-mismatch", "file": 0, "digest": f"{number:064d}"} for number in range(3)],
+    [{"type": "digest-mismatch", "file": number, "digest": D} for number in range(3)],
+    [{}], ["x"], {"type": "piece-written"}, [None], 7, [{"type": []}], [{"type": "piece-written"}],
+    [{"type": "piece-written", "piece": 10**6, "source": "", "digest": D, "size": 1}],
+    [{"type": "piece-written", "piece": -1, "source": "", "digest": D, "size": 1}],
+    [{"type": "piece-written", "piece": 0, "source": "", "digest": D, "size": 1}],
+    [{"type": "piece-written", "piece": 0, "source": "nowhere", "digest": D, "size": 1}],
+    [{"type": "piece-written", "piece": 0, "source": "", "digest": "x", "size": 1}],
+    [{"type": "files-ready", "files": [99]}], [{"type": "files-ready", "files": 1}],
+    [{"type": "digest-mismatch", "file": 99, "digest": D}],
+    [make_failed(source="nowhere", reason="", is_wrong=True)],
+    [make_failed(is_wrong=True)],
+    [make_failed(reason=7, status="x")],
+    [{"type": "file-unusable", "file": 99, "reason": "x"}],
+    "[{'type': 'read-retried', 'reason': 'x' * (3 << 20)}]",
+    [make_failed(status=500)] * 1100,
 ]  # fmt: skip
 
 
@@ -1145,7 +1195,7 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
 ):
     body = hashlib.shake_256(b"gone").digest(16 * MIB)
     store.put("gone/object", body)
-    forged = [{"e": "failed", "p": p, "s": "", "why": "gone", "status": 404} for p in range(64)]
+    forged = [make_failed(p, reason="gone", status=404) for p in range(64)]
     stop(nodes.pop())
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
     read: list[int] = []
@@ -1164,18 +1214,38 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
 def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_path):
     fill(store, "odd")
     stop(nodes.pop())
-    fault = '__import__("json").loads(\'[{"e": "fault", "why": "a\\\\ud800b\\\\u001b[2Jc"}]\')'
+    failed = '[{"type": "node-failed", "reason": "a\\\\ud800b\\\\u001b[2Jc"}]'
+    fault = f"__import__('json').loads('{failed}')"
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
     with pytest.raises(errors.WorkerError) as caught:
         prewarm(settings_of(store, nodes, min_node_share=1.0, **below("odd")))
     assert "a\ufffdb\ufffd[2Jc" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("module", "refuses"), [("agent", "agent speaks version 2"), ("run", "driver speaks version 1")]
+)
+def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
+    store, nodes, tmp_path, module, refuses
+):
+    contents = fill(store, "versions")
+    stop(nodes.pop())
+    code = "import millrace.swarm.agent, millrace.swarm.run, millrace.swarm.protocol as wire\n"
+    code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 2\n"
+    nodes.append(start_agent("later", tmp_path / "later", code=code))
+    report = prewarm(settings_of(store, nodes, min_node_share=0.5, **below("versions")))
+    assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
+    later = next(node for node in report.nodes if node.name == "later")
+    assert refuses in later.why
+    assert "install the same version of Millrace on the driver and on all nodes" in later.why
+
+
 IDLE = """
 import millrace.swarm.agent as agent
+from millrace.swarm.messages import PieceRedundant
 
 def fetch(run, order):
-    run._emit({"e": "had", "p": order["p"], "s": order["s"]})
+    run._emit(PieceRedundant(order.piece, order.source, 0))
 
 agent.Run._fetch = fetch
 """

@@ -1,4 +1,4 @@
-"""What is tried again, and what is not."""
+"""Retries of tasks."""
 
 import pytest
 from prefect import flow, task

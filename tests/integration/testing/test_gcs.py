@@ -1,4 +1,4 @@
-"""What obstore's GCSStore finds in the stand-in of Cloud Storage."""
+"""obstore's GCSStore against the stand-in of Cloud Storage."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What the tests rely on in a real Ceph RGW."""
+"""Behaviour of a real Ceph RGW that other tests rely on."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -57,7 +57,7 @@ def patient(store: Store, retries: int) -> S3Store:
 
 
 def raw(url: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
-    """What is answered to a URL, by a client that does no more than it is told."""
+    """Return the answer to a URL, from a client without any retries or redirects."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     try:

@@ -15,7 +15,7 @@ import pytest
 from millrace.campaigns.worker import WorkerSettings
 from millrace.checkpoints import watch_epoch_end
 from millrace.gradients import RunSettings
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.records import commit_once
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import Store, StoreSpec, open_store, put

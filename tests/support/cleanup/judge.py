@@ -1,4 +1,4 @@
-"""What rules take of a bucket, judged without a line of Millrace.
+"""Judge of cleanup rules: the objects that they take, without a line of Millrace.
 
 The names, and what is stronger than a rule, are written down here a second time, from the
 documentation; the bucket is listed by whoever asks, and records are read by json.
@@ -123,7 +123,7 @@ def numbers(version: str) -> tuple[int, ...] | None:
 
 
 def in_range(version: str, wanted: str) -> bool:
-    """Of versions that are numbers and dots, and of such that are not."""
+    """Return the sort key of a version, which may have numbers and dots or other text."""
     mine = numbers(version)
     for clause in wanted.split(","):
         sign = re.match(r"[<>=!]*", clause)
@@ -192,7 +192,7 @@ class Judge:
                 self.what[key] = What("junk", own[above[0]])
 
     def _aggregated(self, run: str) -> bool:
-        """Whether an aggregator works on any version of a run."""
+        """Decide whether an aggregator works on any version of a run."""
         versions = {
             match[1]
             for thing in self.everywhere

@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from millrace.checkpoints.find import root_of, with_digest
+from millrace.checkpoints.find import add_digest, compute_root
 from millrace.digest import dump_canonical_json
-from millrace.keys import (
-    ChainKeys,
-    CheckpointKeys,
-    DatasetKeys,
-    GradientKeys,
-    LeaseKeys,
-    ShardName,
-)
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, LeaseEpoch
 from millrace.records import commit_once, encode_record
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
@@ -106,10 +102,10 @@ class Place:
         position = {} if window is None else {"window": window}
         made = Checkpoint(
             job=job, step=step, run="", position=position, notes={},
-            saved=datetime(2026, 1, 1, tzinfo=UTC), root=root_of(parts, {}), parts=tuple(parts),
-            tensors={},
+            saved=datetime(2026, 1, 1, tzinfo=UTC), root=compute_root(parts, {}),
+            parts=tuple(parts), tensors={},
         )  # fmt: skip
-        self.record(keys.metadata(step), with_digest(made), hours=hours)
+        self.record(keys.metadata(step), add_digest(made), hours=hours)
 
     def pin(self, job: str, step: int) -> None:
         self.record(CheckpointKeys(job).pin(step), Pin(job=job, step=step, why="mine"))

@@ -23,7 +23,7 @@ from tests.support.flows.campaigns import make_text, plan_of, shards_of, wrong_w
 
 @dataclass
 class Killed:
-    """What became of a campaign whose leader was killed.
+    """Result of a campaign whose leader was killed.
 
     Attributes:
         at: Where it was killed.
@@ -69,7 +69,7 @@ class Site:
         return Leader(self)
 
     def judged(self, killed: Killed, shards: dict[str, tuple[int, int]]) -> Killed:
-        """What is wrong in the end, by the store and by the provider's books."""
+        """Return the faults at the end, by the store and the provider's records."""
         killed.wrong += wrong_with(self.store, self.name, self.text)
         if shards_of(self.store, f"{self.name}-text") != shards:
             killed.wrong.append("a shard was made twice")
@@ -97,7 +97,7 @@ class Leader:
         )
 
     def boundaries(self) -> Iterator[str]:
-        """Where it is; asked for the next, it is let on. ``done`` is the last.
+        """Return the next boundary that the campaign reaches; the last one is ``done``.
 
         Raises:
             RuntimeError: It ended otherwise.

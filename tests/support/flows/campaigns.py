@@ -69,7 +69,7 @@ def shards_of(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
 
 
 def texts_of(store: Path, dataset: str) -> Counter[str]:
-    """What all shards say, by Python's own tar reader."""
+    """Return the samples of all shards, by Python's own tar reader."""
     said: Counter[str] = Counter()
     for path in (store / dataset / "shards").glob("*.tar"):
         with tarfile.open(fileobj=io.BytesIO(path.read_bytes())) as tar:
@@ -88,7 +88,7 @@ def digests_of(store: Path, job: str) -> set[str]:
 
 
 def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
-    """What is not as a campaign that has ended leaves it; by the store alone."""
+    """Return the differences from the state after a campaign, from the store alone."""
     wrong: list[str] = []
     if texts_of(store, f"{name}-text") != text:
         wrong.append("samples are lost, or doubled")

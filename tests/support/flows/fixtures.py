@@ -15,7 +15,7 @@ from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
 
 from blocks import Bucket, BucketRole
-from millrace.keys import LeaseKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.storage import open_store
 from millrace.testing.key import Key
@@ -67,7 +67,7 @@ def aws_credentials(key: Key, endpoint: str) -> AwsCredentials:
 
 
 def texts(rows: int = 4000) -> list[str]:
-    """What the rows of a source say: all different."""
+    """Return the texts of a source's rows, all different."""
     return [f"{number:09d} " + "water " * 30 for number in range(rows)]
 
 
@@ -86,7 +86,7 @@ def folder_source(tmp_path: Path) -> dict[str, Any]:
 
 
 def texts_in(place: Place) -> Counter[str]:
-    """What the shards of a dataset say, by Python's own tar reader."""
+    """Return the samples of a dataset's shards, by Python's own tar reader."""
     found: Counter[str] = Counter()
     for name in place.names():
         if name.endswith(".tar"):

@@ -16,7 +16,7 @@ from tests.prefect_server import PrefectServer
 
 
 def forms(secret: str) -> dict[str, str]:
-    """How a secret may stand in a text: each form by its name."""
+    """Return the forms in which a secret may be in a text, by their names."""
     found = {
         "plain": secret,
         "URL-encoded": quote(secret, safe=""),
@@ -35,7 +35,7 @@ def forms(secret: str) -> dict[str, str]:
 
 
 def leaks(places: Mapping[str, str], planted: Mapping[str, str]) -> list[str]:
-    """Where a planted secret stands, in any form: a line each, without the secret itself."""
+    """Return a line for each planted secret that a text has in any form, without the secret."""
     return [
         f"{name} in {place}, {form}"
         for name, secret in planted.items()
@@ -54,7 +54,7 @@ def server_leaves(server: PrefectServer) -> Iterator[tuple[str, str]]:
 
 
 def run_leaves(server: PrefectServer, run: Any) -> Iterator[tuple[str, str]]:
-    """What the API says of a run."""
+    """Return the API's description of a run."""
     found = server.flow_run(run)
     yield "the run", found.model_dump_json()
     yield "its parameters", json.dumps(found.parameters)

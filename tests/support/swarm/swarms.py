@@ -100,6 +100,12 @@ def forging(events: object) -> str:
     return FORGE.replace("{forged}", events if isinstance(events, str) else repr(events))
 
 
+def make_failed(piece: int = 0, **fields: object) -> dict[str, object]:
+    """Make the JSON object of a failed fetch from the store, with other fields where given."""
+    usual = {"piece": piece, "source": "", "reason": "x", "status": 0, "is_wrong": False}
+    return {"type": "piece-failed", **usual, **fields}
+
+
 DAWDLE = """
 import time
 import millrace.swarm.agent as agent
@@ -213,7 +219,7 @@ def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> P
 
 
 def files_below(root: Path) -> dict[str, bytes]:
-    """What a node has under final names; hidden files of ours are left out."""
+    """Return the files of a node under final names, without Millrace's hidden files."""
     return {
         file.relative_to(root).as_posix(): file.read_bytes()
         for file in root.rglob("*")

@@ -1,4 +1,4 @@
-"""What workers are sent, and what they reach."""
+"""Settings and credentials of workers."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from millrace.campaigns.worker import (
     render_worker_settings,
 )
 from millrace.gradients import RunSettings
-from millrace.keys import CampaignKeys
+from millrace.keys.campaigns import CampaignKeys
 from millrace.remote import CodeRepository
 from millrace.rentals import Instance, OfferRequest, RentalSettings, VastAccount, derive_node_key
 from millrace.settings import load_settings

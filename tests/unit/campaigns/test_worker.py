@@ -1,4 +1,4 @@
-"""What a training script is told, and what it says."""
+"""Environment of a training script, and its reports."""
 
 import json
 from pathlib import Path
@@ -111,6 +111,20 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
     assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", last_window=1) == {
         1: 5.0
     }
+
+
+def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(
+    store: Store, make: Make
+) -> None:
+    keys = make().run.gradients
+    for uid, loss in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("liar", 100.0)):
+        said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
+        commit_once(store, keys.start_window(uid, 1), said)
+    for zeros in range(1, 9):
+        key = keys.start_window("liar", 1).replace("window-", f"window-{'0' * zeros}")
+        commit_once(store, key, StartWindow(uid="liar", window=1, step=0, measured={"loss": 100.0}))
+    found = read_median_metric(store, keys, ["a", "b", "c", "liar"], "loss", last_window=1)
+    assert found == {1: 2.5}
 
 
 def test_a_member_that_writes_nonsense_stops_no_other(store: Store, make: Make) -> None:

@@ -1,4 +1,4 @@
-"""Who saves: Psyche's selection by its vectors, ours by what it promises."""
+"""Selection of checkpointers: Psyche's by its test vectors, ours by its promises."""
 
 from collections import Counter
 

@@ -16,7 +16,7 @@ from millrace.errors import ConfigurationError, CorruptError
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two states are the same, types included."""
+    """Decide whether two states are the same, types included."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):

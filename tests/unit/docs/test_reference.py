@@ -14,7 +14,16 @@ from docs.generate import REFERENCE, ROOT, find_stale_pages, generate_pages
 from docs.generator.flows import describe_cron
 from docs.generator.schemas import make_schema
 from docs.generator.settings_files import FILES, SettingsFile
-from millrace import keys
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cleanup import make_cleaning_outcome_key, make_cleaning_plan_key
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.leases import LeaseKeys, make_clock_probe_key
+from millrace.keys.members import make_member_lease
+from millrace.keys.probes import make_audit_probe_key, make_write_probe_key
+from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
 
 PAGES = sorted(REFERENCE.glob("*.md"))
 SHA256 = "0" * 64
@@ -150,33 +159,33 @@ def replace_numbers(value: object) -> object:
 
 def build_names():
     """Each name that `millrace.keys` builds."""
-    dataset, name = keys.DatasetKeys("data/wiki"), keys.ShardName("train-00000", 3)
-    lease = keys.LeaseKeys(dataset.dataset, "train-00000")
+    dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
+    lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
     yield from (dataset.listing("train-00000", SHA256), dataset.shard(name, "tar"))
     yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
     yield from (lease.epoch(1), lease.beat(1), lease.end(1))
-    job = keys.CheckpointKeys("jobs/one")
+    job = CheckpointKeys("jobs/one")
     yield from (job.part(1, SHA256), job.metadata(1), job.share(1, "a", 0), job.pin(1))
     yield from (job.quarantine(1, SHA256), job.damaged(1, SHA256), job.epoch(1))
-    cooldown = keys.CooldownKeys("jobs/one", 1)
+    cooldown = CooldownKeys("jobs/one", 1)
     yield from (cooldown.roster, cooldown.vote("a"), cooldown.late("a"), cooldown.result("a"))
     yield from (cooldown.draft("a"), cooldown.part("a", SHA256))
-    yield keys.member_lease("jobs/one", "a").epoch(1)
-    gradients, chain = keys.GradientKeys("runs/one", "1"), keys.ChainKeys("runs/one", "1")
+    yield make_member_lease("jobs/one", "a").epoch(1)
+    gradients, chain = GradientKeys("runs/one", "1"), ChainKeys("runs/one", "1")
     yield from (gradients.gradient("w", 1), gradients.start_window("w", 1))
     yield from (chain.link(1), chain.opening(1), chain.update(1, SHA256))
-    yield keys.CheckpointKeys(chain.job).metadata(1)
-    yield keys.LeaseKeys(chain.job, "aggregator").beat(1)
-    campaign = keys.CampaignKeys("camp")
+    yield CheckpointKeys(chain.job).metadata(1)
+    yield LeaseKeys(chain.job, "aggregator").beat(1)
+    campaign = CampaignKeys("camp")
     yield from (campaign.plan, campaign.warming, campaign.lease.epoch(1))
     yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
-    rental = keys.RentalKeys("fleet")
-    yield from (keys.INSTALLATION, rental.owner, rental.lease.epoch(1), rental.intent(1))
+    rental = RentalKeys("fleet")
+    yield from (INSTALLATION, rental.owner, rental.lease.epoch(1), rental.intent(1))
     yield from (rental.contract(1), rental.detached(1), rental.returned(1))
-    machine = keys.MachineKeys(rental.machine(1))
+    machine = MachineKeys(rental.machine(1))
     yield from (machine.files, machine.setup, machine.heartbeat, machine.program_exit)
     yield machine.log(1)
-    yield from (keys.cleaning_plan_key("20261124-ab"), keys.cleaning_outcome_key("20261124-ab"))
-    yield keys.clock_probe_key("data/wiki", "h")
-    yield from (keys.write_probe_key("a", "b"), keys.audit_probe_key("a", "b", "get"))
+    yield from (make_cleaning_plan_key("20261124-ab"), make_cleaning_outcome_key("20261124-ab"))
+    yield make_clock_probe_key("data/wiki", "h")
+    yield from (make_write_probe_key("a", "b"), make_audit_probe_key("a", "b", "get"))

@@ -1,4 +1,4 @@
-"""What a person says to have a campaign run, and what is refused of it."""
+"""Plan of a campaign, as a person writes it, and refused plans."""
 
 import re
 from datetime import timedelta

@@ -45,7 +45,7 @@ from millrace.gradients.sync.chain import (
     store_update,
 )
 from millrace.gradients.sync.merge import MergedRun, make_dense
-from millrace.keys import ChainKeys, GradientKeys
+from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
 from tests.unit.gradients.test_codec import drawn
@@ -62,14 +62,14 @@ def weights() -> WeightState:
 
 
 def whole(change: torch.Tensor, codec: Codec) -> list[MergedRun]:
-    """What one worker alone comes to."""
+    """Return the weights that one worker alone trains."""
     shape = tuple(change.shape)
     values = forward(change, codec.transform).numpy().reshape(-1)
     return [
         MergedRun(
             run.chunks,
             np.full(run.chunks.count, run.chunks.k, np.uint16),
-            run.places.ravel(),
+            run.indices.ravel(),
             decode_values(run, codec).ravel(),
         )
         for run in select_values(values, shape, codec)
@@ -201,7 +201,7 @@ def test_a_window_is_merged_once_though_two_try(store):
     run.window(2)
     catch_up(store, KEYS, other.state)
     late = Run(store, run.codec, OuterOptimizer(kind=OuterKind.SGD, lr=0.1), weights())
-    with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one otherwise"):
+    with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one differently"):
         late.window(1)
     assert [link.window for link in iterate_links(store, KEYS)] == [1, 2]
 
@@ -210,7 +210,7 @@ def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store
     run = run_of(store)
     run.window(1)
     run.state.weights["scale"] += np.float32(1)
-    with pytest.raises(ChainError, match="After window 1 of runs/one the weights are not those"):
+    with pytest.raises(ChainError, match="After window 1 of runs/one the weights do not match"):
         run.window(2)
     assert find_newest_window(store, KEYS) == 1
 
@@ -282,7 +282,7 @@ def test_a_missing_link_is_an_error_with_its_number(broken):
 def test_a_link_of_another_window_is_an_error(broken):
     delete(broken.store, [KEYS.link(2)])
     copy(broken.store, KEYS.link(3), KEYS.link(2))
-    refused(broken, "Window 2 of runs/one does not follow the one before")
+    refused(broken, "Window 2 of runs/one does not follow the previous one")
 
 
 def test_a_link_that_is_no_record_is_an_error(broken):
@@ -326,7 +326,7 @@ def test_a_changed_update_is_an_error(broken):
     body = bytearray(read(broken.store, key))
     body[len(body) // 2] ^= 1
     put(broken.store, key, bytes(body))
-    refused(broken, "Window 2 of runs/one: .* is not what was committed")
+    refused(broken, "Window 2 of runs/one: .* has other bytes than were committed")
 
 
 @pytest.mark.parametrize("body", [b"no zip", b"PK\x05\x06" + bytes(18)])
@@ -334,7 +334,7 @@ def test_an_update_that_is_none_is_an_error_though_its_digest_is_right(broken, b
     link = broken.before
     assert isinstance(link, ChainLink)
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
-    with pytest.raises(ChainError, match="is no update"):
+    with pytest.raises(ChainError, match="is not an update"):
         list(iterate_merged(broken.store, link.model_copy(update={"updates": (update,)})))
 
 
@@ -358,7 +358,7 @@ def test_an_update_that_is_compressed_is_refused_before_it_is_unpacked(broken):
     update = store_update(broken.store, KEYS, 4, body, len(link.names))
     changed = link.model_copy(update={"updates": (update,)})
     tracemalloc.start()
-    with pytest.raises(ChainError, match="is no update: it is compressed"):
+    with pytest.raises(ChainError, match="is not an update: it is compressed"):
         list(iterate_merged(broken.store, changed))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -370,7 +370,7 @@ def test_an_update_that_is_larger_than_its_tensors_is_not_read(broken):
     assert isinstance(link, ChainLink)
     update = link.updates[0].model_copy(update={"size": 5 << 30})
     changed = link.model_copy(update={"updates": (update,)})
-    with pytest.raises(ChainError, match=r"5,368,709,120 bytes by its link.*It was not read"):
+    with pytest.raises(ChainError, match=r"5,368,709,120 bytes according.*was not read"):
         list(iterate_merged(broken.store, changed))
 
 
@@ -378,7 +378,7 @@ def test_a_link_of_other_tensors_is_refused_before_its_updates_are_read(broken):
     names = (*broken.before.names[:-1], "other")
     shapes = (*broken.before.shapes[:-1], (10**6, 10**6))
     for change in ({"names": names}, {"shapes": shapes}, {"shapes": shapes[:-1]}):
-        with pytest.raises(ChainError, match="is of other tensors than the weights have"):
+        with pytest.raises(ChainError, match="has other tensors than the weights"):
             apply_link(broken.store, broken.before.model_copy(update=change), weights())
 
 
@@ -395,7 +395,7 @@ def test_what_stands_beside_the_links_is_no_window(store):
 def test_other_weights_than_the_aggregators_are_noticed(broken):
     late = weights()
     late.weights["scale"] += np.float32(1)
-    with pytest.raises(ChainError, match=r"After window 1 .* the weights are not those"):
+    with pytest.raises(ChainError, match=r"After window 1 .* the weights do not match the digest"):
         catch_up(broken.store, KEYS, late)
 
 

@@ -56,7 +56,7 @@ def drawn(shape: tuple[int, ...], seed: int = 0, kind: str = "gauss") -> torch.T
 
 
 def top_k(values: np.ndarray, codec: Codec, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """The places of the largest values, as slowly and plainly as can be."""
+    """The indices of the largest values, as slowly and plainly as can be."""
     found = []
     for run in make_chunks(shape, codec):
         table = values[run.first : run.first + run.values].reshape(run.count, run.size)
@@ -66,7 +66,7 @@ def top_k(values: np.ndarray, codec: Codec, shape: tuple[int, ...]) -> list[np.n
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """How far each value is from the nearest of its chunk's levels."""
+    """Return the distance of each value from the nearest level of its chunk."""
     return np.abs(values[:, :, None] - table[:, None, :]).min(axis=2)
 
 
@@ -123,17 +123,17 @@ def test_what_is_decoded_is_the_quantised_top_k(shape, codec, seed, kind):
     body = encode(tensor, codec)
     runs = unpack_tensor(body, shape, codec)
     assert pack_tensor(runs, codec) == body
-    places = top_k(values.numpy(), codec, shape)
-    assert all(np.array_equal(run.places, own) for run, own in zip(runs, places, strict=True))
+    indices = top_k(values.numpy(), codec, shape)
+    assert all(np.array_equal(run.indices, own) for run, own in zip(runs, indices, strict=True))
 
     sent = np.zeros(prod(shape), np.float32)
     for run in runs:
         chunks = run.chunks
         rows = slice(chunks.first, chunks.first + chunks.values)
         table = sent[rows].reshape(chunks.count, chunks.size)
-        np.put_along_axis(table, run.places.astype(np.int64), decode_values(run, codec), axis=1)
+        np.put_along_axis(table, run.indices.astype(np.int64), decode_values(run, codec), axis=1)
         true = np.take_along_axis(
-            values.numpy()[rows].reshape(table.shape), run.places.astype(np.int64), axis=1
+            values.numpy()[rows].reshape(table.shape), run.indices.astype(np.int64), axis=1
         )
         held = decode_values(run, codec)
         assert ((np.sign(held) == np.sign(true)) | (held == 0) | (true == 0)).all()
@@ -169,7 +169,7 @@ def test_two_bits_a_value_are_two_hundred_times_smaller_and_near_enough(kind, er
     assert tensor.numel() * 4 / len(body) > 205
     (run,) = unpack_tensor(body, (1024, 4096), codec)
     table = tensor.numpy().reshape(run.chunks.count, run.chunks.size)
-    true = np.take_along_axis(table, run.places.astype(np.int64), axis=1)
+    true = np.take_along_axis(table, run.indices.astype(np.int64), axis=1)
     assert np.linalg.norm(decode_values(run, codec) - true) / np.linalg.norm(true) <= error
 
 
@@ -256,8 +256,8 @@ def refused_or_whole(body: bytes, shape: tuple[int, ...], codec: Codec) -> None:
         return
     assert pack_tensor(runs, codec) == body
     for run in runs:
-        assert (np.diff(run.places.astype(np.int64), axis=1) > 0).all()
-        assert run.places.max(initial=0) < run.chunks.size
+        assert (np.diff(run.indices.astype(np.int64), axis=1) > 0).all()
+        assert run.indices.max(initial=0) < run.chunks.size
         assert np.isfinite(decode_values(run, codec)).all()
     assert torch.isfinite(decode(body, shape, codec)).all()
 
@@ -266,12 +266,12 @@ def test_there_is_one_way_to_write_a_gradient():
     shape, codec = (5000,), Codec()
     run = unpack_tensor(encode(drawn(shape), codec), shape, codec)[0]
     room = np.empty(10_000, np.uint8)
-    length = kernels.write_gaps(run.places, 3, room)  # longer codes of the same places
+    length = kernels.write_gaps(run.indices, 3, room)  # longer codes of the same indices
     rest = pack_tensor((run,), codec)[
         5 + int.from_bytes(pack_tensor((run,), codec)[1:5], "little") :
     ]
     body = bytes([3]) + int(length).to_bytes(4, "little") + room[:length].tobytes() + rest
-    with pytest.raises(CodeError, match="longer than they need be"):
+    with pytest.raises(CodeError, match="longer than necessary"):
         unpack_tensor(body, shape, codec)
 
 

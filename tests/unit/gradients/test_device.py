@@ -1,4 +1,4 @@
-"""What is chosen on a GPU is what the processor chooses.
+"""A GPU selects the same values as the processor.
 
 Both run here on the processor; on a GPU too, where there is one.
 """

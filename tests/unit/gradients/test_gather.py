@@ -1,21 +1,25 @@
 """A window gathered from the workers' buckets: what is right is kept, what is not harms nobody."""
 
 import os
+import secrets
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
 from millrace.gradients.codec.payload import Expected, Payload, read_payload
-from millrace.keys import GradientKeys
+from millrace.gradients.sync import gather as gathering
+from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
-from millrace.storage import Stat, Store, open_store, put
+from millrace.storage import Stat, Store, list_fairly, open_store, put
 from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
 
 KEYS = GradientKeys("runs/one", "1")
@@ -131,6 +135,27 @@ def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_a
     assert [event.subject for event in heard] == ["1", "1"]
 
 
+def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypatch):
+    """It sorts before the others, and its own gradient behind its other objects."""
+    monkeypatch.setattr(gathering, "_MOST_LISTED", 20)
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for number in range(2000):
+        put(store, f"{KEYS.worker('0')}a{number:04d}", b"")
+    for uid in "012":
+        send(store, uid)
+    listed: list[str] = []
+
+    def count(*args: Any, **options: Any) -> Iterator[Stat]:
+        for stat in list_fairly(*args, **options):
+            listed.append(stat.key)
+            yield stat
+
+    monkeypatch.setattr(gathering, "list_fairly", count)
+    found = gather(OPEN, workers(store, 0, 1, 2), QUICK)
+    assert set(found.taken) == {"0", "1", "2"}
+    assert len(listed) < 100
+
+
 def test_who_sends_nothing_early_or_late_is_out(store):
     for uid in (0, 1, 2):
         send(store, str(uid))
@@ -199,7 +224,7 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
 def test_without_a_quorum_it_has_failed(store):
     send(store, "0")
     closed = replace(OPEN, closes=datetime.now(UTC))
-    with pytest.raises(QuorumError, match="1 gradients of window 3 came in time, and 2 are") as one:
+    with pytest.raises(QuorumError, match="1 gradients of window 3 arrived in time, and 2") as one:
         gather(
             closed,
             workers(store, 0, 1),
@@ -221,7 +246,7 @@ def test_as_many_as_the_quorum_are_waited_for(store):
 def test_what_cannot_be_asked_is_refused(store):
     with pytest.raises(ConfigurationError, match="named twice"):
         gather(OPEN, workers(store, 0, 0), QUICK)
-    with pytest.raises(ConfigurationError, match="3 gradients are wanted of 2"):
+    with pytest.raises(ConfigurationError, match="3 gradients are needed from 2"):
         gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
 
 

@@ -59,7 +59,7 @@ def drawn(workers: int, seed: int = 0) -> Gradients:
 
 
 def sent(payloads: dict[str, Payload], codec: Codec, gradients: Gradients) -> np.ndarray:
-    """What each worker sent, densely: (workers, values), by the decoder."""
+    """Return the dense gradient of each worker by the decoder: (workers, values)."""
     encoder = GradientEncoder(codec, 1)
     rows = []
     for uid in sorted(payloads):
@@ -169,7 +169,7 @@ def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
         wanted = np.sort(rows, axis=0)[1:-1].mean(axis=0)
     got = whole(payloads, MergeSettings(rule=rule, faulty=1), codec)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigurationError, match="send different places of a, so that most"):
+    with pytest.raises(ConfigurationError, match="send different indices of a, so that most"):
         whole(made(gradients, Codec(k=64)), MergeSettings(rule=rule), Codec(k=64))
 
 
@@ -261,7 +261,7 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
     ("how", "sentence"),
     [
         (MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=2), "at least 7, and there are 6"),
-        (MergeSettings(rule=MergeRule.TOKENS), "of how many tokens"),
+        (MergeSettings(rule=MergeRule.TOKENS), "number of tokens"),
     ],
 )
 def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
@@ -270,5 +270,5 @@ def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
 
 
 def test_nothing_cannot_be_merged():
-    with pytest.raises(ConfigurationError, match="no gradient was taken"):
+    with pytest.raises(ConfigurationError, match="No gradient was gathered"):
         compute_merge_weights({}, MergeSettings())

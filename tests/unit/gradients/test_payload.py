@@ -36,7 +36,7 @@ from millrace.gradients import (
 from millrace.gradients.codec.payload import compute_fingerprint
 from millrace.gradients.codec.tensors import compute_largest_size
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
-from millrace.keys import GradientKeys
+from millrace.keys.gradients import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
 from tests.unit.gradients.test_codec import drawn
 
@@ -270,7 +270,7 @@ def test_changed_codes_under_a_right_digest_are_refused_or_right(name, data):
         found = check_payload(made(bodies={**bodies(), name: bytes(changed)}), EXPECTED)
         assert math.isfinite(found.norm)
         for run in found.tensors[name]:
-            assert run.places.max() < run.chunks.size
+            assert run.indices.max() < run.chunks.size
 
 
 # -- what torch.save wrote
@@ -340,16 +340,16 @@ one_byte = torch.zeros(1, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({"millrace": Evil()}, "makes something else than tensors"),
-        ({"millrace": bytearray(9)}, "makes something else than tensors"),
+        ({"millrace": Evil()}, "builds values other than tensors"),
+        ({"millrace": bytearray(9)}, "builds values other than tensors"),
         ({"millrace": "x", "a": torch.zeros(3)}, "a storage is not of bytes"),
-        ({"millrace": "x", "a": torch.zeros(2, 2, dtype=torch.uint8)}, "not a row of bytes"),
-        ({"millrace": "x", "a": one_byte.expand(1 << 40)}, "not a row of bytes"),
-        ({"millrace": "x", "a": one_byte, "b": one_byte}, "of one storage"),
-        ({"millrace": ["x"]}, "does something that no tensor needs"),
-        ({1: "x"}, "a name is no text"),
-        (["x"], "does something that no tensor needs"),
-        ("x", "it is no dict"),
+        ({"millrace": "x", "a": torch.zeros(2, 2, dtype=torch.uint8)}, "not a vector of bytes"),
+        ({"millrace": "x", "a": one_byte.expand(1 << 40)}, "not a vector of bytes"),
+        ({"millrace": "x", "a": one_byte, "b": one_byte}, "share a storage"),
+        ({"millrace": ["x"]}, "has an opcode that no tensor needs"),
+        ({1: "x"}, "a name is not a text"),
+        (["x"], "has an opcode that no tensor needs"),
+        ("x", "it is not a dict"),
     ],
     ids=[*"abcdefghij"],
 )
@@ -376,10 +376,10 @@ def test_a_file_that_would_grow_or_lies_of_its_length_is_refused(store):
     packed = rezipped(body, lambda _, content: content, zipfile.ZIP_DEFLATED)
     assert "is compressed" in torch_refusal(store, packed)[1]
     short = rezipped(body, lambda name, content: content[:-1] if "/data/" in name else content)
-    assert "shorter than it says" in torch_refusal(store, short)[1]
+    assert "shorter than its declared length" in torch_refusal(store, short)[1]
     long = rezipped(body, lambda name, content: content + b"x" if "/data/" in name else content)
-    assert "longer than it can be" in torch_refusal(store, long)[1]
-    with pytest.raises(FormatError, match="longer than it can be"):
+    assert "in it is too long" in torch_refusal(store, long)[1]
+    with pytest.raises(FormatError, match="in it is too long"):
         texts_of(body, 500)
     crowd = as_torch(made(), **{f"{n}": torch.full((1,), n).byte() for n in range(30)})
     with pytest.raises(FormatError, match="more files in it"):
@@ -422,30 +422,30 @@ def test_archives_and_pickles_that_torch_would_not_write_are_refused(store):
             read_texts_and_tensors(body, most=4, head=1 << 20)
         assert len(str(caught.value)) < 100  # it is kept in the chain
 
-    refused(archive({"millrace": text("\ud800")}), "or a broken one")
-    refused(archive({"\udfff": tensor("0", 1)}, {"0": b"x"}), "or a broken one")
-    refused(archive({"a": tensor("k" * 100_000, 1)}), "or a broken one")
-    refused(archive({"a": tensor("0", 1 << 30)}, {"0": b"x"}), "longer than it is")
-    refused(archive({"a": tensor("0", -1)}, {"0": b"x"}), "not within its storage")
-    refused(archive({"a": tensor("0", 1, stride=b"K\x00\x85")}, {"0": b"x"}), "not a row of bytes")
-    refused(archive({"a": b"K\x01"}), "something else than texts and tensors")
+    refused(archive({"millrace": text("\ud800")}), "or it is damaged")
+    refused(archive({"\udfff": tensor("0", 1)}, {"0": b"x"}), "or it is damaged")
+    refused(archive({"a": tensor("k" * 100_000, 1)}), "or it is damaged")
+    refused(archive({"a": tensor("0", 1 << 30)}, {"0": b"x"}), "longer than the file")
+    refused(archive({"a": tensor("0", -1)}, {"0": b"x"}), "exceeds its storage")
     refused(
-        archive({"a": b"cos\nsystem\n" + text("true") + b"\x85R"}), "something else than tensors"
+        archive({"a": tensor("0", 1, stride=b"K\x00\x85")}, {"0": b"x"}), "not a vector of bytes"
     )
-    refused(archive({"a": b"I" + b"9" * 5000 + b"\n"}), "broken|that no tensor needs")
-    refused(archive({"a": b"h\x07"}), "or a broken one")
-    refused(archive({"a": b"t"}), "or a broken one")
+    refused(archive({"a": b"K\x01"}), "values other than texts and tensors")
+    refused(archive({"a": b"cos\nsystem\n" + text("true") + b"\x85R"}), "values other than tensors")
+    refused(archive({"a": b"I" + b"9" * 5000 + b"\n"}), "damaged|that no tensor needs")
+    refused(archive({"a": b"h\x07"}), "or it is damaged")
+    refused(archive({"a": b"t"}), "or it is damaged")
     refused(archive({}, {str(n): b"x" for n in range(60)}), "more files in it")
-    refused(right + b"x", "or a broken one")
-    refused(right[:-30] + right[-22:], "or a broken one")
-    refused(b"", "or a broken one")
+    refused(right + b"x", "or it is damaged")
+    refused(right[:-30] + right[-22:], "or it is damaged")
+    refused(b"", "or it is damaged")
 
 
 def test_files_that_overlap_do_not_make_more_of_it(store):
     """Each tensor's file holds those of all behind it: the sum would be many times the whole."""
     items = {str(n): tensor(str(n), 4000) for n in range(4)}
     body = archive(items, {"0": bytes(4000)})
-    with pytest.raises(FormatError, match="longer than it is"):
+    with pytest.raises(FormatError, match="longer than the file"):
         read_texts_and_tensors(body, most=4, head=4096)
 
 

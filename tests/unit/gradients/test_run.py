@@ -349,7 +349,7 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
 
 def test_a_checkpoint_to_begin_with_is_checked_by_its_metadata(tmp_path):
     store = open_store(tmp_path.as_uri())
-    with pytest.raises(errors.NotFoundError, match="has no checkpoint"):
+    with pytest.raises(errors.NotFoundError, match="has no undamaged checkpoint"):
         check_weights(store, "trained")
     with Saver(store, "trained") as saver:
         saver.save({"model": model().state_dict()}, step=3).result()
@@ -360,5 +360,5 @@ def test_a_checkpoint_to_begin_with_is_checked_by_its_metadata(tmp_path):
         check_weights(store, "trained", step=4)
     part = next((tmp_path / "trained").rglob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(errors.NotFoundError, match="no checkpoint that is undamaged"):
+    with pytest.raises(errors.NotFoundError, match="no undamaged checkpoint"):
         check_weights(store, "trained")

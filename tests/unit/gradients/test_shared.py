@@ -61,7 +61,7 @@ def test_every_place_has_its_turn(size, data):
         Mask("run", window).select_indices(size, k)
         for window in range(cycle * windows, cycle * windows + windows)
     ]
-    assert all(len(places) == k and (np.diff(places.astype(int)) > 0).all() for places in sent)
+    assert all(len(indices) == k and (np.diff(indices.astype(int)) > 0).all() for indices in sent)
     assert set(np.concatenate(sent).tolist()) == set(range(size))
 
 
@@ -74,7 +74,7 @@ def test_what_is_decoded_is_what_stood_at_the_places(shape, codec, seed, window)
     runs = unpack_tensor(body, shape, codec, mask=mask)
     assert pack_tensor(runs, codec) == body
     assert all(
-        (run.places == mask.select_indices(run.chunks.size, run.chunks.k)).all() for run in runs
+        (run.indices == mask.select_indices(run.chunks.size, run.chunks.k)).all() for run in runs
     )
     if codec.transform is Transform.NONE and codec.bits == 16:
         got = Decoder(codec, 1).decode(body, shape, mask=mask)
@@ -111,9 +111,9 @@ def test_what_nobody_took_is_kept_also_by_whoever_starts_again():
 
 
 def test_without_its_window_it_is_refused():
-    with pytest.raises(ConfigurationError, match="say of which"):
+    with pytest.raises(ConfigurationError, match="give its Mask"):
         GradientEncoder(SHARED).encode(drawn((64, 64)))
-    with pytest.raises(ConfigurationError, match="say of which"):
+    with pytest.raises(ConfigurationError, match="give its Mask"):
         decode(b"", (64, 64), SHARED)
     tensor = drawn((64, 64))
     hidden = next(

@@ -1,10 +1,12 @@
 """A store is never read beyond what was asked for, whatever it sends."""
 
 import ast
+import pickle
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeGuard
@@ -13,9 +15,9 @@ import pytest
 
 import millrace
 from millrace import errors
-from millrace.gradients import Codec, Expected, PayloadError, Refusal
+from millrace.gradients import Codec, Expected, PayloadError, Refusal, Sender, gather
 from millrace.gradients.codec.payload import read_header
-from millrace.keys import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import (
@@ -23,12 +25,15 @@ from millrace.storage import (
     Stat,
     Store,
     StoreSpec,
+    list_folders,
+    list_objects,
     open_store,
     put,
     read,
     read_into,
     read_range,
 )
+from tests.unit.gradients.test_gather import OPEN, QUICK, send
 
 ANNOUNCED = 10**12
 MODEST = 64 << 20  # bytes that may be on their way when the reader hangs up
@@ -40,14 +45,16 @@ class Endless:
     Attributes:
         url: Its address.
         sent: Bytes that were taken off it.
-        status: The answer's first line.
+        announced: Length that it announces; None sends the body in chunks.
+        status: Status of its answers; 0 is 200, or 206 for a range.
     """
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.sent = 0
-        self.announced = ANNOUNCED
+        self.announced: int | None = ANNOUNCED
+        self.status = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -64,18 +71,21 @@ class Endless:
             asked = b""
             while b"\r\n\r\n" not in asked:
                 asked += connection.recv(65536)
-            ranged = b"\r\nrange:" in asked.lower()
+            ranged = b"\r\nrange:" in asked.lower() and not self.status
+            length = f"Content-Length: {self.announced}"
             lines = [
-                "HTTP/1.1 206 Partial Content" if ranged else "HTTP/1.1 200 OK",
-                f"Content-Length: {self.announced}",
+                "HTTP/1.1 206 Partial Content" if ranged else f"HTTP/1.1 {self.status or 200} OK",
+                "Transfer-Encoding: chunked" if self.announced is None else length,
                 'ETag: "x"',
                 "Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT",
             ]
             if ranged:
                 lines.append(f"Content-Range: bytes 0-36999/{ANNOUNCED}")
             connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            block = bytes(65536)
+            chunk = b"10000\r\n" + block + b"\r\n"
             while self.sent < 4 * MODEST:
-                connection.sendall(bytes(65536))
+                connection.sendall(chunk if self.announced is None else block)
                 self.sent += 65536
 
 
@@ -86,15 +96,109 @@ def endless() -> Iterator[Endless]:
     server.close()
 
 
-def store_of(server: Endless) -> Store:
-    return open_store(
-        StoreSpec(
-            url="s3://bucket",
-            endpoint=server.url,
-            credentials=Credentials(access_key_id="a", secret_access_key="b"),
-            retry_timeout=timedelta(seconds=5),
-        )
+def store_of(server: "Endless | Pages", *, is_foreign: bool = False) -> Store:
+    spec = StoreSpec(
+        url="s3://bucket",
+        endpoint=server.url,
+        credentials=Credentials(access_key_id="a", secret_access_key="b"),
+        retry_timeout=timedelta(seconds=0.5) if is_foreign else timedelta(seconds=5),
     )
+    return open_store(spec, is_foreign=is_foreign)
+
+
+VERBS: dict[str, Callable[[Store], object]] = {
+    "list": lambda store: list(list_objects(store, "a/")),
+    "folders": lambda store: list_folders(store, "a/"),
+    "range": lambda store: read_range(store, "a/b", 0, 1000),
+}
+
+
+@pytest.mark.parametrize("announced", [ANNOUNCED, None], ids=["announced", "chunked"])
+@pytest.mark.parametrize("status", [0, 403, 404, 500])
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_answer_of_a_foreign_endpoint_is_read_beyond_a_limit(
+    endless: Endless, verb: str, status: int, announced: int | None
+) -> None:
+    """obstore ends the process here: it allocates what a listing or an error announces."""
+    endless.status, endless.announced = status, announced
+    with pytest.raises(errors.MillraceError):
+        VERBS[verb](store_of(endless, is_foreign=True))
+    assert endless.sent <= 4 * MODEST
+
+
+PAGE = (
+    "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>a/b</Key>"
+    "<Size>1</Size><LastModified>2024-01-01T00:00:00Z</LastModified></Contents></ListBucketResult>"
+)
+
+
+class Pages:
+    """An S3 endpoint that answers each request with the same body."""
+
+    def __init__(self, body: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._body = body.encode()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    asked = b""
+                    while b"\r\n\r\n" not in asked:
+                        asked += connection.recv(65536)
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(self._body)}\r\n"
+                    connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + self._body)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("<Key>a/b</Key>", ""),
+        ("<Size>1</Size>", "<Size>x</Size>"),
+        ("<Size>1</Size>", "<Size>-1</Size>"),
+        ("2024-01-01T00:00:00Z", "yesterday"),
+        ("2024-01-01T00:00:00Z", "2024-01-01T00:00:00"),
+        ("</ListBucketResult>", ""),
+    ],
+)
+def test_a_listing_of_nonsense_is_an_unavailable_store(right: str, wrong: str) -> None:
+    pages = Pages(PAGE)
+    try:
+        (found,) = list_objects(store_of(pages, is_foreign=True), exact=True)
+        assert (found.key, found.size) == ("a/b", 1)
+    finally:
+        pages.close()
+    pages = Pages(PAGE.replace(right, wrong))
+    try:
+        with pytest.raises(errors.UnavailableError):
+            list(list_objects(store_of(pages, is_foreign=True), exact=True))
+    finally:
+        pages.close()
+
+
+def test_a_foreign_store_stays_foreign_on_another_machine(endless: Endless) -> None:
+    store = store_of(endless, is_foreign=True)
+    assert pickle.loads(pickle.dumps(store)).is_foreign
+    assert store.with_retry_timeout(timedelta(0)).is_foreign
+
+
+def test_a_worker_whose_bucket_announces_a_terabyte_costs_only_itself(
+    endless: Endless, tmp_path: Path
+) -> None:
+    shared = open_store(tmp_path.as_uri())
+    for uid in "01":
+        send(shared, uid)
+    senders = [Sender("0", shared), Sender("1", shared)]
+    senders.append(Sender("2", store_of(endless, is_foreign=True)))
+    found = gather(replace(OPEN, closes=datetime.now(UTC)), senders, QUICK)
+    assert sorted(found.taken) == ["0", "1"]
+    assert found.out["2"].reason is Refusal.UNAVAILABLE
 
 
 def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
@@ -108,7 +212,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 ) -> None:
     expected = Expected(run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)})
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
-    with pytest.raises(PayloadError, match="Its bucket does not answer as one") as caught:
+    with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)
     assert caught.value.reason is Refusal.UNAVAILABLE
 
@@ -141,7 +245,7 @@ def test_every_whole_object_that_is_read_has_a_bound() -> None:
 
 
 def is_read(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether a node of a program calls `millrace.storage.read`."""
+    """Decide whether a node of a program calls `millrace.storage.read`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read"
 
 

@@ -1,4 +1,4 @@
-"""Which objects a request finds, without a node."""
+"""Objects that a request finds, without a node."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from pydantic import SecretStr, ValidationError
 
 from flows.prewarm import FilesRequest
 from millrace import errors
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, delete, open_store, put
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def settings_of(store: Store, files: FilesRequest) -> PrewarmSettings:
-    """What the flow asks the engine for."""
+    """Return the settings that the flow passes to the engine."""
     return PrewarmSettings(
         requests=(files.make_request("0"),),
         stores={"0": files.make_spec()},

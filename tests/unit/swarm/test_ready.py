@@ -43,8 +43,10 @@ def test_a_folder_that_is_replaced_is_looked_at_again(tmp_path):
     folder.mkdir()
     thread, found = waiting(folder / "file")
     folder.rename(tmp_path / "gone")
+    part = tmp_path / "part"
+    part.write_text("new")
     folder.mkdir()
-    (folder / "file").write_text("new")
+    part.rename(folder / "file")
     thread.join(30)
     assert found == ["new"]
 

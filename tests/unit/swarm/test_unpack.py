@@ -408,7 +408,7 @@ STEPS = st.lists(st.sampled_from(["a", "b", "l", "m", "..", "."]), min_size=1, m
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["link", "hard", "file", "folder"]), STEPS, STEPS)))
 def test_no_mixture_of_links_and_files_leads_out(told):
-    """What is unpacked, or the part that was until it was refused, leads nowhere but inside."""
+    """Check that unpacked members, also those before a refusal, are inside of the folder."""
     made = []
     for kind, steps, onwards in told:
         name = "/".join(step for step in steps if step not in {"..", "."}) or "a"

@@ -1,4 +1,4 @@
-"""What a piece is, where nodes do not agree: votes, the owner's own reads, in simulated time."""
+"""Votes on pieces where nodes disagree, and the owner's own reads, in simulated time."""
 
 import random
 from collections import deque

@@ -1,4 +1,4 @@
-"""What is read of an answer: no more than is expected, and never less than was announced."""
+"""Reads of an answer: no more than is expected, and never less than was announced."""
 
 import http.client
 import select

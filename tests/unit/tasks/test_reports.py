@@ -1,4 +1,4 @@
-"""What a person reads when a run has ended."""
+"""Reports of a run that has ended."""
 
 from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.schemas.dataset import Manifest, ManifestShard

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from millrace import PipelineSettings, errors, run_pipeline
 from millrace.datasets.sources import SourceKind, SourceSettings, open_source, partition_source
-from millrace.keys import DatasetKeys
+from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.sample import BadRow, Sample
 from millrace.storage import create, delete, open_store, put
 from tests.stores import spec_of

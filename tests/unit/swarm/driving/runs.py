@@ -4,6 +4,7 @@ import time
 
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.messages import Order
 from millrace.swarm.nodes import Node
 from millrace.swarm.pieces import Catalogue, File, catalogue_of
 from millrace.swarm.protocol import Endpoint
@@ -53,7 +54,7 @@ class Run:
     def __getitem__(self, name: str) -> Member:
         return self.state.members[f"id-{name}"]
 
-    def take_orders(self, name: str) -> list[dict[str, object] | None]:
+    def take_orders(self, name: str) -> list[Order | None]:
         """Return the orders that a member was given."""
         orders = self[name].orders
         return [orders.get() for _ in range(orders.qsize())]

@@ -1,4 +1,4 @@
-"""What the driver reads itself, and what it makes of what the nodes say."""
+"""The driver's own reads, and its conclusions from the nodes' reports."""
 
 import hashlib
 
@@ -10,6 +10,14 @@ from millrace.swarm.driving.file_audits import FileAuditor
 from millrace.swarm.driving.own_reads import OwnReads
 from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
 from millrace.swarm.driving.run_spec import list_unproven
+from millrace.swarm.messages import (
+    FilesReady,
+    NodeFailed,
+    PieceFailed,
+    PieceWritten,
+    ReadRetried,
+    VoidDigest,
+)
 from millrace.swarm.nodes import AbsentNode
 from millrace.swarm.referee import FileAudit
 from millrace.swarm.transfer import FetchError
@@ -99,7 +107,7 @@ def test_an_etag_that_is_no_md5_is_void_for_every_node():
     auditor, _ = make_auditor(run, sha256="", md5="an-md5")
     auditor.handle_audit(FileAudit(0, "other", "parts", {0: "x"}))
     assert auditor.void == {0}
-    assert {"void": 0} in run.take_orders("a")
+    assert VoidDigest(0) in run.take_orders("a")
     assert run.state.fatal is None
 
 
@@ -113,17 +121,17 @@ def test_what_a_node_says_is_counted_until_it_is_lost():
     run = Run("ab")
     handler, state = make_handler(run), run.state
     state.dispatch(state.tracker.begin(0.0))
-    done = {"e": "done", "p": 0, "s": "", "d": RIGHT, "b": SIZE}
+    done = PieceWritten(0, "", RIGHT, SIZE)
     handler.handle(run["a"], done)
     assert state.held == SIZE
-    handler.handle(run["a"], {"e": "retry"})
-    handler.handle(run["a"], {"e": "files", "f": [0, 1]})
+    handler.handle(run["a"], ReadRetried("slow"))
+    handler.handle(run["a"], FilesReady([0, 1]))
     assert run["a"].ready
     assert run.take_events() == [("node.ready", "a")]
     counts = run["a"].counts
     assert (counts.from_store, counts.failures, counts.moved) == (SIZE, 1, SIZE)
-    handler.handle(run["a"], {"e": "fault", "why": "full"})
-    handler.handle(run["a"], {"e": "retry"})
+    handler.handle(run["a"], NodeFailed("full"))
+    handler.handle(run["a"], ReadRetried("slow"))
     assert run["a"].why == "full"
     assert counts.failures == 1
 
@@ -131,10 +139,27 @@ def test_what_a_node_says_is_counted_until_it_is_lost():
 def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
     run = Run("ab")
     handler = make_handler(run)
-    failed = {"e": "failed", "p": 0, "s": "id-b", "why": "", "status": 0, "wrong": True}
+    failed = PieceFailed(0, "id-b", "", is_wrong=True)
     for _ in range(3):
         handler.handle(run["a"], failed)
-    assert run.take_events() == [("node.untrusted", "b")]
+    # What nobody has ordered from it proves nothing: it is an accusation, and names who makes it.
+    assert run.take_events() == [("node.accused", "b")]
+    assert not run.state.tracker.quarantined
+
+
+def test_a_giver_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
+    run = Run("abc", pieces=1)
+    handler, state = make_handler(run), run.state
+    state.dispatch(state.tracker.begin(0.0))
+    reader = next(name for name in "abc" if run.take_orders(name))
+    handler.handle(run[reader], {"e": "done", "p": 0, "s": "", "d": RIGHT, "b": SIZE})
+    wrong = {"e": "failed", "p": 0, "s": f"id-{reader}", "why": "", "status": 0, "wrong": True}
+    told: list[tuple[str, str]] = []
+    for name in set("abc") - {reader}:
+        assert {"p": 0, "s": f"id-{reader}", "d": RIGHT} in run.take_orders(name)
+        handler.handle(run[name], wrong)
+        told += run.take_events()
+    assert told == [("node.accused", reader)] * 2 + [("node.untrusted", reader)]
 
 
 def test_reports_name_every_node_and_the_bytes_that_all_have():

@@ -1,0 +1,4 @@
+"""Names of the objects that Millrace reads and writes, one module per kind of owner.
+
+No other package builds or parses a key. Numbers are zero-padded, so listings are in order.
+"""

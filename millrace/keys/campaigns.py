@@ -1,0 +1,83 @@
+"""Keys of a campaign's objects."""
+
+from dataclasses import dataclass
+
+from millrace.keys.gradients import GATHERS
+from millrace.keys.leases import MEMBERS, LeaseKeys, make_lease_prefix
+from millrace.keys.names import is_valid_name
+from millrace.keys.rentals import RentalKeys
+
+_CAMPAIGN = "campaign"
+_PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignKeys:
+    """Names and keys of all that a campaign makes.
+
+    Attributes:
+        name: Name of the campaign: a prefix below the store's URL.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        RentalKeys(self.name)  # a campaign's rental has the same name
+
+    @property
+    def run(self) -> str:
+        """Name of the run of pseudo-gradients and of its chain."""
+        return f"{self.name}/run"
+
+    @property
+    def job(self) -> str:
+        """Name of the job of the checkpoints that epochs end with."""
+        return f"{self.name}/model"
+
+    @property
+    def lease(self) -> LeaseKeys:
+        """Lease of the process that leads the campaign."""
+        return LeaseKeys(self.name, _CAMPAIGN)
+
+    @property
+    def notes(self) -> str:
+        """Prefix of the objects that tell workers what to do."""
+        return f"{self.name}/{_CAMPAIGN}/"
+
+    @property
+    def warming(self) -> str:
+        """Key of the marker that files are being copied to the machines: deleted afterwards."""
+        return f"{self.notes}warming.json"
+
+    @property
+    def plan(self) -> str:
+        """Key of the pinned plan: created once."""
+        return f"{self.name}{_PLAN_OF_CAMPAIGN}"
+
+    def list_read_prefixes(self) -> list[str]:
+        """Return the prefixes that a worker reads, except for that of its dataset."""
+        return [f"{self.run}/{GATHERS}/", self.notes, f"{self.job}/"]
+
+    def list_write_prefixes(self, number: int | str) -> list[str]:
+        """Return the prefixes that a worker writes. No other worker writes there.
+
+        Args:
+            number: Number of the worker, or its placeholder ``{slot}``.
+        """
+        uid = self.uid(number)
+        return [
+            f"{self.run}/{uid}/",
+            f"{self.job}/{MEMBERS}/{uid}/",
+            f"{make_lease_prefix(self.job)}{MEMBERS}/{uid}/",
+        ]
+
+    def uid(self, number: int | str) -> str:
+        """Return the name of a worker, from its number."""
+        return f"worker-{number}"
+
+
+def parse_campaign(key: str) -> str | None:
+    """Return the name of the campaign whose plan has this key; None for other keys."""
+    name, found, rest = key.rpartition(_PLAN_OF_CAMPAIGN)
+    ours = found and not rest and is_valid_name(CampaignKeys, name)
+    return name if ours else None

@@ -1,0 +1,107 @@
+"""Keys of a job's checkpoints."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigurationError
+from millrace.keys.names import RESERVED_FOLDERS, check_name
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a job's checkpoints."""
+RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
+"""Folders that no part of a job's name may equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointKeys:
+    """Keys of the checkpoints of one job.
+
+    Attributes:
+        job: Name of the job: a prefix below the store's URL.
+    """
+
+    job: str
+
+    def __post_init__(self) -> None:
+        name = check_name(self.job, what="The job's name")
+        if name != self.job or RESERVED_IN_JOBS.intersection(name.split("/")):
+            raise ConfigurationError(
+                f"The job's name {self.job!r} begins or ends with '/', or has a reserved folder in "
+                f"it ({', '.join(sorted(RESERVED_IN_JOBS))}): choose another name."
+            )
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the checkpoints."""
+        return f"{self.job}/{CHECKPOINTS}/"
+
+    def folder(self, step: int) -> str:
+        """Return the prefix of all objects of one step."""
+        return f"{self.prefix}step_{step:09d}/"
+
+    def parts(self, step: int) -> str:
+        """Return the prefix of a step's parts: files of tensors."""
+        return f"{self.folder(step)}parts/"
+
+    def part(self, step: int, sha256: str) -> str:
+        """Return the key of a part, from its digest in hexadecimal."""
+        return f"{self.parts(step)}{sha256}.safetensors"
+
+    def metadata(self, step: int) -> str:
+        """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
+        return f"{self.folder(step)}metadata.json"
+
+    def shares(self, step: int, attempt: str) -> str:
+        """Return the prefix of the records of what each rank saved in one attempt at a step."""
+        return f"{self.folder(step)}shares/{attempt}/"
+
+    def share(self, step: int, attempt: str, rank: int) -> str:
+        """Return the key of the record of what one rank saved of a step."""
+        return f"{self.shares(step, attempt)}{rank:06d}.json"
+
+    def pin(self, step: int) -> str:
+        """Return the key of the pin that protects a step from deletion by any rule."""
+        return f"{self.folder(step)}pin.json"
+
+    @property
+    def epochs(self) -> str:
+        """Prefix of the records that end epochs."""
+        return f"{self.job}/epochs/"
+
+    def epoch(self, number: int) -> str:
+        """Return the key of the record that ends an epoch: created once."""
+        return f"{self.epochs}{number:06d}.json"
+
+    def parse_epoch(self, key: str) -> int | None:
+        """Return the epoch that the record under a key ends; None for other keys."""
+        match = re.fullmatch(re.escape(self.epochs) + r"([0-9]{6,12})\.json", key)
+        number = int(match[1]) if match else -1
+        return number if number >= 0 and self.epoch(number) == key else None
+
+    def quarantined(self, step: int) -> str:
+        """Return the prefix of a step's damaged objects and of their records."""
+        return f"{self.folder(step)}quarantine/"
+
+    def quarantine(self, step: int, root: str) -> str:
+        """Return the key of the record of a damaged checkpoint, from the checkpoint's root."""
+        return f"{self.quarantined(step)}{root}.json"
+
+    def damaged(self, step: int, sha256: str) -> str:
+        """Return the key to which a part whose bytes do not match its digest is moved."""
+        return f"{self.quarantined(step)}{sha256}.damaged"
+
+    def parse_folder(self, name: str) -> int | None:
+        """Return the step of a folder's name such as ``step_000001000``; None for other names."""
+        match = re.fullmatch(r"step_([0-9]{9,})", name)
+        return int(match[1]) if match else None
+
+    def parse_part(self, key: str) -> tuple[int, str] | None:
+        """Return the step and the digest of a part's key; None for other keys."""
+        pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
+        match = re.fullmatch(pattern, key)
+        return (int(match[1]), match[2]) if match else None
+
+    def is_share(self, key: str) -> bool:
+        """Decide whether a key is that of the record of what one rank saved."""
+        pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
+        return re.fullmatch(pattern, key) is not None

@@ -1,0 +1,153 @@
+"""Keys of a dataset's objects."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigurationError
+from millrace.keys.names import RESERVED_FOLDERS, check_name
+
+_PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
+_SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
+
+
+def make_partition_name(split: str, number: int) -> str:
+    """Return the name of a partition, such as ``train-00007``."""
+    return f"{split}-{number:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """Name of a shard, such as ``train-00007-000012``.
+
+    Attributes:
+        partition: Name of the shard's partition.
+        number: Number of the shard within its partition.
+    """
+
+    partition: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}-{self.number:06d}"
+
+    @classmethod
+    def parse(cls, stem: str) -> "ShardName | None":
+        """Parse a name such as ``train-00007-000012``; return None for any other text."""
+        match = _SHARD.fullmatch(stem)
+        return cls(match["partition"], int(match["number"])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetKeys:
+    """Keys of one dataset.
+
+    Attributes:
+        dataset: Name of the dataset: a prefix below the store's URL.
+    """
+
+    dataset: str
+
+    def __post_init__(self) -> None:
+        name = check_name(self.dataset, what="The dataset's name")
+        taken = sorted(RESERVED_FOLDERS.intersection(name.split("/")))
+        if name != self.dataset or taken:
+            why = (
+                f"has the folder {taken[0]!r} in it, which is reserved"
+                if taken
+                else "begins or ends with '/'"
+            )
+            raise ConfigurationError(
+                f"The dataset's name {self.dataset!r} {why}: choose another name."
+            )
+
+    @property
+    def plan(self) -> str:
+        """Key of the plan."""
+        return f"{self.dataset}/plan.json"
+
+    @property
+    def plan_removed(self) -> str:
+        """Key of the marker that a plan was removed. Uncommitted shards of it may remain."""
+        return f"{self.dataset}/plan-removed.json"
+
+    @property
+    def manifest(self) -> str:
+        """Key of the manifest, which completes the dataset."""
+        return f"{self.dataset}/manifest.json"
+
+    @property
+    def index(self) -> str:
+        """Key of the shard index, in the format of webdataset."""
+        return f"{self.dataset}/index.json"
+
+    @property
+    def listings(self) -> str:
+        """Prefix of the partitions' listings."""
+        return f"{self.dataset}/partitions/"
+
+    @property
+    def shards(self) -> str:
+        """Prefix of the shards."""
+        return f"{self.dataset}/shards/"
+
+    @property
+    def commits(self) -> str:
+        """Prefix of the commits."""
+        return f"{self.dataset}/commits/"
+
+    @property
+    def quarantined(self) -> str:
+        """Prefix of the rows that could not become samples."""
+        return f"{self.dataset}/quarantine/"
+
+    def listing(self, partition: str, digest: str) -> str:
+        """Return the key of a partition's list of source files.
+
+        Args:
+            partition: Name of the partition.
+            digest: Digest of the list, in hexadecimal. The key has its first 16 digits.
+        """
+        return f"{self.listings}{partition}-{digest[:16]}.jsonl"
+
+    def shard(self, name: ShardName, extension: str) -> str:
+        """Return the key of a shard."""
+        return f"{self.shards}{name}.{extension}"
+
+    def commit(self, name: ShardName) -> str:
+        """Return the key of a shard's commit."""
+        return f"{self.commits}{name}.json"
+
+    def commits_of(self, partition: str) -> str:
+        """Return the prefix of a partition's commits and of its end record."""
+        return f"{self.commits}{partition}-"
+
+    def end(self, partition: str) -> str:
+        """Return the key of a partition's end record."""
+        return f"{self.commits}{partition}-end.json"
+
+    def quarantine(self, name: ShardName) -> str:
+        """Return the key of the quarantined rows of a shard."""
+        return f"{self.quarantined}{name}.jsonl"
+
+    def parse_commit(self, key: str) -> "ShardName | None":
+        """Return the shard whose commit has this key; None for other keys."""
+        stem = key.removeprefix(self.commits)
+        if stem == key or not stem.endswith(".json"):
+            return None
+        return ShardName.parse(stem.removesuffix(".json"))
+
+    def is_shard(self, key: str) -> bool:
+        """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
+        for prefix in (self.shards, self.quarantined):
+            stem = key.removeprefix(prefix).rpartition(".")[0]
+            if key.startswith(prefix) and ShardName.parse(stem) is not None:
+                return True
+        return False
+
+    def parse_end(self, key: str) -> str | None:
+        """Return the partition whose end record has this key; None for other keys."""
+        stem = key.removeprefix(self.commits)
+        if stem == key or not stem.endswith("-end.json"):
+            return None
+        partition = stem.removesuffix("-end.json")
+        return partition if _PARTITION.fullmatch(partition) else None

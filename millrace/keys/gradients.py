@@ -1,0 +1,120 @@
+"""Keys of a run's pseudo-gradients, and of the objects that its aggregator commits."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigurationError
+from millrace.keys.checkpoints import RESERVED_IN_JOBS
+from millrace.keys.names import check_name
+
+GATHERS = "gathers"
+RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
+"""Folders of a run or a job. No worker may have such a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientKeys:
+    """Keys of the pseudo-gradients of one run.
+
+    Attributes:
+        run: Name of the run: a prefix below the store's URL.
+        version: Version of the workers' program. Gradients of other versions are ignored.
+    """
+
+    run: str
+    version: str
+
+    def __post_init__(self) -> None:
+        for what, name in (("The run's name", self.run), ("The version", self.version)):
+            if check_name(name, what=what) != name:
+                raise ConfigurationError(
+                    f"{what} {name!r} begins or ends with '/': leave those slashes out."
+                )
+
+    def worker(self, uid: str) -> str:
+        """Return the prefix of all objects of a worker. Its credentials allow writes only there."""
+        if "/" in check_name(uid, what="The worker's name") or uid in RESERVED_WORKERS:
+            raise ConfigurationError(
+                f"The worker's name {uid!r} has a '/' in it, or is reserved "
+                f"({', '.join(sorted(RESERVED_WORKERS))}): choose another name."
+            )
+        return f"{self.run}/{uid}/"
+
+    def gradient(self, uid: str, window: int) -> str:
+        """Return the key of a worker's gradient of a window.
+
+        `parse` also accepts ``.pt``, the ending of files that `torch.save` wrote.
+        """
+        return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
+
+    def start_window(self, uid: str, window: int) -> str:
+        """Return the key of the marker of the window in which a worker began."""
+        return f"{self.worker(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
+
+    def parse(self, key: str) -> tuple[str, int] | None:
+        """Return the worker and the window of a gradient's key; None for other keys."""
+        return self._parse_name(key, "gradient", r"(safetensors|pt)")
+
+    def parse_start_window(self, key: str) -> tuple[str, int] | None:
+        """Return the worker and the window of a start marker's key; None for other keys."""
+        return self._parse_name(key, "start_window", "json")
+
+    def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
+        pattern = (
+            re.escape(self.run)
+            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>[0-9]{{9,}})-(?P=uid)-v"
+            + re.escape(self.version)
+            + rf"\.{ending}"
+        )
+        match = re.fullmatch(pattern, key)
+        if match is None or match["window"] != f"{int(match['window']):09d}":
+            return None  # with more zeros, one window would have many names
+        return match["uid"], int(match["window"])
+
+
+@dataclass(frozen=True, slots=True)
+class ChainKeys:
+    """Keys of the objects that the aggregator of one run commits.
+
+    Attributes:
+        run: Name of the run.
+        version: Version of the workers' program.
+    """
+
+    run: str
+    version: str
+
+    @property
+    def job(self) -> str:
+        """Name of the job of the aggregator's checkpoints, and prefix of all that it writes."""
+        return f"{self.run}/{GATHERS}/{self.version}"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the job."""
+        return f"{self.job}/"
+
+    @property
+    def links(self) -> str:
+        """Prefix of the links."""
+        return f"{self.prefix}chain/"
+
+    def link(self, window: int) -> str:
+        """Return the key of a window's link: created once.
+
+        The link of window 0 names a checkpoint.
+        """
+        return f"{self.links}{window:09d}.json"
+
+    def parse_link(self, key: str) -> int | None:
+        """Return the window whose link has this key; None for other keys."""
+        match = re.fullmatch(re.escape(self.links) + r"([0-9]{9,18})\.json", key)
+        return int(match[1]) if match and self.link(int(match[1])) == key else None
+
+    def opening(self, window: int) -> str:
+        """Return the key of the rules that hold for a window: created once, as it opens."""
+        return f"{self.prefix}windows/{window:09d}.json"
+
+    def update(self, step: int, sha256: str) -> str:
+        """Return the key of a merged gradient, from its step and the digest of its bytes."""
+        return f"{self.prefix}{step:09d}-{sha256}.npz"

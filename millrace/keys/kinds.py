@@ -1,0 +1,234 @@
+"""Classification of objects by their keys."""
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millrace.keys.campaigns import CampaignKeys, parse_campaign
+from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
+from millrace.keys.cleanup import CLEANING
+from millrace.keys.cooldowns import COOLDOWNS
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.gradients import GATHERS, RESERVED_WORKERS, ChainKeys
+from millrace.keys.leases import MEMBERS, make_lease_prefix
+from millrace.keys.members import make_member_prefix
+from millrace.keys.names import NAME_PATTERN, is_valid_name
+from millrace.keys.rentals import MACHINES, RENTALS, RentalKeys
+
+
+class ObjectKind(StrEnum):
+    """Kind of an object that Millrace names."""
+
+    GRADIENT = "gradient"
+    START_WINDOW = "start window"
+    UPDATE = "merged gradient"
+    LINK = "link"
+    OPENING = "opening"  # the rules of a window
+    CHECKPOINT = "checkpoint"
+    DATASET = "dataset"
+    TEMPORARY = "temporary"  # a probe, a cleanup plan, a report of a rented machine
+    RECORD = "record"  # a lease, the end of an epoch, a rental: what happened
+    JUNK = "junk"  # below a worker's own prefix, with a name that is not Millrace's
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifiedKey:
+    """Kind and owner of the object under a key.
+
+    Attributes:
+        kind: Kind of the object.
+        scope: Name of the run, the job or the dataset of the object; empty if it has none.
+        version: Version of the workers' program; empty if the key has none.
+        number: Window or step; -1 if the key has none.
+        worker: Name of the worker or member whose prefix the object is below; empty for others.
+    """
+
+    kind: ObjectKind
+    scope: str
+    version: str = ""
+    number: int = -1
+    worker: str = ""
+
+    @property
+    def lease_scope(self) -> str:
+        """Scope of the leases that are held while a process works on the object's run or job."""
+        if self.version:
+            return ChainKeys(self.scope, self.version).job
+        return self.scope
+
+
+_WORKER_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
+    r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
+)
+
+
+_CHAIN_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
+    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>[0-9]{9,})\.json"
+    r"|windows/(?P<opening>[0-9]{9,})\.json)"
+)
+
+
+_CHECKPOINT_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
+)
+
+
+_DATASET_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|(?:partitions|commits)/[^/]+\.jsonl?"
+    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
+)
+
+
+_MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
+_TEMPORARY_KEY = re.compile(
+    rf"(?:(?P<scope>{NAME_PATTERN})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
+    rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
+    r"|[0-9]{8}T[0-9]{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
+)
+
+
+_RECORD_KEY = re.compile(
+    rf"(?P<scope>(?:{RENTALS}/)?{NAME_PATTERN})/(?:lease/.+\.(?:json|beat|end)"
+    rf"|epochs/[0-9]{{6,}}\.json|{COOLDOWNS}/[0-9]{{6,}}/.+)"
+)
+
+
+_MEMBER_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{MEMBERS}/(?P<uid>[^/]+)/{COOLDOWNS}/[0-9]{{6,}}/"
+    r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
+)
+
+
+_KIND_PATTERNS = (
+    (ObjectKind.CHECKPOINT, _CHECKPOINT_KEY),
+    (ObjectKind.DATASET, _DATASET_KEY),
+    (ObjectKind.TEMPORARY, _TEMPORARY_KEY),
+    (ObjectKind.RECORD, _RECORD_KEY),
+)
+
+
+_CAMPAIGN_KEY = re.compile(
+    rf"(?:(?P<run>run)|model/(?:lease/)?{MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
+)
+
+
+@dataclass(slots=True)
+class WorkerPrefixes:
+    """Prefixes that each belong to one worker or member, as the objects of a bucket prove.
+
+    A key alone does not prove a prefix: ``data/w1/notes.txt`` may belong to a user. Proofs are:
+
+    - a gradient, a start window or a vote: only the worker has credentials to write there;
+    - the plan of a campaign: its workers have the prefixes of `CampaignKeys.list_write_prefixes`.
+
+    A worker can forge proofs below its own prefix only. Therefore the outermost prefix counts.
+    """
+
+    _owners: dict[str, ClassifiedKey] = field(default_factory=dict[str, ClassifiedKey])
+    _campaigns: set[str] = field(default_factory=set[str])
+
+    def learn(self, key: str) -> None:
+        """Add the prefix that a key proves, if the key is a proof.
+
+        Args:
+            key: Key of an object in the bucket, or in a related bucket.
+        """
+        if (campaign := parse_campaign(key)) is not None:
+            self._campaigns.add(campaign)
+        what = classify_key(key)
+        if what is None or not what.worker:
+            return
+        junk = ClassifiedKey(ObjectKind.JUNK, what.scope, worker=what.worker)
+        if what.kind in {ObjectKind.GRADIENT, ObjectKind.START_WINDOW}:
+            self._owners[f"{what.scope}/{what.worker}/"] = junk
+            return
+        self._owners[make_member_prefix(what.scope, what.worker)] = junk
+        self._owners[f"{make_lease_prefix(what.scope)}{MEMBERS}/{what.worker}/"] = junk
+
+    def find(self, key: str) -> ClassifiedKey | None:
+        """Return `ObjectKind.JUNK` with the worker whose prefix a key is below, or None.
+
+        `classify_key` first decides whether the key is one of Millrace's names.
+        """
+        end = key.find("/")
+        while end >= 0:
+            if owner := self._owners.get(key[: end + 1]):
+                return owner
+            match = _CAMPAIGN_KEY.match(key, end + 1) if key[:end] in self._campaigns else None
+            if match:
+                keys = CampaignKeys(key[:end])
+                return ClassifiedKey(
+                    ObjectKind.JUNK, keys.run if match["run"] else keys.job, worker=match["uid"]
+                )
+            end = key.find("/", end + 1)
+        return None
+
+
+def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedKey | None:
+    """Return the kind of an object from its key; None if the key is not one of Millrace's names.
+
+    Objects of one checkpoint or dataset all have the same kind. `CheckpointKeys` and `DatasetKeys`
+    distinguish them.
+
+    Args:
+        key: Key of the object. No text raises an error.
+        workers: Prefixes of workers. Any other key below one of them is `ObjectKind.JUNK`.
+            Without prefixes, such a key has no kind.
+    """
+    what = _classify(key)
+    return workers.find(key) if what is None and workers is not None else what
+
+
+def _classify(key: str) -> ClassifiedKey | None:
+    leaf = key.rpartition("/")[2]
+    if leaf.startswith(("gradient-", "start_window-")):
+        return _classify_worker_key(key)
+    if key.startswith(f"{MACHINES}/"):
+        return _classify_machine_key(key)
+    if match := _MEMBER_KEY.fullmatch(key):
+        kind = ObjectKind.RECORD if match["record"] else ObjectKind.TEMPORARY
+        return ClassifiedKey(kind, match["scope"], worker=match["uid"])
+    match = _CHAIN_KEY.fullmatch(key)
+    if match and is_valid_name(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
+        kind, number = (
+            (ObjectKind.UPDATE, match["step"])
+            if match["step"]
+            else (ObjectKind.LINK, match["window"])
+            if match["window"]
+            else (ObjectKind.OPENING, match["opening"])
+        )
+        return ClassifiedKey(kind, match["scope"], match["version"], int(number))
+    for kind, pattern in _KIND_PATTERNS:
+        match = pattern.fullmatch(key)
+        if match is None or (
+            kind in _KEYS_BY_KIND and not is_valid_name(_KEYS_BY_KIND[kind], match["scope"])
+        ):
+            continue
+        number = int(match["number"]) if kind is ObjectKind.CHECKPOINT else -1
+        return ClassifiedKey(kind, match["scope"] or "", number=number)
+    return None
+
+
+def _classify_machine_key(key: str) -> ClassifiedKey | None:
+    machine = _MACHINE_KEY.fullmatch(key)
+    if machine is None or not is_valid_name(RentalKeys, machine["rental"]):
+        return None
+    return ClassifiedKey(ObjectKind.TEMPORARY, RentalKeys(machine["rental"]).scope)
+
+
+def _classify_worker_key(key: str) -> ClassifiedKey | None:
+    match = _WORKER_KEY.fullmatch(key)
+    if match is None or match["uid"] in RESERVED_WORKERS:
+        return None
+    kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW
+    if (match["ending"] == "json") is (kind is ObjectKind.GRADIENT):
+        return None
+    return ClassifiedKey(kind, match["scope"], match["version"], int(match["number"]), match["uid"])
+
+
+_KEYS_BY_KIND: dict[ObjectKind, type[DatasetKeys] | type[CheckpointKeys]] = {
+    ObjectKind.CHECKPOINT: CheckpointKeys,
+    ObjectKind.DATASET: DatasetKeys,
+}

@@ -1,0 +1,70 @@
+"""Keys of leases."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.keys.names import is_plain
+
+MEMBERS = "members"
+"""Folder of the leases of a job's members."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseKeys:
+    """Keys of one lease. Each new holder begins a new epoch of the lease.
+
+    Attributes:
+        scope: Name of the dataset, job, run or rental that the lease belongs to.
+        name: Name of the lease within the scope.
+    """
+
+    scope: str
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the lease's objects."""
+        return f"{self.scope}/lease/{self.name}/"
+
+    def epoch(self, number: int) -> str:
+        """Return the key of the record that names an epoch's holder: created once."""
+        return f"{self.prefix}{number:06d}.json"
+
+    def beat(self, number: int) -> str:
+        """Return the key of the holder's heartbeat: overwritten while the lease is held."""
+        return f"{self.prefix}{number:06d}.beat"
+
+    def end(self, number: int) -> str:
+        """Return the key of the marker that the holder released the lease: created once."""
+        return f"{self.prefix}{number:06d}.end"
+
+    def parse(self, key: str) -> tuple[int, str] | None:
+        """Return the epoch and the kind of a key (``json``, ``beat``, ``end``); None for others."""
+        match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
+        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `epoch` writes
+            return None
+        return int(match[1]), match[2]
+
+
+def make_clock_probe_key(scope: str, holder: str) -> str:
+    """Return the key of an object whose modification time shows the store's clock."""
+    return f"{scope}/lease/clock/{holder}"
+
+
+def make_lease_prefix(scope: str) -> str:
+    """Return the prefix of all leases of a scope."""
+    return f"{scope}/lease/"
+
+
+def parse_lease(scope: str, key: str) -> LeaseKeys | None:
+    """Return the keys of the lease that a key belongs to; None if the key is not a lease's.
+
+    A key below the lease of a member is none: it could have the name of another member.
+    """
+    if not is_plain(key):
+        return None
+    name = key.removeprefix(make_lease_prefix(scope)).rpartition("/")[0]
+    if name.startswith(f"{MEMBERS}/") and name.count("/") > 1:
+        return None
+    keys = LeaseKeys(scope, name)
+    return keys if keys.parse(key) else None

@@ -1,0 +1,135 @@
+"""Keys of rentals, and of the reports of rented machines."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigurationError
+from millrace.keys.leases import LeaseKeys
+from millrace.keys.names import RESERVED_FOLDERS, check_name, is_valid_name
+
+RENTALS = "_rentals"
+"""Folder of the owner's records on rented machines. No rented machine may write there."""
+MACHINES = "_machines"
+"""Folder of the reports that rented machines write about themselves."""
+INSTALLATION = f"{RENTALS}/installation.json"
+"""Key of the name of this installation, which tells its machines from others of the account."""
+
+
+@dataclass(frozen=True, slots=True)
+class RentalKeys:
+    """Keys of one rental: machines that are rented for one purpose.
+
+    Attributes:
+        name: Name of the rental.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if check_name(
+            self.name, what="The rental's name"
+        ) != self.name or RESERVED_FOLDERS.intersection(self.name.split("/")):
+            raise ConfigurationError(
+                f"The rental's name {self.name!r} begins or ends with '/', or has a reserved "
+                f"folder in it ({', '.join(sorted(RESERVED_FOLDERS))}): choose another name."
+            )
+
+    @property
+    def scope(self) -> str:
+        """Scope of the rental's lease, and prefix of its records."""
+        return f"{RENTALS}/{self.name}"
+
+    @property
+    def lease(self) -> LeaseKeys:
+        """Lease of the owner: the process that uses the machines and gives them back."""
+        return LeaseKeys(self.scope, "owner")
+
+    @property
+    def owner(self) -> str:
+        """Key of the owner's heartbeat, which machines read: overwritten while the owner lives."""
+        return f"{self.scope}/owner.txt"
+
+    @property
+    def attempts(self) -> str:
+        """Prefix of the attempts to rent a machine."""
+        return f"{self.scope}/attempts/"
+
+    def attempt(self, number: int) -> str:
+        """Return the prefix of all records of one attempt."""
+        return f"{self.attempts}{number:06d}-"
+
+    def intent(self, number: int) -> str:
+        """Return the key of the intent of an attempt: created before the machine is rented."""
+        return f"{self.attempt(number)}intent.json"
+
+    def contract(self, number: int) -> str:
+        """Return the key of the contract that resulted from an attempt."""
+        return f"{self.attempt(number)}contract.json"
+
+    def detached(self, number: int) -> str:
+        """Return the key of the record that a machine keeps running without an owner."""
+        return f"{self.attempt(number)}left.json"
+
+    def returned(self, number: int) -> str:
+        """Return the key of the record that a machine was given back, or was never rented."""
+        return f"{self.attempt(number)}returned.json"
+
+    def parse(self, key: str) -> tuple[int, str] | None:
+        """Return the attempt and the kind of a record's key; None for other keys.
+
+        Kinds are ``intent``, ``contract``, ``left`` and ``returned``.
+        """
+        pattern = re.escape(self.attempts) + r"([0-9]{6,})-(intent|contract|left|returned)\.json"
+        match = re.fullmatch(pattern, key)
+        return (int(match[1]), match[2]) if match else None
+
+    def machine(self, number: int) -> str:
+        """Return the prefix of all objects that one machine may write."""
+        return f"{MACHINES}/{self.name}/{number:06d}/"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKeys:
+    """Keys of the reports of one rented machine.
+
+    Attributes:
+        prefix: Prefix of the machine, from `RentalKeys.machine`.
+    """
+
+    prefix: str
+
+    @property
+    def files(self) -> str:
+        """Key of the files that the machine needs. Only this object is written by the owner."""
+        return f"{self.prefix}files.json"
+
+    @property
+    def setup(self) -> str:
+        """Key of the report on the installation, with its last lines of output: overwritten."""
+        return f"{self.prefix}setup.json"
+
+    @property
+    def heartbeat(self) -> str:
+        """Key of the machine's heartbeat: overwritten while the machine runs."""
+        return f"{self.prefix}beat.json"
+
+    @property
+    def logs(self) -> str:
+        """Prefix of the program's output."""
+        return f"{self.prefix}log/"
+
+    def log(self, number: int) -> str:
+        """Return the key of one piece of the program's output: created once."""
+        return f"{self.logs}{number:06d}.txt"
+
+    @property
+    def program_exit(self) -> str:
+        """Key of the report on how the program ended."""
+        return f"{self.prefix}ended.json"
+
+
+def parse_rental(key: str) -> str | None:
+    """Return the name of the rental of an attempt's key; None for other keys."""
+    name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
+    ours = slash and key.startswith(f"{RENTALS}/") and is_valid_name(RentalKeys, name)
+    return name if ours else None

@@ -1,0 +1,225 @@
+"""Messages between the driver and the agents.
+
+The driver sends orders, an agent answers with events. A message is a JSON object: ``type`` names
+its class, the other members are the fields of the class. Agents import this module, so it needs
+the standard library alone.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from millrace.swarm.protocol import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPiece:
+    """Order to fetch a piece.
+
+    Attributes:
+        piece: Number of the piece.
+        source: Node that gives the piece; empty for the store.
+        digest: SHA-256 that the piece must have; empty for a read from the store.
+    """
+
+    piece: int
+    source: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropPiece:
+    """Order to forget a piece, whose copy is wrong or cannot be confirmed."""
+
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class VoidDigest:
+    """Order to ignore the digest of a file, which is not a digest of the file's bytes."""
+
+    file: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddPeer:
+    """Notice that a node has joined.
+
+    Attributes:
+        node: Id of the node.
+        endpoint: Address of the node's agent.
+    """
+
+    node: str
+    endpoint: Endpoint
+
+
+Order: TypeAlias = FetchPiece | DropPiece | VoidDigest | AddPeer
+
+
+@dataclass(frozen=True, slots=True)
+class BytesReceived:
+    """Bytes have arrived since the last answer, though no piece is complete.
+
+    Attributes:
+        total: Bytes that the agent has received in this run.
+    """
+
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceWritten:
+    """A piece has arrived and is on disk.
+
+    Attributes:
+        piece: Number of the piece.
+        source: Node that gave the piece; empty for the store.
+        digest: SHA-256 of the piece.
+        size: Bytes of the piece.
+    """
+
+    piece: int
+    source: str
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRedundant:
+    """A piece was there already when its transfer began or ended.
+
+    Attributes:
+        piece: Number of the piece.
+        source: Source of the transfer; empty for the store.
+        size: Bytes that the transfer moved.
+    """
+
+    piece: int
+    source: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFailed:
+    """A transfer has failed.
+
+    Attributes:
+        piece: Number of the piece.
+        source: Source of the transfer; empty for the store.
+        reason: Reason, in words.
+        status: HTTP status of the source; 0 if there was none.
+        is_wrong: Whether the bytes did not have the digest of the order.
+    """
+
+    piece: int
+    source: str
+    reason: str
+    status: int = 0
+    is_wrong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRetried:
+    """A read from the store has failed, and is tried again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FilesReady:
+    """Files are complete and in place."""
+
+    files: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileUnusable:
+    """A file cannot be put in place, such as an archive that cannot be unpacked."""
+
+    file: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestMismatch:
+    """All bytes of a file are there, and have another digest than the file.
+
+    Attributes:
+        file: Number of the file.
+        digest: Digest of the bytes.
+    """
+
+    file: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailed:
+    """The node cannot go on."""
+
+    reason: str
+
+
+NodeEvent: TypeAlias = (
+    BytesReceived
+    | PieceWritten
+    | PieceRedundant
+    | PieceFailed
+    | ReadRetried
+    | FilesReady
+    | FileUnusable
+    | DigestMismatch
+    | NodeFailed
+)
+
+ORDER_TYPES: dict[str, type[Order]] = {
+    "fetch-piece": FetchPiece,
+    "drop-piece": DropPiece,
+    "void-digest": VoidDigest,
+    "add-peer": AddPeer,
+}
+"""Classes of orders by their ``type``."""
+
+EVENT_TYPES: dict[str, type[NodeEvent]] = {
+    "bytes-received": BytesReceived,
+    "piece-written": PieceWritten,
+    "piece-redundant": PieceRedundant,
+    "piece-failed": PieceFailed,
+    "read-retried": ReadRetried,
+    "files-ready": FilesReady,
+    "file-unusable": FileUnusable,
+    "digest-mismatch": DigestMismatch,
+    "node-failed": NodeFailed,
+}
+"""Classes of events by their ``type``."""
+
+_TYPES: dict[type, str] = {kind: name for name, kind in (ORDER_TYPES | EVENT_TYPES).items()}
+_FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _TYPES}
+
+
+def encode_message(message: Order | NodeEvent) -> dict[str, Any]:
+    """Return the JSON object of a message."""
+    kind = type(message)
+    content = {name: getattr(message, name) for name in _FIELDS[kind]}
+    if isinstance(message, AddPeer):
+        content["endpoint"] = encode_endpoint(message.endpoint)
+    return {"type": _TYPES[kind], **content}
+
+
+def encode_endpoint(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the JSON object of an agent's address."""
+    return {each.name: getattr(endpoint, each.name) for each in fields(endpoint)}
+
+
+def decode_order(data: dict[str, Any]) -> Order:
+    """Return the order of a JSON object. The driver is trusted, its version was compared before.
+
+    Raises:
+        KeyError: There is no such order.
+        TypeError: A field is missing, or the order has no such field.
+    """
+    content = dict(data)
+    kind = ORDER_TYPES[content.pop("type")]
+    if kind is AddPeer:
+        content["endpoint"] = Endpoint(**content["endpoint"])
+    return kind(**content)

@@ -1,0 +1,86 @@
+from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.gradients import GradientKeys
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
+from millrace.keys.leases import LeaseKeys
+
+
+def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
+    keys = CooldownKeys("c/model", 3)
+    for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
+        assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
+    for key in (keys.draft("m"), keys.part("m", "a" * 64)):
+        assert classify_key(key) == ClassifiedKey(ObjectKind.TEMPORARY, "c/model", worker="m")
+
+
+def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk():
+    keys, cooldown = GradientKeys("runs/one", "1"), CooldownKeys("jobs/a", 3)
+    workers = WorkerPrefixes()
+    proofs = [keys.gradient("w1", 3), cooldown.vote("m"), CampaignKeys("team/c").plan]
+    for key in proofs:
+        workers.learn(key)
+    mine = ClassifiedKey(ObjectKind.JUNK, "runs/one", worker="w1")
+    for rest in (
+        "x",
+        "a/b",
+        "/x",
+        "a//b",
+        "../../x",
+        "\x1b[2J",
+        "x" * 900,
+        "gathers/1/x",
+        "y/gradient-000000003-w1-v1.pth",
+        "gradient-000000003-w2-v1.safetensors",
+    ):
+        assert classify_key(f"runs/one/w1/{rest}", workers) == mine
+    for prefix in ("jobs/a/members/m/", "jobs/a/lease/members/m/"):
+        assert classify_key(f"{prefix}x", workers) == ClassifiedKey(
+            ObjectKind.JUNK, "jobs/a", worker="m"
+        )
+    for prefix in CampaignKeys("team/c").list_write_prefixes(7):
+        scope = "team/c/run" if "/run/" in prefix else "team/c/model"
+        assert classify_key(f"{prefix}x", workers) == ClassifiedKey(
+            ObjectKind.JUNK, scope, worker="worker-7"
+        )
+    for key in [
+        *proofs[:2],
+        LeaseKeys("team/c/model", "members/worker-7").epoch(0),
+        CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
+        CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
+    ]:
+        assert classify_key(key, workers) == classify_key(key)
+        assert classify_key(key) is not None
+    for key in (
+        "runs/one/w2/x",
+        "runs/one/w1",
+        "runs/one/x",
+        "runs/w1/x",
+        "w1/x",
+        "/runs/one/w1/x",
+        "jobs/a/members/n/x",
+        "team/c/run/worker-x/x",
+        "team/c/run/x",
+        "team/c/notes.txt",
+        "team/c/campaign/notes.txt",
+        "team/d/run/worker-7/x",
+    ):
+        assert classify_key(key, workers) is None
+
+
+def test_a_worker_cannot_put_its_junk_down_to_another():
+    workers = WorkerPrefixes()
+    for key in (
+        "c/run/worker-1/c/run/worker-2/gradient-000000000-worker-2-v1.safetensors",
+        "c/run/worker-1/c/campaign/plan.json",
+        "c/campaign/plan.json",
+    ):
+        workers.learn(key)
+    for rest in ("c/run/worker-2/x", "c/model/members/worker-3/x"):
+        found = classify_key(f"c/run/worker-1/{rest}", workers)
+        assert found == ClassifiedKey(ObjectKind.JUNK, "c/run", worker="worker-1")
+
+
+def test_a_number_in_digits_of_another_script_is_none_of_ours():
+    assert CheckpointKeys("a").parse_folder("step_٣٣٣٣٣٣٣٣٣") is None
+    assert classify_key("a/checkpoints/step_٣٣٣٣٣٣٣٣٣/metadata.json") is None

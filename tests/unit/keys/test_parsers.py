@@ -1,0 +1,54 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.kinds import classify_key
+from millrace.keys.leases import LeaseKeys, parse_lease
+from millrace.keys.rentals import MachineKeys, RentalKeys, parse_rental
+
+WORDS = [
+    "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
+    "_machines", "_rentals", "_cleaning", "lease", "clock", "attempts", "gathers", "chain",
+    "windows", "epochs", "cooldowns", "claims", "ended", "checkpoints", "members", "commits",
+    "partitions", "shards", "quarantine", "000000", "000000001", "0" * 600, "step_000000001",
+    "step_٣٣٣٣٣٣٣٣٣", "000000.json", "000001-intent.json", "000000001.json", "plan.json",
+    "train-00000-000000.tar", "gradient-000000001-a-v1.safetensors", "owner", "1",
+    f"000000001-{'a' * 64}.npz",
+]  # fmt: skip
+OURS = [
+    MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
+    LeaseKeys("a", "owner").epoch(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
+    CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "a" * 64),
+    GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
+]  # fmt: skip
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> str:
+    """A key of ours in which folders were replaced, added and left out."""
+    parts = draw(st.sampled_from(OURS)).split("/")
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, len(parts)))
+        parts[start : start + draw(st.integers(0, 1))] = [draw(st.sampled_from(WORDS))]
+    return "/".join(parts)
+
+
+@settings(max_examples=2000)
+@given(keys())
+def test_no_key_that_anybody_may_write_fails_a_parser(key):
+    parsers = [
+        classify_key, parse_rental, ShardName.parse, DatasetKeys("a").parse_commit,
+        DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
+        CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
+        GradientKeys("a", "1").parse_start_window,
+        CheckpointKeys("a").parse_epoch, lambda key: CooldownKeys("a", 0).parse_part("b", key),
+        RentalKeys("a").parse, lambda key: parse_lease("a", key),
+    ]  # fmt: skip
+    for parse in parsers:
+        parse(key)
+    what = classify_key(key)
+    if what is not None and what.version:
+        assert ChainKeys(what.scope, what.version).job == what.lease_scope

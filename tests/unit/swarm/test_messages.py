@@ -1,0 +1,117 @@
+"""Messages of the swarm: their JSON, the check of what agents send, and other versions."""
+
+import json
+
+import pytest
+
+from millrace.swarm import messages, protocol
+from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.driving.run_spec import serialize_plan
+from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.messages import (
+    EVENT_TYPES,
+    AddPeer,
+    BytesReceived,
+    DigestMismatch,
+    DropPiece,
+    FetchPiece,
+    FilesReady,
+    FileUnusable,
+    NodeFailed,
+    PieceFailed,
+    PieceRedundant,
+    PieceWritten,
+    ReadRetried,
+    VoidDigest,
+    decode_order,
+    encode_message,
+)
+from millrace.swarm.pieces import File, catalogue_of
+from millrace.swarm.protocol import Endpoint, VersionError
+from millrace.swarm.run import RunSpec
+from millrace.swarm.settings import PrewarmSettings
+
+DIGEST = "0" * 64
+ORDERS = (
+    FetchPiece(3, "node-b", DIGEST),
+    DropPiece(3),
+    VoidDigest(1),
+    AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", DIGEST)),
+)
+EVENTS = (
+    BytesReceived(5),
+    PieceWritten(0, "", DIGEST, 10),
+    PieceRedundant(1, "node-b", 0),
+    PieceFailed(1, "node-b", "wrong bytes", is_wrong=True),
+    PieceFailed(0, "", "gone", 404),
+    ReadRetried("a reset connection"),
+    FilesReady([0]),
+    FileUnusable(0, "no tar"),
+    DigestMismatch(0, DIGEST),
+    NodeFailed("the disk is full"),
+)
+CHECKER = EventChecker([10, 20], 1, {"node-b"})
+
+
+def as_json(message):
+    """Send a message through JSON."""
+    return json.loads(json.dumps(encode_message(message)))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_an_order_is_read_as_it_was_sent(order):
+    assert decode_order(as_json(order)) == order
+
+
+def test_events_are_read_as_they_were_sent():
+    assert CHECKER.read_events([as_json(event) for event in EVENTS]) == list(EVENTS)
+    assert {type(event) for event in EVENTS} == set(EVENT_TYPES.values())
+
+
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        (PieceWritten(0, "", DIGEST, 10), {"size": 9}),
+        (PieceWritten(0, "", DIGEST, 10), {"size": True}),
+        (PieceWritten(0, "", DIGEST, 10), {"piece": 2}),
+        (PieceWritten(0, "", DIGEST, 10), {"source": "node-c"}),
+        (PieceWritten(0, "", DIGEST, 10), {"digest": "x"}),
+        (PieceRedundant(0, "", 10), {"size": 9}),
+        (PieceFailed(0, "", "gone"), {"is_wrong": True}),
+        (PieceFailed(0, "", "gone"), {"is_wrong": 1}),
+        (PieceFailed(0, "", "gone"), {"reason": 7}),
+        (FilesReady([0]), {"files": [1]}),
+        (NodeFailed("full"), {"type": "fetch-piece"}),
+        (NodeFailed("full"), {"type": ["node-failed"]}),
+    ],
+)
+def test_an_event_that_no_agent_sends_is_refused(event, change):
+    with pytest.raises(ProtocolError):
+        CHECKER.read_events([as_json(event) | change])
+
+
+def make_body() -> bytes:
+    """Make the body that starts a run."""
+    settings = PrewarmSettings.model_validate(
+        {
+            "stores": {"s": {"url": "memory://x"}},
+            "requests": [{"store": "s", "key": "a"}],
+            "root": "/srv",
+            "check": CacheCheck.SAMPLED,
+        }
+    )
+    catalogue = catalogue_of([File("a", 1, "e", "s3://b/a")])
+    return b"{}\n" + serialize_plan(settings, catalogue, ["url"], b"key")
+
+
+def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
+    assert RunSpec.parse(make_body()).sources == ["url"]
+    monkeypatch.setattr("millrace.swarm.driving.run_spec.VERSION", protocol.VERSION + 1)
+    with pytest.raises(VersionError, match=r"driver speaks version 2 .* and this Millrace version"):
+        RunSpec.parse(make_body())
+
+
+def test_the_version_of_another_side_may_be_anything():
+    for stated in (None, "2", [1], True, 1.0):
+        assert "no version that can be read" in str(VersionError(stated, "agent"))
+    assert messages.Endpoint is Endpoint  # agents import one class of addresses
