@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from millrace import errors
+from millrace.audit import check_access as check_store
 from millrace.storage import Backend, Credentials, Location, Right, Store, StoreSpec, open_store
-from millrace.storage import check_access as check_store
 
 _HIDDEN = "*" * 8
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from prefect import flow
 
-from millrace.cleanup import StaleUploadsResult
+from millrace.cleanup import StaleUploads
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import abort_stale_uploads, raise_failures, report_uploads
@@ -22,7 +22,7 @@ def abort_uploads(
     buckets: list[BucketLocation],
     older_than: Duration = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
-) -> dict[str, StaleUploadsResult] | None:
+) -> dict[str, StaleUploads] | None:
     """Abort unfinished uploads, which no listing shows and the store bills.
 
     Args:
@@ -30,7 +30,7 @@ def abort_uploads(
         older_than: Age of the uploads, by the store's clock. Choose more than any upload takes.
         dry_run: Only show the uploads.
     """
-    found: dict[str, StaleUploadsResult] = {}
+    found: dict[str, StaleUploads] = {}
     missing: list[str] = []
     for bucket in buckets:
         location = find_location(bucket)

@@ -31,6 +31,10 @@ class DeniedError(MillraceError):
     reason: str = ""
 
 
+class ReadOnlyError(DeniedError):
+    """The credentials may list objects, but not write, overwrite or delete them."""
+
+
 class ChangedError(MillraceError):
     """An object was replaced: its ETag, size or time differs from that of an earlier request."""
 

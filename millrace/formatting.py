@@ -20,6 +20,15 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit: ``23.4 GB``."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} PB"
+
+
 def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:
     """Return a text on one line, without what does not print, and cut to a length.
 

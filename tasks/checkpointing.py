@@ -1,27 +1,25 @@
 """Tasks that verify and copy checkpoints."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import errors
+from millrace import audit, errors
 from millrace.checkpoints import (
     HubSpec,
     SavedSource,
     StoreDestination,
     VerifyDepth,
-    copy_checkpoint,
+    destinations,
     find_jobs,
     iterate_checkpoints,
     open_destination,
     survey,
     verify,
 )
-from millrace.progress import Event
-from millrace.schemas.checkpoint import Checkpoint
+from millrace.checkpoints.destinations import TransferredCheckpoint
 from millrace.storage import StoreSpec, open_store
 from tasks.formatting import (
     format_count,
@@ -40,7 +38,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +60,13 @@ class CheckpointVerification:
     faults: tuple[str, ...]
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def list_jobs(spec: StoreSpec) -> list[str]:
     """List the jobs that may have checkpoints."""
     return list(find_jobs(open_store(spec, make_folder=False)))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[CheckpointVerification]:
     """Verify every checkpoint of a job. Changes nothing."""
     store = open_store(spec, make_folder=False)
@@ -99,70 +87,31 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
-    """A checkpoint that was copied to a destination.
-
-    Attributes:
-        url: URL of the destination.
-        checkpoint: The checkpoint as it was committed there.
-        sent_bytes: Bytes that this run sent; the others were there before.
-        seconds: Duration of the copy.
-    """
-
-    url: str
-    checkpoint: Checkpoint
-    sent_bytes: int
-    seconds: float
-
-
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
-    found = open_destination(target).probe(job)
-    if not found.is_ready:
-        raise errors.DeniedError(f"{found.verdict}: {found.reason}")
+    audit.check_destination(open_destination(target), job)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def transfer_checkpoint(
     source: SavedSource, target: StoreSpec | HubSpec, job: str
-) -> SavedCheckpoint:
+) -> TransferredCheckpoint:
     """Copy a checkpoint into a bucket or the Hub, verified on both sides."""
-    began, sent = time.monotonic(), 0
     origin, wanted = source.open()
-    destination = open_destination(target)
     with CheckpointProgress(make_artifact_key("progress", "save", job), wanted.size) as progress:
-
-        def handle_event(event: Event) -> None:
-            nonlocal sent
-            if event.name == "checkpoint.part":
-                sent += int(event.figures["sent"])
-            progress(event)
-
-        saved = copy_checkpoint(
-            StoreDestination(origin), wanted, destination, job, progress=handle_event
+        return destinations.transfer_checkpoint(
+            StoreDestination(origin), wanted, open_destination(target), job, progress=progress
         )
-    return SavedCheckpoint(destination.url, saved, sent, time.monotonic() - began)
 
 
 @task(cache_policy=NO_CACHE)
-def report_saved(saved: SavedCheckpoint) -> None:
+def report_saved(saved: TransferredCheckpoint) -> None:
     """Publish the report."""
     publish_report(describe_saved(saved), key="saved-checkpoint", description="Saved checkpoint")
 
 
-def describe_saved(saved: SavedCheckpoint) -> Markdown:
+def describe_saved(saved: TransferredCheckpoint) -> Markdown:
     """Return the report."""
     found = saved.checkpoint
     pace = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""

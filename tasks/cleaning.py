@@ -12,13 +12,14 @@ from millrace.cleanup import (
     CleanupResult,
     CleanupSettings,
     Rule,
-    StaleUploadsResult,
+    StaleUploads,
     StoreContents,
     WorkerJunk,
     abort_uploads,
     describe_rule,
     estimate_monthly_savings,
     execute,
+    find_stale_uploads,
     make_plan,
     plan_wipe,
     read_first_keys,
@@ -39,7 +40,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 _SHOWN = 50  # keys and errors in a report
 
@@ -113,12 +114,7 @@ def raise_failures(url: str, failures: tuple[DeleteFailure, ...]) -> None:
         )
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def plan_cleaning(settings: CleanupSettings) -> CleanupPlan:
     """Find the objects that the rules take. Deletes nothing."""
     with CleaningProgress(make_artifact_key("progress", "cleaning", "plan")) as progress:
@@ -127,35 +123,20 @@ def plan_cleaning(settings: CleanupSettings) -> CleanupPlan:
     return made
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def load_plan(spec: StoreSpec, name: str) -> CleanupPlan:
     """Return an earlier plan."""
     return read_plan(open_store(spec, make_folder=False), name)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def execute_plan(settings: CleanupSettings, plan: CleanupPlan) -> CleanupResult:
     """Delete the objects of a plan. A second try continues after the first."""
     with CleaningProgress(make_artifact_key("progress", "cleaning"), plan.objects) as progress:
         return execute(settings, plan.name, progress=progress)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def make_wipe_plan(spec: StoreSpec) -> CleanupPlan:
     """Plan the deletion of all objects of a store. Deletes nothing."""
     with CleaningProgress(make_artifact_key("progress", "wiping", "plan")) as progress:
@@ -164,12 +145,7 @@ def make_wipe_plan(spec: StoreSpec) -> CleanupPlan:
     return made
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def survey_bucket(spec: StoreSpec) -> StoreContents:
     """Count the objects that a wipe would delete. Writes nothing."""
     with CleaningProgress(make_artifact_key("progress", "wiping", "survey")) as progress:
@@ -185,17 +161,11 @@ def execute_wipe(
         return cleanup.wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
-def abort_stale_uploads(
-    spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool
-) -> StaleUploadsResult:
+@retried_task
+def abort_stale_uploads(spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> StaleUploads:
     """Find unfinished uploads, and abort them unless it is a dry run."""
-    return abort_uploads(spec, older_than=older_than, dry_run=dry_run)
+    found = find_stale_uploads(spec, older_than=older_than)
+    return found if dry_run else abort_uploads(spec, found)
 
 
 @task(cache_policy=NO_CACHE)
@@ -245,7 +215,7 @@ def report_cleaning(plan: CleanupPlan, done: CleanupResult) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-def report_uploads(found: Mapping[str, StaleUploadsResult]) -> None:
+def report_uploads(found: Mapping[str, StaleUploads]) -> None:
     """Publish the report."""
     text = describe_uploads(found)
     publish_report(text, key="unfinished-uploads", description="Unfinished uploads")
@@ -316,11 +286,11 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
     )
 
 
-def describe_uploads(found: Mapping[str, StaleUploadsResult]) -> Markdown:
+def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
     """Return the report of unfinished uploads."""
     aborted = any(one.is_aborted for one in found.values())
     whole = sum(one.size for one in found.values())
-    done = sum(len(one.uploads) - len(one.failures) for one in found.values())
+    done = sum(len(one.successes) for one in found.values())
     rows = [
         (format_code(url), len(one.uploads), format_size(one.size), one.recent, len(one.failures))
         for url, one in found.items()

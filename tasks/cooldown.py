@@ -30,7 +30,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,7 @@ class EpochEnd:
     faults: Mapping[str, str]
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def watch_epoch(
     spec: StoreSpec, job: str, epoch: int, timeout: timedelta, members: Sequence[str] = ()
 ) -> EpochEnd:

@@ -2,18 +2,9 @@
 
 import re
 
-from millrace.formatting import format_count
+from millrace.formatting import format_count, format_size
 
 __all__ = ["format_count", "format_duration", "format_rate", "format_size", "make_artifact_key"]
-
-
-def format_size(count: float) -> str:
-    """Format a number of bytes: ``23.4 GB``."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} PB"
 
 
 def format_rate(count: float, seconds: float) -> str:

@@ -8,18 +8,18 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from prefect import State, get_client, get_run_logger, task
+from prefect import State, get_client, get_run_logger
 from prefect.blocks.core import Block
-from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocks import Bucket
+from millrace.audit import check_access
 from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
-from millrace.storage import Location, Right, StoreSpec, check_access, open_store
-from tasks.retries import RETRY_DELAYS, should_retry
+from millrace.storage import Location, Right, StoreSpec, open_store
+from tasks.retries import retried_task
 
 B = TypeVar("B", bound=Block)
 
@@ -255,12 +255,7 @@ class SourceInput(SourceSettings, InputLocation):
         return {name: getattr(self, name) for name in SourceSettings.model_fields}
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def check_right(location: Bucket | str, right: Right, scope: str = "") -> None:
     """Refuse a run whose credentials are insufficient, before the run reads anything.
 

@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from millrace import gradients
 from millrace.gradients import AggregatorSettings, ChainLink, WeightsSource
@@ -25,7 +24,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 _SHOWN = 200  # windows in a report
 _ROWS = 50
@@ -50,23 +49,13 @@ class AggregationResult:
     seconds: float
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def find_last_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def check_weights(settings: WeightsSource, spec: StoreSpec) -> None:
     """Refuse a checkpoint that no run can begin with, before anything is created or rented.
 
@@ -78,23 +67,13 @@ def check_weights(settings: WeightsSource, spec: StoreSpec) -> None:
     gradients.check_weights(store, settings.job, step=settings.step, tensors=settings.tensors)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def begin_chain(settings: AggregatorSettings) -> None:
     """Commit the first link of a run, which workers wait for; open no window."""
     gradients.begin_chain(settings)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationResult:
     """Merge the windows after one. After a kill or a cancellation, a later run continues.
 
@@ -122,12 +101,7 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
     return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def report_windows(settings: AggregatorSettings, after: int) -> None:
     """Publish a report of the windows after one. The chain has all windows."""
     store, keys = open_store(settings.store), settings.run.chain

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from prefect import Task
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
 
@@ -21,3 +22,12 @@ def should_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     except Exception:  # noqa: BLE001 - any other error is final
         return False
     return False
+
+
+retried_task = task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+"""Decorator of a task that is tried again after a store did not answer or a worker was lost."""

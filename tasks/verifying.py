@@ -16,17 +16,12 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 _SHOWN = 100  # faulty shards in a report
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def list_complete_datasets(spec: StoreSpec) -> list[str]:
     """Return the datasets right below a store's URL that are complete."""
     store = open_store(spec, make_folder=False)
@@ -34,12 +29,7 @@ def list_complete_datasets(spec: StoreSpec) -> list[str]:
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verification:
     """Verify every shard of a dataset against its manifest."""
     found = datasets.verify_dataset(

@@ -27,7 +27,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,7 @@ class PrewarmResult:
     pace: Mapping[int, int] = field(repr=False)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def warm_nodes(settings: PrewarmSettings) -> PrewarmResult:
     """Put the missing files on every node. After a kill or a cancellation, a later run continues.
 

@@ -1,4 +1,4 @@
-"""Prove what the credentials of a bucket can and cannot do."""
+"""Proofs of the rights of credentials, before anything depends on them."""
 
 from millrace.audit.access import (
     AccessVerdict,
@@ -9,6 +9,9 @@ from millrace.audit.access import (
     Operation,
     audit,
 )
+from millrace.audit.check import check_access
+from millrace.audit.outcomes import RequestOutcome
+from millrace.audit.probing import ProbeResult, ProbeVerdict, check_destination, probe
 
 __all__ = [
     "AccessVerdict",
@@ -17,5 +20,11 @@ __all__ = [
     "AuditedRole",
     "Finding",
     "Operation",
+    "ProbeResult",
+    "ProbeVerdict",
+    "RequestOutcome",
     "audit",
+    "check_access",
+    "check_destination",
+    "probe",
 ]

@@ -15,17 +15,16 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
+from millrace.audit.outcomes import RequestOutcome, classify_error
 from millrace.keys.probes import make_audit_probe_key
 from millrace.settings import Duration
 from millrace.storage import (
     Backend,
     Credentials,
-    RequestOutcome,
     Right,
     Store,
     StoreSpec,
     call_boto3,
-    classify_error,
     create,
     delete_one,
     exists,

@@ -7,44 +7,33 @@ checkpoint is verified, none is removed.
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from millrace import errors
 from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
 from millrace.checkpoints.settings import RetentionSettings
+from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, iterate_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
-from millrace.storage import DeleteFailure, Stat, Store, delete, list_objects
+from millrace.storage import Store, delete, list_objects
 
 _CONCURRENCY = 32  # records
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class Removal(PlannedObject):
     """Object to remove.
 
     Attributes:
-        stat: Description of the object from the listing.
         why: Reason for the removal.
         orphan: Whether the object belongs to no checkpoint, not even to a removed one.
     """
 
-    stat: Stat
     why: str
     orphan: bool = False
-
-    @property
-    def key(self) -> str:
-        """Key of the object."""
-        return self.stat.key
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return self.stat.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +58,6 @@ class RetentionPlan:
     def size(self) -> int:
         """Size of all objects to remove, in bytes."""
         return sum(removal.size for removal in self.removals)
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionResult:
-    """Result of a retention plan.
-
-    Attributes:
-        removed: Number of removed objects.
-        size: Size of the removed objects in bytes.
-        skipped: Keys of objects that became needed after the plan, and were kept.
-        failures: Objects that could not be deleted.
-    """
-
-    removed: int
-    size: int
-    skipped: tuple[str, ...]
-    failures: tuple[DeleteFailure, ...]
 
 
 def pin(store: Store, job: str, step: int, why: str) -> None:
@@ -154,8 +126,8 @@ def plan_retention(
     return RetentionPlan(job, rules, kept, removed, (*first, *then))
 
 
-def apply_retention(store: Store, plan: RetentionPlan) -> RetentionResult:
-    """Remove the objects of a plan, except for those that became needed since.
+def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
+    """Remove the objects of a plan, except for those that became needed or were rewritten since.
 
     After an interruption, call this function again with the same plan or a new one.
 
@@ -164,21 +136,20 @@ def apply_retention(store: Store, plan: RetentionPlan) -> RetentionResult:
         plan: Plan from `plan_retention`.
     """
     now = plan_retention(store, plan.job, plan.rules, check=VerifyDepth.SIZES)
-    still = {removal.key for removal in now.removals}
-    going = [removal for removal in plan.removals if removal.key in still]
-    skipped = tuple(removal.key for removal in plan.removals if removal.key not in still)
+    deletable = {removal.key for removal in now.removals}
     keys = CheckpointKeys(plan.job)
     metadata = {keys.metadata(step) for step in plan.removed}
-    failures = delete(store, [removal.key for removal in going if removal.key in metadata])
-    if not failures:  # files stay while their metadata may exist
-        failures = delete(store, [removal.key for removal in going if removal.key not in metadata])
-    failed = {failure.key for failure in failures}
-    gone = [removal for removal in going if removal.key not in failed]
-    return RetentionResult(
-        len(gone), sum(removal.size for removal in gone), skipped, tuple(failures)
+    done = delete_planned(
+        store,
+        [removal for removal in plan.removals if removal.key in deletable],
+        # Files stay while their metadata may exist.
+        find_phase=lambda one: DeletionPhase(plan.job, 0 if one.key in metadata else 1),
     )
+    needed = sum(removal.key not in deletable for removal in plan.removals)
+    return replace(done, skipped=done.skipped | ({_NEEDED: needed} if needed else {}))
 
 
+_NEEDED = "a rule or a checkpoint needs it by now"
 _UNREADABLE_REASON = "another checkpoint cannot be read, and may refer to its files"
 
 

@@ -20,8 +20,9 @@ from millrace.cleanup.rules import (
     Rule,
     S3ManagerPreset,
 )
-from millrace.cleanup.stale_uploads import StaleUploadsResult, abort_uploads
+from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.cleanup.wiping import StoreContents, make_confirmation, plan_wipe, survey_wipe, wipe
+from millrace.deletion import StaleUpload, StaleUploads
 
 __all__ = [
     "Age",
@@ -34,7 +35,8 @@ __all__ = [
     "DeleteGatherPreset",
     "Rule",
     "S3ManagerPreset",
-    "StaleUploadsResult",
+    "StaleUpload",
+    "StaleUploads",
     "StoreContents",
     "VerifyDepth",
     "WorkerJunk",
@@ -42,6 +44,7 @@ __all__ = [
     "describe_rule",
     "estimate_monthly_savings",
     "execute",
+    "find_stale_uploads",
     "make_confirmation",
     "make_plan",
     "plan_wipe",

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.rules import Rule
+from millrace.deletion import PlannedObject
 from millrace.keys.cleanup import make_cleaning_plan_key
 from millrace.keys.kinds import ClassifiedKey, ObjectKind
 from millrace.storage import Stat, Store, open_writer, stream
@@ -89,17 +90,15 @@ class PlanTotals(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """Object to delete.
+class PlanEntry(PlannedObject):
+    """Object to delete by a rule.
 
     Attributes:
-        stat: Description of the object when the plan was made.
         rule_index: Index of the rule that takes it.
         phase: Phase of a checkpoint or dataset: all of one phase is deleted before the next.
         junk: Run and worker of junk, which its key does not tell.
     """
 
-    stat: Stat
     rule_index: int
     phase: int = 0
     junk: ClassifiedKey | None = None
@@ -165,11 +164,11 @@ class PlanTally:
     def add_entry(self, entry: PlanEntry) -> None:
         """Count an object to delete."""
         self.objects[entry.rule_index] += 1
-        self.size[entry.rule_index] += entry.stat.size
+        self.size[entry.rule_index] += entry.size
         if entry.junk:
             worker = (entry.junk.scope, entry.junk.worker)
             one = self._junk_by_worker.get(worker, WorkerJunk(*worker, 0, 0))
-            size = one.size + entry.stat.size
+            size = one.size + entry.size
             self._junk_by_worker[worker] = replace(one, objects=one.objects + 1, size=size)
 
     def summarize_junk(self) -> tuple[WorkerJunk, ...]:
@@ -264,7 +263,7 @@ def read_first_keys(store: Store, name: str, limit: int) -> list[tuple[str, int]
         NotFoundError, CorruptError, ConfigurationError: As of `open_plan`.
     """
     with open_plan(store, name) as (_, entries):
-        return [(entry.stat.key, entry.stat.size) for entry in islice(entries, limit)]
+        return [(entry.key, entry.size) for entry in islice(entries, limit)]
 
 
 def estimate_monthly_savings(size: int) -> float:

@@ -18,7 +18,7 @@ from millrace.cleanup.plans import (
     write_plan,
 )
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
-from millrace.cleanup.stale_uploads import abort_uploads
+from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.kinds import ObjectKind, classify_key
 from millrace.keys.rentals import RentalKeys, parse_rental
@@ -80,11 +80,12 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
     objects = size = 0
     for entry in _iterate_entries(store, protection, progress):
         objects += 1
-        size += entry.stat.size
-    return StoreContents(store.url, objects, size, _count_versions(store))
+        size += entry.size
+    return StoreContents(store.url, objects, size, count_older_versions(store))
 
 
-def _count_versions(store: Store) -> VersionCount | None:
+def count_older_versions(store: Store) -> VersionCount | None:
+    """Count the older versions and delete markers; None if the credentials may not list them."""
     try:
         return count_versions(store)
     except errors.DeniedError:
@@ -145,7 +146,7 @@ def wipe(
         protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, read_store_clock(store))
         lease_check = _LeaseCheck(protection)
         for entry in _iterate_entries(store, protection, ignore_event):
-            lease_check.add_scopes(entry.stat.key)
+            lease_check.add_scopes(entry.key)
         result = delete_entries(store, plan, entries, lease_check, progress, in_phases=False)
     if lease_check.reason:
         raise errors.HeldError(
@@ -155,12 +156,15 @@ def wipe(
     if not result.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
-        failures = abort_uploads(spec, older_than=timedelta(0), dry_run=False).failures
+        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0))
+        failures = abort_uploads(spec, stale_uploads).failures
     except errors.DeniedError as error:
         failures = (DeleteFailure("unfinished uploads", errors.format_error(error)),)
     if versions:  # last, because the deletes above have left versions too
         failures = (*failures, *_delete_all_versions(store))
-    return replace(result, failures=(*result.failures, *failures), versions=_count_versions(store))
+    return replace(
+        result, failures=(*result.failures, *failures), versions=count_older_versions(store)
+    )
 
 
 class _LeaseCheck:
@@ -184,7 +188,7 @@ class _LeaseCheck:
         self._protection.refresh_leases()
 
     def __call__(self, entry: PlanEntry) -> str:
-        self.reason = self.reason or self._explain_use(entry.stat.key)
+        self.reason = self.reason or self._explain_use(entry.key)
         return self.reason
 
     def _explain_use(self, key: str) -> str:

@@ -14,17 +14,18 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
-    format_size,
     print_result,
     read_store,
+    show_deletion,
+    show_failures,
     take_settings_file,
 )
-from millrace.formatting import clean_text, format_count
+from millrace.formatting import clean_text, format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.audit import Finding
-    from millrace.cleanup import CleanupPlan, CleanupResult, CleanupSettings, Rule, WorkerJunk
+    from millrace.cleanup import CleanupPlan, CleanupSettings, Rule, WorkerJunk
     from millrace.storage import VersionCount
 
 
@@ -144,7 +145,8 @@ def clean(
     with ObjectsBar() as progress:
         progress.start_deleting(plan.objects)
         done = execute(config, plan.name, progress=progress)
-    return CommandResult(data | _describe(done), _show_result(done))
+    code = show_deletion(done, seconds=done.seconds)
+    return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 
 def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
@@ -153,8 +155,8 @@ def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
 
     with open_plan(open_store(config.store), plan.name) as (_, entries):
         for entry in entries:
-            size = format_size(entry.stat.size)
-            echo(f"{entry.stat.key}  {size}  rule {entry.rule_index + 1}")
+            size = format_size(entry.size)
+            echo(f"{entry.key}  {size}  rule {entry.rule_index + 1}")
 
 
 @bucket.command()
@@ -166,15 +168,15 @@ def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
 def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> CommandResult:
     r"""Delete all objects below a URL, or below the `store` of a settings file.
 
-    The command shows the number of objects, and asks for the bucket's name. If another name is
-    typed, nothing is deleted, and the exit code is 2.
+    The command writes a plan, shows the number of objects, and asks for the bucket's name. If
+    another name is typed, nothing is deleted, and the exit code is 2.
 
     \b
     Example: millrace bucket wipe r2://ACCOUNT/BUCKET --dry-run
     """
-    from millrace.cleanup import make_confirmation, plan_wipe, survey_wipe
+    from millrace.cleanup import StoreContents, make_confirmation, plan_wipe, survey_wipe
     from millrace.cleanup import wipe as wipe_store
-    from millrace.cleanup.wiping import check_confirmation
+    from millrace.cleanup.wiping import check_confirmation, count_older_versions
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
@@ -183,7 +185,12 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
     if typed is not None:
         check_confirmation(store.location, typed)
     with ObjectsBar() as progress:
-        found = survey_wipe(spec, progress=progress)
+        if dry_run:
+            plan, found = None, survey_wipe(spec, progress=progress)
+        else:
+            older = count_older_versions(store)  # first, because planning leaves versions too
+            plan = plan_wipe(spec, progress=progress)
+            found = StoreContents(store.url, plan.objects, plan.size, older)
     echo(f"{store.url} holds {format_count(found.objects, 'object')}, {format_size(found.size)}.")
     stays = "" if versions else " They stay, and are billed, unless --versions is given."
     if found.versions is None:
@@ -191,18 +198,16 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
     elif found.versions:
         echo(f"It keeps {_format_versions(found.versions)} beside them.{stays}")
     data: dict[str, object] = {"url": store.url, "objects": found.objects, "bytes": found.size}
-    if dry_run:
+    if plan is None:
         return CommandResult(data)
     if typed is None:
         typed = click.prompt(
             f"All of it goes. Type {make_confirmation(store.location)} to go on", err=True
         )
-        check_confirmation(store.location, typed)
     with ObjectsBar() as progress:
-        plan = plan_wipe(spec)
         progress.start_deleting(plan.objects)
         done = wipe_store(spec, plan.name, confirm=typed, versions=versions, progress=progress)
-    code = _show_result(done)
+    code = show_deletion(done, seconds=done.seconds)
     if done.versions:
         echo(
             f"{_format_versions(done.versions)} are left, and billed"
@@ -210,7 +215,7 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
         )
     elif done.versions is None:
         echo("Whether older versions are left is not known: these keys may not list them.")
-    return CommandResult(data | _describe(done), code)
+    return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 
 @bucket.command("abort-uploads")
@@ -233,21 +238,21 @@ def abort_uploads(
     Example: millrace bucket abort-uploads r2://ACCOUNT/BUCKET --older-than 3d
     """
     from millrace.cleanup import abort_uploads as abort
+    from millrace.cleanup import find_stale_uploads
 
     spec = read_store(location)
-    found = abort(spec, older_than=older_than, prefix=prefix, dry_run=True)
-    for key, size in found.uploads:
-        echo(f"{key}  {format_size(size)}")
+    found = find_stale_uploads(spec, older_than=older_than, prefix=prefix)
+    for upload in found.uploads:
+        echo(f"{upload.key}  {format_size(upload.size)}")
     count = f"{format_count(len(found.uploads), 'upload')}, {format_size(found.size)}"
     if dry_run or not found.uploads:
         echo(f"Would abort {count}; {found.recent} are younger than that.")
         return CommandResult(found)
     if not confirm(f"Abort {count}?", yes=yes):
         return CommandResult(found, 1)
-    found = abort(spec, older_than=older_than, prefix=prefix, dry_run=False)
-    for failure in found.failures:
-        echo(f"{failure.key}: {failure.reason}", err=True)
-    aborted = format_count(len(found.uploads) - len(found.failures), "upload")
+    found = abort(spec, found)
+    show_failures(found.failures)
+    aborted = format_count(len(found.successes), "upload")
     echo(f"Aborted {aborted}, {format_size(found.size)}; {found.recent} are younger than that.")
     return CommandResult(found, 1 if found.failures else 0)
 
@@ -287,31 +292,3 @@ def _show_junk(junk: "Sequence[WorkerJunk]") -> None:
         echo(f"{format_count(one.objects, 'object')}, {format_size(one.size)}, are junk of {owner}")
     if len(junk) > 20:
         echo(f"and junk of {len(junk) - 20} more workers")
-
-
-def _show_result(done: "CleanupResult") -> int:
-    """Show what was deleted, and return the exit code."""
-    for failure in done.failures[:20]:
-        echo(f"{failure.key}: {failure.reason}", err=True)
-    if len(done.failures) > 20:
-        echo(f"and {len(done.failures) - 20} more", err=True)
-    if done.has_given_up:
-        echo("So many could not be deleted that the rest was not tried.", err=True)
-    for reason, count in sorted(done.skipped.items()):
-        echo(f"{count} stay: {reason}")
-    missing = f"; {done.missing} were gone already" if done.missing else ""
-    echo(
-        f"Deleted {format_count(done.deleted_objects, 'object')}, "
-        f"{format_size(done.deleted_bytes)}, in {done.seconds:.1f} s{missing}; "
-        f"{len(done.failures)} could not be deleted."
-    )
-    return 1 if done.failures else 0
-
-
-def _describe(done: "CleanupResult") -> dict[str, object]:
-    """Return what `--json` prints of a deletion."""
-    return {
-        "deleted_objects": done.deleted_objects, "deleted_bytes": done.deleted_bytes,
-        "missing": done.missing, "skipped": done.skipped, "seconds": done.seconds,
-        "failures": [{"key": one.key, "reason": one.reason} for one in done.failures],
-    }  # fmt: skip

@@ -1,6 +1,5 @@
 """``millrace checkpoint``: list, verify, copy and retain a job's checkpoints."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
-    format_size,
     print_result,
+    show_deletion,
     take_settings_file,
 )
-from millrace.formatting import format_count
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
 
@@ -113,32 +112,23 @@ def save(
     Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
              millrace checkpoint save r2://ACCOUNT/BUCKET my-job hf://you/model
     """
-    from millrace.checkpoints import SavedSource, open_destination
-    from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
-    from millrace.progress import Event
-
-    sent, began = 0, time.monotonic()
-
-    def count_bytes(event: Event) -> None:
-        nonlocal sent
-        if event.name == "checkpoint.part":
-            sent += int(event.figures["sent"])
+    from millrace.audit import check_destination
+    from millrace.checkpoints import SavedSource, StoreDestination, open_destination
+    from millrace.checkpoints.destinations import transfer_checkpoint
 
     origin, wanted = SavedSource(url=source, job=job, step=step).open()
     target, name = open_destination(destination), new_job or job
-    found = target.probe(name)
-    if not found.is_ready:
-        raise errors.DeniedError(f"{target.url}: {found.verdict}: {found.reason}")
-    saved = copy_checkpoint(StoreDestination(origin), wanted, target, name, progress=count_bytes)
-    seconds = time.monotonic() - began
+    check_destination(target, name)
+    done = transfer_checkpoint(StoreDestination(origin), wanted, target, name)
+    saved = done.checkpoint
     echo(
-        f"Step {saved.step} of {name} is in {target.url}: {format_size(saved.size)} in "
+        f"Step {saved.step} of {name} is in {done.url}: {format_size(saved.size)} in "
         f"{format_count(len(saved.parts), 'file')}, every byte verified. This run sent "
-        f"{format_size(sent)} in {seconds:.1f} s."
+        f"{format_size(done.sent_bytes)} in {done.seconds:.1f} s."
     )
     data = {
-        "url": target.url, "job": name, "step": saved.step, "bytes": saved.size,
-        "files": len(saved.parts), "sent_bytes": sent, "seconds": seconds,
+        "url": done.url, "job": name, "step": saved.step, "bytes": saved.size,
+        "files": len(saved.parts), "sent_bytes": done.sent_bytes, "seconds": done.seconds,
     }  # fmt: skip
     return CommandResult(data)
 
@@ -191,13 +181,8 @@ def retain(
     if not confirm(f"Delete {count}?", yes=yes):
         return CommandResult(data, 1)
     done = apply_retention(store, plan)
-    for failure in done.failures:
-        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
-    if done.skipped:
-        echo(f"{format_count(len(done.skipped), 'object')} stay: they are in use by now.")
-    echo(f"Deleted {format_count(done.removed, 'object')}, {format_size(done.size)}.")
-    data |= {"deleted_objects": done.removed, "deleted_bytes": done.size}
-    return CommandResult(data, 1 if done.failures else 0)
+    code = show_deletion(done)
+    return CommandResult(data | done.to_dict(), code)
 
 
 @checkpoint.command()
@@ -215,14 +200,14 @@ def probe(url: str, job: str, *, size: int, within: timedelta | None) -> Command
     \b
     Example: millrace checkpoint probe r2://ACCOUNT/BUCKET my-job --size 80GB --within 20m
     """
+    from millrace.audit import probe as probe_destination
     from millrace.checkpoints import open_destination
 
-    found = open_destination(url).probe(job, size=size, within=within)
+    found = probe_destination(open_destination(url), job, size=size, within=within)
     echo(f"{found.verdict}: {found.reason}")
     if found.rate:
         echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
-    data = {"verdict": found.verdict, "reason": found.reason, "bytes_per_second": found.rate}
-    return CommandResult(data, found.verdict.exit_code)
+    return CommandResult(found, found.verdict.exit_code)
 
 
 @checkpoint.command()

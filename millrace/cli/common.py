@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace import errors
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, echo_text, print_json, reserve_stdout
 
 if TYPE_CHECKING:
-    from millrace.storage import StoreSpec
+    from millrace.deletion import DeletionResult
+    from millrace.storage import DeleteFailure, StoreSpec
 
 AnyFunction = Callable[..., Any]
+_SHOWN_FAILURES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +211,27 @@ def write_template(path: Path, text: str) -> None:
         raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def format_size(size: float) -> str:
-    """Return a number of bytes with its unit, such as ``2.0 MB``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+def show_failures(failures: "Sequence[DeleteFailure]") -> None:
+    """Show the first objects or uploads that could not be deleted, with the reasons."""
+    for failure in failures[:_SHOWN_FAILURES]:
+        echo(f"{failure.key}: {failure.reason}", err=True)
+    if len(failures) > _SHOWN_FAILURES:
+        echo(f"and {len(failures) - _SHOWN_FAILURES} more", err=True)
+
+
+def show_deletion(done: "DeletionResult", *, seconds: float | None = None) -> int:
+    """Show the result of a deletion, and return the exit code."""
+    show_failures(done.failures)
+    if done.has_given_up:
+        echo("So many could not be deleted that the rest was not tried.", err=True)
+    for reason, count in sorted(done.skipped.items()):
+        echo(f"{count} stay: {reason}")
+    deleted = f"{format_count(done.deleted_objects, 'object')}, {format_size(done.deleted_bytes)}"
+    duration = f", in {seconds:.1f} s" if seconds is not None else ""
+    missing = f"; {done.missing} were gone already" if done.missing else ""
+    failed = f"; {len(done.failures)} could not be deleted" if done.failures else ""
+    echo(f"Deleted {deleted}{duration}{missing}{failed}.")
+    return 1 if done.failures else 0
 
 
 def read_store(location: str) -> "StoreSpec":

@@ -14,12 +14,13 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
-    format_size,
     print_result,
+    show_deletion,
+    show_failures,
     take_settings_file,
     write_template,
 )
-from millrace.formatting import format_count
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
 if TYPE_CHECKING:
@@ -285,23 +286,30 @@ def collect_garbage(
     \b
     Example: millrace dataset collect-garbage r2://ACCOUNT/BUCKET my-dataset
     """
-    from millrace.datasets import collect_garbage as collect
+    from millrace.datasets import delete_garbage, plan_garbage
 
     store, found_name = _open_dataset(target, name)
-    found = collect(store, found_name, dry_run=True, min_age=min_age)
-    for key in found.keys:
-        echo(store.make_url(key))
-    count = f"{format_count(len(found.keys), 'object')}, {format_size(found.size)}"
-    if dry_run or not found.keys:
+    plan = plan_garbage(store, found_name, min_age=min_age)
+    for one in plan.objects:
+        echo(store.make_url(one.key))
+    for upload in plan.uploads.uploads:
+        echo(f"{store.make_url(upload.key)}: unfinished upload, {format_size(upload.size)}")
+    show_failures(plan.uploads.failures)
+    count = f"{format_count(len(plan.objects), 'object')}, {format_size(plan.size)}"
+    if plan.uploads.uploads:
+        count += f", and abort {format_count(len(plan.uploads.uploads), 'unfinished upload')}"
+    if dry_run or not (plan.objects or plan.uploads.uploads):
         echo(f"Would delete {count}.")
-        return CommandResult(found)
+        return CommandResult(plan)
     if not confirm(f"Delete {count}?", yes=yes):
-        return CommandResult(found, 1)
-    found = collect(store, found_name, dry_run=False, min_age=min_age)
-    for failure in found.failures:
-        echo(f"{store.make_url(failure.key)}: {failure.reason}", err=True)
-    echo(f"Deleted {format_count(len(found.keys), 'object')}, {format_size(found.size)}.")
-    return CommandResult(found, 1 if found.failures else 0)
+        return CommandResult(plan, 1)
+    done = delete_garbage(store, plan)
+    show_failures(done.uploads.failures[len(plan.uploads.failures) :])
+    show_deletion(done.deletion)
+    if plan.uploads.uploads:
+        aborted = format_count(len(done.uploads.successes), "unfinished upload")
+        echo(f"Aborted {aborted}, {format_size(done.uploads.size)}.")
+    return CommandResult(done, 1 if done.failures else 0)
 
 
 def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":

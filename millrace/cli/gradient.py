@@ -7,10 +7,10 @@ import click
 from millrace.cli.common import (
     CommandResult,
     NounGroup,
-    format_size,
     print_result,
     take_settings_file,
 )
+from millrace.formatting import format_size
 from millrace.terminal import echo
 
 

@@ -107,7 +107,7 @@ def list_machines(settings: Path) -> CommandResult:
         echo(describe_machine(one))
     count = format_count(len(found), "machine")
     echo(f"Rented: {count}, ${sum(one.cost for one in found):.2f} so far.")
-    return CommandResult([_describe_fields(one) for one in found])
+    return CommandResult(found)
 
 
 @machine.command()
@@ -157,13 +157,7 @@ def reap(settings: Path, *, dry_run: bool) -> CommandResult:
         echo(f"Closed: {format_count(result.closed_attempts, 'attempt')} without a machine.")
     if result.foreign_attempts:
         echo(f"Another account pays for {result.foreign_attempts} more: run this with its API key.")
-    data = {
-        "released": [_describe_fields(one) for one in result.released],
-        "kept": [_describe_fields(one) for one in result.kept],
-        "closed_attempts": result.closed_attempts,
-        "foreign_attempts": result.foreign_attempts,
-    }
-    return CommandResult(data)
+    return CommandResult(result)
 
 
 def show_offers(settings: "RentalSettings") -> "list[Offer]":
@@ -257,23 +251,6 @@ def describe_machine(machine: "MachineStatus") -> str:
         f"{status}, since {since} until {deadline} UTC, "
         f"${instance.dollars_per_hour:.3f} an hour, ${machine.cost:.2f} so far; {owner}."
     )
-
-
-def _describe_fields(one: "MachineStatus") -> dict[str, object]:
-    """Return the fields of a machine for `--json`."""
-    intent = one.attempt.intent if one.attempt else None
-    return {
-        "rental": one.rental,
-        "label": one.instance.label,
-        "instance": one.instance.id,
-        "status": one.instance.status,
-        "since": intent and intent.started_at,
-        "until": intent and intent.deadline,
-        "dollars_per_hour": one.instance.dollars_per_hour,
-        "dollars": one.cost,
-        "owner": one.owner,
-        "release_reason": one.release_reason,
-    }
 
 
 class _EventPrinter:

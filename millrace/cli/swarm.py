@@ -10,12 +10,11 @@ from millrace import errors
 from millrace.cli.common import (
     CommandResult,
     NounGroup,
-    format_size,
     handle_errors,
     print_result,
     take_settings_file,
 )
-from millrace.formatting import format_count
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
 if TYPE_CHECKING:

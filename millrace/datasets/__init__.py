@@ -1,6 +1,6 @@
 """Stream a dataset into shards in a store, each exactly once, resumable on any machine."""
 
-from millrace.datasets.garbage import Garbage, collect_garbage
+from millrace.datasets.garbage import GarbagePlan, GarbageResult, delete_garbage, plan_garbage
 from millrace.datasets.pipeline import (
     Preflight,
     ShardReport,
@@ -29,7 +29,8 @@ from millrace.datasets.verify import ShardFault, Verification, read_manifest, ve
 __all__ = [
     "DatasetStatus",
     "ExecutionSettings",
-    "Garbage",
+    "GarbagePlan",
+    "GarbageResult",
     "PartitionState",
     "PartitionStatus",
     "PipelineSettings",
@@ -41,9 +42,10 @@ __all__ = [
     "SourceLocation",
     "Verification",
     "check_destination",
-    "collect_garbage",
+    "delete_garbage",
     "find_datasets",
     "plan_dataset",
+    "plan_garbage",
     "read_manifest",
     "read_status",
     "repair_dataset",

@@ -1,60 +1,74 @@
-"""Collect garbage: objects below a dataset's name that no record of the dataset names."""
+"""Garbage of a dataset: objects below its name that no record of the dataset names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
 
 from millrace import errors
+from millrace.deletion import (
+    DeletionResult,
+    PlannedObject,
+    StaleUploads,
+    abort_uploads,
+    delete_planned,
+    find_stale_uploads,
+)
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
 from millrace.schemas.ledger import find_referenced_keys
-from millrace.storage import (
-    DeleteFailure,
-    Stat,
-    Store,
-    abort_stale_uploads,
-    delete,
-    exists,
-    list_objects,
-)
+from millrace.storage import DeleteFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
-_BATCH = 1000  # objects deleted between two checks of the leases
+_NAMED = "a record of the dataset names it by now"
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage:
+class GarbagePlan:
     """Objects of a dataset that no record names.
 
     Attributes:
-        keys: Keys of the objects.
-        size: Bytes of all objects.
-        failures: Objects that could not be deleted.
-        aborted_uploads: Keys of unfinished uploads that were aborted.
-        is_deleted: Whether the objects were deleted. False after a dry run.
+        dataset: Name of the dataset.
+        objects: Objects to delete.
+        uploads: Unfinished uploads to abort.
     """
 
-    keys: tuple[str, ...]
-    size: int
-    failures: tuple[DeleteFailure, ...]
-    aborted_uploads: tuple[str, ...]
-    is_deleted: bool
+    dataset: str
+    objects: tuple[PlannedObject, ...]
+    uploads: StaleUploads
+
+    @property
+    def size(self) -> int:
+        """Size of all objects in bytes."""
+        return sum(one.size for one in self.objects)
 
 
-def collect_garbage(
-    store: Store,
-    dataset: str,
-    *,
-    dry_run: bool = True,
-    min_age: timedelta = timedelta(hours=1),
-    progress: Progress = ignore_event,
-) -> Garbage:
-    """Find, and without `dry_run` delete, the objects that no entry of the ledger names.
+@dataclass(frozen=True, slots=True)
+class GarbageResult:
+    """Result of a garbage plan.
+
+    Attributes:
+        deletion: Result of deleting the objects.
+        uploads: Aborted uploads.
+    """
+
+    deletion: DeletionResult
+    uploads: StaleUploads
+
+    @property
+    def failures(self) -> tuple[DeleteFailure, ...]:
+        """Objects that could not be deleted, and uploads that could not be aborted."""
+        return (*self.deletion.failures, *self.uploads.failures)
+
+
+def plan_garbage(
+    store: Store, dataset: str, *, min_age: timedelta = timedelta(hours=1)
+) -> GarbagePlan:
+    """Find the objects that no entry of the ledger names, and delete none.
 
     Garbage is: shards and quarantines without a commit, listings of a plan that was never
     committed, unfinished uploads, and the leases of a complete dataset.
@@ -62,14 +76,91 @@ def collect_garbage(
     Args:
         store: Store of the dataset.
         dataset: Name of the dataset.
-        dry_run: Whether the garbage is only found.
         min_age: Age below which objects stay, by the store's clock.
-        progress: Called with ``garbage.deleted`` after each batch of 1,000; its ``objects`` is
-            the number deleted so far.
 
     Raises:
         NotFoundError: There is no plan under this name.
+        ConflictError: A run works on the dataset.
+    """
+    with _hold_dataset(store, dataset) as held:
+        horizon = held.clock.now() - min_age
+        objects = tuple(
+            PlannedObject(stat)
+            for stat in held.iterate_unreferenced()
+            if stat.last_modified < horizon
+        )
+        try:
+            uploads = find_stale_uploads(store, horizon, prefix=f"{dataset}/")
+        except errors.DeniedError as error:
+            failure = DeleteFailure("unfinished uploads", errors.format_error(error))
+            uploads = StaleUploads((), 0, (failure,))
+    return GarbagePlan(dataset, objects, uploads)
+
+
+def delete_garbage(
+    store: Store, plan: GarbagePlan, *, progress: Progress = ignore_event
+) -> GarbageResult:
+    """Delete the objects of a plan that are unchanged and that no record names by now.
+
+    Args:
+        store: Store of the dataset.
+        plan: Plan of `plan_garbage`.
+        progress: Callback. After each batch of 1,000 it receives ``cleaning.deleted`` with the
+            ``objects`` and ``bytes`` so far.
+
+    Raises:
+        NotFoundError: The dataset has no plan by now.
         ConflictError: A run works on the dataset. The leases are checked before each batch.
+    """
+    with _hold_dataset(store, plan.dataset) as held:
+        check = _GarbageCheck(held)
+        # One batch at a time: leases that have ended meanwhile cost at most one batch.
+        deletion = delete_planned(
+            store, plan.objects, check=check, max_batches=1, progress=progress
+        )
+        return GarbageResult(deletion, abort_uploads(store, plan.uploads))
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldDataset:
+    """Dataset whose unfinished partitions are leased by this process.
+
+    Attributes:
+        store: Store of the dataset.
+        keys: Keys of the dataset.
+        plan: Plan of the dataset.
+        clock: Clock of the store.
+        holder: This process.
+        claimed: Names of the leased partitions.
+    """
+
+    store: Store
+    keys: DatasetKeys
+    plan: DatasetPlan
+    clock: StoreClock
+    holder: Holder
+    claimed: frozenset[str]
+
+    def iterate_unreferenced(self) -> Iterator[Stat]:
+        """Yield the objects that no record names."""
+        keys = self.keys
+        referenced = find_referenced_keys(self.store, keys, self.plan)
+        prefixes = [keys.shards, keys.quarantined, keys.listings]
+        if exists(self.store, keys.manifest):
+            prefixes.append(make_lease_prefix(keys.dataset))
+        for prefix in prefixes:
+            yield from (
+                stat for stat in list_objects(self.store, prefix) if stat.key not in referenced
+            )
+
+
+@contextmanager
+def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
+    """Hold the leases of the unfinished partitions: a run that resumes could commit the garbage.
+
+    Raises:
+        NotFoundError: There is no plan under this name.
+        ConflictError: A run works on the dataset.
     """
     keys = DatasetKeys(dataset)
     try:
@@ -81,62 +172,47 @@ def collect_garbage(
         ) from None
     holder = Holder.this_process()
     clock = StoreClock.read(store, dataset, holder)
-    horizon = clock.now() - min_age
-    failures: list[DeleteFailure] = []
-    aborted: list[str] = []
     claimed: set[str] = set()
-    census = Census(store, dataset, "", clock)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
-        # The leases are held to the end: a run that resumes could commit objects found here.
         for partition in _find_unfinished_partitions(store, keys, plan):
             lease = acquire(store, LeaseKeys(dataset, partition), holder, _LEASE_TIMEOUT, clock)
             if isinstance(lease, HeldLease):
                 raise _make_conflict_error(dataset, lease.holder)
             heartbeat.keep(lease)
             claimed.add(partition)
-        found = [s for s in _iterate_unreferenced(store, keys, plan) if s.last_modified < horizon]
-        if not dry_run:
-            for deleted, batch in _iterate_batches(found):
-                _check_leases(census, dataset, holder, claimed)
-                failures += delete(store, batch)
-                progress(Event("garbage.deleted", dataset, {"objects": deleted + len(batch)}))
-            aborted = abort_stale_uploads(store, horizon, prefix=f"{dataset}/")
-    return Garbage(
-        keys=tuple(stat.key for stat in found),
-        size=sum(stat.size for stat in found),
-        failures=tuple(failures),
-        aborted_uploads=tuple(aborted),
-        is_deleted=not dry_run,
-    )
+        yield _HeldDataset(store, keys, plan, clock, holder, frozenset(claimed))
 
 
-def _iterate_batches(found: Sequence[Stat]) -> Iterator[tuple[int, list[str]]]:
-    """Yield each batch of keys with the number of keys before it."""
-    keys = (stat.key for stat in found)
-    done = 0
-    while batch := list(islice(keys, _BATCH)):
-        yield done, batch
-        done += len(batch)
+class _GarbageCheck:
+    """Check of planned garbage against the present records and leases of the dataset."""
 
+    def __init__(self, held: _HeldDataset) -> None:
+        self._held = held
+        self._dataset = held.keys.dataset
+        self._census = Census(held.store, self._dataset, "", held.clock)
+        self._unreferenced = {stat.key for stat in held.iterate_unreferenced()}
 
-def _check_leases(census: Census, dataset: str, holder: Holder, claimed: set[str]) -> None:
-    """Refuse to continue if another process holds a lease, or a lease of this one has ended.
+    def refresh_leases(self) -> None:
+        """Refuse to continue if another process holds a lease, or a lease of this one has ended.
 
-    A lease ends when this process is suspended for longer than its timeout. Another run may have
-    continued since, and committed objects that were garbage.
+        A lease ends when this process is suspended for longer than its timeout. Another run may
+        have continued since, and committed objects that were garbage.
 
-    Raises:
-        ConflictError: Another process holds a lease, or a lease of this process has ended.
-    """
-    held = census.find_holders()
-    for one in held.values():
-        if one.holder.id != holder.id:
-            raise _make_conflict_error(dataset, one.holder)
-    if lost := claimed - held.keys():
-        raise errors.ConflictError(
-            f"The lease of {min(lost)} of {dataset} has ended: this process was suspended for too "
-            "long. The remaining objects stay. Collect the garbage again."
-        )
+        Raises:
+            ConflictError: Another process holds a lease, or a lease of this process has ended.
+        """
+        current = self._census.find_holders()
+        for one in current.values():
+            if one.holder.id != self._held.holder.id:
+                raise _make_conflict_error(self._dataset, one.holder)
+        if lost := self._held.claimed - current.keys():
+            raise errors.ConflictError(
+                f"The lease of {min(lost)} of {self._dataset} has ended: this process was "
+                "suspended for too long. The remaining objects stay. Collect the garbage again."
+            )
+
+    def __call__(self, planned: PlannedObject) -> str:
+        return "" if planned.key in self._unreferenced else _NAMED
 
 
 def _make_conflict_error(dataset: str, holder: Holder) -> errors.ConflictError:
@@ -151,12 +227,3 @@ def _find_unfinished_partitions(store: Store, keys: DatasetKeys, plan: DatasetPl
         return []
     ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
     return [p.name for p in plan.partitions if p.name not in ended]
-
-
-def _iterate_unreferenced(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> Iterator[Stat]:
-    referenced = find_referenced_keys(store, keys, plan)
-    prefixes = [keys.shards, keys.quarantined, keys.listings]
-    if exists(store, keys.manifest):
-        prefixes.append(make_lease_prefix(keys.dataset))
-    for prefix in prefixes:
-        yield from (stat for stat in list_objects(store, prefix) if stat.key not in referenced)

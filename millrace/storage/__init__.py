@@ -1,6 +1,5 @@
 """Objects at a URL, over obstore. Each verb is a function; each file has one group of verbs."""
 
-from millrace.storage.check import RequestOutcome, check_access, classify_error
 from millrace.storage.clients import make_boto3_client, open_filesystem
 from millrace.storage.list import list_fairly, list_folders, list_objects
 from millrace.storage.open import (
@@ -37,7 +36,6 @@ from millrace.storage.write import (
     DeleteFailure,
     LinkFinder,
     UnfinishedUpload,
-    abort_stale_uploads,
     abort_upload,
     copy,
     create,
@@ -56,7 +54,6 @@ __all__ = [
     "LinkFinder",
     "Location",
     "ObjectVersion",
-    "RequestOutcome",
     "Right",
     "Stat",
     "Store",
@@ -64,11 +61,8 @@ __all__ = [
     "StoreSpec",
     "UnfinishedUpload",
     "VersionCount",
-    "abort_stale_uploads",
     "abort_upload",
     "call_boto3",
-    "check_access",
-    "classify_error",
     "copy",
     "count_versions",
     "create",

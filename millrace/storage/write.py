@@ -142,9 +142,9 @@ def open_writer(
         del writer
         with contextlib.suppress(errors.MillraceError, BaseError):
             short_store = store.with_retry_timeout(timedelta(seconds=10))
-            _abort_selected(
-                short_store, key, lambda upload: upload.key == key and upload.started_at > earliest
-            )
+            for upload in list(list_uploads(short_store, key)):
+                if upload.key == key and upload.started_at > earliest:
+                    abort_upload(short_store, upload)
         if isinstance(error, BaseError | OSError):
             raise translate_error(error, store, key) from error
         raise
@@ -353,33 +353,6 @@ def abort_upload(store: Store, upload: UnfinishedUpload) -> None:
                 Bucket=bucket, Key=whole, UploadId=upload.id
             ),
         )
-
-
-def abort_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> list[str]:
-    """Abort unfinished uploads that began before a time.
-
-    Args:
-        store: Store of the uploads.
-        before: Time that aborted uploads began before.
-        prefix: Text that the keys start with.
-
-    Returns:
-        Keys whose uploads were aborted.
-
-    Raises:
-        DeniedError: The credentials may not abort uploads.
-    """
-    return _abort_selected(store, prefix, lambda upload: upload.started_at < before)
-
-
-def _abort_selected(
-    store: Store, prefix: str, is_selected: Callable[[UnfinishedUpload], bool]
-) -> list[str]:
-    """Abort the selected unfinished uploads below a prefix."""
-    stale = [upload for upload in list_uploads(store, prefix) if is_selected(upload)]
-    for upload in stale:
-        abort_upload(store, upload)
-    return [upload.key for upload in stale]
 
 
 def _iterate_partial_files(folder: Path, prefix: str) -> Iterator[UnfinishedUpload]:

@@ -105,6 +105,28 @@ def test_garbage_is_shown_and_deleted_only_after_a_yes(run, settings, tmp_path):
     assert not left.exists()
 
 
+def test_garbage_that_appears_after_the_question_is_not_deleted(
+    run, settings, tmp_path, monkeypatch
+):
+    run("run", str(settings))
+    shards = tmp_path / "store" / "lines" / "shards"
+    shown, new = shards / "train-00000-000009.tar", shards / "train-00000-000010.tar"
+    shown.write_bytes(b"shown")
+    new.with_name(f"{new.name}#1").write_bytes(b"half")
+
+    def write_another(question: str, *, yes: bool) -> bool:
+        new.write_bytes(b"new")
+        shards.joinpath("later#1").write_bytes(b"half")
+        return "and abort 1 unfinished upload?" in question
+
+    monkeypatch.setattr("millrace.cli.dataset.confirm", write_another)
+    output = run("dataset", "collect-garbage", str(settings), "--min-age", "0s")
+    assert "Aborted 1 unfinished upload, 4 bytes." in output
+    assert not shown.exists()
+    assert new.exists()
+    assert [path.name for path in shards.glob("*#*")] == ["later#1"]
+
+
 def test_a_checkpoint_is_copied_and_verified(run, tmp_path):
     disk, bucket = (tmp_path / "disk").as_uri(), (tmp_path / "bucket").as_uri()
     with Saver(open_store(disk), "job") as saver:

@@ -12,7 +12,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from millrace.datasets import PipelineSettings, collect_garbage, shard_dataset
+from millrace.datasets import PipelineSettings, delete_garbage, plan_garbage, shard_dataset
 from millrace.progress import Event
 from millrace.storage import open_store
 
@@ -49,10 +49,10 @@ def main() -> int:
     gate = Gate()
     config = PipelineSettings.model_validate(settings["config"])
     if settings["do"] == "collect":
-        found = collect_garbage(
-            open_store(config.store), config.dataset, dry_run=False, min_age=timedelta(0)
-        )
-        gate.say({"done": {"deleted": len(found.keys), "failures": len(found.failures)}})
+        store = open_store(config.store)
+        done = delete_garbage(store, plan_garbage(store, config.dataset, min_age=timedelta(0)))
+        deleted = done.deletion.deleted_objects
+        gate.say({"done": {"deleted": deleted, "failures": len(done.failures)}})
         return 0
     report = shard_dataset(config, progress=gate)
     gate.say({"done": {"made": report.new_shards, "samples": report.samples}})

@@ -1,13 +1,26 @@
 """Destinations of checkpoints: a store, or a repository of the Hugging Face Hub."""
 
-from millrace.checkpoints.destinations.base import Destination, copy_checkpoint
+from millrace.checkpoints.destinations.base import (
+    Destination,
+    TransferredCheckpoint,
+    copy_checkpoint,
+    transfer_checkpoint,
+)
 from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.environment import drop_empty_variables
 from millrace.errors import ConfigurationError
 from millrace.storage import StoreSpec, open_store
 
-__all__ = ["Destination", "HubSpec", "StoreDestination", "copy_checkpoint", "open_destination"]
+__all__ = [
+    "Destination",
+    "HubSpec",
+    "StoreDestination",
+    "TransferredCheckpoint",
+    "copy_checkpoint",
+    "open_destination",
+    "transfer_checkpoint",
+]
 
 
 def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = True) -> Destination:

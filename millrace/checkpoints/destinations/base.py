@@ -1,14 +1,21 @@
 """Interface of the destinations of checkpoints."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult
-from millrace.progress import Progress, ignore_event
+from millrace.errors import CorruptError, DeniedError, ReadOnlyError
+from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
+from millrace.storage import Store
+
+SAMPLE_SIZE = 4 << 20
+"""Size in bytes of the sample that `Destination.try_save` uploads."""
 
 
 class Destination(Protocol):
@@ -19,15 +26,26 @@ class Destination(Protocol):
         """URL of the destination, without credentials."""
         ...
 
-    def probe(
-        self,
-        job: str,
-        *,
-        size: int = 0,
-        within: timedelta | None = None,
-        timeout: timedelta = REQUEST_TIMEOUT,
-    ) -> ProbeResult:
-        """Try the requests of a save, and leave no object. See `millrace.checkpoints.probing`."""
+    @property
+    def store(self) -> Store | None:
+        """Store of the destination; None for the Hub."""
+        ...
+
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Make the requests of a save with a sample, and leave no object.
+
+        Args:
+            job: Name of the job.
+            timeout: Limit on the time for retries of each request.
+
+        Returns:
+            Rate of the upload in bytes per second.
+
+        Raises:
+            ReadOnlyError: The credentials may list, but not write, overwrite or delete.
+            DeniedError, NotFoundError, UnavailableError: A request fails.
+            CorruptError: The destination returns other bytes than were written.
+        """
         ...
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
@@ -82,6 +100,28 @@ class Destination(Protocol):
         ...
 
 
+@contextmanager
+def mark_read_only() -> Generator[None]:
+    """Raise `ReadOnlyError` for refused credentials, after a listing has succeeded."""
+    try:
+        yield
+    except DeniedError as error:
+        raise ReadOnlyError(str(error)) from error
+
+
+def check_sample(url: str, body: bytes, written: bytes) -> None:
+    """Check that a destination returns the bytes that were written.
+
+    Raises:
+        CorruptError: The bytes differ.
+    """
+    if body != written:
+        raise CorruptError(
+            f"{url} does not have the bytes that were just written: the store is broken, or a "
+            "proxy changes or caches them. Use another store, or no proxy."
+        )
+
+
 def copy_checkpoint(
     source: Destination,
     checkpoint: Checkpoint,
@@ -94,3 +134,41 @@ def copy_checkpoint(
     """Copy a checkpoint to another destination, verified on both sides. See `publish`."""
     content = source.open_content(checkpoint)
     return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredCheckpoint:
+    """Checkpoint that was copied to a destination.
+
+    Attributes:
+        url: URL of the destination.
+        checkpoint: Metadata that the destination has committed.
+        sent_bytes: Bytes that this call sent; the destination had the others.
+        seconds: Duration of the copy.
+    """
+
+    url: str
+    checkpoint: Checkpoint
+    sent_bytes: int
+    seconds: float
+
+
+def transfer_checkpoint(
+    source: Destination,
+    checkpoint: Checkpoint,
+    destination: Destination,
+    job: str,
+    *,
+    progress: Progress = ignore_event,
+) -> TransferredCheckpoint:
+    """Copy a checkpoint as `copy_checkpoint` does, and measure the copy."""
+    began, sent = time.monotonic(), 0
+
+    def count_bytes(event: Event) -> None:
+        nonlocal sent
+        if event.name == "checkpoint.part":
+            sent += int(event.figures["sent"])
+        progress(event)
+
+    saved = copy_checkpoint(source, checkpoint, destination, job, progress=count_bytes)
+    return TransferredCheckpoint(destination.url, saved, sent, time.monotonic() - began)

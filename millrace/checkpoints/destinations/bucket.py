@@ -1,19 +1,25 @@
 """Bucket or folder as a destination of checkpoints."""
 
+import os
+import secrets
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+from millrace import errors
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
+from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.find import VerifyDepth
-from millrace.checkpoints.probing import REQUEST_TIMEOUT, ProbeResult, probe
 from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import Store, list_objects
+from millrace.storage import Store, create, delete, list_objects, put, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +37,31 @@ class StoreDestination:
         """URL of the store."""
         return self.store.url
 
-    def probe(
-        self,
-        job: str,
-        *,
-        size: int = 0,
-        within: timedelta | None = None,
-        timeout: timedelta = REQUEST_TIMEOUT,
-    ) -> ProbeResult:
-        """Try the requests of a save."""
-        return probe(self.store, job, size=size, within=within, timeout=timeout)
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Create, read, overwrite and delete an object under the job's prefix."""
+        store = self.store.with_retry_timeout(timeout)
+        key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
+        url = store.make_url(key)
+        next(list_objects(store, f"{job}/"), None)
+        body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
+        with mark_read_only():
+            try:
+                began = time.monotonic()
+                create(store, key, body)
+                rate = len(body) / max(time.monotonic() - began, 1e-6)
+                check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
+                put(store, key, other)
+                check_sample(url, read(store, key, max_size=SAMPLE_SIZE), other)
+            except BaseException:
+                with suppress(errors.MillraceError):
+                    delete(store, [key])
+                raise
+            if failures := delete(store, [key]):
+                raise errors.ReadOnlyError(
+                    f"{url} could not be deleted ({failures[0].reason}): allow deletion, so that "
+                    "old checkpoints can be removed. Delete this object by hand."
+                )
+        return rate
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints of a job, newest first."""

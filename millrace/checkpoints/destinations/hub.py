@@ -29,23 +29,16 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
 from millrace.checkpoints.contents import Content, make_content
+from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
-from millrace.checkpoints.probing import (
-    REQUEST_TIMEOUT,
-    SAMPLE_SIZE,
-    ProbeResult,
-    ProbeVerdict,
-    check_same,
-    run_probe,
-    translate_errors,
-)
 from millrace.digest import compute_sha256
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, Part
+from millrace.storage import Store
 
 T = TypeVar("T")
 
@@ -57,10 +50,14 @@ class HubDestination:
 
     Args:
         spec: Repository and token.
+
+    Attributes:
+        store: None, since the Hub is not a store.
     """
 
     def __init__(self, spec: HubSpec) -> None:
         self._spec = spec
+        self.store: Store | None = None
         self._api = HfApi(
             endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"),
             token=spec.token.get_secret_value() if spec.token else None,
@@ -181,34 +178,14 @@ class HubDestination:
             progress(Event("checkpoint.saved", key, {"bytes": content.size}))
             return record
 
-    def probe(
-        self,
-        job: str,
-        *,
-        size: int = 0,
-        within: timedelta | None = None,
-        timeout: timedelta = REQUEST_TIMEOUT,
-    ) -> ProbeResult:
-        """Try the requests of a save, on a temporary branch."""
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Commit, read, overwrite and delete a file on a temporary branch."""
         key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8)) + ".bin"
-        spec = self._spec.model_copy(update={"retry_timeout": timeout})
-        hurried = HubDestination(spec)
-        return run_probe(self.url, lambda: hurried.measure_rate(key), size=size, within=within)
+        hurried = HubDestination(self._spec.model_copy(update={"retry_timeout": timeout}))
+        return hurried._measure_rate(key)
 
-    def measure_rate(self, key: str) -> float:
-        """Make the requests of a save on a temporary branch, and return the rate of the upload.
-
-        Args:
-            key: Path of the file to upload.
-
-        Returns:
-            Bytes per second.
-
-        Raises:
-            ProbeFailedError: The Hub refuses a request, or returns other bytes.
-        """
-        with translate_errors(ProbeVerdict.DENIED):
-            head = self._read_head()
+    def _measure_rate(self, key: str) -> float:
+        head = self._read_head()
         repo, branch = self._spec.repo, f"probe-{secrets.token_hex(8)}"
 
         def commit(operation: CommitOperationAdd | CommitOperationDelete) -> str:
@@ -224,15 +201,15 @@ class HubDestination:
             self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)
 
         body, other = os.urandom(SAMPLE_SIZE), os.urandom(16)
-        with translate_errors(ProbeVerdict.READ_ONLY):
+        with mark_read_only():
             self._call_with_retries(key, make_branch)
             try:
                 began = time.monotonic()
                 made = commit(CommitOperationAdd(key, body))
                 rate = len(body) / max(time.monotonic() - began, 1e-6)
-                check_same(self._make_url(key), self._download(key, made, SAMPLE_SIZE), body)
+                check_sample(self._make_url(key), self._download(key, made, SAMPLE_SIZE), body)
                 made = commit(CommitOperationAdd(key, other))
-                check_same(self._make_url(key), self._download(key, made, SAMPLE_SIZE), other)
+                check_sample(self._make_url(key), self._download(key, made, SAMPLE_SIZE), other)
                 commit(CommitOperationDelete(key))
             finally:
                 self._call_with_retries(key, lambda: self._api.delete_branch(repo, branch=branch))

@@ -21,11 +21,10 @@ from millrace.gradients.codec.payload import (
     assemble_payload,
     read_header,
 )
-from millrace.gradients.settings import MergeSettings
 from millrace.gradients.state import WeightState, combine_digests
 from millrace.gradients.sync.chain import check_state, check_tensors
 from millrace.gradients.sync.gather import Window
-from millrace.gradients.sync.merge import Gradients, MergeWeights, Vector, group_tensors
+from millrace.gradients.sync.merge import Gradients, MergeRequest, Vector, group_tensors
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
@@ -156,15 +155,11 @@ class ShardedWeights:
         store: Store,
         keys: ChainKeys,
         step: int,
-        codec: Codec,
-        settings: MergeSettings,
-        weights: MergeWeights,
+        request: MergeRequest,
         outer: OuterOptimizer,
     ) -> tuple[Update, ...]:
         """Merge, store and apply the gradients of all shards: see `WeightShard.merge`."""
-        parts = self._call_all(
-            WeightShard.merge, store, keys, step, codec, settings, weights, outer
-        )
+        parts = self._call_all(WeightShard.merge, store, keys, step, request, outer)
         return tuple(update for part in parts for update in part)
 
     # -- checkpoints

@@ -24,8 +24,7 @@ from millrace.gradients.sync.chain import encode_update, iterate_merged, store_u
 from millrace.gradients.sync.merge import (
     Gradients,
     MergedRun,
-    MergeSettings,
-    MergeWeights,
+    MergeRequest,
     compute_products,
     digest_indices,
     group_tensors,
@@ -183,9 +182,7 @@ class WeightShard:
         store: Store,
         keys: ChainKeys,
         step: int,
-        codec: Codec,
-        settings: MergeSettings,
-        weights: MergeWeights,
+        request: MergeRequest,
         outer: OuterOptimizer,
     ) -> list[Update]:
         """Merge, store and apply the received gradients, with one object in memory at a time.
@@ -194,23 +191,19 @@ class WeightShard:
             store: Bucket of the aggregator.
             keys: Keys of the run's chain.
             step: Step of the weights after the merge.
-            codec: Compression of the gradients.
-            settings: Settings of the merge.
-            weights: Weights of the workers.
+            request: Merge of the received gradients.
             outer: Optimizer that applies the merged values.
         """
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
-        for names in group_tensors(shapes, settings.values):
+        for names in group_tensors(shapes, request.settings.values):
             merged = {
-                name: merge_tensor(
-                    name, self._received, codec, settings, weights, threads=self._threads
-                )
+                name: merge_tensor(name, self._received, request, threads=self._threads)
                 for name in names
             }
             made.append(store_update(store, keys, step, encode_update(merged), len(names)))
             for name, runs in merged.items():
-                self._state.apply(name, runs, codec, outer)
+                self._state.apply(name, runs, request.codec, outer)
         return made
 
     # -- checkpoints

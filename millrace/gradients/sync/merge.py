@@ -69,6 +69,21 @@ class MergeWeights:
     shares: Vector
 
 
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """Merge of the gradients of several workers.
+
+    Attributes:
+        codec: Codec of all gradients.
+        settings: Settings of the rule.
+        weights: Weights of the workers by the rule.
+    """
+
+    codec: Codec
+    settings: MergeSettings
+    weights: MergeWeights
+
+
 def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
     """Group tensors whose merged gradients are one object, in the order of their names.
 
@@ -185,36 +200,29 @@ def merge(
     """
     weights = weights or compute_merge_weights(payloads, settings, threads=threads)
     gradients, codec = _get_tensors(payloads)
+    request = MergeRequest(codec, settings, weights)
     for name in gradients[weights.workers[0]]:
-        yield name, merge_tensor(name, gradients, codec, settings, weights, threads=threads)
+        yield name, merge_tensor(name, gradients, request, threads=threads)
 
 
 def merge_tensor(
-    name: str,
-    gradients: Gradients,
-    codec: Codec,
-    settings: MergeSettings,
-    weights: MergeWeights,
-    *,
-    threads: int = 1,
+    name: str, gradients: Gradients, request: MergeRequest, *, threads: int = 1
 ) -> tuple[MergedRun, ...]:
     """Merge one tensor.
 
     Args:
         name: Name of the tensor.
         gradients: Gradients of the workers.
-        codec: Settings of the compression.
-        settings: Settings of the merge.
-        weights: Weights of the workers.
+        request: Merge that the tensor belongs to.
         threads: Number of threads.
 
     Raises:
         ConfigurationError: The rule cannot merge these gradients.
     """
-    if codec.is_buffer(name):
-        return _merge_buffer(name, gradients, codec, settings, weights)
-    runs = zip(*(gradients[worker][name] for worker in weights.workers), strict=True)
-    return tuple(_merge_run(name, run, codec, settings, weights.weights, threads) for run in runs)
+    if request.codec.is_buffer(name):
+        return _merge_buffer(name, gradients, request)
+    runs = zip(*(gradients[worker][name] for worker in request.weights.workers), strict=True)
+    return tuple(_merge_run(name, run, request, threads) for run in runs)
 
 
 def compute_products(
@@ -283,14 +291,8 @@ def _iterate_products(
         yield compute_products(name, gradients, workers, codec, threads=threads)
 
 
-def _merge_run(
-    name: str,
-    run: Sequence[Sparse],
-    codec: Codec,
-    settings: MergeSettings,
-    weights: Vector,
-    threads: int,
-) -> MergedRun:
+def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads: int) -> MergedRun:
+    codec, settings, weights = request.codec, request.settings, request.weights.weights
     chunks = run[0].chunks
     by_index = settings.rule in BY_PLACE
     if by_index and any(not np.array_equal(run[0].indices, one.indices) for one in run[1:]):
@@ -325,9 +327,7 @@ def _merge_run(
     return MergedRun(chunks, counts, indices, values)
 
 
-def _merge_buffer(
-    name: str, gradients: Gradients, codec: Codec, settings: MergeSettings, weights: MergeWeights
-) -> tuple[MergedRun, ...]:
+def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tuple[MergedRun, ...]:
     """Average a buffer, after values far from the coordinate-wise median are moved towards it.
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
@@ -337,7 +337,7 @@ def _merge_buffer(
     `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. The median of two workers is their
     mean, so the influence of one of them has no bound.
     """
-    codec = codec.for_tensor(name)
+    codec, settings, weights = request.codec.for_tensor(name), request.settings, request.weights
     counted = np.flatnonzero(weights.shares)
     senders = [gradients[weights.workers[number]][name] for number in counted]
     runs = [run.chunks for run in senders[0]]

@@ -12,6 +12,7 @@ from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import digest_update, list_names_and_shapes
 from millrace.gradients.sync.gather import GatheredWindow, Window
 from millrace.gradients.sync.merge import (
+    MergeRequest,
     MergeWeights,
     compute_merge_weights,
     find_deviating_workers,
@@ -102,7 +103,8 @@ def aggregate(
         for uid in payloads:
             out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
     if weights is not None:
-        updates = model.merge(store, keys, step.step, window.codec, step.merge, weights, step.outer)
+        request = MergeRequest(window.codec, step.merge, weights)
+        updates = model.merge(store, keys, step.step, request, step.outer)
     for update in updates:
         figures = {"window": window.number, "bytes": update.size}
         progress(Event("update.stored", update.key, figures))

@@ -23,6 +23,7 @@ _EVENTS_AT_ONCE = 500  # events that are handled before another thread may have 
 _EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may say
 _PACE_INTERVAL = 0.2  # seconds between two looks at whether a node may say more
 _RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
+_LOST_TIMEOUT = 1.0  # seconds that the lost nodes may take to end the run
 
 
 class NodeFollowers:
@@ -72,19 +73,27 @@ class NodeFollowers:
         thread.start()
 
     def end_runs(self) -> None:
-        """End the run on all nodes, and wait a while for the threads."""
+        """End the run on all nodes, and wait a while for the threads.
+
+        A lost node is told too, as it could not begin another run for a while. It is waited for
+        less long: it may be dead.
+        """
         state = self._state
         with state.news:
             state.is_ending = True
             members = [member for member in state.members if member.joined]
             state.news.notify_all()
-        enders = [
-            threading.Thread(target=self._end_run, args=(member,), daemon=True)
+        enders = {
+            member.node.id: threading.Thread(target=self._end_run, args=(member,), daemon=True)
             for member in members
-        ]
-        for thread in enders:
+        }
+        for thread in enders.values():
             thread.start()
-        for thread in [*enders, *self._threads]:
+        deadline = time.monotonic() + _LOST_TIMEOUT
+        for member in members:
+            if member.why:
+                enders.pop(member.node.id).join(max(0.0, deadline - time.monotonic()))
+        for thread in [*enders.values(), *self._threads]:
             thread.join(self._client.answer_timeout)
 
     def close(self) -> None:
@@ -93,8 +102,7 @@ class NodeFollowers:
 
     def _end_run(self, member: Member) -> None:
         member.orders.put(None)
-        if not member.why:
-            self._client.end_run(member.node)
+        self._client.end_run(member.node)
 
     def _follow(self, member: Member) -> None:
         """Start the run of one node, then hear what happens there."""

@@ -41,8 +41,7 @@ class StragglerFinder:
         """Return the members that are waited for no longer, each with the reason."""
         members = self._state.members.list_living()
         done = [member.seconds for member in members if member.ready]
-        compared = len(done) >= max(1, len(members) // 2)
-        if not compared:
+        if len(done) < max(1, len(members) // 2):
             self._half_ready_at = None
         elif self._half_ready_at is None:
             self._half_ready_at = now
@@ -52,22 +51,20 @@ class StragglerFinder:
         for member in members:
             if member.has_all(self._files):
                 continue
-            why = self._judge(member, done, working, now, compared=compared)
+            why = self._judge(member, done, working, now)
             if why:
                 found.append((member, why))
         return found
 
-    def _judge(
-        self, member: Member, done: list[float], working: float, now: float, *, compared: bool
-    ) -> str:
+    def _judge(self, member: Member, done: list[float], working: float, now: float) -> str:
         """Return why a member is waited for no longer; empty if it still is."""
         quiet, stalled, identity = now - member.moved, self._stall_timeout, member.node.id
-        if compared and member.joined and identity not in self._until:
+        since = self._half_ready_at
+        if since is not None and member.joined and identity not in self._until:
             self._until[identity] = now + stalled + self._compute_time_limit(member)
         lacks = member.joined and self._state.tracker.lacks(identity)
         # Before, it may have waited for what the nodes that are ready now have since then.
-        since = now if self._half_ready_at is None else self._half_ready_at
-        if lacks and compared and min(quiet, now - since) > stalled:
+        if lacks and since is not None and min(quiet, now - since) > stalled:
             return f"it received no byte for {quiet:.0f} s"
         if now > self._until.get(identity, now):
             return (
@@ -76,7 +73,7 @@ class StragglerFinder:
             )
         if lacks:
             return ""
-        if (member.joined or compared) and quiet > max(stalled, working):
+        if (member.joined or since is not None) and quiet > max(stalled, working):
             others = f", the others after {max(done):.0f} s in all" if done else ""
             return f"it was not ready {quiet:.0f} s after its last byte{others}"
         return ""

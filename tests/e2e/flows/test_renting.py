@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from pydantic import SecretStr
 
@@ -11,20 +12,23 @@ from tests.prefect_server import PrefectServer, Worker, until
 from tests.support.flows.renting import RENT
 
 
+def start_renting(
+    deployed: PrefectServer, vast: VastServer, payer: Any, folder: Path, name: str
+) -> UUID:
+    """Start a flow run that rents a machine, and wait for the machine."""
+    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    (folder / "store").mkdir()
+    asked = {"bucket": (folder / "store").as_uri(), "vast": payer, "name": name, **RENT}
+    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
+    until(lambda: len(vast.alive()) == 1, "a machine")
+    return run
+
+
 def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
-    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
-    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
-    (tmp_path / "store").mkdir()
-    asked = {
-        "bucket": (tmp_path / "store").as_uri(),
-        "vast": payer,
-        "name": "hung",
-        "settings": RENT,
-    }
-    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
-    until(lambda: len(vast.alive()) == 1, "a machine")
+    run = start_renting(deployed, vast, payer, tmp_path, "hung")
     for process in own_worker.descendants():
         if "prefect.engine" in process.cmdline():
             process.suspend()  # so that it hears of nothing, and has to be killed
@@ -37,17 +41,7 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
 def test_a_worker_that_is_terminated_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
-    key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
-    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
-    (tmp_path / "store").mkdir()
-    asked = {
-        "bucket": (tmp_path / "store").as_uri(),
-        "vast": payer,
-        "name": "ended",
-        "settings": RENT,
-    }
-    run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
-    until(lambda: len(vast.alive()) == 1, "a machine")
+    run = start_renting(deployed, vast, payer, tmp_path, "ended")
     own_worker.terminate()
     until(lambda: vast.alive() == [], "the machine released")
     (one,) = vast.books()

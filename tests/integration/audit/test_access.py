@@ -10,11 +10,18 @@ import pytest
 from click.testing import CliRunner
 from pydantic import SecretStr, ValidationError
 
-from millrace.audit import AccessVerdict, AuditedRole, AuditReport, AuditSettings, Operation, audit
+from millrace.audit import (
+    AccessVerdict,
+    AuditedRole,
+    AuditReport,
+    AuditSettings,
+    Operation,
+    RequestOutcome,
+    audit,
+)
 from millrace.cli import main
 from millrace.storage import (
     Credentials,
-    RequestOutcome,
     Right,
     Store,
     StoreSpec,

@@ -13,9 +13,9 @@ from huggingface_hub import snapshot_download
 from pydantic import SecretStr
 
 from millrace import errors
+from millrace.audit import ProbeVerdict, probe
 from millrace.checkpoints import (
     Destination,
-    ProbeVerdict,
     Saver,
     SaveSettings,
     StoreDestination,
@@ -184,10 +184,10 @@ def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source)
 
 
 def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
-    found = place.there.probe(JOB, size=1 << 20, within=timedelta(hours=1))
+    found = probe(place.there, JOB, size=1 << 20, within=timedelta(hours=1))
     assert (found.verdict, found.reason[-1]) == (ProbeVerdict.READY, ".")
     assert found.rate > 0
-    slow = place.there.probe(JOB, size=1 << 20, within=timedelta(0))
+    slow = probe(place.there, JOB, size=1 << 20, within=timedelta(0))
     assert slow.verdict is ProbeVerdict.TOO_SLOW
     assert not list(place.there.iterate_checkpoints(JOB))
 
@@ -274,7 +274,7 @@ def test_a_probe_of_the_hub_tells_refusals_apart(
     if verdict is ProbeVerdict.THROTTLED:
         hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
     spec = hub_spec(hub, repo).model_copy(update=changes)
-    found = HubDestination(spec).probe(JOB, timeout=SHORT)
+    found = probe(HubDestination(spec), JOB, timeout=SHORT)
     assert found.verdict is verdict, found.reason
     assert hub.branches(repo) == ["main"]
     assert hub.commits(repo) == 1

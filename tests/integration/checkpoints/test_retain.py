@@ -27,7 +27,7 @@ from millrace.cli import main
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import EpochRecord
-from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put
+from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put, read
 
 KEYS = CheckpointKeys("job")
 NOW = RetentionSettings(last=1, grace=timedelta(0))
@@ -70,7 +70,9 @@ def test_the_last_and_each_of_so_many_stay(store):
     before = sum(stat.size for stat in list_objects(store))
     done = apply_retention(store, plan)
     assert kept(store) == [3, 6, 7]
-    assert done.size == plan.size == before - sum(stat.size for stat in list_objects(store))
+    assert (
+        done.deleted_bytes == plan.size == before - sum(stat.size for stat in list_objects(store))
+    )
     assert not done.failures
     assert there(store) == [3, 6, 7]
     assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
@@ -110,7 +112,7 @@ def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
     plan = plan_retention(store, KEYS.job, NOW)
     assert set(plan.kept) == {1, 2, 3}
     assert plan.removed == ()
-    assert apply_retention(store, plan).removed == 0
+    assert apply_retention(store, plan).deleted_objects == 0
     found = find_newest_verified(store, KEYS.job)
     assert found is not None
     assert found.step == 1
@@ -141,9 +143,19 @@ def test_what_was_saved_since_the_plan_is_looked_at_again(store):
     assert plan.removed == (1,)
     pin(store, KEYS.job, 1, "just now")
     done = apply_retention(store, plan)
-    assert done.removed == 0
-    assert len(done.skipped) == len(plan.removals)
+    assert done.deleted_objects == 0
+    assert done.skipped == {"a rule or a checkpoint needs it by now": len(plan.removals)}
     assert kept(store) == [1, 2]
+
+
+def test_files_stay_whose_metadata_was_written_since_the_plan(store):
+    save(store, [1, 2])
+    plan = plan_retention(store, KEYS.job, NOW)
+    put(store, KEYS.metadata(1), read(store, KEYS.metadata(1)))
+    done = apply_retention(store, plan)
+    assert (done.deleted_objects, sum(done.skipped.values())) == (0, len(plan.removals))
+    assert kept(store) == [1, 2]
+    assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
 
 
 def test_files_that_no_checkpoint_names_go_when_they_are_old(store):

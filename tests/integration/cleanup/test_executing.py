@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from millrace import errors
+from millrace import deletion, errors
 from millrace.campaigns.worker import TrainingPlan
 from millrace.cleanup import (
     CleanupBucketPreset,
@@ -25,7 +25,6 @@ from millrace.cleanup import (
     S3ManagerPreset,
     WorkerJunk,
     execute,
-    executor,
     make_plan,
     plan_wipe,
     read_plan,
@@ -566,9 +565,9 @@ def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
     ["gradients", "gathers", "checkpoints", "shards", "trained on", "orphans", "junk", "other"],
 )
 def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monkeypatch, kind):
-    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(deletion, "_BATCH", 10)
     monkeypatch.setattr(
-        executor, "_MAX_BATCHES", 1
+        deletion, "_MAX_BATCHES", 1
     )  # each batch is settled before the next is chosen
     rule, scope, name = many(folder, kind)
     plan = make_plan(config_of(folder, rule))

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace import errors
+from millrace import deletion, errors
 from millrace.cleanup import (
+    StaleUploads,
     abort_uploads,
-    executor,
+    find_stale_uploads,
     make_confirmation,
     plan_wipe,
     survey_wipe,
@@ -36,6 +37,7 @@ from tests.stores import credentials, spec_of
 from tests.support.cleanup.material import Place
 
 NOW = timedelta(0)
+OLD = timedelta(seconds=-60)
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
@@ -127,9 +129,9 @@ def test_what_was_written_since_a_wiping_was_planned_stays(place):
 
 
 def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "_BATCH", 10)
+    monkeypatch.setattr(deletion, "_BATCH", 10)
     monkeypatch.setattr(
-        executor, "_MAX_BATCHES", 1
+        deletion, "_MAX_BATCHES", 1
     )  # each batch is settled before the next is chosen
     place = Place(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
@@ -171,6 +173,21 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
     done = CliRunner().invoke(main, ["bucket", "wipe", str(folder)], input="bucket\n")
     assert done.exit_code == 0, done.output
     assert not keys_of(place)
+
+
+def test_an_object_that_appears_after_the_question_is_not_wiped(tmp_path: Path, monkeypatch):
+    place = Place(open_store((tmp_path / "bucket").as_uri()))
+    there = fill(place)
+
+    def type_name(question: str, *, err: bool) -> str:
+        place.put("new.txt")
+        return "bucket"
+
+    monkeypatch.setattr("click.prompt", type_name)
+    done = CliRunner().invoke(main, ["bucket", "wipe", str(tmp_path / "bucket")])
+    assert done.exit_code == 0, done.output
+    assert f"Deleted {len(there)} objects" in done.output
+    assert keys_of(place) == {"new.txt"}
 
 
 def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
@@ -283,6 +300,10 @@ def test_versions_of_keys_that_no_list_of_deletes_can_have_are_deleted(rgw, buck
     assert count_versions_by_boto3(rgw, bucket) == (0, 0)
 
 
+def sizes_of(found: StaleUploads) -> dict[str, int]:
+    return {one.key: one.size for one in found.uploads}
+
+
 def begin(rgw, bucket: str, key: str, parts: int) -> None:
     client = rgw.client(rgw.full)
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
@@ -297,10 +318,10 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     begin(rgw, bucket, "below/here/a", 2)
     begin(rgw, bucket, "below/here/b/c", 0)
     begin(rgw, bucket, "below/elsewhere", 1)
-    young = abort_uploads(spec, older_than=timedelta(hours=1), dry_run=False)
+    young = find_stale_uploads(spec, older_than=timedelta(hours=1))
     assert (young.uploads, young.recent) == ((), 2)
-    found = abort_uploads(spec, older_than=timedelta(seconds=-60))
-    assert (dict(found.uploads), found.size, found.is_aborted) == (
+    found = find_stale_uploads(spec, older_than=OLD)
+    assert (sizes_of(found), found.size, found.is_aborted) == (
         {"a": 2000, "b/c": 0},
         2000,
         False,
@@ -309,11 +330,11 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     file = settings_file(tmp_path, spec, rgw.full)
     told = CliRunner().invoke(main, ["bucket", "abort-uploads", str(file), "--dry-run"])
     assert "Would abort 0 uploads, 0 bytes; 2 are younger than that." in told.output
-    gone = abort_uploads(spec, older_than=timedelta(seconds=-60), prefix="b", dry_run=False)
-    assert (dict(gone.uploads), gone.failures) == ({"b/c": 0}, ())
+    gone = abort_uploads(spec, find_stale_uploads(spec, older_than=OLD, prefix="b"))
+    assert (sizes_of(gone), gone.failures) == ({"b/c": 0}, ())
     assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
     reader = spec.model_copy(update={"credentials": credentials(rgw.read_only)})
-    refused = abort_uploads(reader, older_than=timedelta(seconds=-60), dry_run=False)
+    refused = abort_uploads(reader, find_stale_uploads(reader, older_than=OLD))
     assert [failure.key for failure in refused.failures] == ["a"]
     assert refused.size == 0
     left = rgw.client(rgw.full).list_multipart_uploads(Bucket=bucket)["Uploads"]
@@ -338,8 +359,22 @@ def test_a_wrong_time_is_said(tmp_path: Path):
 
 def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
     (tmp_path / "a#1").write_bytes(b"xyz")
-    found = abort_uploads(
-        StoreSpec(url=tmp_path.as_uri()), older_than=timedelta(seconds=-60), dry_run=False
-    )
-    assert found.uploads == (("a", 3),)
+    spec = StoreSpec(url=tmp_path.as_uri())
+    found = abort_uploads(spec, find_stale_uploads(spec, older_than=OLD))
+    assert sizes_of(found) == {"a": 3}
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_upload_that_appears_after_the_question_is_not_aborted(tmp_path: Path, monkeypatch):
+    (tmp_path / "shown#1").write_bytes(b"xyz")
+
+    def begin_another(question: str, *, yes: bool) -> bool:
+        (tmp_path / "new#1").write_bytes(b"xyz")
+        return question == "Abort 1 upload, 3 bytes?"
+
+    monkeypatch.setattr("millrace.cli.bucket.confirm", begin_another)
+    words = ["bucket", "abort-uploads", str(tmp_path), "--older-than", "0s"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert "Aborted 1 upload, 3 bytes" in done.output
+    assert [path.name for path in tmp_path.rglob("*#*")] == ["new#1"]

@@ -16,15 +16,15 @@ import pytest
 import webdataset
 from click.testing import CliRunner
 
-from millrace import errors, run_from_file, run_pipeline
+from millrace import deletion, errors, run_from_file, run_pipeline
 from millrace.cli import main
 from millrace.datasets import (
     PartitionState,
     PipelineSettings,
-    collect_garbage,
+    delete_garbage,
     find_datasets,
-    garbage,
     plan_dataset,
+    plan_garbage,
     read_status,
     repair_dataset,
     shard_dataset,
@@ -41,6 +41,8 @@ from millrace.schemas.dataset import DatasetPlan, ShardCommit
 from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
+
+ANY_AGE = timedelta(seconds=-60)
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
@@ -442,30 +444,51 @@ def test_garbage_is_what_no_record_names(settings):
     for key in orphans:
         put(store, key, b"orphan")
     kept = {shard.key for shard in report.manifest.shards}
-    young = collect_garbage(store, "sets/one", dry_run=False)
-    assert young.keys == ()
-    old = {"min_age": timedelta(seconds=-60)}
-    found = collect_garbage(store, "sets/one", **old)
-    assert {key for key in found.keys if "/lease/" not in key} == set(orphans)
+    assert plan_garbage(store, "sets/one").objects == ()
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert {one.key for one in plan.objects if "/lease/" not in one.key} == set(orphans)
     assert exists(store, orphans[0])
-    collect_garbage(store, "sets/one", dry_run=False, **old)
+    delete_garbage(store, plan)
     left = {stat.key for stat in list_objects(store, "sets/one/")}
     assert kept <= left
     assert not left & set(orphans)
     assert verify_dataset(store, "sets/one").is_intact
 
 
+def test_garbage_that_a_record_names_or_that_was_written_since_the_plan_stays(settings):
+    shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    committed = sorted(s.key for s in list_objects(store, keys.commits) if keys.parse_commit(s.key))
+    body = read(store, committed[0])
+    delete(store, [committed[0]])
+    orphans = [f"sets/one/shards/train-09999-00000{number}.tar" for number in range(3)]
+    for key in orphans[:2]:
+        put(store, key, b"orphan")
+    delete(store, [keys.manifest])
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    put(store, committed[0], body)
+    put(store, orphans[1], b"written again")
+    put(store, orphans[2], b"new")
+    done = delete_garbage(store, plan)
+    assert (done.deletion.deleted_objects, done.failures) == (1, ())
+    assert done.deletion.skipped == {
+        "a record of the dataset names it by now": 1,
+        "it was written since the plan was made": 1,
+    }
+    assert [exists(store, key) for key in orphans] == [False, True, True]
+
+
 def test_garbage_is_not_collected_under_a_run(settings):
     def collect(event: Event) -> None:
         if event.name == "shard.put":
             with pytest.raises(errors.ConflictError, match="works on sets/one"):
-                collect_garbage(open_store(settings.store), "sets/one")
+                plan_garbage(open_store(settings.store), "sets/one")
 
     shard_dataset(settings, progress=collect)
 
 
 def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, monkeypatch):
-    monkeypatch.setattr(garbage, "_BATCH", 10)
+    monkeypatch.setattr(deletion, "_BATCH", 10)
     shard_dataset(settings)
     store = open_store(settings.store)
     for number in range(30):
@@ -473,33 +496,32 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     clock = StoreClock.read(store, "sets/one", Holder.this_process())
 
     def take_lease(event: Event) -> None:
-        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
+        if event.name == "cleaning.deleted" and event.figures["objects"] == 10:
             keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
             assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
 
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     with pytest.raises(errors.ConflictError, match="works on sets/one"):
-        collect_garbage(
-            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=take_lease
-        )
+        delete_garbage(store, plan, progress=take_lease)
     left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
     assert len(left) == 20
 
 
 def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monkeypatch):
-    monkeypatch.setattr(garbage, "_BATCH", 10)
+    monkeypatch.setattr(deletion, "_BATCH", 10)
     store = open_store(settings.store)
     pin_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
     for number in range(30):
         put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
 
     def end_lease(event: Event) -> None:
-        if event.name == "garbage.deleted" and event.figures["objects"] == 10:
-            create(store, LeaseKeys("sets/one", "train-00000").end(0), b"as after a suspension")
+        if event.name == "cleaning.deleted" and event.figures["objects"] == 10:
+            # The lease of number 0 was that of the plan.
+            create(store, LeaseKeys("sets/one", "train-00000").end(1), b"as after a suspension")
 
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
-        collect_garbage(
-            store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60), progress=end_lease
-        )
+        delete_garbage(store, plan, progress=end_lease)
     left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
     assert len(left) == 20
 
@@ -563,7 +585,7 @@ def test_a_damaged_commit_costs_itself_and_is_named(settings):
     said = rf"2 of {len(commits)} records below .* is not a record .* is not a record"
     there = objects(store, "")
     with pytest.raises(errors.CorruptError, match=said):
-        collect_garbage(store, "sets/one", dry_run=False, min_age=timedelta(seconds=-60))
+        plan_garbage(store, "sets/one", min_age=ANY_AGE)
     assert objects(store, keys.shards).keys() <= there.keys()
     shown = CliRunner().invoke(main, ["status", settings.store.url, "sets/one"])
     assert shown.exit_code == 0, shown.output

@@ -46,6 +46,7 @@ from millrace.cleanup import (
     Rule,
     abort_uploads,
     execute,
+    find_stale_uploads,
     make_confirmation,
     make_plan,
     plan_wipe,
@@ -58,8 +59,9 @@ from millrace.datasets import (
     PipelineSettings,
     ShardingSettings,
     SourceLocation,
-    collect_garbage,
+    delete_garbage,
     find_datasets,
+    plan_garbage,
     read_status,
     shard_dataset,
     verify_dataset,
@@ -160,8 +162,10 @@ def _verify_datasets(site: Site) -> Any:
 
 
 def _collect(site: Site) -> Any:
-    found = collect_garbage(site.store("dst"), "sets/words", dry_run=False, min_age=NOW)
-    return [sorted(site.genuine_of(f"dst/{key}" for key in found.keys)), site.ours()]
+    store = site.store("dst")
+    plan = plan_garbage(store, "sets/words", min_age=NOW)
+    delete_garbage(store, plan)
+    return [sorted(site.genuine_of(f"dst/{one.key}" for one in plan.objects)), site.ours()]
 
 
 DATASETS = Reach(
@@ -316,7 +320,8 @@ def _abort(site: Site) -> Any:
     for name in names:
         site.begin_upload(name)
     # RGW tells in whole seconds when an upload was begun.
-    done = abort_uploads(site.spec(), older_than=timedelta(seconds=-5), dry_run=False)
+    stale = find_stale_uploads(site.spec(), older_than=timedelta(seconds=-5))
+    done = abort_uploads(site.spec(), stale)
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
     return [len(done.failures), [key.removeprefix(site.prefix) for key in site.uploads()]]
 

@@ -8,9 +8,10 @@ import webdataset
 from pydantic import SecretStr
 
 from millrace import errors
+from millrace.deletion import abort_uploads, find_stale_uploads
 from millrace.storage import (
     Right,
-    abort_stale_uploads,
+    Store,
     delete,
     exists,
     list_objects,
@@ -24,6 +25,12 @@ from millrace.storage import (
 )
 from millrace.storage.opener import register_store
 from tests.stores import spec_of
+
+
+def abort_before(store: Store, when: datetime, prefix: str = "") -> list[str]:
+    """Abort the unfinished uploads that were started before a time, and return their keys."""
+    found = find_stale_uploads(store, when, prefix=prefix)
+    return [one.key for one in abort_uploads(store, found).successes]
 
 
 def tar_of(texts: dict[str, bytes]) -> bytes:
@@ -73,9 +80,9 @@ def test_uploads_that_were_never_finished_are_aborted_by_age(kind, request):
     begun = client.create_multipart_upload(Bucket=bucket, Key="below/here/a/half")
     assert begun["UploadId"]
     now = datetime.now(UTC)
-    assert abort_stale_uploads(store, now - timedelta(days=1)) == []
-    assert abort_stale_uploads(store, now + timedelta(days=1), prefix="b") == []
-    assert abort_stale_uploads(store, now + timedelta(days=1)) == ["a/half"]
+    assert abort_before(store, now - timedelta(days=1)) == []
+    assert abort_before(store, now + timedelta(days=1), prefix="b") == []
+    assert abort_before(store, now + timedelta(days=1)) == ["a/half"]
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
 
@@ -84,7 +91,7 @@ def test_the_halves_of_a_killed_process_are_removed_from_a_folder(tmp_path):
     put(store, "a/b", b"whole")
     (tmp_path / "a" / "b#1").write_bytes(b"half")
     (tmp_path / "a" / "b#x").write_bytes(b"not ours")
-    assert abort_stale_uploads(store, datetime.now(UTC) + timedelta(days=1)) == ["a/b"]
+    assert abort_before(store, datetime.now(UTC) + timedelta(days=1)) == ["a/b"]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["b", "b#x"]
 
 

@@ -684,6 +684,17 @@ def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
     assert not Path("/tmp/millrace-escaped").exists()
 
 
+def test_a_node_that_has_failed_takes_part_in_the_next_run_at_once(store, nodes):
+    store.put("damaged.tar", b"no archive" * 100)
+    contents = fill(store, "next")
+    request = Request(key="damaged.tar", unpack=Unpacking.TAR, into="into")
+    with pytest.raises(errors.WorkerError, match="was not unpacked"):
+        prewarm(settings_of(store, nodes[:1], requests=[request]))
+    report = prewarm(settings_of(store, nodes[:1], **below("next")))
+    assert report.startup < 5.0
+    assert contents.items() <= files_below(nodes[0].root).items()
+
+
 @pytest.mark.parametrize(
     ("key", "into", "wanted"),
     [

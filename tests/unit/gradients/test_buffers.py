@@ -37,7 +37,7 @@ from millrace.gradients import (
     select_weights,
 )
 from millrace.gradients.sync.chain import encode_update
-from millrace.gradients.sync.merge import make_dense, merge_tensor
+from millrace.gradients.sync.merge import MergeRequest, make_dense, merge_tensor
 from millrace.storage import Store, StoreSpec, open_store
 from tests.unit.gradients.test_codec import drawn
 
@@ -335,7 +335,8 @@ def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     settings = MergeSettings(rule=rule, faulty=1)
     gradients = {uid: one.tensors for uid, one in sent.items()}
     weights = compute_merge_weights(sent, settings)
-    found = make_dense(merge_tensor(MEAN, gradients, CODEC, settings, weights), (40,))
+    request = MergeRequest(CODEC, settings, weights)
+    found = make_dense(merge_tensor(MEAN, gradients, request), (40,))
     assert found.tolist() == [4.0] * 40
 
 

@@ -19,7 +19,7 @@ from google.auth.transport.urllib3 import AuthorizedHttp
 from google.oauth2.service_account import Credentials
 
 from millrace import errors
-from millrace.storage.open import Backend, Store
+from millrace.storage import Backend, Store
 
 WRITE_PERMISSIONS = frozenset(
     {

@@ -1,44 +1,10 @@
 """Check the rights of credentials before anything depends on them."""
 
 import secrets
-from enum import StrEnum
 
 from millrace import errors
 from millrace.keys.probes import make_write_probe_key
-from millrace.storage.list import list_objects
-from millrace.storage.open import Store
-from millrace.storage.read import head
-from millrace.storage.scoped import Right
-from millrace.storage.write import create, delete
-
-_THROTTLED = {429, 503}
-
-
-class RequestOutcome(StrEnum):
-    """Outcome of a request to a store."""
-
-    ALLOWED = "allowed"
-    DENIED = "denied"  # the credentials are unknown, or have too few rights
-    NOT_FOUND = "not found"  # no such bucket, or object
-    THROTTLED = "throttled"  # the store asks clients to wait
-    UNREACHABLE = "unreachable"  # the store does not answer, or is broken
-    WRONG = "wrong"  # the store returned other bytes than were written
-    UNKNOWN = "unknown"  # any other error
-
-
-def classify_error(error: errors.MillraceError) -> RequestOutcome:
-    """Return the outcome that an error of a storage function means."""
-    match error:
-        case errors.DeniedError():
-            return RequestOutcome.DENIED
-        case errors.NotFoundError():
-            return RequestOutcome.NOT_FOUND
-        case errors.UnavailableError(status=status):
-            return RequestOutcome.THROTTLED if status in _THROTTLED else RequestOutcome.UNREACHABLE
-        case errors.CorruptError():
-            return RequestOutcome.WRONG
-        case _:
-            return RequestOutcome.UNKNOWN
+from millrace.storage import Right, Store, create, delete, head, list_objects
 
 
 def check_access(store: Store, right: Right, scope: str = "") -> None:

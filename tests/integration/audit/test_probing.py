@@ -2,21 +2,28 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from millrace.checkpoints import ProbeVerdict, probe
+from millrace.audit import ProbeResult, ProbeVerdict
+from millrace.audit import probe as probe_destination
+from millrace.audit.permissions import query_permissions
+from millrace.checkpoints import StoreDestination
 from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from millrace.storage.permissions import query_permissions
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
 from millrace.testing.process import free_ports
 from tests.stores import credentials, spec_of
 
 SHORT = timedelta(seconds=0.5)
+
+
+def probe(store: Store, job: str, **options: Any) -> ProbeResult:
+    return probe_destination(StoreDestination(store), job, **options)
 
 
 @pytest.mark.parametrize("kind", ["local", "memory", "rgw", "r2", "gcs"])
@@ -80,7 +87,7 @@ def test_google_says_which_permission_is_missing(permission, verdict, denying, r
 
 def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monkeypatch) -> None:
     store = open_store(spec_of("gcs", request))
-    name = "millrace.storage.permissions.query_permissions"
+    name = "millrace.audit.permissions.query_permissions"
     monkeypatch.setattr(name, lambda _: frozenset[str]())
     assert probe(store, "job", timeout=SHORT).is_ready
 
