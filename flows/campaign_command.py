@@ -90,8 +90,8 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     Example: millrace campaign run campaign.yaml
     """
     from flows.campaign import run_campaign
+    from millrace.rentals import RentalSupervisor
     from tasks.campaigning import describe
-    from tasks.renting import RentalSupervisor
 
     release_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():

@@ -6,12 +6,12 @@ from prefect import flow
 
 from blocks import VastCredentials
 from millrace.rentals import (
-    LedgerSettings,
     MachineStatus,
     Offer,
     OfferRequest,
     Program,
     RentalSettings,
+    RentalSupervisor,
     RentalTimeouts,
     StorageGrant,
 )
@@ -20,6 +20,7 @@ from tasks.formatting import format_count
 from tasks.locations import BucketLocation, make_store_spec
 from tasks.renting import (
     RentalReference,
+    await_rental,
     fetch_machines,
     make_account,
     make_release_hook,
@@ -87,13 +88,26 @@ def rent_machines(
     )
     if dry_run:
         return search_offers(settings)
-    dollars = start_rental(settings)
-    ledger = LedgerSettings(store=settings.store, account=settings.account)
-    mine = [one for one in fetch_machines(ledger) if one.rental == name]
+    return _report_machines(settings, start_rental(settings))
+
+
+@flow(name="rent-machines", flow_run_name="rent-{rental.name}")
+def await_machines(rental: RentalSupervisor) -> list[MachineStatus]:
+    """Wait until the programs of a rental run that the caller owns.
+
+    Args:
+        rental: Handle of the rental.
+    """
+    return _report_machines(rental.settings, await_rental(rental))
+
+
+def _report_machines(settings: RentalSettings, dollars: float) -> list[MachineStatus]:
+    """Publish a report of the machines of a rental, and return them."""
+    mine = [one for one in fetch_machines(settings.ledger) if one.rental == settings.name]
     headline = format_markdown(
         "{}: {} run, ${:.2f} so far. Release them with `release-machines`; else they go at "
         "their deadline.",
-        format_bold(name), format_count(len(mine), "machine"), dollars,
+        format_bold(settings.name), format_count(len(mine), "machine"), dollars,
     )  # fmt: skip
     report_rentals(headline, mine, key="rent-machines")
     return mine

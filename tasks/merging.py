@@ -9,10 +9,10 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from millrace import gradients
-from millrace.gradients import AggregatorSettings, ChainLink, WeightsSource
+from millrace.gradients import AggregatorSettings, ChainLink
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
 from tasks.plot import draw_windows
 from tasks.progress import WindowProgress
@@ -59,23 +59,6 @@ class AggregationResult:
 def find_last_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
-
-
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
-def check_weights(settings: WeightsSource, spec: StoreSpec) -> None:
-    """Refuse a checkpoint that no run can begin with, before anything is created or rented.
-
-    Raises:
-        NotFoundError, CorruptError: The checkpoint does not exist, or is damaged.
-        ConfigurationError: The checkpoint has no tensors of these names.
-    """
-    store = open_store(spec, make_folder=False)
-    gradients.check_weights(store, settings.job, step=settings.step, tensors=settings.tensors)
 
 
 @task(

@@ -416,6 +416,12 @@ class RentalProgress(LiveProgress):
             case "rental.returned":
                 self._ready.discard(event.subject)
                 self._log.info("%s: given back, %s", event.subject, figures["said"])
+            case "rental.waiting":
+                self._log.info("%s is waited for: %s", event.subject, figures["why"])
+            case "rental.failed":
+                self._log.warning("%s: %s", event.subject, figures["why"])
+            case "rental.interrupted":
+                self._log.warning("Machines are being given back: wait, or they are billed on.")
             case "machine.printed":
                 self._log.info("%s| %s", event.subject, figures["text"])
             case _:

@@ -16,6 +16,7 @@ from millrace.rentals.settings import (
     open_account,
 )
 from millrace.rentals.startup import derive_node_key
+from millrace.rentals.supervisor import RentalSupervisor
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 
@@ -33,6 +34,7 @@ __all__ = [
     "ReapResult",
     "Rental",
     "RentalSettings",
+    "RentalSupervisor",
     "RentalTimeouts",
     "StorageGrant",
     "SystemClock",

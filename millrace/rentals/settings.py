@@ -102,6 +102,15 @@ class Program(BaseModel):
         return self
 
 
+class LedgerSettings(BaseModel):
+    """Store of the ledger, and the account. Other keys of a settings file are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    store: StoreSpec = Field(description="Store of the ledger of rentals.")
+    account: VastAccount
+
+
 class RentalTimeouts(BaseModel):
     """Time limits and retries of a rental."""
 
@@ -166,11 +175,7 @@ class RentalSettings(RentalTimeouts):
         ports = max(self.request.ports, len(self.program.ports))
         return self.request.model_copy(update={"ports": ports})
 
-
-class LedgerSettings(BaseModel):
-    """Store of the ledger, and the account. Other keys of a settings file are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    store: StoreSpec = Field(description="Store of the ledger of rentals.")
-    account: VastAccount
+    @property
+    def ledger(self) -> LedgerSettings:
+        """Ledger of the rental, and the account that pays."""
+        return LedgerSettings(store=self.store, account=self.account)
