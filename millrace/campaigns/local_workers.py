@@ -73,6 +73,9 @@ class LocalWorkerProcesses:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
         # A worker that was killed may have left processes.
         kill_by_environment(SETTINGS_VARIABLE, self._settings_folder.name)
         for thread in self._readers.values():  # a process of the script may still hold the pipe
