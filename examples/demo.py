@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.campaigns import CampaignSummary
     from millrace.testing.vast import VastServer
-    from tasks.campaigning import CampaignSummary
 
 HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"

@@ -1,4 +1,4 @@
-"""``millrace campaign run`` and ``init``: a campaign from a file, run here."""
+"""``millrace campaign run``: a campaign from a file, as a flow run of this process."""
 
 import logging
 from pathlib import Path
@@ -9,62 +9,12 @@ from prefect.blocks.core import Block
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.local_server import start_local_server
-from millrace.cli.common import (
-    CommandResult,
-    add_yes_option,
-    confirm,
-    print_result,
-    take_settings_file,
-    write_template,
-)
+from millrace.cli.campaign import confirm_machines
+from millrace.cli.common import CommandResult, add_yes_option, print_result, take_settings_file
 from millrace.cli.machine import release_on_signal
 from millrace.errors import ConfigurationError
-from millrace.formatting import format_count
 from millrace.settings import read_settings_file, validate_settings
-from millrace.terminal import echo, echo_text
-
-_TEMPLATE = """\
-# A campaign: a dataset is sharded, workers train on it together, and the weights are published.
-# `millrace campaign run THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in
-# from the environment, ${NAME:-value} with a default.
-
-name: my-campaign               # a prefix below the bucket's URL
-# Where all of it is written: a folder of this machine to try it in. Elsewhere `dataset`, the block
-# that `millrace setup` makes from R2_DATASET_* (.env.example), or a URL such as s3://bucket/prefix.
-bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
-
-data:
-  dataset: my-text              # a prefix below the bucket's URL
-  source:                       # leave it out if the dataset is there and complete
-    url: file:///path/to/a/folder       # or s3://bucket/prefix
-    kind: files                 # a sample of each file; `jsonl` makes one of each line
-  sharding: {holdout: 0.01}     # the share that workers measure the loss on
-
-training:
-  command: [python, -m, examples.tiny_lm.train]  # your script: `millrace.campaigns.worker.Worker`
-  initial_weights:              # the checkpoint to begin with; of a tiny model, by
-    job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
-    tensors: "model."           # what the names of its weights begin with
-  workers: 2
-  machines:
-    kind: local                 # processes of this machine, that run in `folder`
-    folder: .
-  # machines:                   # or each on a machine of Vast.ai: needs a Vast.ai Credentials block
-  #   kind: rented
-  #   request: {gpu: RTX_4090, max_hourly: 0.5, max_total: 20}
-  #   repo_url: https://github.com/you/your-program
-  #   extras: [gradients]
-  epochs: 1                     # each ends with a checkpoint
-  windows_per_epoch: 10
-  run:
-    steps: 30                   # of a worker in each window
-    window: PT20M               # `window` and `gather` may change while the campaign is stopped
-    gather: {quorum: 1}
-
-publish:                        # leave it out to keep the weights where they are
-  job: models/trained
-  bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
-"""
+from millrace.terminal import echo_text
 
 _MAX_RETRIES = 8  # of a request to a server that is away, as in prefect.yaml: more than 6 minutes
 _FLOW_NAME = "campaign"  # of the flow
@@ -90,8 +40,8 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     Example: millrace campaign run campaign.yaml
     """
     from flows.campaign import run_campaign
+    from millrace.rentals import RentalSupervisor
     from tasks.campaigning import describe
-    from tasks.renting import RentalSupervisor
 
     release_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():
@@ -100,40 +50,11 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     plan = None if "$ref" in str(data) else read_campaign_plan(settings)  # blocks: on the server
     with start_local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _MAX_RETRIES}):
         plan = plan or read_campaign_plan(settings)
-        if not _confirm_rental(plan, yes=yes):
+        if not confirm_machines(plan.name, plan.training, yes=yes):
             return CommandResult({"campaign": plan.name}, 1)
         found = run_campaign(plan)
     echo_text(describe(found, with_picture=False))
     return CommandResult(found)
-
-
-def _confirm_rental(plan: Any, *, yes: bool) -> bool:
-    """Ask whether the machines of a campaign are to be rented, if it rents any."""
-    from flows.campaign_plan import RentedWorkers
-
-    training = plan.training
-    if training is None or not isinstance(training.machines, RentedWorkers):
-        return True
-    limit = training.machines.request.max_total
-    return confirm(
-        f"Rent {format_count(training.workers, 'machine')} of Vast.ai for {plan.name}, for at most "
-        f"${limit:.2f} in all?",
-        yes=yes,
-    )
-
-
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
-@print_result
-def init(path: Path) -> CommandResult:
-    r"""Write a settings file of a campaign to start from.
-
-    \b
-    Example: millrace campaign init campaign.yaml
-    """
-    write_template(path, _TEMPLATE)
-    echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign run {path}")
-    return CommandResult({"path": path})
 
 
 def _find_console_handlers() -> list[logging.Handler]:

@@ -1,24 +1,29 @@
 """Plan of a campaign: one model, from a form, a file or Python."""
 
-from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
+from flows.aggregate_gradients import InitialWeightsInput
 from flows.save_checkpoint import HubRepository
 from millrace import datasets
-from millrace.campaigns.worker import TrainingPlan
-from millrace.checkpoints import CooldownSettings
+from millrace.campaigns import Campaign, LocalWorkers, RentedWorkerRules, Training, TrainingRules
 from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
-from millrace.gradients import FollowRules, RunRules, WeightsSource
+from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
-from millrace.remote import CodeRepository
-from millrace.rentals import OfferRequest, RentalTimeouts
-from millrace.settings import Duration
-from tasks.locations import BucketLocation, SourceInput
+from millrace.storage import Right
+from tasks.locations import (
+    BucketLocation,
+    SourceInput,
+    make_store_spec,
+    refuse_temporary,
+    require_location,
+)
+from tasks.renting import RentalReference
 
 
 class _PlanModel(BaseModel):
@@ -40,36 +45,11 @@ class DataSettings(_PlanModel):
     )
 
 
-class RentedWorkers(CodeRepository, RentalTimeouts):
+class RentedWorkers(RentedWorkerRules):
     """Each worker on a rented machine of its own."""
 
-    kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
-    request: OfferRequest = Field(
-        description="Requirements of each machine, and its highest price."
-    )
     vast: VastCredentials | str = Field(
         default="vast", description="The Vast.ai Credentials block that pays, or its name."
-    )
-    role_arn: str | None = Field(
-        default=None, description="ARN of the role whose credentials machines get (S3 only)."
-    )
-    retry_failed: bool = Field(
-        default=True,
-        description="Run a worker that fails again and again on another machine.",
-    )
-    prewarm: bool = Field(
-        default=True,
-        description="Copy the dataset to all machines, reading each byte from the store once.",
-    )
-
-
-class LocalWorkers(_PlanModel):
-    """The workers as processes of the machine that runs the campaign."""
-
-    kind: Literal["local"] = Field(default="local", description="Kind of the machines.")
-    folder: str = Field(default=".", description="Folder in which the workers run.")
-    data_folder: Path = Field(
-        default=Path(".millrace/data"), description="Folder in which the workers keep the dataset."
     )
 
 
@@ -81,53 +61,13 @@ class InitialWeightsSettings(WeightsSource):
     )
 
 
-class TrainingSettings(_PlanModel):
+class TrainingSettings(TrainingRules, frozen=True):
     """Workers that train together, in windows and epochs."""
 
-    command: tuple[str, ...] = Field(
-        min_length=1,
-        description=TrainingPlan.model_fields["command"].description,
-    )
-    restarts: int = Field(
-        default=TrainingPlan.model_fields["restarts"].default,
-        ge=0,
-        description=TrainingPlan.model_fields["restarts"].description,
-    )
     initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")
-    workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
     machines: RentedWorkers | LocalWorkers = Field(
         default=LocalWorkers(), description="Machines on which the workers run."
     )
-    join_timeout: Duration = Field(
-        default=timedelta(hours=1),
-        gt=timedelta(0),
-        description="Longest wait for workers before the first window opens. The window opens when "
-        "the quorum has joined, or after this time when at least one worker has joined.",
-    )
-    epochs: int = Field(
-        default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
-    )
-    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
-    run: RunRules = Field(default=RunRules(), description="Settings that all workers share.")
-    cooldown: CooldownSettings = Field(
-        default=CooldownSettings(), description="Settings of the end of an epoch."
-    )
-    aggregation: FollowRules = Field(
-        default=FollowRules(),
-        description="Settings of the aggregator: how it follows windows, and which checkpoints "
-        "the aggregator keeps.",
-    )
-
-    @model_validator(mode="after")
-    def _check_gather(self) -> Self:
-        gather = self.run.gather
-        if max(gather.quorum, gather.wanted or 0) > self.workers:
-            raise ValueError(
-                f"run.gather wants more gradients than there are workers ({self.workers}): lower "
-                "`quorum` or `wanted`, or raise `workers`"
-            )
-        self.run.check_workers(self.workers)
-        return self
 
 
 class PublishSettings(_PlanModel):
@@ -181,3 +121,69 @@ class CampaignPlan(_PlanModel):
         if self.data is None and self.training is not None:
             raise ValueError("name the dataset that is trained on")
         return self
+
+    @property
+    def rental(self) -> RentalReference | None:
+        """Rental of the campaign; None if the campaign rents nothing."""
+        machines = self.training.machines if self.training else None
+        if not isinstance(machines, RentedWorkers):
+            return None
+        return self.name, self.bucket, machines.vast
+
+    def resolve_bucket(self) -> Self:
+        """Return the plan with the block of its bucket.
+
+        Raises:
+            ConfigurationError: There is no such block, or the workers' folder is temporary.
+        """
+        machines = self.training.machines if self.training else None
+        if isinstance(machines, LocalWorkers):
+            refuse_temporary(Path(machines.folder))
+        return self.model_copy(update={"bucket": require_location(self.bucket)})
+
+    def make_campaign(self) -> Campaign:
+        """Return the campaign as the engine takes it.
+
+        Raises:
+            ConfigurationError: The bucket has no credentials to read, or none to write.
+        """
+        read_store = make_store_spec(self.bucket, Right.READ)
+        write_store = make_store_spec(self.bucket, Right.WRITE)
+        dataset = self.data.dataset if self.data else None
+        training = None
+        if self.training is not None and dataset is not None:
+            training = Training(self.name, dataset, self.training, read_store, write_store)
+        return Campaign(self.name, read_store, write_store, dataset, training, self.cleaning_rules)
+
+    def find_initial_weights(self) -> InitialWeights:
+        """Return the checkpoint that the training begins with, as the engine takes it.
+
+        Raises:
+            ConfigurationError: There is no block of its bucket.
+        """
+        return self.make_weights_input().make_initial_weights()
+
+    def make_weights_input(self) -> InitialWeightsInput:
+        """Return the checkpoint that the training begins with, with its location.
+
+        Raises:
+            ConfigurationError: There is no block of its bucket.
+        """
+        assert self.training is not None
+        weights = self.training.initial_weights
+        location = self.bucket if weights.bucket is None else require_location(weights.bucket)
+        return InitialWeightsInput.model_validate({**dict(weights), "bucket": location})
+
+
+def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
+    """Return the rental of a run with these parameters; None if the run rents nothing."""
+    plan: CampaignPlan = parameters["plan"]
+    return plan.rental
+
+
+def make_run_name() -> str:
+    """Return ``campaign-NAME``, for the list of runs."""
+    parameters: dict[str, Any] = flow_run.parameters or {}
+    plan = parameters.get("plan")
+    name = plan.get("name") if isinstance(plan, dict) else getattr(plan, "name", None)
+    return f"campaign-{name}"

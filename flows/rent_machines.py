@@ -5,11 +5,18 @@ from typing import Any
 from prefect import flow
 
 from blocks import VastCredentials
-from millrace.rentals import MachineStatus, Offer, RentalSettings, RentSettings
+from millrace.rentals import (
+    MachineStatus,
+    Offer,
+    RentalSettings,
+    RentalSupervisor,
+    RentSettings,
+)
 from tasks.formatting import format_count
 from tasks.locations import BucketLocation
 from tasks.renting import (
     RentalReference,
+    await_rental,
     fetch_machines,
     make_release_hook,
     report_rentals,
@@ -56,12 +63,26 @@ def rent_machines(
     rental = RentalSettings.make(name, require_ledger(bucket, vast), settings)
     if dry_run:
         return search_offers(rental)
-    dollars = start_rental(rental)
-    mine = [one for one in fetch_machines(rental.ledger) if one.rental == name]
+    return _report_machines(rental, start_rental(rental))
+
+
+@flow(name="rent-machines", flow_run_name="rent-{rental.name}")
+def await_machines(rental: RentalSupervisor) -> list[MachineStatus]:
+    """Wait until the programs of a rental run that the caller owns.
+
+    Args:
+        rental: Handle of the rental.
+    """
+    return _report_machines(rental.settings, await_rental(rental))
+
+
+def _report_machines(settings: RentalSettings, dollars: float) -> list[MachineStatus]:
+    """Publish a report of the machines of a rental, and return them."""
+    mine = [one for one in fetch_machines(settings.ledger) if one.rental == settings.name]
     headline = format_markdown(
         "{}: {} run, ${:.2f} so far. Release them with `release-machines`; else they go at "
         "their deadline.",
-        format_bold(name), format_count(len(mine), "machine"), dollars,
+        format_bold(settings.name), format_count(len(mine), "machine"), dollars,
     )  # fmt: skip
     report_rentals(headline, mine, key="rent-machines")
     return mine

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from prefect import get_run_logger
 
 from millrace import gradients
-from millrace.gradients import AggregatorSettings, ChainLink, WeightsSource
+from millrace.gradients import AggregatorSettings, ChainLink
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
 from tasks.plot import draw_windows
 from tasks.progress import WindowProgress
@@ -53,18 +53,6 @@ class AggregationResult:
 def find_last_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest window that is merged; 0 before the first."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
-
-
-@retried_task
-def check_weights(settings: WeightsSource, spec: StoreSpec) -> None:
-    """Refuse a checkpoint that no run can begin with, before anything is created or rented.
-
-    Raises:
-        NotFoundError, CorruptError: The checkpoint does not exist, or is damaged.
-        ConfigurationError: The checkpoint has no tensors of these names.
-    """
-    store = open_store(spec, make_folder=False)
-    gradients.check_weights(store, settings.job, step=settings.step, tensors=settings.tensors)
 
 
 @retried_task

@@ -420,6 +420,14 @@ class RentalProgress(LiveProgress):
             case "rental.released":
                 self._ready.discard(event.subject)
                 self._log.info("%s: released, %s", event.subject, figures["message"])
+            case "rental.waiting":
+                self._log.info("Waiting for %s: %s", event.subject, figures["message"])
+            case "rental.failed":
+                self._log.warning("%s: %s", event.subject, figures["message"])
+            case "rental.interrupted":
+                self._log.warning(
+                    "Machines are being released: wait. Machines that are not released are billed."
+                )
             case "machine.printed":
                 self._log.info("%s| %s", event.subject, figures["text"])
             case _:

@@ -1,14 +1,9 @@
 """Tasks that rent, list and release machines."""
 
-import contextvars
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from datetime import timedelta
-from time import monotonic
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from prefect import Flow, State, get_run_logger, task
+from prefect import Flow, State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun
 from prefect.flows import FlowStateHook
@@ -18,12 +13,9 @@ from blocks import Bucket, VastCredentials
 from millrace.errors import (
     ConfigurationError,
     HeldError,
-    MachineError,
-    MillraceError,
     NotFoundError,
     format_error,
 )
-from millrace.progress import Event
 from millrace.rentals import (
     IDENTITY_PORT,
     LedgerSettings,
@@ -33,6 +25,7 @@ from millrace.rentals import (
     ReapResult,
     Rental,
     RentalSettings,
+    RentalSupervisor,
     VastAccount,
     derive_node_key,
     find_offers,
@@ -43,8 +36,7 @@ from millrace.rentals import (
     reap,
     release,
 )
-from millrace.schemas.rental import ReleaseReason
-from millrace.storage import Right, StoreSpec, open_store
+from millrace.storage import Right, open_store
 from millrace.swarm import Host, Hosts
 from tasks.formatting import format_count, make_artifact_key
 from tasks.locations import describe_bucket, find_block, find_location, make_store_spec, skip_run
@@ -63,12 +55,6 @@ RentalReference = tuple[str, Bucket | str, VastCredentials | str]
 """Name of a rental, the bucket of its ledger, and the credentials of the account that pays."""
 
 _SHOWN = 20  # number of offers in a report
-_TAKEOVER_TIMEOUT = 600.0  # seconds in which another owner must have left the rental
-_POLL_INTERVAL = 10.0
-_MAX_FAILURES = 2  # failures after which a program that never worked is not run again
-_SUPERVISOR: contextvars.ContextVar["RentalSupervisor | None"] = contextvars.ContextVar(
-    "rental_supervisor", default=None
-)
 
 
 def make_account(credentials: VastCredentials) -> VastAccount:
@@ -148,187 +134,40 @@ def search_offers(settings: RentalSettings) -> list[Offer]:
     return found
 
 
-def make_owner_monitor(settings: RentalSettings) -> OwnerMonitor:
-    """Return a monitor that releases a rental if this process is killed."""
-    return OwnerMonitor(settings.ledger, settings.name)
-
-
 @task(cache_policy=NO_CACHE)
 def start_rental(settings: RentalSettings) -> float:
     """Rent machines, wait until all programs run, and return the cost so far in dollars.
 
-    The machines are then detached. If the caller has a `RentalSupervisor` of the rental, the
-    supervisor rents and keeps the machines instead.
+    The machines are then detached.
     """
-    supervisor = _SUPERVISOR.get()
-    if supervisor is not None and supervisor.rental_name == settings.name:
-        return supervisor.wait_until_ready()
     key = make_artifact_key("progress", "rental", settings.name)
     with (
         RentalProgress(key, settings.machines) as progress,
-        make_owner_monitor(settings),
+        OwnerMonitor(settings.ledger, settings.name),
         Rental(settings, detached=True, wait=True, progress=progress) as rental,
     ):
         rental.wait_until_ready()
         return rental.cost
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
-def has_unreleased_machines(spec: StoreSpec, rental: str) -> bool:
-    """Decide by the ledger whether a machine of a rental is not released."""
-    return any(one.release_record is None for one in list_attempts(open_store(spec), rental))
-
-
-class RentalSupervisor:
-    """Owner of a rental, in a thread. It rents, replaces and releases machines.
-
-    Use the supervisor as a context manager around the flow `rent-machines`. The exit releases all
-    machines, and returns when a listing shows none.
+def make_supervisor(
+    settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
+) -> RentalSupervisor:
+    """Return the handle of a rental, which shows its progress in the run that makes the handle.
 
     Args:
-        settings: Settings of the rental. Machines of an owner that was killed are taken over.
-        is_proven: Function that tells whether the program has worked on a machine. While it has
-            not, the second failure of the program ends the rental.
+        settings: Settings of the rental.
+        is_proven: Whether a program is known to work.
     """
+    key = make_artifact_key("progress", "machines", settings.name)
+    progress = RentalProgress(key, settings.machines)
+    return RentalSupervisor(settings, is_proven, progress=progress)
 
-    _unreleased: ClassVar[set["RentalSupervisor"]] = set()
 
-    def __init__(
-        self, settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._settings, self._is_proven = settings, is_proven
-        self._failures: list[str] = []
-        key = make_artifact_key("progress", "machines", settings.name)
-        self._progress = RentalProgress(key, settings.machines)
-        self._log = get_run_logger()
-        self._stop_requested, self._ready = threading.Event(), threading.Event()
-        self._ended = threading.Event()
-        self._rental: Rental | None = None
-        self._error: BaseException | None = None
-        self._token: contextvars.Token[RentalSupervisor | None] | None = None
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            name="rental-supervisor", target=context.run, args=(self._run,), daemon=True
-        )
-
-    @classmethod
-    def has_any_machines(cls) -> bool:
-        """Decide whether this process owns a rental whose machines are not released yet."""
-        return bool(cls._unreleased)
-
-    @property
-    def rental_name(self) -> str:
-        """Name of the rental."""
-        return self._settings.name
-
-    def __enter__(self) -> Self:
-        """Acquire the rental, and rent machines, in the thread."""
-        self._token = _SUPERVISOR.set(self)
-        self._unreleased.add(self)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._token is not None:
-            _SUPERVISOR.reset(self._token)
-        self._stop_requested.set()
-        interrupt: BaseException | None = None
-        while not self._ended.is_set():
-            try:
-                self._ended.wait()  # after an interrupt, `join` may return while the thread runs
-            except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
-                interrupt = error
-                self._log.warning(
-                    "Machines are being released: wait. Machines that are not released are billed."
-                )
-        if interrupt is not None and kind is None:
-            raise interrupt
-
-    def wait_until_ready(self) -> float:
-        """Wait until all programs run or have ended, and return the cost so far in dollars.
-
-        Raises:
-            HeldError: Another owner holds the rental.
-            BudgetError, MachineError, NotFoundError: As in `Rental.wait_until_ready`.
-        """
-        self._ready.wait()
-        self.raise_failure()
-        return self._rental.cost if self._rental else 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """True if all programs have ended, or the rental has failed."""
-        return not self._thread.is_alive()
-
-    def describe_end(self) -> str:
-        """Return the message of the last failed program, or that no program has failed."""
-        return "\n".join(self._failures[-1:]) or "The programs ended with exit code 0."
-
-    def raise_failure(self) -> None:
-        """Raise the error that has ended the rental, if any."""
-        if self._error is not None:
-            raise self._error
-
-    def wait_until_done(self, timeout: timedelta) -> None:
-        """Wait until all programs have ended, and their machines are released.
-
-        An error of the rental is only logged, because the machines have done their work.
-
-        Args:
-            timeout: Longest wait. The exit of the supervisor releases the remaining machines.
-        """
-        self._ended.wait(timeout.total_seconds())
-
-    def _acquire_rental(self, stack: ExitStack) -> Rental:
-        """Acquire the rental; an earlier owner may still be releasing its machines."""
-        deadline = monotonic() + _TAKEOVER_TIMEOUT
-        while True:
-            rental = Rental(self._settings, wait=True, progress=self._handle_event)
-            try:
-                return stack.enter_context(rental)
-            except HeldError as error:
-                if monotonic() > deadline or self._stop_requested.wait(_POLL_INTERVAL):
-                    raise
-                self._log.info("Waiting for the rental: %s", format_error(error))
-
-    def _handle_event(self, event: Event) -> None:
-        """Report an event; end the rental if the program failed twice, and never worked."""
-        self._progress(event)
-        if event.name != "rental.released" or event.figures["reason"] != ReleaseReason.FAILED:
-            return
-        self._failures.append(str(event.figures["message"]))
-        if len(self._failures) < _MAX_FAILURES or self._error is not None:
-            return
-        try:
-            proven = self._is_proven()
-        except MillraceError:
-            return  # unknown: the next failure decides
-        if not proven:
-            self._error = MachineError(
-                f"The program failed on {len(self._failures)} machines, and has joined the run on "
-                f"none. {self._failures[-1]}"
-            )
-            self._stop_requested.set()
-
-    def _run(self) -> None:
-        try:
-            with self._progress, make_owner_monitor(self._settings), ExitStack() as stack:
-                self._rental = rental = self._acquire_rental(stack)
-                rental.wait_until_ready(self._stop_requested)
-                self._ready.set()
-                rental.wait_until_done(self._stop_requested)
-        except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
-            self._error = self._error or error
-            self._log.warning("%s: %s", self.rental_name, format_error(error))
-        finally:
-            self._unreleased.discard(self)
-            self._ready.set()
-            self._ended.set()
+@task(cache_policy=NO_CACHE)
+def await_rental(rental: RentalSupervisor) -> float:
+    """Wait until all programs of a supervised rental run; return the cost so far in dollars."""
+    return rental.wait_until_ready()
 
 
 def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:

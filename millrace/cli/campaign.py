@@ -1,20 +1,75 @@
-"""``millrace campaign``: a worker of a campaign; `run` and `init` come from the flows."""
+"""``millrace campaign``: a settings file, and a worker of a campaign; `run` is of the flows."""
 
 import logging
 import os
 import threading
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.common import NounGroup, handle_errors
+from millrace.cli.common import (
+    CommandResult,
+    NounGroup,
+    confirm,
+    handle_errors,
+    print_result,
+    write_template,
+)
+from millrace.formatting import format_count
+from millrace.terminal import echo
+
+if TYPE_CHECKING:
+    from millrace.campaigns import TrainingRules
 
 _PREFIX = "campaign."
+_TEMPLATE = """\
+# A campaign: a dataset is sharded, workers train on it together, and the weights are published.
+# `millrace campaign run THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in
+# from the environment, ${NAME:-value} with a default.
+
+name: my-campaign               # a prefix below the bucket's URL
+# Where all of it is written: a folder of this machine to try it in. Elsewhere `dataset`, the block
+# that `millrace setup` makes from R2_DATASET_* (.env.example), or a URL such as s3://bucket/prefix.
+bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
+
+data:
+  dataset: my-text              # a prefix below the bucket's URL
+  source:                       # leave it out if the dataset is there and complete
+    url: file:///path/to/a/folder       # or s3://bucket/prefix
+    kind: files                 # a sample of each file; `jsonl` makes one of each line
+  sharding: {holdout: 0.01}     # the share that workers measure the loss on
+
+training:
+  command: [python, -m, examples.tiny_lm.train]  # your script: `millrace.campaigns.worker.Worker`
+  initial_weights:              # the checkpoint to begin with; of a tiny model, by
+    job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
+    tensors: "model."           # what the names of its weights begin with
+  workers: 2
+  machines:
+    kind: local                 # processes of this machine, that run in `folder`
+    folder: .
+  # machines:                   # or each on a machine of Vast.ai: needs a Vast.ai Credentials block
+  #   kind: rented
+  #   request: {gpu: RTX_4090, max_hourly: 0.5, max_total: 20}
+  #   repo_url: https://github.com/you/your-program
+  #   extras: [gradients]
+  epochs: 1                     # each ends with a checkpoint
+  windows_per_epoch: 10
+  run:
+    steps: 30                   # of a worker in each window
+    window: PT20M               # `window` and `gather` may change while the campaign is stopped
+    gather: {quorum: 1}
+
+publish:                        # leave it out to keep the weights where they are
+  job: models/trained
+  bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
+"""
 
 
 class _CampaignGroup(NounGroup):
-    """The command `worker`, and those that other packages add."""
+    """The commands below, and those that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         names = entry_points(group="millrace.commands").names
@@ -22,9 +77,11 @@ class _CampaignGroup(NounGroup):
         return sorted({*super().list_commands(ctx), *added})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if command := super().get_command(ctx, cmd_name):
+            return command
         for point in entry_points(group="millrace.commands", name=_PREFIX + cmd_name):
             return point.load()
-        return super().get_command(ctx, cmd_name)
+        return None
 
 
 @click.group(cls=_CampaignGroup)
@@ -36,6 +93,20 @@ def campaign() -> None:
       millrace campaign init campaign.yaml
       millrace campaign run campaign.yaml
     """
+
+
+@campaign.command()
+@click.argument("path", type=click.Path(path_type=Path), default="campaign.yaml")
+@print_result
+def init(path: Path) -> CommandResult:
+    r"""Write a settings file of a campaign to start from.
+
+    \b
+    Example: millrace campaign init campaign.yaml
+    """
+    write_template(path, _TEMPLATE)
+    echo(f"Wrote {path}. Set its source, script and checkpoint, then: millrace campaign run {path}")
+    return CommandResult({"path": path})
 
 
 @campaign.command()
@@ -58,6 +129,23 @@ def worker(settings: Path, *, attached: bool) -> int:
         _end_with_input()
     logging.getLogger("millrace").setLevel(logging.INFO)
     return launch_worker(settings)
+
+
+def confirm_machines(name: str, rules: "TrainingRules | None", *, yes: bool) -> bool:
+    """Ask whether the machines of a campaign are to be rented, if the campaign rents any.
+
+    Args:
+        name: Name of the campaign.
+        rules: Settings of its training; None without one.
+        yes: Whether the question is skipped.
+    """
+    from millrace.campaigns import RentedWorkerRules
+
+    if rules is None or not isinstance(rules.machines, RentedWorkerRules):
+        return True
+    count = format_count(rules.workers, "machine")
+    limit = f"${rules.machines.request.max_total:.2f} in all"
+    return confirm(f"Rent {count} of Vast.ai for {name}, for at most {limit}?", yes=yes)
 
 
 def _end_with_input() -> None:

@@ -19,6 +19,7 @@ from millrace.rentals.settings import (
     open_account,
 )
 from millrace.rentals.startup import derive_node_key
+from millrace.rentals.supervisor import RentalSupervisor
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 
@@ -38,6 +39,7 @@ __all__ = [
     "RentSettings",
     "Rental",
     "RentalSettings",
+    "RentalSupervisor",
     "RentalTimeouts",
     "StorageGrant",
     "SystemClock",

@@ -19,7 +19,7 @@ def start_renting(
     key = vast.reset(rate=1.0, strict=False)  # it takes 20 s at least until a machine is up
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
     (folder / "store").mkdir()
-    asked = {"bucket": (folder / "store").as_uri(), "vast": payer, "name": name, **RENT}
+    asked = {"bucket": (folder / "store").as_uri(), "vast": payer, "name": name, "settings": RENT}
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
     until(lambda: len(vast.alive()) == 1, "a machine")
     return run

@@ -23,7 +23,7 @@ from millrace.errors import MachineError
 from millrace.rentals import RentalSettings, RentalTimeouts, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
-from tasks.renting import RentalSupervisor
+from tasks.renting import make_supervisor
 from tests.prefect_server import PATIENCE, PrefectServer, until
 from tests.support.flows.campaigns import make_text, plan_of
 from tests.support.flows.renting import RENT
@@ -138,7 +138,7 @@ def test_a_program_that_has_never_worked_is_tried_twice(
 
     @flow
     def attend() -> None:
-        with RentalSupervisor(settings, lambda: proven) as supervisor:
+        with make_supervisor(settings, lambda: proven) as supervisor:
             supervisor.wait_until_ready()
             supervisor.wait_until_done(timedelta(minutes=1))
             supervisor.raise_failure()

@@ -19,7 +19,7 @@ from millrace.progress import Event
 from tasks.progress import LiveProgress
 
 STAGES = (
-    "shard_dataset", "rent_machines", "prewarm", "aggregate_gradients", "run_cooldown",
+    "shard_dataset", "await_machines", "prewarm", "aggregate_gradients", "run_cooldown",
     "release_machines", "save_checkpoint", "clean_bucket",
 )  # fmt: skip
 EVENTS = {"shard.committed", "rental.rented", "rental.ready", "window.merged"}

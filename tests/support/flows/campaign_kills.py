@@ -145,7 +145,7 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
     while True:
         leader = site.lead()
         for where in leader.boundaries():
-            if not shards and where == "before rent_machines":
+            if not shards and where == "before await_machines":
                 shards = shards_of(site.store, f"{site.name}-text")
             if where == "done":
                 return site.judged(killed, shards)

@@ -8,7 +8,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from pydantic import BaseModel
 
-import flows.campaign_command
+import millrace.cli.campaign
 import millrace.cli.dataset
 from docs.generate import REFERENCE, ROOT, find_stale_pages, generate_pages
 from docs.generator.flows import describe_cron
@@ -69,7 +69,7 @@ def test_every_link_leads_to_a_heading():
     ("name", "template"),
     [
         ("millrace.yaml", millrace.cli.dataset._TEMPLATE),
-        ("campaign.yaml", flows.campaign_command._TEMPLATE),
+        ("campaign.yaml", millrace.cli.campaign._TEMPLATE),
     ],
     ids=["millrace.yaml", "campaign.yaml"],
 )

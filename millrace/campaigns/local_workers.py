@@ -14,19 +14,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
 
-from prefect import get_run_logger
-
+from millrace.campaigns.campaign import Training
+from millrace.campaigns.settings import LocalWorkers
 from millrace.campaigns.worker import (
-    TrainingPlan,
     make_worker_environment,
     make_worker_path,
     render_worker_settings,
 )
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE
 from millrace.errors import WorkerError
-from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import kill_by_environment
-from millrace.storage import StoreSpec
+from millrace.progress import Event, Figure, Progress, ignore_event
 
 _EXIT_TIMEOUT = 5.0  # seconds that a process has to end after a signal
 _MAX_LINE_LENGTH = 2000  # characters of a logged line
@@ -37,21 +35,21 @@ class LocalWorkerProcesses:
     """Processes that train while the block lasts; they end with this process.
 
     Args:
-        plan: Plan that the workers carry out.
-        read_spec: Store of the campaign, with read credentials.
-        write_spec: Store of the campaign, with write credentials.
-        folder: Folder that the workers run in.
+        training: Training that the workers carry out.
+        progress: Receives ``worker.printed`` with the ``text`` of a line, ``worker.late`` with the
+            ``timeout``, and ``worker.failed`` with the exit ``code``, each with the worker as its
+            subject.
     """
 
-    def __init__(
-        self, plan: TrainingPlan, read_spec: StoreSpec, write_spec: StoreSpec, folder: Path
-    ) -> None:
-        self._plan, self._write_spec, self._folder = plan, write_spec, folder
+    def __init__(self, training: Training, *, progress: Progress = ignore_event) -> None:
+        machines = training.rules.machines
+        assert isinstance(machines, LocalWorkers)
+        self._training, self._folder = training, machines.folder
         self._environment = {
             **os.environ, "PATH": make_worker_path(),
-            **make_worker_environment(read_spec, write_spec),
+            **make_worker_environment(training.read_store, training.write_store),
         }  # fmt: skip
-        self._log = get_run_logger()
+        self._progress, self._progress_lock = progress, threading.Lock()
         self._settings_folder = tempfile.TemporaryDirectory(prefix="millrace-workers-")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._readers: dict[str, threading.Thread] = {}
@@ -60,8 +58,8 @@ class LocalWorkerProcesses:
     def __enter__(self) -> Self:
         """Start the workers."""
         try:
-            for number in range(self._plan.workers):
-                self._start_worker(number)
+            for number, uid in enumerate(self._training.uids):
+                self._start_worker(number, uid)
         except BaseException:
             self.__exit__()
             raise
@@ -75,6 +73,9 @@ class LocalWorkerProcesses:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
         # A worker that was killed may have left processes.
         kill_by_environment(SETTINGS_VARIABLE, self._settings_folder.name)
         for thread in self._readers.values():  # a process of the script may still hold the pipe
@@ -115,16 +116,16 @@ class LocalWorkerProcesses:
             try:
                 code = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._log.warning("%s has not ended in %s", uid, timeout)
+                self._report("worker.late", uid, timeout=str(timeout))
                 continue
             if code:
-                self._log.warning("%s ended with %d: the lines above say why", uid, code)
+                self._report("worker.failed", uid, code=code)
 
-    def _start_worker(self, number: int) -> None:
-        uid = CampaignKeys(self._plan.campaign).uid(number)
+    def _start_worker(self, number: int, uid: str) -> None:
+        training = self._training
         file = Path(self._settings_folder.name) / f"{uid}.yaml"
         file.write_text(
-            render_worker_settings(self._plan, self._write_spec, number), encoding="utf-8"
+            render_worker_settings(training.plan, training.write_store, number), encoding="utf-8"
         )
         main = "from millrace.cli import main; main()"
         command = [sys.executable, "-c", main, "campaign", "worker", str(file), "--attached"]
@@ -142,14 +143,18 @@ class LocalWorkerProcesses:
         assert process.stdout is not None
         context = contextvars.copy_context()
         thread = threading.Thread(
-            target=context.run, args=(self._log_output, uid, process.stdout), daemon=True
+            target=context.run, args=(self._read_output, uid, process.stdout), daemon=True
         )
         thread.start()
         self._readers[uid] = thread
 
-    def _log_output(self, uid: str, printed: IO[bytes]) -> None:
+    def _read_output(self, uid: str, printed: IO[bytes]) -> None:
         with printed:
             for line in printed:
                 text = line[:_MAX_LINE_LENGTH].decode(errors="replace").rstrip()
                 self._tails[uid].append(text)
-                self._log.info("%s| %s", uid, text)
+                self._report("worker.printed", uid, text=text)
+
+    def _report(self, name: str, uid: str, **figures: Figure) -> None:
+        with self._progress_lock:  # an event at a time, though each worker has a reader
+            self._progress(Event(name, uid, figures))

@@ -1,0 +1,175 @@
+"""A campaign and its training, which make the settings of each stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+
+from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
+from millrace.campaigns.worker import TrainingPlan, make_training_program
+from millrace.cleanup import CleanupKind, Rule
+from millrace.gradients import AggregatorSettings, FollowSettings, InitialWeights, RunSettings
+from millrace.keys.campaigns import CampaignKeys
+from millrace.rentals import LedgerSettings, RentalSettings, RentalTimeouts
+from millrace.storage import StoreSpec
+
+_PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
+_COOLDOWN_RESERVE = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Training of a campaign: its rules, its dataset, and its store.
+
+    Attributes:
+        campaign: Name of the campaign.
+        dataset: Path of the dataset below the store.
+        rules: Settings of the training.
+        read_store: Store of the campaign, with read credentials.
+        write_store: Store of the campaign, with write credentials.
+    """
+
+    campaign: str
+    dataset: str
+    rules: TrainingRules
+    read_store: StoreSpec
+    write_store: StoreSpec
+
+    @property
+    def keys(self) -> CampaignKeys:
+        """Names of the campaign's objects."""
+        return CampaignKeys(self.campaign)
+
+    @property
+    def last_window(self) -> int:
+        """Number of the last window of the run."""
+        return self.find_last_window(self.rules.epochs - 1)
+
+    @property
+    def run(self) -> RunSettings:
+        """Settings that all workers of the run share."""
+        return RunSettings(
+            run=self.keys.run, windows=self.last_window, **self.rules.run.model_dump()
+        )
+
+    @property
+    def uids(self) -> list[str]:
+        """Names of all workers."""
+        return [self.keys.uid(number) for number in range(self.rules.workers)]
+
+    @property
+    def prewarm_timeout(self) -> timedelta | None:
+        """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
+        machines = self.rules.machines
+        waits = isinstance(machines, RentedWorkerRules) and machines.prewarm
+        return _PREWARM_TIMEOUT if waits else None
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Plan that the workers carry out."""
+        rules, machines = self.rules, self.rules.machines
+        is_local = isinstance(machines, LocalWorkers)
+        return TrainingPlan(
+            campaign=self.campaign,
+            workers=rules.workers,
+            run=self.run,
+            command=rules.command,
+            restarts=rules.restarts,
+            windows_per_epoch=rules.windows_per_epoch,
+            cooldown=rules.cooldown,
+            dataset=self.dataset,
+            data_folder=machines.data_folder if is_local else Path("data"),
+            prewarm_timeout=self.prewarm_timeout,
+        )
+
+    @property
+    def cooldown_timeout(self) -> timedelta:
+        """Longest time that a cooldown may take."""
+        cooldown = self.rules.cooldown
+        return cooldown.time * (cooldown.extensions + 2) + _COOLDOWN_RESERVE
+
+    def find_last_window(self, epoch: int) -> int:
+        """Return the number of the last window of an epoch."""
+        return (epoch + 1) * self.rules.windows_per_epoch
+
+    def make_aggregator_settings(self, initial_weights: InitialWeights) -> AggregatorSettings:
+        """Return the settings of the aggregator that begins the run.
+
+        Args:
+            initial_weights: Checkpoint with the weights that the run begins with.
+        """
+        return AggregatorSettings(
+            run=self.run,
+            store=self.write_store,
+            workers=tuple(self.uids),
+            initial_weights=initial_weights,
+            **self.rules.aggregation.model_dump(),
+        )
+
+    def make_follow_settings(self, last_window: int) -> FollowSettings:
+        """Return the settings of an aggregator that stops at the first window without a gradient.
+
+        Args:
+            last_window: Number of the last window to merge.
+        """
+        limits = {"until": last_window, "idle": 1}
+        return FollowSettings.model_validate(self.rules.aggregation.model_dump() | limits)
+
+    def make_rental(self, ledger: LedgerSettings) -> RentalSettings:
+        """Return the settings of the rental of the workers' machines.
+
+        Args:
+            ledger: Ledger of rentals, and the account that pays.
+        """
+        machines = self.rules.machines
+        assert isinstance(machines, RentedWorkerRules)
+        program, storage_grants = make_training_program(self.plan, self.write_store, machines)
+        return RentalSettings(
+            name=self.campaign,
+            store=ledger.store,
+            account=ledger.account,
+            request=machines.request,
+            program=program,
+            machines=self.rules.workers,
+            storage_grants=storage_grants,
+            role_arn=machines.role_arn,
+            timeouts=RentalTimeouts(
+                **machines.model_dump(include=set(RentalTimeouts.model_fields))
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """A campaign, with its plan as the engine takes it.
+
+    Attributes:
+        name: Name of the campaign: a prefix below the store's URL.
+        read_store: Store of the campaign, with read credentials.
+        write_store: Store of the campaign, with write credentials.
+        dataset: Path of the dataset below the store; None without one.
+        training: Training; None without one.
+        cleaning_rules: Rules for the cleaning at the end; None for the default.
+        started_at: Time by `monotonic` when this process began to lead the campaign.
+    """
+
+    name: str
+    read_store: StoreSpec
+    write_store: StoreSpec
+    dataset: str | None = None
+    training: Training | None = None
+    cleaning_rules: Sequence[Rule] | None = None
+    started_at: float = field(default_factory=monotonic)
+
+    @property
+    def keys(self) -> CampaignKeys:
+        """Names of the campaign's objects."""
+        return CampaignKeys(self.name)
+
+    def make_cleaning_rules(self) -> list[Rule]:
+        """Return the rules for the cleaning: by default the gradients, which are merged, go."""
+        if self.cleaning_rules is not None:
+            return list(self.cleaning_rules)
+        gradients = (CleanupKind.GRADIENTS,)
+        return [Rule(kinds=gradients, older_than=timedelta(0), name=self.keys.run)]

@@ -1,0 +1,78 @@
+"""Pin the settings of a training that cannot change under the campaign's name."""
+
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from millrace.campaigns.worker import TrainingPlan
+from millrace.errors import ConflictError, NotFoundError
+from millrace.gradients import RunSettings, WindowRules
+from millrace.keys.campaigns import CampaignKeys
+from millrace.records import Record, commit_once, fetch, find_changes
+from millrace.storage import StoreSpec, open_store
+
+_FIELD_NAMES = {
+    "workers": "training.workers",
+    "windows_per_epoch": "training.windows_per_epoch",
+    "run.windows": "the number of all windows (training.epochs x training.windows_per_epoch)",
+    "dataset": "data.dataset",
+}  # names of pinned fields in the plan of a campaign; the others begin with `training.run`
+
+
+class PinnedTraining(Record):
+    """Record of the settings of a campaign's training that cannot change under its name."""
+
+    record_kind: ClassVar[str] = "campaign-training"
+
+    workers: int
+    windows_per_epoch: int
+    run: RunSettings
+    dataset: str | None
+
+
+def check_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
+    """Refuse a plan that differs from the pinned one, before anything is created or rented.
+
+    Raises:
+        ConflictError: The plan differs in what cannot change; the message names the values.
+    """
+    with suppress(NotFoundError):  # nothing is pinned yet
+        store = open_store(spec, make_folder=False)
+        _refuse_changes(plan, fetch(store, CampaignKeys(plan.campaign).plan, PinnedTraining))
+
+
+def pin_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
+    """Commit the settings that cannot change, or refuse a plan that differs from the pinned one.
+
+    Raises:
+        ConflictError: The plan differs in what cannot change; the message names the values.
+    """
+    key = CampaignKeys(plan.campaign).plan
+    _refuse_changes(plan, commit_once(open_store(spec), key, _make_pinned_training(plan)).record)
+
+
+def _make_pinned_training(plan: TrainingPlan) -> PinnedTraining:
+    return PinnedTraining(**{name: getattr(plan, name) for name in PinnedTraining.model_fields})
+
+
+def _refuse_changes(plan: TrainingPlan, pinned: PinnedTraining) -> None:
+    found = find_changes(pinned, _make_pinned_training(plan))
+    free = [f"run.{name}" for name in WindowRules.model_fields]
+    changes = [
+        f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
+        for path, (old, new) in found.items()
+        if not path.startswith(tuple(free))
+    ]
+    if changes:
+        raise ConflictError(
+            f"{plan.campaign} was begun with another plan: {'; '.join(changes)}. Go on as it was, "
+            "or give this one another name, and begin it with the weights of that."
+        )
+
+
+def _describe_field(path: str) -> str:
+    """Return the name of a pinned field in the plan of a campaign."""
+    return _FIELD_NAMES.get(path) or f"training.run.{path.removeprefix('run.')}"
+
+
+def _format_value(value: Any) -> str:
+    return "nothing" if value is None else str(value)

@@ -1,0 +1,124 @@
+"""Progress of a training by what is committed, and the windows of its epochs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace import gradients
+from millrace.campaigns.campaign import Training
+from millrace.campaigns.workers import CampaignWorkers
+from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
+from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
+from millrace.formatting import format_count
+from millrace.gradients import FollowSettings
+from millrace.schemas.checkpoint import EpochRecord
+from millrace.storage import Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """Progress of a campaign's training, by what is committed.
+
+    Attributes:
+        last_window: Number of the newest merged window; -1 before the run has begun.
+        ended_epochs: Numbers of the epochs that have ended.
+    """
+
+    last_window: int
+    ended_epochs: frozenset[int]
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the weights that the run begins with are committed."""
+        return self.last_window >= 0
+
+    @property
+    def has_merged_windows(self) -> bool:
+        """True if a window is merged."""
+        return self.last_window >= 1
+
+    def has_ended(self, training: Training) -> bool:
+        """Decide whether all windows are merged, and the last epoch has ended."""
+        all_merged = self.last_window >= training.last_window
+        return all_merged and training.rules.epochs - 1 in self.ended_epochs
+
+    def needs_cooldown(self, training: Training, epoch: int) -> bool:
+        """Decide whether an epoch still has to end with a checkpoint.
+
+        An epoch without one stays so once a window of the next epoch is merged.
+        """
+        is_past = self.last_window > training.find_last_window(epoch)
+        return not is_past and epoch not in self.ended_epochs
+
+
+class MergedWindows(Protocol):
+    """Result of an aggregator that has merged windows."""
+
+    @property
+    def windows(self) -> int:
+        """Number of windows that this aggregator has merged."""
+        ...
+
+    @property
+    def last_window(self) -> int:
+        """Number of the newest merged window."""
+        ...
+
+
+def read_training_progress(training: Training) -> TrainingProgress:
+    """Return the progress of a training."""
+    store, job = open_store(training.write_store), training.keys.job
+    epochs = range(training.rules.epochs)
+    ended = frozenset(each for each in epochs if read_epoch_end(store, job, each) is not None)
+    return TrainingProgress(gradients.find_newest_window(store, training.run.chain), ended)
+
+
+def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
+    """Return the end of an epoch, by its record, or by its votes if the record is damaged."""
+    try:
+        return read_epoch(store, job, epoch)
+    except NotFoundError:
+        return None
+    except CorruptError:
+        return derive_epoch(store, job, epoch)
+
+
+def merge_epoch(
+    training: Training,
+    epoch: int,
+    last_window: int,
+    workers: CampaignWorkers,
+    merge: Callable[[FollowSettings], MergedWindows | None],
+) -> None:
+    """Merge the windows of an epoch that are not merged yet.
+
+    Args:
+        training: Training.
+        epoch: Number of the epoch.
+        last_window: Number of the newest merged window.
+        workers: Processes or machines of the workers.
+        merge: Runs an aggregator with the given settings: up to the end of the epoch, or up to a
+            window in which no gradient is taken. None means that another process does so.
+
+    Raises:
+        HeldError: Another process merges the windows.
+        UnavailableError: No gradient was taken in too many windows in a row.
+        WorkerError, MachineError: The workers have failed.
+    """
+    end, idle_windows = training.find_last_window(epoch), 0
+    while last_window < end:
+        workers.raise_failure()
+        done = merge(training.make_follow_settings(end))
+        if done is None:
+            raise HeldError(
+                f"{training.keys.run} is aggregated by another process, which is alive."
+            )
+        # The aggregator ends early after a window in which no gradient was taken.
+        idle_windows = idle_windows + 1 if done.windows == 1 else 1
+        last_window = done.last_window
+        if last_window < end and idle_windows >= training.rules.aggregation.idle:
+            workers.raise_failure()
+            raise UnavailableError(
+                f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
+                f"{last_window} of {end} windows are merged: see what the workers say."
+            )

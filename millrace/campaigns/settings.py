@@ -1,0 +1,96 @@
+"""Settings of a campaign's training, except where its checkpoints, accounts and data are."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from millrace.campaigns.worker import TrainingPlan
+from millrace.checkpoints import CooldownSettings
+from millrace.gradients import FollowRules, RunRules, WeightsSource
+from millrace.remote import CodeRepository
+from millrace.rentals import OfferRequest, RentalTimeouts
+from millrace.settings import Duration
+
+
+class RentedWorkerRules(CodeRepository, RentalTimeouts):
+    """Each worker on a rented machine of its own."""
+
+    kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
+    request: OfferRequest = Field(
+        description="Requirements of each machine, and its highest price."
+    )
+    vast: Any = Field(default="vast", description="Name of the account that pays.")
+    role_arn: str | None = Field(
+        default=None, description="ARN of the role whose credentials machines get (S3 only)."
+    )
+    retry_failed: bool = Field(
+        default=True,
+        description="Run a worker that fails again and again on another machine.",
+    )
+    prewarm: bool = Field(
+        default=True,
+        description="Copy the dataset to all machines, reading each byte from the store once.",
+    )
+
+
+class LocalWorkers(BaseModel):
+    """The workers as processes of the machine that runs the campaign."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["local"] = Field(default="local", description="Kind of the machines.")
+    folder: str = Field(default=".", description="Folder in which the workers run.")
+    data_folder: Path = Field(
+        default=Path(".millrace/data"), description="Folder in which the workers keep the dataset."
+    )
+
+
+class TrainingRules(BaseModel, frozen=True, extra="forbid"):
+    """Workers that train together, in windows and epochs."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description=TrainingPlan.model_fields["command"].description,
+    )
+    restarts: int = Field(
+        default=TrainingPlan.model_fields["restarts"].default,
+        ge=0,
+        description=TrainingPlan.model_fields["restarts"].description,
+    )
+    initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
+    workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
+    machines: RentedWorkerRules | LocalWorkers = Field(
+        default=LocalWorkers(), description="Machines on which the workers run."
+    )
+    join_timeout: Duration = Field(
+        default=timedelta(hours=1),
+        gt=timedelta(0),
+        description="Longest wait for workers before the first window opens. The window opens when "
+        "the quorum has joined, or after this time when at least one worker has joined.",
+    )
+    epochs: int = Field(
+        default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
+    )
+    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
+    run: RunRules = Field(default=RunRules(), description="Settings that all workers share.")
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="Settings of the end of an epoch."
+    )
+    aggregation: FollowRules = Field(
+        default=FollowRules(),
+        description="Settings of the aggregator: how it follows windows, and which checkpoints "
+        "the aggregator keeps.",
+    )
+
+    @model_validator(mode="after")
+    def _check_gather(self) -> Self:
+        gather = self.run.gather
+        if max(gather.quorum, gather.wanted or 0) > self.workers:
+            raise ValueError(
+                f"run.gather wants more gradients than there are workers ({self.workers}): lower "
+                "`quorum` or `wanted`, or raise `workers`"
+            )
+        self.run.check_workers(self.workers)
+        return self

@@ -1,0 +1,117 @@
+"""Summary of a campaign, by what is committed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from time import monotonic
+
+from millrace import gradients
+from millrace.campaigns.campaign import Campaign, Training
+from millrace.campaigns.progress import read_epoch_end
+from millrace.campaigns.worker import read_median_metric
+from millrace.cleanup import CleanupPlan, CleanupResult
+from millrace.gradients import ChainLink
+from millrace.keys.datasets import DatasetKeys
+from millrace.records import fetch
+from millrace.rentals import list_attempts
+from millrace.schemas.dataset import Manifest
+from millrace.storage import Store, exists, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignSummary:
+    """Summary of a campaign so far, by what is committed.
+
+    Attributes:
+        name: Name of the campaign.
+        url: URL of its store.
+        samples: Samples of its dataset; 0 if it has none, or the dataset is not complete.
+        shards: Shards of its dataset, likewise.
+        windows: Number of windows in which a gradient was merged.
+        step: Step of the weights.
+        gradients: Number of gradients that were taken.
+        sent_bytes: Bytes of the gradients.
+        dense_bytes: Bytes of the same changes in float32.
+        losses: Loss of the weights by the median worker, by the number of the window before.
+        epoch_steps: Step of the checkpoint of each ended epoch; None where it has none.
+        machines: Number of machines that were rented.
+        dollars: Cost of the machines.
+        deleted_objects: Number of objects that this run has deleted.
+        seconds: Duration of this run.
+    """
+
+    name: str
+    url: str
+    samples: int = 0
+    shards: int = 0
+    windows: int = 0
+    step: int = 0
+    gradients: int = 0
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict[int, float])
+    epoch_steps: Mapping[int, int | None] = field(default_factory=dict[int, int | None])
+    machines: int = 0
+    dollars: float = 0.0
+    deleted_objects: int = 0
+    seconds: float = 0.0
+
+
+def summarize_campaign(
+    campaign: Campaign, cleaned: CleanupResult | CleanupPlan | None = None
+) -> CampaignSummary:
+    """Summarize a campaign so far.
+
+    Args:
+        campaign: Campaign.
+        cleaned: Result of its cleaning, if there was one.
+    """
+    deleted_objects = cleaned.deleted_objects if isinstance(cleaned, CleanupResult) else 0
+    seconds = round(monotonic() - campaign.started_at, 1)
+    store, dataset = open_store(campaign.read_store, make_folder=False), campaign.dataset
+    found = CampaignSummary(
+        campaign.name, store.url, deleted_objects=deleted_objects, seconds=seconds
+    )
+    if dataset is not None and exists(store, DatasetKeys(dataset).manifest):
+        manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
+        samples = sum(manifest.samples.values())
+        found = replace(found, samples=samples, shards=len(manifest.shards))
+    if campaign.training is not None:
+        found = _add_training(found, store, campaign.training)
+    now = datetime.now(UTC)
+    rented = [one for one in list_attempts(store, campaign.name) if one.contract is not None]
+    return replace(
+        found, machines=len(rented), dollars=sum(one.compute_cost(now) for one in rented)
+    )
+
+
+def _add_training(found: CampaignSummary, store: Store, training: Training) -> CampaignSummary:
+    run = training.run
+    last = gradients.find_newest_window(store, run.chain)
+    if last < 0:
+        return found
+    found = _add_windows(found, list(gradients.iterate_links(store, run.chain)))
+    reported = read_median_metric(store, run.gradients, training.uids, "loss", last_window=last + 1)
+    epochs, job = range(training.rules.epochs), training.keys.job
+    ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
+    return replace(
+        found,
+        losses={window - 1: value for window, value in reported.items()},
+        epoch_steps={epoch: end.step if end.root else None for epoch, end in ends.items() if end},
+    )
+
+
+def _add_windows(found: CampaignSummary, windows: Sequence[ChainLink]) -> CampaignSummary:
+    if not windows:
+        return found
+    taken = [one for link in windows for one in link.taken.values()]
+    values = sum(math.prod(shape) for shape in windows[-1].shapes)
+    return replace(
+        found,
+        windows=sum(bool(link.taken) for link in windows),
+        step=windows[-1].step,
+        gradients=len(taken),
+        sent_bytes=sum(one.size for one in taken),
+        dense_bytes=4 * values * len(taken),
+    )

@@ -1,0 +1,49 @@
+"""Workers of a campaign that run here."""
+
+import sys
+from datetime import timedelta
+
+import pytest
+
+from millrace.campaigns import LocalWorkerProcesses
+from millrace.errors import WorkerError
+from millrace.progress import Event
+from tests.support.campaigns.training import MakeTraining
+
+SOON = timedelta(minutes=5)
+
+
+def test_what_workers_print_is_reported_line_by_line(make_training: MakeTraining) -> None:
+    told: list[Event] = []
+    command = (sys.executable, "-c", "print('I am {slot}')")
+    with LocalWorkerProcesses(make_training(command=command), progress=told.append) as workers:
+        workers.wait_until_done(SOON)
+        assert workers.is_over
+        workers.raise_failure()
+        assert workers.describe_end().endswith("The last lines of worker-0:\nI am 0")
+    printed = {(one.subject, one.figures.get("text")) for one in told}
+    assert printed == {("worker-0", "I am 0"), ("worker-1", "I am 1")}
+    assert {one.name for one in told} == {"worker.printed"}
+
+
+def test_workers_that_have_all_failed_say_their_last_lines(make_training: MakeTraining) -> None:
+    told: list[Event] = []
+    command = (sys.executable, "-c", "import sys; print('the last line'); sys.exit(3)")
+    training = make_training(command=command, restarts=0)
+    with LocalWorkerProcesses(training, progress=told.append) as workers:
+        workers.wait_until_done(SOON)
+        with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*\nthe last line"):
+            workers.raise_failure()
+    failed = [(one.subject, one.figures["code"]) for one in told if one.name == "worker.failed"]
+    assert failed == [("worker-0", 3), ("worker-1", 3)]
+
+
+def test_workers_end_with_the_block(make_training: MakeTraining) -> None:
+    told: list[Event] = []
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    with LocalWorkerProcesses(make_training(command=command), progress=told.append) as workers:
+        workers.wait_until_done(timedelta(0))
+        assert not workers.is_over
+    assert workers.is_over
+    late = [(one.subject, one.figures["timeout"]) for one in told if one.name == "worker.late"]
+    assert late == [("worker-0", "0:00:00"), ("worker-1", "0:00:00")]

@@ -1,0 +1,82 @@
+"""A campaign makes the settings of each of its stages from one plan."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from millrace.campaigns import Campaign
+from millrace.cleanup import CleanupKind, Rule
+from millrace.gradients import FollowRules, InitialWeights
+from millrace.rentals import LedgerSettings, RentalTimeouts, VastAccount
+from millrace.storage import StoreSpec
+from tests.support.campaigns.training import RENTED, MakeTraining
+
+
+def test_the_run_ends_with_the_last_window_of_the_last_epoch(make_training: MakeTraining) -> None:
+    training = make_training(run={"steps": 7})
+    assert (training.run.run, training.run.windows, training.run.steps) == ("small/run", 6, 7)
+    assert [training.find_last_window(epoch) for epoch in range(2)] == [3, 6]
+    assert training.uids == ["worker-0", "worker-1"]
+
+
+def test_workers_here_keep_their_data_where_they_are_told_and_wait_for_no_prewarm(
+    make_training: MakeTraining,
+) -> None:
+    plan = make_training(machines={"kind": "local", "data_folder": "/data"}, restarts=5).plan
+    assert (plan.campaign, plan.workers, plan.restarts, plan.dataset) == ("small", 2, 5, "text")
+    assert (plan.data_folder, plan.prewarm_timeout) == (Path("/data"), None)
+
+
+@pytest.mark.parametrize(("prewarm", "timeout"), [(True, timedelta(hours=1)), (False, None)])
+def test_rented_workers_wait_for_the_prewarm_if_there_is_one(
+    make_training: MakeTraining, prewarm: bool, timeout: timedelta | None
+) -> None:
+    plan = make_training(machines=RENTED | {"prewarm": prewarm}).plan
+    assert (plan.data_folder, plan.prewarm_timeout) == (Path("data"), timeout)
+
+
+def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place: StoreSpec) -> None:
+    machines = RENTED | {"role_arn": "arn:x", "startup_timeout": "7m", "max_attempts": 2}
+    account = VastAccount(api_key=SecretStr("key"))
+    ledger = LedgerSettings(store=place, account=account)
+    rental = make_training(machines=machines).make_rental(ledger)
+    limits = {name: getattr(rental, name) for name in RentalTimeouts.model_fields}
+    assert limits == dict(RentalTimeouts(startup_timeout="7m", max_attempts=2, retry_failed=True))
+    assert (rental.name, rental.machines, rental.role_arn) == ("small", 2, "arn:x")
+    assert rental.ledger == ledger
+    assert rental.program.repo_url == RENTED["repo_url"]
+    assert "text/" in [grant.prefix for grant in rental.storage_grants]
+
+
+def test_an_aggregator_stops_at_the_first_idle_window(
+    make_training: MakeTraining, place: StoreSpec
+) -> None:
+    training = make_training(aggregation={"idle": 4, "every": 5, "lease": "9s"})
+    following = training.make_follow_settings(3)
+    assert (following.until, following.idle, following.windows) == (3, 1, None)
+    kept = {name: getattr(following, name) for name in FollowRules.model_fields if name != "idle"}
+    assert kept == training.rules.aggregation.model_dump(exclude={"idle"})
+    weights = InitialWeights(url=place.url, job="first")
+    beginning = training.make_aggregator_settings(weights)
+    assert (beginning.idle, beginning.last, beginning.every) == (4, 6, 5)
+    assert (beginning.store, beginning.initial_weights) == (place, weights)
+
+
+def test_a_cooldown_has_time_for_all_of_its_extensions(make_training: MakeTraining) -> None:
+    training = make_training(cooldown={"time": "10m", "extensions": 3})
+    assert training.cooldown_timeout == timedelta(minutes=51)
+
+
+def test_a_quorum_that_can_never_be_there_is_refused(make_training: MakeTraining) -> None:
+    with pytest.raises(ValidationError, match="more gradients than there are workers"):
+        make_training(run={"gather": {"quorum": 3}})
+
+
+def test_merged_gradients_are_cleaned_unless_rules_say_otherwise(place: StoreSpec) -> None:
+    (rule,) = Campaign("small", place, place).make_cleaning_rules()
+    assert (rule.kinds, rule.name) == ((CleanupKind.GRADIENTS,), "small/run")
+    assert Campaign("small", place, place, cleaning_rules=[]).make_cleaning_rules() == []
+    own = Rule(kinds=(CleanupKind.JUNK,), older_than=timedelta(days=1))
+    assert Campaign("small", place, place, cleaning_rules=[own]).make_cleaning_rules() == [own]

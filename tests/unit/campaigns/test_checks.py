@@ -1,0 +1,58 @@
+"""What is refused before anything is created or rented."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.campaigns import check_dataset_complete, check_training, pin_plan
+from millrace.errors import ConfigurationError, ConflictError, NotFoundError
+from millrace.gradients import InitialWeights, begin_run, select_weights
+from millrace.storage import Store, StoreSpec
+from tests.support.campaigns.training import MakeTraining
+from tests.support.campaigns.workers import finalize_dataset
+
+
+def refuse() -> InitialWeights:
+    raise AssertionError("nobody needs the weights that the run begins with")
+
+
+def test_a_dataset_is_complete_with_its_manifest(place: StoreSpec, store: Store) -> None:
+    with pytest.raises(NotFoundError, match="text is not complete at"):
+        check_dataset_complete(place, "text")
+    finalize_dataset(store, 1)
+    check_dataset_complete(place, "text")
+
+
+def test_the_weights_are_checked_until_the_run_has_begun(
+    place: StoreSpec, store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training()
+    with pytest.raises(NotFoundError, match=r"first has no .*checkpoint"):
+        check_training(training, lambda: InitialWeights(url=place.url, job="first"))
+    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    check_training(training, refuse)
+
+
+def test_a_plan_that_has_changed_is_refused_first(make_training: MakeTraining) -> None:
+    training = make_training()
+    pin_plan(training.write_store, training.plan)
+    with pytest.raises(ConflictError, match=r"training\.workers was 2, and is 3 now"):
+        check_training(make_training(workers=3), refuse)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"command": ("no-such-program",)}, "no program no-such-program"),
+        ({"machines": {"kind": "local", "folder": "/no/such/folder"}}, "no folder"),
+        ({"aggregation": {"ray": "127.0.0.1:1"}}, "Ray"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    store: Store, make_training: MakeTraining, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    training = make_training(**({"machines": {"kind": "local", "folder": str(tmp_path)}} | change))
+    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    with pytest.raises(ConfigurationError, match=said):
+        check_training(training, refuse)

@@ -1,0 +1,21 @@
+"""What Prefect keeps of a run that waits for machines."""
+
+from pydantic import SecretStr
+
+from flows.rent_machines import await_machines
+from millrace.rentals import OfferRequest, Program, RentalSettings, RentalSupervisor, VastAccount
+from millrace.storage import StoreSpec
+
+
+def test_a_rental_is_no_parameter_that_prefect_stores() -> None:
+    settings = RentalSettings(
+        name="fleet",
+        store=StoreSpec(url="file:///x"),
+        account=VastAccount(api_key=SecretStr("the key")),
+        request=OfferRequest(max_hourly=1.0, max_total=1.0),
+        program=Program(repo_url="https://example.org/x", command=("true",)),
+    )
+    rental = RentalSupervisor(settings)
+    assert await_machines.validate_parameters({"rental": rental}) == {"rental": rental}
+    stored = await_machines.serialize_parameters({"rental": rental})
+    assert stored == {"rental": "<RentalSupervisor>"}
