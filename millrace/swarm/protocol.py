@@ -54,7 +54,7 @@ class HttpStatusError(Exception):
         self.status = status
 
 
-class VersionError(Exception):
+class ProtocolVersionError(Exception):
     """A driver or an agent has another version of the protocol.
 
     Args:
@@ -493,7 +493,7 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
 
     Raises:
         HttpStatusError: It refused, as an agent does that has another key.
-        VersionError: It has another version of the protocol.
+        ProtocolVersionError: It has another version of the protocol.
         tls.TlsError: It does not encrypt, or cannot prove who it is.
         OSError, http.client.HTTPException: It cannot be reached, or broke off.
         ValueError: It answered what no agent does.
@@ -509,7 +509,7 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
 
     def check(said: dict[str, Any], fingerprint: str) -> str:
         if said.get("version", VERSION) != VERSION:
-            raise VersionError(said["version"], "agent")
+            raise ProtocolVersionError(said["version"], "agent")
         identity, proof = said["identity"], said.get("proof")
         tls.check_proof(proof, key, nonce, identity, fingerprint, at=place.netloc)
         return identity

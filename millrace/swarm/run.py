@@ -35,7 +35,7 @@ from millrace.swarm.messages import (
     encode_message,
 )
 from millrace.swarm.pieces import Catalogue, digest_of
-from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint, VersionError
+from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint, ProtocolVersionError
 from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events is held open at most: the heartbeat
@@ -66,12 +66,12 @@ class RunSpec:
 
         Raises:
             ValueError, KeyError: It is no such body.
-            VersionError: The driver has another version of the protocol.
+            ProtocolVersionError: The driver has another version of the protocol.
         """
         peers, _, plan = body.partition(b"\n")
         data = json.loads(plan)
         if data.get("version") != VERSION:
-            raise VersionError(data.get("version"), "driver")
+            raise ProtocolVersionError(data.get("version"), "driver")
         return cls(
             catalogue=Catalogue.from_json(data["catalogue"]),
             sources=data["sources"],

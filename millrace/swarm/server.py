@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
-from millrace.swarm.protocol import AUTH_HEADER, SignatureError, VersionError
+from millrace.swarm.protocol import AUTH_HEADER, ProtocolVersionError, SignatureError
 from millrace.swarm.run import Run, describe_error
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
             self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
         except SignatureError as error:
             self._send(http.client.FORBIDDEN, {"why": str(error)})
-        except VersionError as error:
+        except ProtocolVersionError as error:
             self._send(http.client.CONFLICT, {"why": str(error)})
         except BusyAgentError as error:
             self._send(http.client.LOCKED, {"why": str(error)})

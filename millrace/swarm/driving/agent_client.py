@@ -55,7 +55,7 @@ class AgentClient:
 
         Raises:
             ProtocolError: It states no identity.
-            VersionError: It has another version of the protocol.
+            ProtocolVersionError: It has another version of the protocol.
             TlsError: It does not prove that it has the key.
             OSError, http.client.HTTPException: It cannot be reached.
         """

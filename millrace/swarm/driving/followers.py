@@ -16,7 +16,7 @@ from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.events import ProtocolError
 from millrace.swarm.messages import AddPeer, NodeEvent, VoidDigest, encode_endpoint
 from millrace.swarm.nodes import AbsentNode, Node
-from millrace.swarm.protocol import HttpStatusError, VersionError
+from millrace.swarm.protocol import HttpStatusError, ProtocolVersionError
 from millrace.swarm.tls import TlsError
 
 _EVENTS_AT_ONCE = 500  # events that are handled before another thread may have the run's lock
@@ -135,7 +135,7 @@ class NodeFollowers:
                     return False
                 have = self._client.start_run(member.node, body)
                 break
-            except (HttpStatusError, ProtocolError, TlsError, VersionError) as error:
+            except (HttpStatusError, ProtocolError, TlsError, ProtocolVersionError) as error:
                 why = describe_refusal(error)
                 if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
                     self._lose(member, why)

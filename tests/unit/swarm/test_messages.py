@@ -27,7 +27,7 @@ from millrace.swarm.messages import (
     encode_message,
 )
 from millrace.swarm.pieces import File, catalogue_of
-from millrace.swarm.protocol import Endpoint, VersionError
+from millrace.swarm.protocol import Endpoint, ProtocolVersionError
 from millrace.swarm.run import RunSpec
 from millrace.swarm.settings import PrewarmSettings
 
@@ -107,11 +107,13 @@ def make_body() -> bytes:
 def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     assert RunSpec.parse(make_body()).sources == ["url"]
     monkeypatch.setattr("millrace.swarm.driving.run_spec.VERSION", protocol.VERSION + 1)
-    with pytest.raises(VersionError, match=r"driver speaks version 2 .* and this Millrace version"):
+    with pytest.raises(
+        ProtocolVersionError, match=r"driver speaks version 2 .* and this Millrace version"
+    ):
         RunSpec.parse(make_body())
 
 
 def test_the_version_of_another_side_may_be_anything():
     for stated in (None, "2", [1], True, 1.0):
-        assert "no version that can be read" in str(VersionError(stated, "agent"))
+        assert "no version that can be read" in str(ProtocolVersionError(stated, "agent"))
     assert messages.Endpoint is Endpoint  # agents import one class of addresses
