@@ -62,24 +62,21 @@ class Guide:
     _shells: list[Shell] = field(default_factory=list[Shell])
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def run(
-        self, values: Mapping[str, str] | None = None, *, answer: str = "", code: int = 0
-    ) -> str:
+    def run(self, values: Mapping[str, str] | None = None, *, answer: str = "") -> str:
         """Run the next block of commands, and return what they print.
 
         Args:
             values: Text of this block that a reader replaces.
             answer: Answer to each question that the commands ask.
-            code: Expected exit code.
         """
-        return self._run(_remove_prompts(self._take("console", values)), answer, code)
+        return self._run(_remove_prompts(self._take("console", values)), answer)
 
     def type(
         self, command: str, values: Mapping[str, str] | None = None, *, answer: str = ""
     ) -> str:
         """Run a command that the guide names elsewhere than in a block of commands."""
         assert command in self.page.read_text(), command
-        return self._run(self._replace(command, values), answer, 0)
+        return self._run(self._replace(command, values), answer)
 
     def serve(self, *machines: Mapping[str, str]) -> list[Shell]:
         """Start the next block of commands on several machines, which serve until the end."""
@@ -135,10 +132,10 @@ class Guide:
         for shell in self._shells:
             shell.end()
 
-    def _run(self, script: str, answer: str, code: int) -> str:
+    def _run(self, script: str, answer: str) -> str:
         answers = f"exec < <(yes {answer})\n" if answer else ""
         shell = self._start(answers + script)
-        assert shell.wait() == code, f"{script}\n{shell.output}"
+        assert shell.wait() == 0, f"{script}\n{shell.output}"
         return shell.output
 
     def _start(self, script: str) -> Shell:

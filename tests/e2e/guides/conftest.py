@@ -7,8 +7,6 @@ import pytest
 from millrace.testing.rgw import RGW
 from tests.support.flows.fixtures import jsonl, texts
 
-ACCOUNT = "r2://0123456789abcdef0123456789abcdef/"
-
 
 @pytest.fixture
 def credentials(rgw: RGW) -> dict[str, str]:
