@@ -1,11 +1,13 @@
 # Each target makes .venv by itself, with what it needs and no more.
 .DEFAULT_GOAL := help
-.PHONY: help demo unit test lint bench soak ui format docs
+.PHONY: help demo unit test lint bench soak ui format docs servers
 SHELL := /bin/bash
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Without --no-compile, pip compiles all of a library, of which a run imports a small part.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
 # Nothing of a run may be sent anywhere but to its own Prefect server.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -20,16 +22,15 @@ help:
 	@echo "make bench   print the benchmarks' tables"
 	@echo "make soak    run the long kill and fault matrices"
 
-.venv/base: pyproject.toml constraints.txt
+.venv/empty:
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable .
 	@touch $@
 
-.venv/demo: .venv/base
+.venv/demo: .venv/empty pyproject.toml constraints.txt
 	$(PIP) --editable ".[demo]"
 	@touch $@
 
-.venv/dev: .venv/base
+.venv/dev: .venv/empty pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
@@ -56,8 +57,11 @@ docs: .venv/dev
 unit: .venv/dev
 	$(BIN)/python -m pytest tests/unit --numprocesses 2
 
-test: .venv/dev
+servers:
 	@deployments/test-servers.sh
+
+test:
+	@$(MAKE) --no-print-directory --jobs 2 servers .venv/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 bench: .venv/dev

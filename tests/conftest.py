@@ -16,11 +16,15 @@ pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fix
 
 TIERS = ["e2e", "integration", "unit"]
 LONGEST = [
+    "ray",
     "e2e/test_demo.py",
-    "e2e/test_readme.py",
     "e2e/flows/test_campaign_kills.py",
     "e2e/flows/test_campaign.py",
-    "ray",
+    "e2e/test_readme.py",
+    "e2e/flows/test_aggregate.py",
+    "e2e/guides/test_campaigns.py",
+    "e2e/datasets/test_kills.py",
+    "e2e/flows/test_cleaning_form.py",
 ]
 
 

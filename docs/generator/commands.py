@@ -29,7 +29,15 @@ _INTRODUCTION = """\
 
 Exit codes, where a command does not name others: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 With `--json`, a command prints its result as JSON on standard output, and all else on standard
-error."""
+error.
+
+A shell completes commands and options after the line for it, which belongs in its startup file:
+
+```sh
+eval "$(_MILLRACE_COMPLETE=bash_source millrace)"    # bash 4.4 or newer: ~/.bashrc
+eval "$(_MILLRACE_COMPLETE=zsh_source millrace)"     # zsh: ~/.zshrc
+_MILLRACE_COMPLETE=fish_source millrace | source     # fish: ~/.config/fish/config.fish
+```"""
 
 
 def write_commands() -> str:

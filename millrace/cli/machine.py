@@ -81,12 +81,19 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
         return CommandResult({"rental": rental_settings.name, "dollars": 0.0}, 1)
     release_on_signal()
     with Rental(rental_settings, detached=True, progress=_EventPrinter()) as rental:
-        for one in rental.wait_until_ready():
+        running = rental.wait_until_ready()
+        for one in running:
             address = one.instance.address if one.instance else ""
             echo(f"{rental_settings.name}/{one.slot} runs at {address or 'no address'}.")
         cost = rental.cost
-    release_command = f"millrace machine release {rental_settings.name} {settings}"
-    echo(f"It has cost about ${cost:.2f} so far; release them with `{release_command}`.")
+    if running:
+        release_command = f"millrace machine release {rental_settings.name} {settings}"
+        echo(f"It has cost about ${cost:.2f} so far; release them with `{release_command}`.")
+    else:
+        echo(
+            f"All programs of {rental_settings.name} have ended: no machine is rented. To run them "
+            "again, choose another `name`."
+        )
     return CommandResult({"rental": rental_settings.name, "dollars": cost})
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import signal
 import subprocess
@@ -68,6 +69,41 @@ def test_help_names_every_command(run):
             assert f"Example: millrace {verb if noun == 'dataset' else noun} " in run(
                 noun, verb, "--help"
             ).replace("millrace dataset ", "millrace ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("millrace sw", ["swarm"]),
+        ("millrace swarm p", ["prewarm"]),
+        ("millrace checkpoint re", ["retain"]),
+        ("millrace campaign run --y", ["--yes"]),
+        ("millrace dep", ["deploy"]),
+    ],
+)
+def test_a_shell_completes_commands_and_options(typed, completed):
+    page = (REPOSITORY / "docs/reference/cli.md").read_text()
+    (line,) = re.findall(r"^(eval .*=bash_source millrace\)\")", page, re.MULTILINE)
+    words = typed.split()
+    script = f'''{line}
+        COMP_WORDS=({typed}) COMP_CWORD={len(words) - 1}
+        _millrace_completion millrace
+        printf "%s\\n" "${{COMPREPLY[@]}}"'''
+    folder = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-ec", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.split(), done.stderr) == (completed, "")
+
+
+@pytest.mark.parametrize(("shell", "installs"), [("zsh", "compdef"), ("fish", "complete ")])
+def test_other_shells_get_a_script_of_their_own(shell, installs):
+    page = (REPOSITORY / "docs/reference/cli.md").read_text()
+    assert f"_MILLRACE_COMPLETE={shell}_source millrace" in page
+    instruction = {"_MILLRACE_COMPLETE": f"{shell}_source"}
+    done = CliRunner().invoke(main, [], prog_name="millrace", env=instruction)
+    assert (done.exit_code, f"{installs}" in done.stdout) == (0, True)
 
 
 def test_json_has_standard_output_for_itself(settings):

@@ -1,26 +1,20 @@
 """A clone of the project, and the code blocks of its docs, run in the clone by the letter."""
 
-import contextlib
-import os
 import re
 import shutil
-import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from millrace.testing.process import REPOSITORY
+from tests.support.shell import Shell, prepend_path
 
-LONGEST = 900  # seconds for a block of commands, on a busy machine
 
-
-def block(heading: str, language: str, number: int = 0, *, file: str = "README.md") -> str:
-    """Return a code block of a section of a file; of a console, the commands alone."""
-    page = (REPOSITORY / file).read_text()
+def block(heading: str, language: str) -> str:
+    """Return the code block of a section of README; of a console, the commands alone."""
+    page = (REPOSITORY / "README.md").read_text()
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    text = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[number]
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return re.sub(r"^\$ ", "", text, flags=re.MULTILINE) if language == "console" else text
 
 
@@ -35,44 +29,10 @@ class Clone:
 
         What they start in the background ends with the shell.
         """
-        foreign = ("PREFECT", "AWS_", "R2_", "MILLRACE", "PYTHON", "VIRTUAL_ENV")
-        before = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        log = self.folder.parent / "output"
-        with log.open("w") as sink:
-            shell = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", script],
-                cwd=self.folder,
-                env={
-                    **before,
-                    "PATH": f"{self.folder / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
-                    "DO_NOT_TRACK": "1",
-                    **environment,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
-        try:
-            code = shell.wait(LONGEST)
-        finally:
-            _end_session(shell)
-        output = log.read_text()
-        assert code == 0, output
-        return output
-
-
-def _end_session(shell: "subprocess.Popen[bytes]") -> None:
-    """End a shell and all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.getsid(process.pid) == shell.pid:
-                    process.send_signal(number)
-                    left.append(process)
-        psutil.wait_procs(left, timeout=10)
-    shell.wait()
+        environment = {"PATH": prepend_path(self.folder / ".venv/bin"), **environment}
+        shell = Shell(script, self.folder, environment, self.folder.parent / "output")
+        assert shell.wait() == 0, shell.output
+        return shell.output
 
 
 def make_clone(folder: Path) -> Clone:

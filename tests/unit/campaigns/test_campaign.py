@@ -42,8 +42,8 @@ def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place:
     account = VastAccount(api_key=SecretStr("key"))
     ledger = LedgerSettings(store=place, account=account)
     rental = make_training(machines=machines).make_rental(ledger)
-    limits = {name: getattr(rental, name) for name in RentalTimeouts.model_fields}
-    assert limits == dict(RentalTimeouts(startup_timeout="7m", max_attempts=2, retry_failed=True))
+    limits = RentalTimeouts(startup_timeout="7m", max_attempts=2, retry_failed=True)
+    assert rental.timeouts == limits
     assert (rental.name, rental.machines, rental.role_arn) == ("small", 2, "arn:x")
     assert rental.ledger == ledger
     assert rental.program.repo_url == RENTED["repo_url"]

@@ -1,0 +1,51 @@
+"""The guide to cleanup, block by block."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from millrace.storage import open_store
+from tests.support.cleanup.material import Place
+from tests.support.guides import follow
+
+OLD = timedelta(days=30) / timedelta(hours=1)
+
+
+def test_every_block_of_the_guide_to_cleanup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients, aggregates, other = (tmp_path / name for name in ("gradients", "aggregates", "x"))
+    place = Place(open_store(gradients.as_uri()))
+    Place(open_store(aggregates.as_uri())).put("anything")
+    gone = [place.gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 4)]
+    gone.append(place.put("runs/one/worker-1/rubbish.bin", hours=OLD))
+    kept = [
+        place.gradient("runs/one", "worker-1", 4, "1"),
+        place.gradient("runs/paper", "worker-1", 1, "1", OLD),
+    ]
+    Place(open_store(other.as_uri())).put("data.bin")
+    unfinished = other / "large.bin#1"  # as a process leaves it that is killed while it writes
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
+    values = {
+        "r2://0123456789abcdef0123456789abcdef/gradients": gradients.as_uri(),
+        "r2://0123456789abcdef0123456789abcdef/aggregates": aggregates.as_uri(),
+        "r2://ACCOUNT/BUCKET": other.as_uri(),
+    }
+    folder = tmp_path / "clean"
+    with follow("cleanup", folder, monkeypatch, values=values, environment={}) as guide:
+        guide.write("clean.yaml", {"keep_last: 10": "keep_last: 0"})
+        first = "$(ls ../gradients/_clean | sort | head -1)"
+        cleaned = guide.run({"--plan NAME": f"--plan {first}"}, answer="y")
+        aborted = guide.run(answer="y")
+        wiped = guide.run()
+    assert "1 stay: it is pinned" in cleaned
+    assert "4 were gone already" in cleaned  # of the first plan, which the last command executes
+    assert "Aborted 1 upload" in aborted
+    assert [key for key in gone if (gradients / key).exists()] == []
+    assert [key for key in kept if not (gradients / key).exists()] == []
+    assert not unfinished.exists()
+    assert "holds 1 object" in wiped
+    assert (other / "data.bin").exists()

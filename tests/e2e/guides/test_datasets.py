@@ -1,0 +1,66 @@
+"""The guide to datasets, block by block."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from millrace.testing.vast import VastServer
+from tests.oracle import Folder
+from tests.support.flows.fixtures import texts, texts_in
+from tests.support.guides import follow
+
+
+def test_every_block_of_the_guide_to_datasets(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    vast: VastServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, folder = tmp_path / "store", tmp_path / "datasets"
+    values = {"r2://ACCOUNT/BUCKET": store.as_uri()}
+    environment = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
+    with follow("datasets", folder, monkeypatch, values=values, environment=environment) as guide:
+        plan = "millrace plan job.yaml"
+        edit = f"sed -i 's#file:///path/to/a/folder#{source.as_uri()}#' job.yaml"
+        shown = guide.run({plan: f"{edit}; {plan}"})
+        assert texts_in(Folder(store / "my-dataset")) == Counter(texts())
+        assert "my-dataset: complete" in shown
+        assert "1 shard of 1 as the manifest says" in shown
+
+        monkeypatch.chdir(folder)
+        guide.execute({})
+        assert capsys.readouterr().out.splitlines()[-1] == "{'train': 4000}"
+
+        left = store / "my-dataset/shards/train-00000-000009.tar"
+        left.write_bytes(b"left")
+        os.utime(left, (0, 0))
+        assert left.as_uri() in guide.run()
+
+        settings = rented_settings(folder / "job.yaml", store, vast)
+        (folder / "millrace.yaml").write_text(yaml.safe_dump(settings))
+        rented = guide.run(answer="y")
+        assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
+        assert "shard/words/0: given back (done: its program ended)" in rented
+        assert vast.alive() == []
+
+
+def rented_settings(job: Path, store: Path, vast: VastServer) -> dict[str, Any]:
+    """Return the settings of the guide with a source below the store, and the section `vast`."""
+    key = vast.reset(rate=300.0, strict=False, program=100.0)
+    (store / "raw").mkdir()
+    return yaml.safe_load(job.read_text()) | {
+        "dataset": "words",
+        "source": {"url": f"{store.as_uri()}/raw"},
+        "store": {"url": store.as_uri()},
+        "vast": {
+            "account": {"api_key": key, "server_url": vast.url},
+            "request": {"max_hourly": 1.0, "max_total": 5.0},
+            "repo_url": "https://example.org/millrace",
+            "machines": 1,
+        },
+    }

@@ -1,0 +1,68 @@
+"""The guide to gradients, block by block: four workers, and an aggregator beside them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.checkpoints import Saver, load
+from millrace.gradients import AggregatorSettings
+from millrace.settings import load_settings
+from millrace.storage import open_store
+from tests.support.guides import follow
+
+R2 = "r2://0123456789abcdef0123456789abcdef/"
+WINDOWS = 2
+
+
+def test_every_block_of_the_guide_to_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, credentials: dict[str, str], bucket: str
+) -> None:
+    values = {
+        R2: f"s3://{bucket}/",
+        'window="PT20M"': f'window="PT20M", windows={WINDOWS}',
+        "window: PT20M": f"window: PT20M, windows: {WINDOWS}",
+        "file:///scratch": (tmp_path / "scratch").as_uri(),
+    }
+    with follow(
+        "gradients", tmp_path / "gradients", monkeypatch, values=values, environment=credentials
+    ) as guide:
+        chain = open_store(f"s3://{bucket}/aggregates")
+        mine = open_store(f"s3://{bucket}/gradients")
+        workers = [make_worker(number, mine, chain) for number in range(1, 5)]
+        names = [{"worker-3": f"worker-{number}"} for number in range(1, 5)]
+        codes = guide.execute_each(workers, names)
+        initial = workers[0]["model"].state_dict()
+        with Saver(chain, "my-job") as saver:
+            saver.save({"model": initial}, step=0)
+
+        path = guide.write("aggregate.yaml")
+        assert len(load_settings(path, AggregatorSettings, credentials).workers) == 4
+        with ThreadPoolExecutor(4) as pool:
+            training = [pool.submit(code) for code in codes]
+            shown = guide.type("millrace gradient aggregate aggregate.yaml")
+            for one in training:
+                one.result()
+        assert shown.count("4 in, 0 out") == WINDOWS
+        caught_up = guide.run()
+    assert "runs/one is at step 60" in caught_up
+    found = load(open_store((tmp_path / "scratch/weights").as_uri()), "runs/one")
+    for worker in workers:
+        for name, tensor in worker["model"].state_dict().items():
+            assert torch.equal(found.state["weights"][name], tensor)
+
+
+def make_worker(number: int, mine: object, chain: object) -> dict[str, Any]:
+    """Return what the guide's worker finds: its model, its stores, and a step of its training."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    dice = torch.Generator().manual_seed(number)
+
+    def train(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=dice), alpha=0.01)
+
+    return {"model": model, "train": train, "mine": mine, "chain": chain}
