@@ -8,6 +8,7 @@ from millrace.cleanup import StaleUploadsResult
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import abort_stale_uploads, raise_failures, report_uploads
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     describe_bucket,
@@ -17,6 +18,7 @@ from tasks.locations import (
 )
 
 
+@draw_form
 @flow(name="abort-uploads")
 def abort_uploads(
     buckets: list[BucketLocation],

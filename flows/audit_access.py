@@ -8,6 +8,7 @@ from millrace.audit import AuditedRole, AuditReport, AuditSettings
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
 
 
@@ -43,6 +44,7 @@ def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
         return None
 
 
+@draw_form
 @flow(name="audit-access")
 def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
     """Prove that each credential can do what its role needs, and nothing else.

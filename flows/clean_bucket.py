@@ -10,6 +10,7 @@ from millrace.cleanup import CleanupBucketPreset, CleanupPlan, CleanupResult, Ru
 from millrace.errors import ConfigurationError
 from millrace.settings import validate_settings
 from tasks.cleaning import clean_with_rules
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 
 
@@ -32,6 +33,7 @@ Rules = Annotated[list[Rule] | CleaningRules, BeforeValidator(_check_rules)]
 """Rules, or a block of them."""
 
 
+@draw_form
 @flow(name="clean-bucket")
 def clean_bucket(
     bucket: BucketLocation,

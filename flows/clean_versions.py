@@ -7,9 +7,11 @@ from prefect import flow
 from millrace.cleanup import CleanupPlan, CleanupResult, CleanVersionsPreset
 from millrace.settings import Duration
 from tasks.cleaning import clean_with_rules
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 
 
+@draw_form
 @flow(name="clean-versions")
 def clean_versions(
     bucket: BucketLocation,

@@ -5,10 +5,12 @@ from prefect import flow
 from blocks import VastCredentials
 from millrace.rentals import MachineStatus
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import fetch_machines, report_rentals, require_ledger
 
 
+@draw_form
 @flow(name="list-machines")
 def list_machines(
     bucket: BucketLocation, vast: VastCredentials | str = "vast"

@@ -5,10 +5,12 @@ from prefect import State, flow
 from blocks import VastCredentials
 from millrace.rentals import ReapResult
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import find_ledger, report_rentals, run_reaper
 
 
+@draw_form
 @flow(name="reap-machines")
 def reap_machines(
     bucket: BucketLocation,

@@ -9,6 +9,7 @@ from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 
 
@@ -44,6 +45,7 @@ class HubRepository(BaseModel):
         )
 
 
+@draw_form
 @flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
     source: CheckpointInput,

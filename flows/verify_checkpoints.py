@@ -6,6 +6,7 @@ from millrace.checkpoints import VerifyDepth
 from millrace.errors import CorruptError
 from millrace.storage import Right
 from tasks.checkpointing import CheckpointVerification, list_jobs, report_checkpoints, verify_job
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     check_right,
@@ -16,6 +17,7 @@ from tasks.locations import (
 )
 
 
+@draw_form
 @flow(name="verify-checkpoints")
 def verify_checkpoints(
     bucket: BucketLocation,

@@ -6,6 +6,7 @@ from millrace.checkpoints import VerifyDepth
 from millrace.datasets import Verification
 from millrace.errors import CorruptError
 from millrace.storage import Right
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     check_right,
@@ -17,6 +18,7 @@ from tasks.locations import (
 from tasks.verifying import list_complete_datasets, report_verifications, verify_shards
 
 
+@draw_form
 @flow(name="verify-datasets")
 def verify_datasets(
     bucket: BucketLocation,

@@ -19,6 +19,7 @@ from tasks.cleaning import (
     survey_bucket,
 )
 from tasks.formatting import format_count, format_size
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, make_store_spec
 
 _CONFIRM_TIMEOUT = timedelta(hours=1)
@@ -32,6 +33,7 @@ class WipeConfirmation(RunInput):
     )
 
 
+@draw_form
 @flow(name="wipe-bucket")
 def wipe_bucket(
     bucket: BucketLocation,
