@@ -25,7 +25,7 @@ from flows.clean_bucket import clean_bucket
 from flows.cooldown import run_cooldown
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
 from flows.release_machines import release_machines
-from flows.rent_machines import rent_machines
+from flows.rent_machines import RentalOptions, rent_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace.campaigns.worker import TrainingPlan, make_training_program
@@ -54,6 +54,7 @@ from tasks.campaigning import (
     summarize_campaign,
 )
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.local_workers import LocalWorkerProcesses
 from tasks.locations import check_right, make_store_spec, refuse_temporary, require_location
 from tasks.merging import AggregationResult, begin_chain, check_weights
@@ -131,6 +132,7 @@ def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
     return plan.name, plan.bucket, machines.vast
 
 
+@draw_form
 @flow(
     name="campaign",
     flow_run_name=make_run_name,
@@ -356,6 +358,9 @@ def _rent_workers(
     timeouts = RentalTimeouts.model_validate(
         {f: getattr(machines, f) for f in RentalTimeouts.model_fields}
     )
+    options = RentalOptions(
+        storage_grants=storage_grants, role_arn=machines.role_arn, timeouts=timeouts
+    )
     settings = RentalSettings(
         name=name,
         store=ledger.store,
@@ -377,7 +382,7 @@ def _rent_workers(
     ) as supervisor:
         rent_machines(
             name, context.bucket, machines.vast, machines.request, program, training.workers,
-            list(storage_grants), machines.role_arn, timeouts, dry_run=False,
+            options, dry_run=False,
         )  # fmt: skip
         if plan.dataset is not None and is_warming(context.write_spec, name):
             _prewarm_machines(context, plan.dataset, machines)

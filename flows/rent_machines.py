@@ -3,6 +3,7 @@
 from typing import Any
 
 from prefect import flow
+from pydantic import BaseModel, ConfigDict, Field
 
 from blocks import VastCredentials
 from millrace.rentals import (
@@ -17,6 +18,7 @@ from millrace.rentals import (
 )
 from millrace.storage import Right
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, make_store_spec
 from tasks.renting import (
     RentalReference,
@@ -31,6 +33,25 @@ from tasks.renting import (
 from tasks.reports import format_bold, format_markdown
 
 
+class RentalOptions(BaseModel):
+    """Access of the machines to the bucket, and time limits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    storage_grants: tuple[StorageGrant, ...] = Field(
+        default=(), description="Parts of the bucket that the machines may use."
+    )
+    role_arn: str | None = Field(
+        default=None,
+        description="ARN of the role whose credentials the machines get. S3 needs one, R2 does "
+        "not.",
+    )
+    timeouts: RentalTimeouts = Field(
+        default=RentalTimeouts(),
+        description="Longest waits for machines, and the interval of the checks.",
+    )
+
+
 def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None for a dry run."""
     if parameters["dry_run"]:
@@ -38,6 +59,7 @@ def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
     return parameters["name"], parameters["bucket"], parameters["vast"]
 
 
+@draw_form
 @flow(
     name="rent-machines",
     flow_run_name="rent-{name}",
@@ -51,9 +73,7 @@ def rent_machines(
     request: OfferRequest,
     program: Program,
     machines: int = 1,
-    storage_grants: list[StorageGrant] = [],  # noqa: B006 - Prefect draws it
-    role_arn: str | None = None,
-    timeouts: RentalTimeouts = RentalTimeouts(),  # noqa: B008 - frozen
+    options: RentalOptions | None = None,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> list[MachineStatus] | list[Offer]:
     """Rent machines of Vast.ai, and start a program on each.
@@ -63,17 +83,17 @@ def rent_machines(
 
     Args:
         name: Name of the rental, for `release-machines` and to continue a stopped run.
-        bucket: A Millrace Bucket block with write credentials, its name, or a URL. It holds the
-            ledger of rentals. The machines can access the parts in `storage_grants`.
+        bucket: Store of the ledger of rentals: a Millrace Bucket block with write credentials, its
+            name, or a URL.
         vast: The Vast.ai Credentials block that pays, or its name.
         request: Requirements of each machine, and its highest price.
         program: Program that runs on each machine.
         machines: Number of machines.
-        storage_grants: Parts of the bucket that the machines may use.
-        role_arn: ARN of the role whose credentials machines get (S3 only).
-        timeouts: Longest waits for machines, and the interval of the checks.
+        options: Parts of the bucket that the machines may use, and time limits. By default the
+            machines use no part.
         dry_run: Only show the offers.
     """
+    options = options or RentalOptions()
     settings = RentalSettings(
         name=name,
         store=make_store_spec(bucket, Right.WRITE),
@@ -81,9 +101,9 @@ def rent_machines(
         request=request,
         program=program,
         machines=machines,
-        storage_grants=tuple(storage_grants),
-        role_arn=role_arn,
-        **timeouts.model_dump(),
+        storage_grants=options.storage_grants,
+        role_arn=options.role_arn,
+        **options.timeouts.model_dump(),
     )
     if dry_run:
         return search_offers(settings)
