@@ -26,7 +26,7 @@ class WorkerBucket(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uid: str = Field(description="Name of the worker.")
+    uid: str = Field(title="Name", description="Name of the worker.")
     bucket: BucketLocation = Field(
         description="A Millrace Bucket block with read credentials, its name, or a URL."
     )

@@ -52,11 +52,13 @@ class FilesRequest(InputLocation):
         "then by its content. `gz` and `zst` are for one compressed file.",
     )
     into: str | None = Field(
+        title="Folder of the archive",
         default=None,
         description="Folder below the root that the archive is unpacked into; by default the "
         "destination without its ending.",
     )
     mode: int = Field(
+        title="Permission bits",
         default=0o644,
         ge=0,
         le=0o777,
@@ -128,6 +130,7 @@ class PrewarmOptions(BaseModel):
         "of all bytes (`full`).",
     )
     min_node_share: float = Field(
+        title="Least share of nodes",
         default=0.5,
         gt=0.0,
         le=1.0,

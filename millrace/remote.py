@@ -20,10 +20,15 @@ class CodeRepository(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     repo_url: str = Field(
+        title="Repository URL",
         description="URL of a public repository: a Python project that contains or requires "
-        "Millrace."
+        "Millrace.",
     )
-    repo_ref: str = Field(default="main", description="Branch, tag or commit of the repository.")
+    repo_ref: str = Field(
+        title="Branch, tag or commit",
+        default="main",
+        description="Branch, tag or commit of the repository.",
+    )
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the project to install, such as `gradients`."
     )
