@@ -193,6 +193,8 @@ class _Drawing:
                 drawn["default"] = make_plain(field.get_default(call_default_factory=True))
             else:
                 drawn.pop("default", None)  # computed where the flow runs
+            if field.description:
+                drawn["description"] = field.description  # lost where it is that of the class
             self.draw(drawn)
             if _is_group(field):
                 _allow_none(drawn)
