@@ -207,7 +207,7 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
     return draw_windows(
         {link.window: len(link.taken) for link in windows},
         {link.window: [one.norm for one in link.taken.values()] for link in windows},
-        "Gradients taken (bars), and their norms (line: median, band: least to most)",
+        "Gradients taken (bars), and their norms (line: median, strokes: least to most)",
     )
 
 
