@@ -16,10 +16,11 @@ from tasks.locations import (
     make_store_spec,
     skip_run,
 )
+from tasks.run_names import make_name
 
 
 @draw_form
-@flow(name="abort-uploads")
+@flow(name="abort-uploads", flow_run_name=make_name("abort-uploads", "buckets"))
 def abort_uploads(
     buckets: list[BucketLocation],
     older_than: Duration = timedelta(days=1),

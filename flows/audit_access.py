@@ -10,6 +10,7 @@ from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
+from tasks.run_names import make_name
 
 
 class AuditedBucket(BaseModel):
@@ -45,7 +46,7 @@ def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
 
 
 @draw_form
-@flow(name="audit-access")
+@flow(name="audit-access", flow_run_name=make_name("audit", "buckets"))
 def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
     """Prove that each credential can do what its role needs, and nothing else.
 

@@ -12,6 +12,7 @@ from millrace.settings import validate_settings
 from tasks.cleaning import clean_with_rules
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation
+from tasks.run_names import make_name
 
 
 def _check_rules(given: Any) -> Any:
@@ -34,7 +35,7 @@ Rules = Annotated[list[Rule] | CleaningRules, BeforeValidator(_check_rules)]
 
 
 @draw_form
-@flow(name="clean-bucket")
+@flow(name="clean-bucket", flow_run_name=make_name("clean"))
 def clean_bucket(
     bucket: BucketLocation,
     rules: Rules = list(CleanupBucketPreset().make_rules()),  # noqa: B006, B008 - it is drawn

@@ -9,10 +9,11 @@ from millrace.settings import Duration
 from tasks.cleaning import clean_with_rules
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation
+from tasks.run_names import make_name
 
 
 @draw_form
-@flow(name="delete-gathers")
+@flow(name="delete-gathers", flow_run_name=make_name("delete-gathers"))
 def delete_gathers(
     bucket: BucketLocation,
     version: str,
