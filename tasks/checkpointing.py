@@ -1,5 +1,6 @@
 """Tasks that verify and copy checkpoints."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from tasks.progress import CheckpointProgress
 from tasks.reports import (
     Markdown,
     format_code,
+    format_link,
     format_markdown,
     format_table,
     join,
@@ -105,12 +107,14 @@ class SavedCheckpoint:
 
     Attributes:
         url: URL of the destination.
+        page: Web page of the destination; empty if it has none.
         checkpoint: The checkpoint as it was committed there.
         sent_bytes: Bytes that this run sent; the others were there before.
         seconds: Duration of the copy.
     """
 
     url: str
+    page: str
     checkpoint: Checkpoint
     sent_bytes: int
     seconds: float
@@ -153,7 +157,8 @@ def transfer_checkpoint(
         saved = copy_checkpoint(
             StoreDestination(origin), wanted, destination, job, progress=handle_event
         )
-    return SavedCheckpoint(destination.url, saved, sent, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return SavedCheckpoint(destination.url, _find_page(target), saved, sent, seconds)
 
 
 @task(cache_policy=NO_CACHE)
@@ -168,13 +173,29 @@ def describe_saved(saved: SavedCheckpoint) -> Markdown:
     pace = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""
     return join_blocks(
         format_markdown(
-            "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} of them "
+            "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} "
             "in {}{}.",
-            found.step, format_code(found.job), format_code(saved.url), format_size(found.size),
-            format_count(len(found.parts), "file"), format_size(saved.sent_bytes),
+            found.step, format_code(found.job), _format_destination(saved),
+            format_size(found.size), format_count(len(found.parts), "file"),
+            format_size(saved.sent_bytes),
             format_duration(saved.seconds), pace,
         )
     )  # fmt: skip
+
+
+def _find_page(target: StoreSpec | HubSpec) -> str:
+    """Return the web page of a repository of the Hub; empty for a bucket."""
+    if not isinstance(target, HubSpec):
+        return ""
+    hub = target.endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return f"{hub.rstrip('/')}/{target.repo}/tree/{target.revision}"
+
+
+def _format_destination(saved: SavedCheckpoint) -> Markdown:
+    try:
+        return format_link(saved.url, saved.page) if saved.page else format_code(saved.url)
+    except ValueError:  # an unusual name: it is shown, and not linked to
+        return format_code(saved.url)
 
 
 @task(cache_policy=NO_CACHE)
@@ -202,7 +223,7 @@ def describe(url: str, found: list[CheckpointVerification], depth: VerifyDepth) 
             verdict,
             extent,
         ),
-        format_table(("job", ">step", ">files", ">bytes", "state"), map(_make_row, ordered)),
+        format_table(("Job", ">Step", ">Files", ">Size", "State"), map(_make_row, ordered)),
     )
 
 

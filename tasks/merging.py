@@ -159,8 +159,8 @@ def describe(url: str, windows: Sequence[ChainLink], *, skipped_windows: int = 0
         format_code(last.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
-        ">window", ">step", ">in", ">out", "norm, least to most", ">received", ">merged",
-        ">gathered in",
+        ">Window", ">Step", ">Taken", ">Left out", "L2 norm: least, median, most", ">Received",
+        ">Merged", ">Gathered in",
     )  # fmt: skip
     hidden = skipped_windows + max(0, len(windows) - _ROWS)
     earlier = format_markdown(
@@ -192,7 +192,7 @@ def _make_row(link: ChainLink) -> Sequence[object]:
 def _tabulate_workers(windows: Sequence[ChainLink]) -> Markdown:
     """Tabulate how often each worker was taken, its weight, and its last refusal."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
-    columns = ("worker", ">in", ">mean weight", "out", "the last time, because")
+    columns = ("Worker", ">Taken", ">Mean weight", "Left out", "Last reason")
     rows: list[Sequence[object]] = []
     for uid in names:
         weights = [link.taken[uid].weight for link in windows if uid in link.taken]
