@@ -45,10 +45,6 @@ class Bucket(Block):
 
     _block_type_name = "Millrace Bucket"
     _block_type_slug = "millrace-bucket"
-    _logo_url: ClassVar[Any] = (
-        "https://cdn.sanity.io/images/3ugk85nk/production/"
-        "d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
-    )
     _documentation_url: ClassVar[Any] = "https://developers.cloudflare.com/r2/api/tokens/"
     _description = (
         "A bucket in Cloudflare R2 or any S3 with one role (gradients, dataset or aggregator), "

@@ -21,10 +21,6 @@ class HuggingFaceCredentials(Block):
 
     _block_type_name = "Hugging Face Credentials"
     _block_type_slug = "hugging-face-credentials"
-    _logo_url: ClassVar[Any] = (
-        "https://raw.githubusercontent.com/PrefectHQ/prefect/"
-        "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/block-logos/secret.png"
-    )
     _documentation_url: ClassVar[Any] = "https://huggingface.co/docs/hub/security-tokens"
     _description = "A token of a Hugging Face account, for datasets and models that ask for one."
     _code_example = """

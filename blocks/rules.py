@@ -24,10 +24,6 @@ class CleaningRules(Block):
 
     _block_type_name = "Millrace Cleaning Rules"
     _block_type_slug = "millrace-cleaning-rules"
-    _logo_url: ClassVar[Any] = (
-        "https://cdn.sanity.io/images/3ugk85nk/production/"
-        "d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
-    )
     _documentation_url: ClassVar[Any] = (
         "https://packaging.python.org/specifications/version-specifiers/"
     )

@@ -26,10 +26,6 @@ class VastCredentials(CredentialsBlock):
 
     _block_type_name = "Vast.ai Credentials"
     _block_type_slug = "vast-credentials"
-    _logo_url: ClassVar[Any] = (
-        "https://raw.githubusercontent.com/PrefectHQ/prefect/"
-        "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/block-logos/secret.png"
-    )
     _documentation_url: ClassVar[Any] = "https://docs.vast.ai/"
     _description = "The API key of a Vast.ai account, which rents and pays for machines."
     _code_example = """

@@ -8,6 +8,7 @@ from millrace.cleanup import StaleUploads
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import abort_stale_uploads, raise_failures, report_uploads
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     describe_bucket,
@@ -15,9 +16,11 @@ from tasks.locations import (
     make_store_spec,
     skip_run,
 )
+from tasks.run_names import make_name
 
 
-@flow(name="abort-uploads")
+@draw_form
+@flow(name="abort-uploads", flow_run_name=make_name("abort-uploads", "buckets"))
 def abort_uploads(
     buckets: list[BucketLocation],
     older_than: Duration = timedelta(days=1),

@@ -16,6 +16,7 @@ from millrace.gradients import (
     WeightsSource,
 )
 from millrace.storage import Right
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, aggregate_windows, find_last_window, report_windows
 
@@ -25,7 +26,7 @@ class WorkerBucket(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uid: str = Field(description="Name of the worker.")
+    uid: str = Field(title="Name", description="Name of the worker.")
     bucket: BucketLocation = Field(
         description="A Millrace Bucket block with read credentials, its name, or a URL."
     )
@@ -48,6 +49,7 @@ def make_run_name() -> str:
     return f"aggregate-{name or 'gradients'}"
 
 
+@draw_form
 @flow(name="aggregate-gradients", flow_run_name=make_run_name)
 def aggregate_gradients(
     bucket: BucketLocation,
@@ -57,7 +59,7 @@ def aggregate_gradients(
     worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
     initial_weights: InitialWeightsInput | None = None,
-    aggregation: FollowSettings = FollowSettings(),  # noqa: B008 - frozen
+    aggregation: FollowSettings | None = None,
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
 
@@ -90,7 +92,7 @@ def aggregate_gradients(
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
         initial_weights=initial_weights and initial_weights.make_initial_weights(),
-        **aggregation.model_dump(),
+        **(aggregation or FollowSettings()).model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)
     check_right(shared, Right.READ, run.run)

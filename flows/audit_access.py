@@ -8,7 +8,9 @@ from millrace.audit import AuditedRole, AuditReport, AuditSettings
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage import Right, StoreSpec
 from tasks.auditing import audit_buckets, report_audit
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
+from tasks.run_names import make_name
 
 
 class AuditedBucket(BaseModel):
@@ -43,7 +45,8 @@ def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
         return None
 
 
-@flow(name="audit-access")
+@draw_form
+@flow(name="audit-access", flow_run_name=make_name("audit", "buckets"))
 def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
     """Prove that each credential can do what its role needs, and nothing else.
 

@@ -19,6 +19,7 @@ from millrace.campaigns import Campaign, CampaignSummary, CampaignWorkers, Train
 from millrace.errors import MillraceError, UnavailableError
 from millrace.storage import Right
 from tasks import campaigning
+from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import begin_chain
 from tasks.renting import (
@@ -30,6 +31,7 @@ from tasks.renting import (
 hook = make_release_hook(find_rental)
 
 
+@draw_form
 @flow(name="campaign", flow_run_name=make_run_name, on_crashed=[hook], on_cancellation=[hook])
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     """Shard, rent, prewarm, train, release, publish and clean, each by the flow of that name.

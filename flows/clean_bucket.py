@@ -10,7 +10,9 @@ from millrace.cleanup import CleanupBucketPreset, CleanupPlan, CleanupResult, Ru
 from millrace.errors import ConfigurationError
 from millrace.settings import validate_settings
 from tasks.cleaning import clean_with_rules
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
+from tasks.run_names import make_name
 
 
 def _check_rules(given: Any) -> Any:
@@ -32,7 +34,8 @@ Rules = Annotated[list[Rule] | CleaningRules, BeforeValidator(_check_rules)]
 """Rules, or a block of them."""
 
 
-@flow(name="clean-bucket")
+@draw_form
+@flow(name="clean-bucket", flow_run_name=make_name("clean"))
 def clean_bucket(
     bucket: BucketLocation,
     rules: Rules = list(CleanupBucketPreset().make_rules()),  # noqa: B006, B008 - it is drawn

@@ -7,10 +7,13 @@ from prefect import flow
 from millrace.cleanup import CleanupPlan, CleanupResult, CleanVersionsPreset
 from millrace.settings import Duration
 from tasks.cleaning import clean_with_rules
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
+from tasks.run_names import make_name
 
 
-@flow(name="clean-versions")
+@draw_form
+@flow(name="clean-versions", flow_run_name=make_name("clean-versions"))
 def clean_versions(
     bucket: BucketLocation,
     current_version: str,

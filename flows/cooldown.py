@@ -13,6 +13,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cooldown import report_epoch, run_cooldown_on_ray, watch_epoch
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, NodeUrl, check_right, make_store_spec
 
 
@@ -41,13 +42,14 @@ def make_run_name() -> str:
     return f"cooldown-{parameters.get('job', 'job')}-{parameters.get('epoch', '')}"
 
 
+@draw_form
 @flow(name="cooldown", flow_run_name=make_run_name)
 def run_cooldown(
     bucket: BucketLocation,
     job: str,
     epoch: int,
     nodes: NodeCheckpoints | None = None,
-    cooldown: CooldownSettings = CooldownSettings(),  # noqa: B008 - frozen
+    cooldown: CooldownSettings | None = None,
     timeout: Duration = timedelta(minutes=30),
     members: list[str] | None = None,
 ) -> EpochStatus:
@@ -78,7 +80,13 @@ def run_cooldown(
         ended = watch_epoch(spec, job, epoch, timeout, members or ())
     else:
         source = SavedSource(url=nodes.url, job=nodes.job, step=nodes.step)
-        member = MemberSettings(store=spec, job=job, epoch=epoch, source=source, cooldown=cooldown)
+        member = MemberSettings(
+            store=spec,
+            job=job,
+            epoch=epoch,
+            source=source,
+            cooldown=cooldown or CooldownSettings(),
+        )
         ended = run_cooldown_on_ray(member, nodes.address, timeout)
     report_epoch(spec.url, job, epoch, ended)
     status = ended.status

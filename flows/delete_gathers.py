@@ -7,10 +7,13 @@ from prefect import flow
 from millrace.cleanup import CleanupPlan, CleanupResult, DeleteGatherPreset
 from millrace.settings import Duration
 from tasks.cleaning import clean_with_rules
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
+from tasks.run_names import make_name
 
 
-@flow(name="delete-gathers")
+@draw_form
+@flow(name="delete-gathers", flow_run_name=make_name("delete-gathers"))
 def delete_gathers(
     bucket: BucketLocation,
     version: str,

@@ -5,11 +5,14 @@ from prefect import flow
 from blocks import VastCredentials
 from millrace.rentals import MachineStatus
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import fetch_machines, report_rentals, require_ledger
+from tasks.run_names import make_name
 
 
-@flow(name="list-machines")
+@draw_form
+@flow(name="list-machines", flow_run_name=make_name("list-machines"))
 def list_machines(
     bucket: BucketLocation, vast: VastCredentials | str = "vast"
 ) -> list[MachineStatus]:

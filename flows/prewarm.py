@@ -21,6 +21,7 @@ from millrace.swarm import (
     Request,
     Unpacking,
 )
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, NodeFolder, check_right
 from tasks.renting import find_node_hosts
 from tasks.warming import report_nodes, warm_nodes
@@ -51,11 +52,13 @@ class FilesRequest(InputLocation):
         "then by its content. `gz` and `zst` are for one compressed file.",
     )
     into: str | None = Field(
+        title="Folder of the archive",
         default=None,
         description="Folder below the root that the archive is unpacked into; by default the "
         "destination without its ending.",
     )
     mode: int = Field(
+        title="Permission bits",
         default=0o644,
         ge=0,
         le=0o777,
@@ -127,6 +130,7 @@ class PrewarmOptions(BaseModel):
         "of all bytes (`full`).",
     )
     min_node_share: float = Field(
+        title="Least share of nodes",
         default=0.5,
         gt=0.0,
         le=1.0,
@@ -135,12 +139,13 @@ class PrewarmOptions(BaseModel):
     limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
 
 
+@draw_form
 @flow(name="prewarm", flow_run_name="prewarm")
 def prewarm(
     files: list[FilesRequest],
     root: NodeFolder,
     cluster: RayNodes | AgentHosts | RentedMachines = RayNodes(),  # noqa: B008 - frozen
-    options: PrewarmOptions = PrewarmOptions(),  # noqa: B008 - frozen
+    options: PrewarmOptions | None = None,
 ) -> PrewarmReport:
     """Put the same files on every node of a cluster, reading each byte from the store once.
 
@@ -156,6 +161,7 @@ def prewarm(
     """
     if not files:
         raise ConfigurationError("Name at least one location that files come from.")
+    options = options or PrewarmOptions()
     settings = PrewarmSettings(
         requests=tuple(each.make_request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.make_spec() for i, each in enumerate(files)},

@@ -5,11 +5,14 @@ from prefect import State, flow
 from blocks import VastCredentials
 from millrace.rentals import ReapResult
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import find_ledger, report_rentals, run_reaper
+from tasks.run_names import make_name
 
 
-@flow(name="reap-machines")
+@draw_form
+@flow(name="reap-machines", flow_run_name=make_name("reap-machines"))
 def reap_machines(
     bucket: BucketLocation,
     vast: VastCredentials | str = "vast",

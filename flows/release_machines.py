@@ -4,11 +4,13 @@ from prefect import flow
 
 from blocks import VastCredentials
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import release_rental, report_rentals, require_ledger
 from tasks.reports import format_bold, format_markdown
 
 
+@draw_form
 @flow(name="release-machines", flow_run_name="release-{name}")
 def release_machines(
     name: str, bucket: BucketLocation, vast: VastCredentials | str = "vast"

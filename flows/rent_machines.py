@@ -13,6 +13,7 @@ from millrace.rentals import (
     RentSettings,
 )
 from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import (
     RentalReference,
@@ -34,6 +35,7 @@ def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
     return parameters["name"], parameters["bucket"], parameters["vast"]
 
 
+@draw_form
 @flow(
     name="rent-machines",
     flow_run_name="rent-{name}",

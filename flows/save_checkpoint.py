@@ -9,6 +9,7 @@ from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 
 
@@ -44,6 +45,7 @@ class HubRepository(BaseModel):
         )
 
 
+@draw_form
 @flow(name="save-checkpoint", flow_run_name="save-{job}")
 def save_checkpoint(
     source: CheckpointInput,
@@ -73,5 +75,5 @@ def save_checkpoint(
     check_right(source.location, Right.READ, source.prefix)
     wanted = SavedSource(**dict(source.make_spec()), job=source.job, step=source.step)
     saved = transfer_checkpoint(wanted, target, job)
-    report_saved(saved)
+    report_saved(saved, target)
     return saved.checkpoint

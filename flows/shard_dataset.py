@@ -14,6 +14,7 @@ from millrace.datasets import (
 )
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Right
+from tasks.forms import draw_form
 from tasks.limits import reserve_upload_slots
 from tasks.locations import BucketLocation, SourceInput, check_right, make_store_spec
 from tasks.sharding import make_shards, repair_shards, report_shards
@@ -25,13 +26,14 @@ def make_run_name() -> str:
     return f"shard-{parameters.get('dataset', 'dataset')}"
 
 
+@draw_form
 @flow(name="shard-dataset", flow_run_name=make_run_name)
 def shard_dataset(
     dataset: str,
     source: SourceInput,
     destination: BucketLocation,
-    sharding: ShardingSettings = ShardingSettings(),  # noqa: B008 - frozen
-    execution: ExecutionSettings = ExecutionSettings(),  # noqa: B008 - frozen
+    sharding: ShardingSettings | None = None,
+    execution: ExecutionSettings | None = None,
     repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
     """Write a dataset as WebDataset shards to a bucket, each sample exactly once.
@@ -48,11 +50,12 @@ def shard_dataset(
         repair: Verify every shard at the end, and make missing or damaged shards again.
     """
     DatasetKeys(dataset)
+    execution = execution or ExecutionSettings()
     settings = PipelineSettings(
         dataset=dataset,
         source=SourceLocation(**dict(source.make_spec()), **source.dump_source_settings()),
         store=make_store_spec(destination, Right.WRITE),
-        sharding=sharding,
+        sharding=sharding or ShardingSettings(),
         execution=execution,
     )
     check_right(destination, Right.WRITE, dataset)

@@ -6,6 +6,8 @@ from millrace.checkpoints import VerifyDepth
 from millrace.errors import CorruptError
 from millrace.storage import Right
 from tasks.checkpointing import CheckpointVerification, list_jobs, report_checkpoints, verify_job
+from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     check_right,
@@ -14,9 +16,11 @@ from tasks.locations import (
     make_store_spec,
     skip_run,
 )
+from tasks.run_names import make_name
 
 
-@flow(name="verify-checkpoints")
+@draw_form
+@flow(name="verify-checkpoints", flow_run_name=make_name("verify-checkpoints"))
 def verify_checkpoints(
     bucket: BucketLocation,
     jobs: list[str] | None = None,
@@ -42,7 +46,7 @@ def verify_checkpoints(
     if damaged:
         names = ", ".join(f"{seen.job} step {seen.step}" for seen in damaged[:5])
         raise CorruptError(
-            f"{len(damaged)} checkpoints of {spec.url} are damaged ({names}): the report names "
-            "each file. The ones before them can be loaded; save these steps anew."
+            f"Damaged at {spec.url}: {format_count(len(damaged), 'checkpoint')} ({names}). The "
+            "report names each file. Earlier checkpoints can be loaded. Save these steps again."
         )
     return found

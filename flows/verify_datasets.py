@@ -6,6 +6,8 @@ from millrace.checkpoints import VerifyDepth
 from millrace.datasets import Verification
 from millrace.errors import CorruptError
 from millrace.storage import Right
+from tasks.formatting import format_count
+from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
     check_right,
@@ -14,10 +16,12 @@ from tasks.locations import (
     make_store_spec,
     skip_run,
 )
+from tasks.run_names import make_name
 from tasks.verifying import list_complete_datasets, report_verifications, verify_shards
 
 
-@flow(name="verify-datasets")
+@draw_form
+@flow(name="verify-datasets", flow_run_name=make_name("verify-datasets"))
 def verify_datasets(
     bucket: BucketLocation,
     datasets: list[str] | None = None,
@@ -43,7 +47,7 @@ def verify_datasets(
     faults = sum(len(seen.faults) for seen in found.values())
     if faults:
         raise CorruptError(
-            f"{faults} shards of {spec.url} are missing or differ: the report names each. "
-            "Shard the dataset again under another name, or bring the objects back."
+            f"Missing or different at {spec.url}: {format_count(faults, 'shard')}. The report "
+            "names each. Run `shard-dataset` with `repair`, or restore the objects."
         )
     return found

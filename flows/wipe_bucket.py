@@ -19,7 +19,9 @@ from tasks.cleaning import (
     survey_bucket,
 )
 from tasks.formatting import format_count, format_size
+from tasks.forms import draw_form
 from tasks.locations import BucketLocation, make_store_spec
+from tasks.run_names import make_name
 
 _CONFIRM_TIMEOUT = timedelta(hours=1)
 
@@ -32,7 +34,8 @@ class WipeConfirmation(RunInput):
     )
 
 
-@flow(name="wipe-bucket")
+@draw_form
+@flow(name="wipe-bucket", flow_run_name=make_name("wipe"))
 def wipe_bucket(
     bucket: BucketLocation,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name

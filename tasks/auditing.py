@@ -38,7 +38,7 @@ def describe(found: AuditReport) -> Markdown:
     """Return the report."""
     wrong = found.failures
     good = format_markdown("all as they should be")
-    verdict = format_markdown("**{} not as they should be**", len(wrong)) if wrong else good
+    verdict = format_markdown("**{} wrong or unproven**", len(wrong)) if wrong else good
     seen = {(one.role, one.right, one.operation): one for one in found.findings}
     pairs = dict.fromkeys((one.role, one.right) for one in found.findings)
     operations = [each for each in Operation if any(each is one.operation for one in seen.values())]
@@ -52,10 +52,10 @@ def describe(found: AuditReport) -> Markdown:
     refused = [
         (f"{one.role}, to {one.right}", one.operation, one.verdict, one.message) for one in wrong
     ]
-    columns = ("credentials", "operation", "", "what the store said")
+    columns = ("Credentials", "Operation", "Verdict", "Answer of the store")
     return join_blocks(
         format_markdown("{} tried, {}.", format_count(len(found.findings), "operation"), verdict),
-        format_table(("", *operations), rows),
+        format_table(("Credentials", *operations), rows),
         format_table(columns, refused) if refused else Markdown(),
         format_bullets(found.notes),
     )

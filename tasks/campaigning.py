@@ -133,7 +133,7 @@ def describe(found: CampaignSummary, fault: str = "", *, with_picture: bool = Tr
         drawn = format_image(_plot_losses(found), "the loss over the windows")
     return join_blocks(
         _write_headline(found, fault),
-        format_table(("", ""), list(_make_rows(found).items())),
+        format_table(("Stage", "Result"), list(_make_rows(found).items())),
         drawn,
     )
 
@@ -180,5 +180,5 @@ def _make_rows(found: CampaignSummary) -> dict[str, str]:
 
 
 def _plot_losses(found: CampaignSummary) -> str:
-    title = "Loss of the merged weights, as the median worker says"
-    return draw_line(found.losses, title, "windows merged")
+    title = "Loss of the merged weights: median of the workers"
+    return draw_line(found.losses, title, "windows merged", "loss")

@@ -1,5 +1,6 @@
 """Tasks that verify and copy checkpoints."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from tasks.progress import CheckpointProgress
 from tasks.reports import (
     Markdown,
     format_code,
+    format_link,
     format_markdown,
     format_table,
     join,
@@ -106,24 +108,49 @@ def transfer_checkpoint(
 
 
 @task(cache_policy=NO_CACHE)
-def report_saved(saved: TransferredCheckpoint) -> None:
-    """Publish the report."""
-    publish_report(describe_saved(saved), key="saved-checkpoint", description="Saved checkpoint")
+def report_saved(saved: TransferredCheckpoint, target: StoreSpec | HubSpec) -> None:
+    """Publish the report, with a link to the destination if that has a page."""
+    publish_report(
+        describe_saved(saved, _find_page(target)),
+        key="saved-checkpoint",
+        description="Saved checkpoint",
+    )
 
 
-def describe_saved(saved: TransferredCheckpoint) -> Markdown:
-    """Return the report."""
+def describe_saved(saved: TransferredCheckpoint, page: str) -> Markdown:
+    """Return the report.
+
+    Args:
+        saved: Copied checkpoint.
+        page: URL of the destination's page; empty if there is none.
+    """
     found = saved.checkpoint
     pace = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""
     return join_blocks(
         format_markdown(
-            "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} of them "
+            "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} "
             "in {}{}.",
-            found.step, format_code(found.job), format_code(saved.url), format_size(found.size),
-            format_count(len(found.parts), "file"), format_size(saved.sent_bytes),
+            found.step, format_code(found.job), _format_destination(saved.url, page),
+            format_size(found.size), format_count(len(found.parts), "file"),
+            format_size(saved.sent_bytes),
             format_duration(saved.seconds), pace,
         )
     )  # fmt: skip
+
+
+def _find_page(target: StoreSpec | HubSpec) -> str:
+    """Return the web page of a repository of the Hub; empty for a bucket."""
+    if not isinstance(target, HubSpec):
+        return ""
+    hub = target.endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return f"{hub.rstrip('/')}/{target.repo}/tree/{target.revision}"
+
+
+def _format_destination(url: str, page: str) -> Markdown:
+    try:
+        return format_link(url, page) if page else format_code(url)
+    except ValueError:  # an unusual name: it is shown, and not linked to
+        return format_code(url)
 
 
 @task(cache_policy=NO_CACHE)
@@ -151,7 +178,7 @@ def describe(url: str, found: list[CheckpointVerification], depth: VerifyDepth) 
             verdict,
             extent,
         ),
-        format_table(("job", ">step", ">files", ">bytes", "state"), map(_make_row, ordered)),
+        format_table(("Job", ">Step", ">Files", ">Size", "State"), map(_make_row, ordered)),
     )
 
 

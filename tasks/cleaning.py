@@ -246,7 +246,7 @@ def describe_plan(plan: CleanupPlan, keys: list[tuple[str, int]]) -> Markdown:
         _tabulate_rules(plan.header.rules, plan.totals.objects, plan.totals.size),
         _tabulate_junk(plan.totals.junk),
         _tabulate_kept(plan.totals.kept),
-        format_table(("object", ">bytes"), rows) if rows else Markdown(),
+        format_table(("Object", ">Size"), rows) if rows else Markdown(),
         format_markdown(
             "Execute this very plan with `plan` = {} and `dry_run` off.", format_code(plan.name)
         ),
@@ -303,7 +303,7 @@ def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
             format_size(whole),
             estimate_monthly_savings(whole),
         ),
-        format_table(("location", ">uploads", ">bytes", ">younger", ">errors"), rows),
+        format_table(("Location", ">Uploads", ">Size", ">Younger uploads", ">Errors"), rows),
         _tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
     )
 
@@ -327,12 +327,12 @@ def _tabulate_rules(
         )
         for number, rule in enumerate(rules)
     ]  # fmt: skip
-    return format_table(("rule", ">objects", ">bytes", ">saves a month"), rows)
+    return format_table(("Rule", ">Objects", ">Size", ">Saves a month"), rows)
 
 
 def _tabulate_kept(kept: Mapping[str, int]) -> Markdown:
     rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
-    columns = ("what stays, though a rule would take it", ">objects")
+    columns = ("Objects that stay although a rule selects them, because", ">Objects")
     return format_table(columns, rows, _SHOWN) if rows else Markdown()
 
 
@@ -341,10 +341,10 @@ def _tabulate_junk(junk: Sequence[WorkerJunk]) -> Markdown:
         (format_code(one.worker), format_code(one.scope), f"{one.objects:,}", format_size(one.size))
         for one in junk
     ]
-    columns = ("worker whose junk goes", "run or job", ">objects", ">bytes")
+    columns = ("Worker whose junk is deleted", "Run or job", ">Objects", ">Size")
     return format_table(columns, rows, _SHOWN) if rows else Markdown()
 
 
 def _tabulate_failures(failures: tuple[DeleteFailure, ...]) -> Markdown:
     rows = [(format_code(one.key), one.reason) for one in failures]
-    return format_table(("object", "error"), rows, _SHOWN) if rows else Markdown()
+    return format_table(("Object", "Error"), rows, _SHOWN) if rows else Markdown()

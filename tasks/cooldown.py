@@ -98,7 +98,7 @@ def describe(url: str, job: str, epoch: int, ended: EpochEnd) -> Markdown:
     return join_blocks(
         _write_headline(url, job, epoch, status),
         format_table(
-            ("member", "came to", ">sent", ">verified of others", ">seconds", ""),
+            ("Member", "Result", ">Sent", ">Verified of others", ">Seconds", "Reason"),
             [_make_row(name, status, ended.faults.get(name, "")) for name in names],
         ),
         format_bullets(
@@ -148,6 +148,10 @@ def _make_row(name: str, status: EpochStatus, fault: str) -> Sequence[object]:
 
 
 def _format_outcome(one: CooldownRecord) -> object:
-    return (
-        format_bold(one.outcome) if one.outcome is CooldownOutcome.COMMITTED else str(one.outcome)
-    )
+    match one.outcome:
+        case CooldownOutcome.COMMITTED:
+            return format_bold(one.outcome)
+        case CooldownOutcome.LOST:
+            return "lost the race"  # to commit: another member was first
+        case _:
+            return str(one.outcome)

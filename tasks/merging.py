@@ -121,8 +121,8 @@ def describe(url: str, windows: Sequence[ChainLink], *, skipped_windows: int = 0
         format_code(last.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
-        ">window", ">step", ">in", ">out", "norm, least to most", ">received", ">merged",
-        ">gathered in",
+        ">Window", ">Step", ">Taken", ">Left out", "L2 norm: least, median, most", ">Received",
+        ">Merged", ">Gathered in",
     )  # fmt: skip
     hidden = skipped_windows + max(0, len(windows) - _ROWS)
     earlier = format_markdown(
@@ -154,7 +154,7 @@ def _make_row(link: ChainLink) -> Sequence[object]:
 def _tabulate_workers(windows: Sequence[ChainLink]) -> Markdown:
     """Tabulate how often each worker was taken, its weight, and its last refusal."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
-    columns = ("worker", ">in", ">mean weight", "out", "the last time, because")
+    columns = ("Worker", ">Taken", ">Mean weight", "Left out", "Last reason")
     rows: list[Sequence[object]] = []
     for uid in names:
         weights = [link.taken[uid].weight for link in windows if uid in link.taken]
@@ -169,7 +169,7 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
     return draw_windows(
         {link.window: len(link.taken) for link in windows},
         {link.window: [one.norm for one in link.taken.values()] for link in windows},
-        "Gradients taken (bars), and their norms (line: median, band: least to most)",
+        "Gradients taken (bars), and their norms (line: median, strokes: least to most)",
     )
 
 

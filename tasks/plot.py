@@ -1,22 +1,36 @@
-"""Plots for reports: SVG in a Markdown artifact."""
+"""Plots for reports: SVG in a Markdown artifact, for light and dark pages."""
 
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from xml.sax.saxutils import escape
 
 from millrace.formatting import clean_text
 
 _WIDTH, _HEIGHT = 720, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 76, 36, 44
 _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _PLOT_BOTTOM = _TOP + _PLOT_HEIGHT
 _MAX_BARS = 60
-_GRID_SHARES = (0.0, 0.5, 1.0)  # of the height, for the lines of the grid
+_MAX_TICKS, _MAX_WINDOW_TICKS = 5, 8
 _MAX_TEXT_LENGTH = 100  # characters
-_INK, _GREY, _LINE, _BAR = "#1f2937", "#4b5563", "#d1d5db", "#2563eb"
-_ACCENT = "#b45309"
+# Colours that can be read on white and on black: a page does not tell an image which it is.
+_INK, _BAR, _ACCENT = "#7f8791", "#2563eb", "#d97706"
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Range of an axis, with the values that are written beside it."""
+
+    ticks: tuple[float, ...]
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """Return the share of the axis below a value."""
+        return (value - self.low) / (self.high - self.low)
 
 
 def draw_pace(pace: Mapping[int, int], seconds: float, title: str) -> str:
@@ -32,17 +46,11 @@ def draw_pace(pace: Mapping[int, int], seconds: float, title: str) -> str:
     bars = [0.0] * math.ceil(span / width)
     for second, size in pace.items():
         bars[second // width] += size / width / 1e6
-    top = _round_up(max(bars))
-    drawn = [*_draw_frame(title, "seconds since the start"), *_draw_scale(top, _GREY)]
-    drawn += [
-        _draw_text(_LEFT + part * _PLOT_WIDTH, _PLOT_BOTTOM + 18, f"{part * len(bars) * width:g}")
-        for part in _GRID_SHARES
-    ]
-    drawn += _draw_bars([value / top for value in bars], opacity=1.0)
-    middle = _TOP + _PLOT_HEIGHT / 2
-    drawn.append(
-        f'<g transform="rotate(-90 16 {middle})">{_draw_text(16, middle, "MB/s", _INK)}</g>'
-    )
+    rates = _fit_axis(0.0, max(bars))
+    times = _fit_axis(0, len(bars) * width, is_whole=True, is_tight=True)
+    drawn = [*_draw_frame(title, "seconds since the start"), *_draw_y_axis(rates, "MB/s")]
+    drawn += [_draw_x_tick(times.place(tick), tick) for tick in times.ticks]
+    drawn += _draw_bars([rates.place(value) for value in bars], opacity=1.0)
     return _make_data_uri("".join(drawn))
 
 
@@ -56,78 +64,123 @@ def draw_windows(taken: Mapping[int, int], norms: Mapping[int, Sequence[float]],
     """
     numbers = sorted(taken)
     step = _PLOT_WIDTH / len(numbers)
-    most = _round_up(max(taken.values()))
-    top = _round_up(max((norm for each in norms.values() for norm in each), default=0.0))
-    drawn = [*_draw_frame(title, "window"), *_draw_scale(most, _BAR)]
-    for part in _GRID_SHARES:
-        y = _PLOT_BOTTOM - part * _PLOT_HEIGHT - 4
-        drawn.append(_draw_text(_LEFT + 4, y, f"{top * part:g}", _ACCENT, "start"))
-    drawn += _draw_bars([taken[number] / most for number in numbers], opacity=0.35)
+    counts = _fit_axis(0, max(taken.values()), is_whole=True)
+    sizes = [norm for each in norms.values() for norm in each]
+    scale = _fit_axis(0.0, max(sizes, default=0.0))
+    drawn = [*_draw_frame(title, "window"), *_draw_y_axis(counts, "gradients", _BAR)]
+    drawn += _draw_y_axis(scale, "L2 norm", _ACCENT, is_right=True)
+    drawn += _draw_bars([counts.place(taken[number]) for number in numbers], opacity=0.5)
     middles: list[str] = []
     for at, number in enumerate(numbers):
         if not norms[number]:
             continue
         x, each = _LEFT + (at + 0.5) * step, norms[number]
         low, middle, high = (
-            _PLOT_BOTTOM - norm / top * _PLOT_HEIGHT
-            for norm in (min(each), median(each), max(each))
+            _place_y(scale.place(norm)) for norm in (min(each), median(each), max(each))
         )
         drawn.append(f'<path d="M{x:.2f} {low:.2f}V{high:.2f}" stroke="{_ACCENT}"/>')
         middles.append(f"{x:.2f},{middle:.2f}")
     drawn.append(
         f'<polyline points="{" ".join(middles)}" fill="none" stroke="{_ACCENT}" stroke-width="2"/>'
     )
+    every = math.ceil(len(numbers) / _MAX_WINDOW_TICKS)
     drawn += [
-        _draw_text(_LEFT + (at + 0.5) * step, _PLOT_BOTTOM + 18, f"{numbers[at]}")
-        for at in sorted({0, len(numbers) // 2, len(numbers) - 1})
+        _draw_x_tick((at + 0.5) / len(numbers), numbers[at]) for at in range(0, len(numbers), every)
     ]
     return _make_data_uri("".join(drawn))
 
 
-def draw_line(values: Mapping[int, float], title: str, x_label: str) -> str:
-    """Draw a line, as a data URI.
+def draw_line(values: Mapping[int, float], title: str, x_label: str, y_label: str = "") -> str:
+    """Draw a line over whole numbers, as a data URI. The axes fit the values.
 
     Args:
         values: Values by their positions on the x axis.
         title: Title above the plot.
         x_label: Label of the x axis.
+        y_label: Label of the y axis.
     """
     numbers = sorted(values)
-    top, span = _round_up(max(values.values())), max(1, numbers[-1] - numbers[0])
-    drawn = [*_draw_frame(title, x_label), *_draw_scale(top, _GREY)]
-    points: list[str] = []
-    for number in numbers:
-        x = _LEFT + (number - numbers[0]) / span * _PLOT_WIDTH
-        points.append(f"{x:.2f},{_PLOT_BOTTOM - max(0.0, values[number]) / top * _PLOT_HEIGHT:.2f}")
+    heights = _fit_axis(min(values.values()), max(values.values()))
+    across = _fit_axis(numbers[0], numbers[-1], is_whole=True, is_tight=True)
+    drawn = [*_draw_frame(title, x_label), *_draw_y_axis(heights, y_label)]
+    points = [
+        f"{_LEFT + across.place(number) * _PLOT_WIDTH:.2f},"
+        f"{_place_y(heights.place(values[number])):.2f}"
+        for number in numbers
+    ]
     line = " ".join(points)
     drawn.append(f'<polyline points="{line}" fill="none" stroke="{_BAR}" stroke-width="2"/>')
-    drawn += [
-        _draw_text(
-            _LEFT + (number - numbers[0]) / span * _PLOT_WIDTH, _PLOT_BOTTOM + 18, f"{number}"
-        )
-        for number in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
-    ]
+    drawn += [_draw_x_tick(across.place(tick), tick) for tick in across.ticks]
     return _make_data_uri("".join(drawn))
 
 
+def _fit_axis(
+    least: float, most: float, *, is_whole: bool = False, is_tight: bool = False
+) -> _Axis:
+    """Return an axis for values, with ticks at multiples of 1, 2 or 5 times a power of ten.
+
+    Args:
+        least: Smallest value.
+        most: Largest value.
+        is_whole: Whether the values are counts: no tick is a fraction.
+        is_tight: Whether the axis ends at the values, else at ticks.
+    """
+    if not most > least:
+        most = least + (1 if is_whole else abs(least) or 1.0)
+    step = _round_up((most - least) / _MAX_TICKS)
+    if is_whole:
+        step = max(1.0, step)
+    first, last = math.floor(least / step), math.ceil(most / step)
+    if is_tight:
+        ticks = [n * step for n in range(first, last + 1) if least <= n * step <= most]
+        return _Axis(tuple(ticks), least, most)
+    ticks = [n * step for n in range(first, last + 1)]
+    return _Axis(tuple(ticks), ticks[0], ticks[-1])
+
+
+def _round_up(value: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= value * 0.999)
+
+
+def _place_y(share: float) -> float:
+    return _PLOT_BOTTOM - share * _PLOT_HEIGHT
+
+
 def _draw_frame(title: str, x_label: str) -> list[str]:
-    """Draw the title, the lines of the grid, and the label of the x axis."""
-    lines = [_PLOT_BOTTOM - part * _PLOT_HEIGHT for part in _GRID_SHARES]
+    """Draw the title, the line at the bottom, and the label of the x axis."""
     return [
-        _draw_text(_LEFT, 20, title, _INK, "start"),
-        *(f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="{_LINE}"/>' for y in lines),
-        _draw_text(_LEFT + _PLOT_WIDTH / 2, _HEIGHT - 8, x_label, _INK),
+        _draw_text(_LEFT, 20, title, anchor="start"),
+        f'<path d="M{_LEFT} {_PLOT_BOTTOM}H{_WIDTH - _RIGHT}" stroke="{_INK}"/>',
+        _draw_text(_LEFT + _PLOT_WIDTH / 2, _HEIGHT - 8, x_label),
     ]
 
 
-def _draw_scale(top: float, colour: str) -> list[str]:
-    """Draw the numbers to the left of the lines."""
-    return [
-        _draw_text(
-            _LEFT - 8, _PLOT_BOTTOM - part * _PLOT_HEIGHT + 4, f"{top * part:g}", colour, "end"
-        )
-        for part in _GRID_SHARES
+def _draw_y_axis(
+    axis: _Axis, label: str, colour: str = _INK, *, is_right: bool = False
+) -> list[str]:
+    """Draw the label and the numbers of a y axis; of the left one, also the lines of the grid."""
+    x, anchor = (_WIDTH - _RIGHT + 8, "start") if is_right else (_LEFT - 8, "end")
+    at, middle = (_WIDTH - 12 if is_right else 20), _TOP + _PLOT_HEIGHT / 2
+    drawn = [
+        f'<g transform="rotate(-90 {at} {middle:g})">{_draw_text(at, middle, label, colour)}</g>'
     ]
+    for tick in axis.ticks:
+        y = _place_y(axis.place(tick))
+        drawn.append(_draw_text(x, y + 4, _format_number(tick), colour, anchor))
+        if not is_right:
+            line = f'd="M{_LEFT} {y:.2f}H{_WIDTH - _RIGHT}"'
+            drawn.append(f'<path {line} stroke="{_INK}" stroke-opacity="0.3"/>')
+    return drawn
+
+
+def _draw_x_tick(share: float, value: float) -> str:
+    return _draw_text(_LEFT + share * _PLOT_WIDTH, _PLOT_BOTTOM + 18, _format_number(value))
+
+
+def _format_number(value: float) -> str:
+    return f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _draw_bars(shares: Sequence[float], *, opacity: float) -> list[str]:
@@ -141,7 +194,7 @@ def _draw_bars(shares: Sequence[float], *, opacity: float) -> list[str]:
     return drawn
 
 
-def _draw_text(x: float, y: float, text: str, colour: str = _GREY, anchor: str = "middle") -> str:
+def _draw_text(x: float, y: float, text: str, colour: str = _INK, anchor: str = "middle") -> str:
     position = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
     return f"<text {position}>{escape(clean_text(text, _MAX_TEXT_LENGTH))}</text>"
 
@@ -149,14 +202,5 @@ def _draw_text(x: float, y: float, text: str, colour: str = _GREY, anchor: str =
 def _make_data_uri(inside: str) -> str:
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     font = 'font-family="sans-serif" font-size="12"'
-    ground = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{ground}{inside}</svg>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{inside}</svg>'
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-
-
-def _round_up(value: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten."""
-    if value <= 0:
-        return 1.0
-    unit = 10.0 ** math.floor(math.log10(value))
-    return next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= value)

@@ -127,7 +127,7 @@ class LiveProgress(abc.ABC):
 class ShardProgress(LiveProgress):
     """Progress of a dataset: partitions that ended, and the fractions of the open ones."""
 
-    _partitions = _ended = _shards = _size = 0
+    _partitions = _ended = _shards = _size = _logged_tenths = 0
 
     def __init__(self, key: str) -> None:
         """Begin to count.
@@ -162,11 +162,20 @@ class ShardProgress(LiveProgress):
             case "partition.ended":
                 self._ended += 1
                 self._fractions.pop(event.subject, None)
-                self._log.info("%s ended, %d of %d", event.subject, self._ended, self._partitions)
+                self._log_tenth()
             case "worker.lost":
                 self._log.warning("A worker %s; another takes its place", figures["how"])
             case _:
                 pass
+
+    def _log_tenth(self) -> None:
+        """Log each tenth of the partitions, not each of the thousands that there may be."""
+        tenth = 10 * self._ended // self._partitions if self._partitions else 0
+        if tenth > self._logged_tenths:
+            self._logged_tenths = tenth
+            self._log.info(
+                "%d of %s ended", self._ended, format_count(self._partitions, "partition")
+            )
 
     def _complete(self) -> None:
         self._ended = self._partitions  # another run may have ended some
@@ -199,8 +208,6 @@ class SwarmProgress(LiveProgress):
                 self._moved_bytes = int(figures["moved"])
                 self._present_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
                 self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
-            case "node.ready":
-                self._log.info("%s is ready after %s s", event.subject, figures["seconds"])
             case "node.lost":
                 self._log.warning("%s is lost: %s", event.subject, figures["why"])
             case "node.accused":

@@ -26,6 +26,7 @@ _BLOCK_MARKER = re.compile(
 )  # of a list, a heading, a rule
 _CODE = re.compile(r"[^`|\\]+")
 _PLOT_PREFIX = "data:image/svg+xml;base64,"
+_LINK = re.compile(r"https?://[\w.:-]+(/[\w.~/-]*)?")
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
 
 
@@ -61,6 +62,17 @@ def format_code(value: object, max_length: int = _MAX_CODE_LENGTH) -> Markdown:
         text = f"{text[: max_length // 2]}…{text[-(max_length // 2 - 1) :]}"
     text = clean_text(text, max_length)
     return Markdown(f"`{text}`") if _CODE.fullmatch(text) else escape(text, max_length)
+
+
+def format_link(text: object, url: str) -> Markdown:
+    """Return a link to a page that Millrace itself names, never a URL from outside.
+
+    Raises:
+        ValueError: The URL is no web page, or has characters that end a link.
+    """
+    if not _LINK.fullmatch(url):
+        raise ValueError(f"a report links to plain web pages only, not to {url!r}")
+    return Markdown(f"[{_escape_plain(text)}]({url})")
 
 
 def format_bold(value: object) -> Markdown:

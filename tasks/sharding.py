@@ -70,9 +70,9 @@ def repair_shards(settings: PipelineSettings) -> datasets.Repair:
     """Verify every shard of a complete dataset, and make missing or damaged shards again."""
     repaired = datasets.repair_dataset(settings)
     get_run_logger().info(
-        "%s verified, %d made again: %s",
+        "%s verified, %s made again: %s",
         format_count(repaired.shards, "shard"),
-        len(repaired.remade_keys),
+        len(repaired.remade_keys) or "none",
         ", ".join(repaired.remade_keys[:20]) or "-",
     )
     return repaired
@@ -130,6 +130,6 @@ def describe(made: ShardingResult) -> Markdown:
     ]
     drawn = Markdown()
     if made.pace:
-        plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: bytes committed")
-        drawn = format_image(plot, "MB/s over the seconds of this run")
-    return join_blocks(join((whole, own), " "), format_table(("", ""), rows), drawn)
+        plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: rate of this run")
+        drawn = format_image(plot, "rate in MB/s over the seconds of this run")
+    return join_blocks(join((whole, own), " "), format_table(("Figure", "Value"), rows), drawn)

@@ -36,7 +36,7 @@ def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verif
         open_store(spec, make_folder=False), dataset, digests=with_digests
     )
     get_run_logger().info(
-        "%s: %s, %d at fault", dataset, format_count(found.shards, "shard"), len(found.faults)
+        "%s: %s, %d of them faulty", dataset, format_count(found.shards, "shard"), len(found.faults)
     )
     return found
 
@@ -66,6 +66,6 @@ def describe(url: str, found: dict[str, Verification]) -> Markdown:
         format_markdown(
             "{}: {}, {}.", format_code(url), format_count(len(found), "complete dataset"), verdict
         ),
-        format_table(("dataset", ">shards", ">bytes", "compared", ">at fault"), rows),
-        format_table(("shard", "what is wrong"), faults, _SHOWN) if faults else Markdown(),
+        format_table(("Dataset", ">Shards", ">Size", "Compared", ">Faulty shards"), rows),
+        format_table(("Shard", "Fault"), faults, _SHOWN) if faults else Markdown(),
     )

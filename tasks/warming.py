@@ -77,18 +77,18 @@ def describe(warmed: PrewarmResult) -> Markdown:
     )  # fmt: skip
     direct = format_markdown("Nodes also read from the store what others had: {}.", report.direct)
     unverified = format_markdown(
-        "{} unverified at the source: nothing says what the digest should be.",
+        "{} unverified at the source: no record has the digest.",
         format_count(report.unverified, "file"),
     )
     unconfirmed = format_markdown(
-        "Of {} of them a part was read by one node alone, which nobody has confirmed. Give their "
-        "`sha256`, or run it on two nodes.",
+        "Of {} of them a part was read by one node alone, which no other node has confirmed. Give "
+        "the `sha256` of these files, or use two nodes.",
         report.unconfirmed,
     )
     drawn = Markdown()
     if warmed.pace:
-        plot = draw_pace(warmed.pace, report.seconds, "Bytes that reached a node")
-        drawn = format_image(plot, "MB/s over the seconds of this run")
+        plot = draw_pace(warmed.pace, report.seconds, "Rate at which bytes reached the nodes")
+        drawn = format_image(plot, "rate in MB/s over the seconds of this run")
     return join_blocks(
         whole,
         format_table(columns, map(_make_row, report.nodes)),

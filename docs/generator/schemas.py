@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from docs.generator.values import make_plain
+from millrace.settings_values import make_plain
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _DURATION = r"^(\s*\d+(\.\d+)?\s?(s|m|h|d|w))+\s*$|^[-+]?[Pp]"

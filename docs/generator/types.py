@@ -12,8 +12,9 @@ from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 
 from docs.generator.markdown import format_code, join_words
-from docs.generator.values import format_duration, format_size, format_value
+from docs.generator.values import format_value
 from millrace.formatting import format_count
+from millrace.settings_values import write_duration, write_size
 
 Link = Callable[[type[BaseModel]], str]
 """Function that returns a link to the table of a model."""
@@ -111,7 +112,7 @@ def _find_noun(annotation: Any) -> str:
 
 def _format_limit(limit: Any, annotation: Any) -> str:
     if isinstance(limit, timedelta):
-        return format_duration(limit)
+        return write_duration(limit)
     if ByteSize in {annotation, *get_args(annotation)}:
-        return format_size(limit)
+        return write_size(limit)
     return format_code(limit) if isinstance(limit, str) else f"{limit:g}"

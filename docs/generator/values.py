@@ -1,77 +1,11 @@
 """Defaults as a settings file has them: `20m`, `64MiB`, `{kind: ray}`."""
 
-from datetime import timedelta
-from enum import Enum
-from pathlib import PurePath
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_origin
 
 import yaml
-from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
-_SIZES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-def format_duration(value: timedelta) -> str:
-    """Return a duration with the largest unit that divides it, such as `20m`."""
-    seconds = value.total_seconds()
-    for unit, size in _UNITS:
-        if seconds and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"
-
-
-def format_size(value: int) -> str:
-    """Return a number of bytes with the largest binary unit that divides it, such as `64MiB`."""
-    for unit, size in _SIZES:
-        if value and value % size == 0:
-            return f"{value // size}{unit}"
-    return f"{value}"
-
-
-def make_plain(value: Any) -> Any:
-    """Return a value as a settings file has it, without what is equal to a default."""
-    match value:
-        case BaseModel():
-            return _dump_model(value)
-        case dict():
-            return {name: make_plain(each) for name, each in value.items()}
-        case list() | tuple():
-            return [make_plain(each) for each in value]
-        case _:
-            return _make_scalar(value)
-
-
-def _dump_model(value: BaseModel) -> dict[str, Any]:
-    return {
-        name: make_plain(getattr(value, name))
-        for name, field in type(value).model_fields.items()
-        if _is_kind(field) or field.is_required() or getattr(value, name) != _find_value(field)
-    }
-
-
-def _make_scalar(value: Any) -> Any:
-    match value:
-        case timedelta():
-            return format_duration(value)
-        case ByteSize():
-            return format_size(value)
-        case Enum():
-            return value.value
-        case PurePath():
-            return str(value)
-        case _:
-            return value
-
-
-def _is_kind(field: FieldInfo) -> bool:
-    """Return whether a field has one value only, which tells the classes of a union apart."""
-    return get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-
-
-def _find_value(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True, validated_data={})
+from millrace.settings_values import make_plain
 
 
 def format_value(value: Any) -> str:

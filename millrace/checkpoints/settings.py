@@ -16,21 +16,24 @@ class SaveSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     part_bytes: ByteSize = Field(
+        title="File size",
         default=ByteSize(64 << 20),
         ge=1024,
         le=1 << 30,
-        description="Largest size of a file of tensors, such as 64MiB. A partial load reads whole "
-        "files, because only whole files can be verified.",
+        description="Largest size of a file of tensors, such as `64MiB`. A partial load reads "
+        "whole files, because only whole files can be verified.",
     )
     uploads: int = Field(
         default=4, ge=1, le=64, description="Number of files that are uploaded at once."
     )
     refer: bool = Field(
+        title="Refer to equal files",
         default=False,
         description="Refer to files of the job's newest checkpoint that have the same bytes, "
         "instead of uploading them again. Retention keeps files that are referred to.",
     )
     ranks_within: Duration = Field(
+        title="Wait for ranks",
         default=timedelta(minutes=10),
         gt=timedelta(0),
         description="Longest wait of a rank for the others, if several ranks save one checkpoint "
@@ -69,11 +72,13 @@ class CooldownSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time: Duration = Field(
+        title="Time limit",
         default=timedelta(minutes=2),
         gt=timedelta(0),
         description="Longest time for the checkpoint, from the arrival of the first member.",
     )
     choice: SelectionRule = Field(
+        title="Choice of checkpointers",
         default=SelectionRule.SPREAD,
         description="Rule by which checkpointers are chosen: `spread` chooses at least two and "
         "replaces a lost one at once; `psyche` is the selection of Psyche.",
@@ -91,17 +96,21 @@ class CooldownSettings(BaseModel):
         "without a checkpoint.",
     )
     without: int = Field(
+        title="Epochs without a checkpoint",
         default=2,
         ge=0,
         description="Number of epochs in a row that may go on without a checkpoint. After that, "
         "the members are told to stop training.",
     )
     check: VerifyDepth = Field(
+        title="Check before the commit",
         default=VerifyDepth.DIGESTS,
         description="Check of files that another member uploaded, before the commit. `digests` "
         "asks the store for the digests that it keeps, and reads other files back. "
         "`sizes` compares sizes only.",
     )
     save: SaveSettings = Field(
-        default=SaveSettings(), description="Settings of the files and their upload."
+        title="Files and upload",
+        default=SaveSettings(),
+        description="Settings of the files and their upload.",
     )

@@ -19,23 +19,29 @@ class ShardingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shard_bytes: ByteSize = Field(
+        title="Shard size",
         default=ByteSize(64 << 20),
         ge=10240,
         le=MAX_SHARD_BYTES,
-        description="Largest size of a shard, such as 64MiB. A larger sample is a shard of its "
-        "own. Memory grows with it: shard_bytes * (uploads + 1) * workers, and one "
+        description="Largest size of a shard, such as `64MiB`. A larger sample is a shard of its "
+        "own. Memory grows with it: `shard_bytes * (uploads + 1) * workers`, and one "
         "larger sample for each worker (of JSON lines up to five times its size).",
     )
     shard_samples: int = Field(
-        default=100_000, ge=1, description="Largest number of samples in a shard."
+        title="Samples per shard",
+        default=100_000,
+        ge=1,
+        description="Largest number of samples in a shard.",
     )
     partition_bytes: ByteSize = Field(
+        title="Partition size",
         default=ByteSize(512 << 20),
         ge=1024,
         description="Approximate size of a partition, in bytes of the source. One worker at a "
         "time works on a partition.",
     )
     partition_files: int = Field(
+        title="Files per partition",
         default=10_000,
         ge=1,
         description="Approximate number of files in a partition (`files` only).",
@@ -44,6 +50,7 @@ class ShardingSettings(BaseModel):
         default=0, description="Seed of the shuffle; null keeps the source's own order."
     )
     holdout: float = Field(
+        title="Share held out",
         default=0.0,
         ge=0.0,
         le=0.9,
@@ -72,6 +79,7 @@ class ExecutionSettings(BaseModel):
         description="Time without a heartbeat after which another machine takes over a partition.",
     )
     max_quarantined: float = Field(
+        title="Largest share in quarantine",
         default=0.01,
         ge=0.0,
         le=1.0,

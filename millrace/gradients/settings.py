@@ -46,28 +46,38 @@ class MergeSettings(BaseModel):
         "value; `tokens` weighs workers by their tokens; `sign` takes the sign of the "
         "majority. `centered clip` and `multi-krum` tolerate Byzantine workers. "
         "`median` and `trimmed mean` need the same indices from all workers "
-        "(`support: shared`).",
+        "(the choice `shared` of the codec).",
     )
     clip: bool = Field(
+        title="Clip norms",
         default=True,
         description="Before the rule, scale gradients with an L2 norm above the lower median down "
         "to it. With `faulty`, scale them to a norm that so many workers cannot "
         "choose.",
     )
     faulty: int = Field(
+        title="Byzantine workers",
         default=0,
         ge=0,
         description="Number of Byzantine workers that the merge tolerates: for `clip`, "
         "`multi-krum`, `trimmed mean`, and the averages of buffers.",
     )
     radius: float | None = Field(
+        title="Radius of centered clip",
         default=None,
         gt=0,
         description="Distance from the centre within which `centered clip` counts a gradient "
         "fully; by default the median distance.",
     )
-    steps: int = Field(default=20, ge=1, le=1000, description="Iterations of `centered clip`.")
+    steps: int = Field(
+        title="Iterations of centered clip",
+        default=20,
+        ge=1,
+        le=1000,
+        description="Iterations of `centered clip`.",
+    )
     values: int = Field(
+        title="Weights per object",
         default=1 << 28,
         ge=1,
         description="Number of weights whose merged gradients are one object. A larger model has "
@@ -101,6 +111,7 @@ class GatherSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     wanted: int | None = Field(
+        title="Wanted gradients",
         default=None,
         ge=1,
         description="Number of gradients that complete a window; by default the number of workers "
@@ -113,6 +124,7 @@ class GatherSettings(BaseModel):
         "allows an empty window.",
     )
     hedge: float = Field(
+        title="Share before reserves",
         default=0.5,
         ge=0,
         le=1,
@@ -130,9 +142,14 @@ class GatherSettings(BaseModel):
         description="Longest wait for pending answers, once, when the window is over or complete.",
     )
     concurrency: int = Field(
-        default=8, ge=1, le=256, description="Number of gradients that are read at once."
+        title="Concurrent reads",
+        default=8,
+        ge=1,
+        le=256,
+        description="Number of gradients that are read at once.",
     )
     max_norm: float | None = Field(
+        title="Largest norm",
         default=None,
         gt=0,
         allow_inf_nan=False,
@@ -140,6 +157,7 @@ class GatherSettings(BaseModel):
         "norm is refused. By default, only norms that overflow float32 are refused.",
     )
     max_stored: ByteSize | None = Field(
+        title="Largest storage per worker",
         default=None,
         gt=0,
         description="Most bytes that a worker should store below its prefix, its gradients "
@@ -147,6 +165,7 @@ class GatherSettings(BaseModel):
         "warning.",
     )
     max_objects: int | None = Field(
+        title="Most objects per worker",
         default=None,
         ge=1,
         description="Most objects that a worker should store below its prefix. A warning names "
@@ -164,10 +183,15 @@ class WindowRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     window: Duration = Field(
-        default=timedelta(minutes=20), gt=timedelta(0), description="Length of a window."
+        title="Length of a window",
+        default=timedelta(minutes=20),
+        gt=timedelta(0),
+        description="Length of a window.",
     )
     gather: GatherSettings = Field(
-        default=GatherSettings(), description="Settings of the gathering of gradients."
+        title="Gathering",
+        default=GatherSettings(),
+        description="Settings of the gathering of gradients.",
     )
 
 
@@ -189,11 +213,17 @@ class RunRules(WindowRules):
     """Settings of a run, except its name and the number of its windows."""
 
     version: str = Field(
+        title="Version of the workers",
         default="1",
         description="Version of the workers' program. Gradients of other versions are ignored.",
     )
-    codec: Codec = Field(default=Codec(), description="Settings of the compression of gradients.")
+    codec: Codec = Field(
+        title="Compression",
+        default=Codec(),
+        description="Settings of the compression of gradients.",
+    )
     decay: float = Field(
+        title="Decay of the error feedback",
         default=1.0,
         ge=0,
         le=1,
@@ -201,11 +231,17 @@ class RunRules(WindowRules):
         "one window to the next.",
     )
     outer: OuterOptimizer = Field(
+        title="Outer optimizer",
         default=OuterOptimizer(),
         description="Settings of the optimizer that applies merged gradients.",
     )
     merge: MergeSettings = Field(default=MergeSettings(), description="Settings of the merge.")
-    steps: int = Field(default=30, ge=1, description="Number of steps of a worker in each window.")
+    steps: int = Field(
+        title="Steps in a window",
+        default=30,
+        ge=1,
+        description="Number of steps of a worker in each window.",
+    )
 
     @model_validator(mode="after")
     def _merge_can_work(self) -> Self:
@@ -240,8 +276,11 @@ class RunRules(WindowRules):
 class RunSettings(RunRules):
     """Settings that the aggregator and all workers of a run share."""
 
-    run: str = Field(description="Name of the run: a prefix below the buckets' URLs.")
+    run: str = Field(
+        title="Name of the run", description="Name of the run: a prefix below the buckets' URLs."
+    )
     windows: int | None = Field(
+        title="Number of windows",
         default=None,
         ge=1,
         description="Number of windows after which the run is over; by default the run has no end.",
@@ -268,6 +307,7 @@ class WeightsSource(BaseModel):
         default=None, description="Step of the checkpoint; by default the newest."
     )
     tensors: str = Field(
+        title="Prefix of the tensors",
         default="",
         description="Prefix of the weights' names in the checkpoint, such as `model.`. The "
         "workers use the names without it.",
@@ -305,26 +345,33 @@ class FollowRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     idle: int = Field(
+        title="Idle windows before the end",
         default=3,
         ge=1,
         description="Number of consecutive windows without a gradient after which the run is over.",
     )
     every: int = Field(
-        default=10, ge=1, description="Number of windows from one checkpoint to the next."
+        title="Windows between checkpoints",
+        default=10,
+        ge=1,
+        description="Number of windows from one checkpoint to the next.",
     )
     keep: int = Field(
+        title="Checkpoints to keep",
         default=3,
         ge=1,
         description="Number of newest checkpoints to keep, besides the one that the run begins "
         "with.",
     )
     lease: Duration = Field(
+        title="Lease timeout",
         default=timedelta(minutes=1),
         ge=timedelta(seconds=3),
         description="Time without a heartbeat after which another aggregator takes over.",
     )
     threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
     ray: str | None = Field(
+        title="Ray cluster",
         default=None,
         description="Address of a Ray cluster, or `auto` for the cluster of this machine. The "
         "weights and the merge are distributed over its nodes. By default this "
@@ -336,11 +383,14 @@ class FollowSettings(FollowRules):
     """Settings of an aggregator that also limit how many windows it merges."""
 
     windows: int | None = Field(
+        title="Number of windows",
         default=None,
         ge=1,
         description="Number of windows to merge; by default all until the run is over.",
     )
-    until: int | None = Field(default=None, ge=1, description="Number of the last window to merge.")
+    until: int | None = Field(
+        title="Last window", default=None, ge=1, description="Number of the last window to merge."
+    )
 
 
 class AggregatorSettings(FollowSettings):

@@ -29,13 +29,34 @@ class OfferRequest(BaseModel):
         default="",
         description="Name of the GPU at Vast.ai, such as `RTX 4090` or `RTX_4090`; empty for any.",
     )
-    gpus: int = Field(default=1, ge=1, le=64, description="Number of GPUs in each machine.")
-    gpu_memory: float = Field(default=0.0, ge=0, description="Least memory of each GPU, in GB.")
-    disk: float = Field(
-        default=40.0, ge=8, description="Size of the disk, in GB. It cannot be changed later."
+    gpus: int = Field(
+        title="GPUs per machine",
+        default=1,
+        ge=1,
+        le=64,
+        description="Number of GPUs in each machine.",
     )
-    down: float = Field(default=100.0, ge=0, description="Least download speed, in Mbit/s.")
-    up: float = Field(default=100.0, ge=0, description="Least upload speed, in Mbit/s.")
+    gpu_memory: float = Field(
+        title="GPU memory in GB", default=0.0, ge=0, description="Least memory of each GPU, in GB."
+    )
+    disk: float = Field(
+        title="Disk in GB",
+        default=40.0,
+        ge=8,
+        description="Size of the disk, in GB. It cannot be changed later.",
+    )
+    down: float = Field(
+        title="Download speed in Mbit/s",
+        default=100.0,
+        ge=0,
+        description="Least download speed, in Mbit/s.",
+    )
+    up: float = Field(
+        title="Upload speed in Mbit/s",
+        default=100.0,
+        ge=0,
+        description="Least upload speed, in Mbit/s.",
+    )
     reliability: float = Field(
         default=0.95, ge=0, le=1, description="Least reliability of the host, from 0 to 1."
     )
@@ -44,36 +65,48 @@ class OfferRequest(BaseModel):
         description="Countries of the hosts, by two letters, such as `US` or `DE`; empty for any.",
     )
     verified: bool = Field(
-        default=True, description="Rent only machines that Vast.ai has verified."
+        title="Verified machines only",
+        default=True,
+        description="Rent only machines that Vast.ai has verified.",
     )
     ports: int = Field(
-        default=0, ge=0, description="Least number of ports that are open to other machines."
+        title="Open ports",
+        default=0,
+        ge=0,
+        description="Least number of ports that are open to other machines.",
     )
     interruptible: bool = Field(
         default=False,
         description="Rent a cheaper machine, which goes to another user who bids more.",
     )
     bid: float | None = Field(
+        title="Bid in dollars an hour",
         default=None,
         gt=0,
         description="Bid for an interruptible machine, in dollars an hour; by default a tenth "
         "more than the lowest bid.",
     )
     max_hourly: float = Field(
-        gt=0, le=128, description="Highest price of one machine with its disk, in dollars an hour."
+        title="Highest price in dollars an hour",
+        gt=0,
+        le=128,
+        description="Highest price of one machine with its disk, in dollars an hour.",
     )
     max_traffic: float = Field(
+        title="Highest traffic price in dollars a GB",
         default=0.1,
         ge=0,
         le=10,
         description="Highest price of a download or an upload, in dollars a GB.",
     )
     max_total: float = Field(
+        title="Highest total cost in dollars",
         gt=0,
         description="Highest cost of all machines together, in dollars. All machines are released "
         "when they have cost as much.",
     )
     max_lifetime: Duration = Field(
+        title="Longest lifetime",
         default=timedelta(hours=24),
         gt=timedelta(minutes=1),
         le=MAX_LIFETIME,
@@ -81,13 +114,22 @@ class OfferRequest(BaseModel):
         "does.",
     )
     hours: float = Field(
-        default=1.0, gt=0, description="Expected hours of use, to compare the costs of offers."
+        title="Expected hours",
+        default=1.0,
+        gt=0,
+        description="Expected hours of use, to compare the costs of offers.",
     )
     download: float = Field(
-        default=0.0, ge=0, description="Expected download in GB, to compare the costs of offers."
+        title="Expected download in GB",
+        default=0.0,
+        ge=0,
+        description="Expected download in GB, to compare the costs of offers.",
     )
     upload: float = Field(
-        default=0.0, ge=0, description="Expected upload in GB, to compare the costs of offers."
+        title="Expected upload in GB",
+        default=0.0,
+        ge=0,
+        description="Expected upload in GB, to compare the costs of offers.",
     )
 
     @model_validator(mode="after")

@@ -56,10 +56,15 @@ class CodeRepository(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     repo_url: str = Field(
+        title="Repository URL",
         description="URL of a public repository: a Python project that contains or requires "
-        "Millrace."
+        "Millrace.",
     )
-    repo_ref: str = Field(default="main", description="Branch, tag or commit of the repository.")
+    repo_ref: str = Field(
+        title="Branch, tag or commit",
+        default="main",
+        description="Branch, tag or commit of the repository.",
+    )
     extras: tuple[str, ...] = Field(
         default=(), description="Extras of the project to install, such as `gradients`."
     )
@@ -74,9 +79,9 @@ class Program(CodeRepository):
 
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="Command to run in the folder of the clone, such as `millrace run "
-        "settings.yaml`. `{slot}` stands for the machine's number, and `{slots}` for "
-        "the number of machines.",
+        description="Command in the folder of the clone, one word per item, such as "
+        '`["millrace", "run", "settings.yaml"]`. `{slot}` stands for the number of the machine, '
+        "and `{slots}` for the number of machines.",
     )
     files: dict[str, str] = Field(
         default_factory=dict[str, str],

@@ -25,7 +25,9 @@ class OuterOptimizer(RecordPart):
     kind: OuterKind = Field(
         default=OuterKind.SGD, description="`sgd`, `nesterov` (DiLoCo) or `sign` (DeMo)."
     )
-    lr: float = Field(default=1.0, gt=0, description="Factor of the merged gradient.")
+    lr: float = Field(
+        title="Learning rate", default=1.0, gt=0, description="Factor of the merged gradient."
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of `nesterov`.")
 
 

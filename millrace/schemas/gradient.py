@@ -45,18 +45,21 @@ class Codec(RecordPart):
         "sends the values themselves (SparseLoCo).",
     )
     support: Support = Field(
+        title="Choice of values",
         default=Support.LARGEST,
         description="`largest` sends the largest values of each chunk. `shared` sends values at "
         "indices that are drawn for the window, the same for all workers: for "
         "`median` and `trimmed mean`.",
     )
     k: int = Field(
+        title="Values per chunk",
         default=64,
         ge=1,
         le=CHUNK_SIZE,
         description="Number of values that are sent, of each chunk of 4096.",
     )
     bits: Literal[2, 4, 8, 16, 32] = Field(
+        title="Bits per value",
         default=2,
         description="Bits of each value, its sign included. 16 is a float16, 32 is a float32.",
     )

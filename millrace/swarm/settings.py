@@ -90,11 +90,13 @@ class LimitSettings(_Settings):
     """Limits on concurrent work."""
 
     store: int = Field(
+        title="Reads from the store",
         default=64,
         ge=1,
         description="Largest number of concurrent reads from the store, by all nodes together.",
     )
     node_store: int = Field(
+        title="Reads from the store per node",
         default=8,
         ge=1,
         le=64,
@@ -102,12 +104,14 @@ class LimitSettings(_Settings):
         "makes fewer if more are not faster.",
     )
     down: int = Field(
+        title="Downloads per node",
         default=8,
         ge=1,
         le=64,
         description="Number of pieces that a node fetches from other nodes at once.",
     )
     up: int = Field(
+        title="Uploads per node",
         default=8,
         ge=1,
         le=64,
@@ -121,6 +125,7 @@ class LimitSettings(_Settings):
         "kB/s and a hundredth of the rate of the others.",
     )
     direct: bool = Field(
+        title="Read the store if it is faster",
         default=True,
         description="Let nodes read pieces from the store that other nodes have, if this is at "
         "least twice as fast. Turn it off if traffic out of the store is expensive.",
@@ -141,7 +146,9 @@ class RayNodes(_Settings):
         "zone once.",
     )
     keep: bool = Field(
-        default=False, description="Keep the agents running after the run, for the next run."
+        title="Keep the agents",
+        default=False,
+        description="Keep the agents running after the run, for the next run.",
     )
 
 

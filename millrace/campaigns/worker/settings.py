@@ -27,9 +27,10 @@ class TrainingPlan(BaseModel):
     run: RunSettings = Field(description="Settings of the run, equal for all workers.")
     command: tuple[str, ...] = Field(
         min_length=1,
-        description="Training command, such as `python -m examples.tiny_lm.train`. The script "
-        "calls `millrace.campaigns.worker.Worker.from_environment()`. `{slot}` stands for the "
-        "worker's number.",
+        description="Training command, one word per item, such as "
+        '`["python", "-m", "examples.tiny_lm.train"]`. The script calls '
+        "`millrace.campaigns.worker.Worker.from_environment()`. `{slot}` stands for the number of "
+        "the worker.",
     )
     restarts: int = Field(
         default=3,

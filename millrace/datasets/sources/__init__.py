@@ -71,8 +71,8 @@ class SourceSettings(BaseModel):
     exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
     columns: dict[str, str] | None = Field(
         default=None,
-        description="Column of each field, such as `{txt: text}` (`jsonl` only). By default each "
-        "row is kept whole as `json`.",
+        description='Column of each field of a sample, such as `{"txt": "text"}` (`jsonl` only). '
+        "By default each row is kept whole as `json`.",
     )
 
     @field_validator("columns")

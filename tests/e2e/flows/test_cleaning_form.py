@@ -87,10 +87,10 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
 ) -> None:
     keys = {Place(store).gradient("run", "w1", window, "0.2.1") for window in range(3)}
     started = open_form(deployed, page, "clean-bucket")
-    expect(field(page, "dry_run")).to_contain_text("Only show what would be deleted")
+    expect(field(page, "Dry run")).to_contain_text("Only show what would be deleted")
     expect(field(page, "Kinds")).to_contain_text("links and updates of an aggregator")
-    field(page, "bucket").get_by_role("textbox").fill(given)
-    field(page, "Older Than").get_by_role("textbox").fill("0h")
+    field(page, "Bucket").get_by_role("textbox").fill(given)
+    field(page, "Older than").get_by_role("textbox").fill("0h")
     press(page, "Submit", lambda: started.runs, started.refused)
 
     assert [parameters["dry_run"] for parameters in started.parameters] == [True]
@@ -112,9 +112,9 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
 ) -> None:
     Place(store).gradient("run", "w1", 1, "0.2.1")
     started = open_form(deployed, page, "wipe-bucket")
-    field(page, "bucket").get_by_role("button", name="str", exact=True).click()
-    field(page, "bucket").get_by_role("textbox").fill(given)
-    field(page, "dry_run").locator("input[type=checkbox]").locator("..").click()
+    field(page, "Bucket").get_by_role("button", name="Name or URL", exact=True).click()
+    field(page, "Bucket").get_by_role("textbox").fill(given)
+    field(page, "Dry run").locator("input[type=checkbox]").locator("..").click()
     press(page, "Submit", lambda: started.runs, started.refused)
 
     assert [parameters["dry_run"] for parameters in started.parameters] == [False]

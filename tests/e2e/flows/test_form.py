@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import yaml
 from playwright.sync_api import Page, expect
 from prefect.client.schemas.sorting import FlowRunSort
 
+from millrace.testing.process import REPOSITORY
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.support.flows.browser import field, open_run_form, told
 from tests.support.flows.fixtures import jsonl, texts, texts_in
+
+DEPLOYMENTS = REPOSITORY / "prefect.yaml"
+WIDTH, MAX_HEIGHT = 1300, 2400  # pixels of the window, and of a form at first
 
 
 def test_a_run_is_started_from_the_form(
@@ -23,17 +28,20 @@ def test_a_run_is_started_from_the_form(
     page.on("response", lambda answer: answer.status >= 400 and refused.append(told(answer)))
     open_run_form(deployed, page, "shard-dataset")
 
-    described = field(page, "destination")
+    described = field(page, "Destination")
     expect(described).to_contain_text("A Millrace Bucket block with write credentials")
     expect(described.get_by_role("button", name="Add")).to_be_visible()  # a picker of blocks
     expect(field(page, "Kind")).to_contain_text("a sample of each line")
 
-    field(page, "dataset").get_by_role("textbox").fill("words")
-    for label, url in (("URL", folder_source["url"]), ("destination", out.as_uri())):
-        field(page, label).get_by_role("button", name="str", exact=True).click()
+    field(page, "Dataset").get_by_role("textbox").fill("words")
+    for label, kind, url in (
+        ("URL", "Text", folder_source["url"]),
+        ("Destination", "Name or URL", out.as_uri()),
+    ):
+        field(page, label).get_by_role("button", name=kind, exact=True).click()
         field(page, label).get_by_role("textbox").fill(url)
         expect(field(page, label).get_by_role("textbox")).to_have_value(url)
-    expect(field(page, "dataset").get_by_role("textbox")).to_have_value("words")
+    expect(field(page, "Dataset").get_by_role("textbox")).to_have_value("words")
 
     def sent() -> UUID | bool | None:
         page.wait_for_timeout(50)  # lets the browser's answers come in
@@ -53,6 +61,19 @@ def test_a_run_is_started_from_the_form(
     assert state.name == "Completed", state.message
     rows = jsonl(texts()).decode().splitlines()
     assert texts_in(Folder(out)) == Counter(rows)
+
+
+def test_every_form_fits_into_a_few_screens(deployed: PrefectServer, page: Page) -> None:
+    page.set_viewport_size({"width": WIDTH, "height": 900})
+    names = [one["name"] for one in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]]
+    heights: dict[str, int] = {}
+    for name in names:
+        open_run_form(deployed, page, name)
+        expect(page.locator(".schema-form-property").first).to_be_visible()
+        expect(page.get_by_role("button", name="Submit")).to_be_attached()
+        heights[name] = page.locator("form").evaluate("form => form.scrollHeight")
+    assert len(heights) == len(names)
+    assert {name: height for name, height in heights.items() if height > MAX_HEIGHT} == {}
 
 
 def started(server: PrefectServer, destination: str) -> UUID | None:

@@ -42,8 +42,8 @@ def test_every_block_of_the_guide_to_machines(
             vast.advance(HOUR)  # the programs of `wiki` end; those of `wiki-2` run on
             shown = running.result()
     assert "RTX 4090" in shown
-    assert shown.count("given back (done: its program ended)") == 2
-    assert "All is given back. It has cost about $" in shown
+    assert shown.count("released (done: its program ended)") == 2
+    assert "All is released. It has cost about $" in shown
     assert "All programs of wiki have ended: no machine is rented." in shown
     assert "wiki-2/1 runs at 127.0.0.1." in shown
     assert "Rented: 2 machines" in shown

@@ -153,7 +153,7 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     assert f"| `{epoch.member}` | **committed** |" in report
     assert f"| `{first}` | dead |" in report
     assert f"| `{second}` | dead |" in report
-    assert report.count("| lost |") + report.count("| not chosen |") == 3
+    assert report.count("| lost the race |") + report.count("| not chosen |") == 3
 
 
 def test_all_checkpointers_die_once(

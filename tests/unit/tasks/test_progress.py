@@ -113,3 +113,16 @@ def test_of_a_run_without_end_the_open_window_is_shown() -> None:
         counting = WindowProgress("progress-aggregate", workers=4)
     counting(Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}))
     assert counting.percent == 25
+
+
+def test_a_run_with_many_partitions_logs_each_tenth_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("tenths"))
+    caplog.set_level(logging.INFO, "tenths")
+    counting = ShardProgress("progress-words")
+    counting(Event("plan.committed", "p", {"partitions": 1000, "bytes": 4000, "files": 2}))
+    for number in range(1000):
+        counting(Event("partition.ended", f"train-{number}", {"samples": 1}))
+    assert len(caplog.messages) == 11  # the plan, and ten
+    assert caplog.messages[-1] == "1000 of 1,000 partitions ended"

@@ -1,9 +1,11 @@
 """Reports of a run that has ended."""
 
+import pytest
+
 from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.swarm import NodeReport, PrewarmReport
-from tasks import sharding, verifying, warming
+from tasks import reports, sharding, verifying, warming
 from tasks.formatting import format_duration, format_size, make_artifact_key
 from tasks.sharding import ShardingResult
 from tasks.warming import PrewarmResult
@@ -79,3 +81,11 @@ def test_the_report_of_a_swarm_names_every_node() -> None:
     assert "Of 1 of them a part was read by one node alone" in text
     assert "Nodes also read from the store what others had: it gave more." in text
     assert "](data:image/svg+xml;base64," in text
+
+
+def test_a_link_goes_to_a_plain_web_page_only() -> None:
+    page = "https://huggingface.co/team/model/tree/main"
+    assert reports.format_link("hf://team/model@main", page).endswith(f"]({page})")
+    for url in ("javascript:alert(1)", "https://x/a)b", "https://x/ y", "file:///x", "//x"):
+        with pytest.raises(ValueError, match="plain web pages"):
+            reports.format_link("x", url)

@@ -1,0 +1,208 @@
+"""Forms of the deployments: titles, order, defaults, examples, and how their input is read."""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any
+
+import pytest
+import yaml
+from prefect import Flow
+from prefect.utilities.callables import parameter_docstrings, parameter_schema
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from flows.aggregate_gradients import aggregate_gradients
+from flows.clean_bucket import clean_bucket
+from flows.prewarm import prewarm
+from flows.rent_machines import rent_machines
+from flows.shard_dataset import shard_dataset
+from millrace.cleanup import CleanupKind, Rule
+from millrace.gradients import RunSettings
+from millrace.rentals import OfferRequest
+from millrace.swarm import LimitSettings
+from millrace.testing.process import REPOSITORY
+from tasks.forms import list_models
+
+DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+FLOWS: dict[str, "Flow[..., Any]"] = {
+    one["name"]: getattr(import_module(module), name)
+    for one in DEPLOYMENTS
+    for module, _, name in [one["entrypoint"].rpartition(".")]
+}
+every_form = pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
+EXAMPLES = re.compile(r"such as ((?:`[^`]+`(?:, | or |, or )?)+)")
+
+
+def schema_of(flow: "Flow[..., Any]") -> dict[str, Any]:
+    return parameter_schema(flow).model_dump_for_openapi()
+
+
+def objects_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every part of a schema that has settings."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("properties"), dict):
+            yield schema
+        for part in schema.values():
+            yield from objects_in(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from objects_in(part)
+
+
+@every_form
+def test_titles_are_words(flow: "Flow[..., Any]") -> None:
+    schema = schema_of(flow)
+    classes = {
+        model.__name__
+        for one in inspect.signature(flow.fn).parameters.values()
+        for model in list_models(one.annotation)
+    }
+    blocks = [one for one in schema["definitions"].values() if "block_type_slug" in one]
+    titles = [one["title"] for one in blocks]
+    for part in objects_in(schema):
+        titles.append(part["title"])
+        titles += [member["title"] for member in part["properties"].values() if "title" in member]
+    compound = {name for name in classes if re.search(r"[a-z][A-Z]", name)}  # not Host, Rule
+    assert [title for title in titles if title in compound] == []
+    assert [title for title in titles if "_" in title or re.search(r"[a-z][A-Z]", title)] == []
+    choices = re.findall(r'"title": "([^"]+)"', json.dumps(schema))
+    assert {"str", "int", "dict", "list", "float"}.isdisjoint(choices)
+
+
+@every_form
+def test_every_setting_is_described_and_the_required_come_first(flow: "Flow[..., Any]") -> None:
+    for part in objects_in(schema_of(flow)):
+        drawn = sorted(part["properties"].items(), key=lambda item: item[1]["position"])
+        assert [name for name, one in drawn if not one.get("description")] == []
+        required = [name in part.get("required", []) for name, _ in drawn]
+        assert required == sorted(required, reverse=True)
+
+
+@every_form
+def test_groups_start_empty_and_durations_are_text(flow: "Flow[..., Any]") -> None:
+    for part in objects_in(schema_of(flow)):
+        for name, one in part["properties"].items():
+            default = one.get("default")
+            is_choice = name in {"cluster", "machines"}  # between classes: one is chosen at first
+            assert not isinstance(default, dict) or is_choice or not default, name
+            assert not re.match(r"P(T?\d)", str(default)), name
+
+
+@every_form
+def test_the_description_of_a_deployment_has_no_list_of_parameters(
+    flow: "Flow[..., Any]",
+) -> None:
+    assert flow.description
+    assert "Args:" not in flow.description
+
+
+def test_no_default_is_of_the_machine_that_deploys() -> None:
+    execution = schema_of(shard_dataset)["definitions"]["ExecutionSettings"]
+    assert "default" not in execution["properties"]["workers"]
+
+
+def described() -> Iterator[tuple[str, Any, str]]:
+    """Every setting and parameter of the forms: its place, its type, its description."""
+    for name, flow in FLOWS.items():
+        texts = parameter_docstrings(inspect.getdoc(flow.fn))
+        for one in inspect.signature(flow.fn, eval_str=True).parameters.values():
+            yield f"{name}.{one.name}", one.annotation, texts[one.name]
+            for model in list_models(one.annotation):
+                for key, field in model.model_fields.items():
+                    place = f"{model.__name__}.{key}"
+                    yield place, model_field(model, key), field.description or ""
+
+
+def model_field(model: type[BaseModel], key: str) -> Any:
+    """The type of a setting with its limits."""
+    field = model.model_fields[key]
+    annotation: Any = field.annotation
+    for one in field.metadata:
+        annotation = Annotated[annotation, one]
+    return annotation
+
+
+def examples() -> dict[tuple[str, str], Any]:
+    return {
+        (place, example): annotation
+        for place, annotation, text in described()
+        for found in EXAMPLES.findall(" ".join(text.split()))
+        for example in re.findall(r"`([^`]+)`", found)
+    }
+
+
+def is_accepted(annotation: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def test_every_example_is_accepted_when_it_is_pasted() -> None:
+    """As text, as JSON, or as an item of a list."""
+    found = examples()
+    assert len(found) > 12
+    refused: list[tuple[str, str]] = []
+    for (place, example), annotation in found.items():
+        values: list[Any] = [example, [example]]
+        if example[0] in "{[":
+            values = [json.loads(example)]
+        if not any(is_accepted(annotation, value) for value in values):
+            refused.append((place, example))
+    assert refused == []
+
+
+def test_an_example_that_is_no_json_is_refused() -> None:
+    assert not is_accepted(model_field(Rule, "older_than"), "2 fortnights")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads("{txt: text}")
+
+
+RENTED = {
+    "name": "fleet",
+    "bucket": "dataset",
+    "vast": "vast",
+    "program": {"repo_url": "https://example.org/x", "command": ["true"]},
+}
+
+
+def test_the_input_of_a_form_is_read_as_the_settings_themselves() -> None:
+    price = {"max_hourly": 1.0, "max_total": 5.0}
+    empty = rent_machines.validate_parameters(
+        {**RENTED, "request": {**price, "gpu": "", "advanced": None}, "options": None}
+    )
+    assert empty["request"] == OfferRequest(**price)
+    drawn = {"disk": 80, "max_lifetime": "2h", "regions": ["DE"]}
+    given = rent_machines.validate_parameters(
+        {**RENTED, "request": {**price, "advanced": drawn}, "options": {"timeouts": None}}
+    )
+    flat = rent_machines.validate_parameters({**RENTED, "request": {**price, **drawn}})
+    assert given["request"] == flat["request"] == OfferRequest(**price, **drawn)
+    assert given["options"].timeouts.max_attempts == 5
+
+
+def test_nested_groups_may_be_empty() -> None:
+    run = {"run": "r", "advanced": {"gather": None, "codec": {"k": 32}, "merge": None}}
+    given = aggregate_gradients.validate_parameters({"bucket": "a", "run": run, "workers": ["w"]})
+    assert given["run"] == RunSettings.model_validate({"run": "r", "codec": {"k": 32}})
+    files = [{"url": "file:///x"}]
+    warm = {"files": files, "root": "/x", "options": {"limits": None}}
+    assert prewarm.validate_parameters(warm)["options"].limits == LimitSettings()
+
+
+def test_items_of_a_list_are_read_likewise() -> None:
+    rules = [{"kinds": ["gradients"], "advanced": {"keep_last": 2}}, {"kinds": ["junk"]}]
+    given = clean_bucket.validate_parameters({"bucket": "gradients", "rules": rules})
+    assert given["rules"] == [
+        Rule(kinds=(CleanupKind.GRADIENTS,), keep_last=2),
+        Rule(kinds=(CleanupKind.JUNK,)),
+    ]
+
+
+def test_what_no_setting_takes_is_still_refused() -> None:
+    source = {"url": "file:///x", "include": None}
+    with pytest.raises(Exception, match="include"):
+        shard_dataset.validate_parameters({"dataset": "d", "source": source, "destination": "/x"})
