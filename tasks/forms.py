@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema, core_schema
 from millrace.cleanup import Rule
 from millrace.gradients import FollowSettings, RunSettings
 from millrace.gradients.settings import FollowRules, RunRules
-from millrace.rentals import OfferRequest, Program
+from millrace.rentals import OfferRequest, Program, RentSettings
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
 from millrace.settings_values import make_plain
@@ -41,6 +41,7 @@ ADVANCED = "advanced"
 _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     OfferRequest: frozenset({"gpu"}),
     Program: frozenset(),
+    RentSettings: frozenset({"machines"}),
     Rule: frozenset({"older_than", "name"}),
     RunRules: frozenset({"window", "steps"}),
     RunSettings: frozenset({"window", "steps", "windows"}),
@@ -52,6 +53,7 @@ _MODEL_TITLES: Mapping[type[BaseModel], str] = {
     FollowSettings: "Aggregation settings",
     OuterOptimizer: "Optimizer settings",
     Codec: "Codec settings",
+    RentSettings: "Rental settings",
     RunRules: "Run settings",
 }
 """Titles of models whose names say little to a person who has not read the code."""

@@ -20,7 +20,7 @@ from flows.rent_machines import rent_machines
 from flows.shard_dataset import shard_dataset
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import RunSettings
-from millrace.rentals import OfferRequest
+from millrace.rentals import OfferRequest, RentSettings
 from millrace.swarm import LimitSettings
 from millrace.testing.process import REPOSITORY
 from tasks.forms import list_models
@@ -165,23 +165,25 @@ RENTED = {
     "name": "fleet",
     "bucket": "dataset",
     "vast": "vast",
-    "program": {"repo_url": "https://example.org/x", "command": ["true"]},
 }
+PROGRAM = {"repo_url": "https://example.org/x", "command": ["true"]}
+
+
+def read_rent_settings(request: dict[str, Any], **others: object) -> RentSettings:
+    """Read the settings of a rental as the form sends them."""
+    settings = {"program": PROGRAM, "request": request, **others}
+    return rent_machines.validate_parameters({**RENTED, "settings": settings})["settings"]
 
 
 def test_the_input_of_a_form_is_read_as_the_settings_themselves() -> None:
     price = {"max_hourly": 1.0, "max_total": 5.0}
-    empty = rent_machines.validate_parameters(
-        {**RENTED, "request": {**price, "gpu": "", "advanced": None}, "options": None}
-    )
-    assert empty["request"] == OfferRequest(**price)
+    empty = read_rent_settings({**price, "gpu": "", "advanced": None}, timeouts=None)
+    assert empty.request == OfferRequest(**price)
+    assert empty.timeouts.max_attempts == 5
     drawn = {"disk": 80, "max_lifetime": "2h", "regions": ["DE"]}
-    given = rent_machines.validate_parameters(
-        {**RENTED, "request": {**price, "advanced": drawn}, "options": {"timeouts": None}}
-    )
-    flat = rent_machines.validate_parameters({**RENTED, "request": {**price, **drawn}})
-    assert given["request"] == flat["request"] == OfferRequest(**price, **drawn)
-    assert given["options"].timeouts.max_attempts == 5
+    given = read_rent_settings({**price, "advanced": drawn})
+    flat = read_rent_settings({**price, **drawn})
+    assert given.request == flat.request == OfferRequest(**price, **drawn)
 
 
 def test_nested_groups_may_be_empty() -> None:

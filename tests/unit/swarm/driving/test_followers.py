@@ -20,7 +20,7 @@ def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkey
 
     def poll_events(_: Any, after: int) -> list[dict[str, Any]]:
         asked.append(after)
-        return [{"e": "retry"}] * 3_000
+        return [ReadRetried("slow")] * 3_000
 
     def handle(*_: Any) -> None:
         handled.append(time.monotonic())

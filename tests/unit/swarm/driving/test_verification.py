@@ -11,6 +11,7 @@ from millrace.swarm.driving.own_reads import OwnReads
 from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
 from millrace.swarm.driving.run_spec import list_unproven
 from millrace.swarm.messages import (
+    FetchPiece,
     FilesReady,
     NodeFailed,
     PieceFailed,
@@ -152,11 +153,11 @@ def test_a_giver_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
     handler, state = make_handler(run), run.state
     state.dispatch(state.tracker.begin(0.0))
     reader = next(name for name in "abc" if run.take_orders(name))
-    handler.handle(run[reader], {"e": "done", "p": 0, "s": "", "d": RIGHT, "b": SIZE})
-    wrong = {"e": "failed", "p": 0, "s": f"id-{reader}", "why": "", "status": 0, "wrong": True}
+    handler.handle(run[reader], PieceWritten(0, "", RIGHT, SIZE))
+    wrong = PieceFailed(0, f"id-{reader}", "", is_wrong=True)
     told: list[tuple[str, str]] = []
     for name in set("abc") - {reader}:
-        assert {"p": 0, "s": f"id-{reader}", "d": RIGHT} in run.take_orders(name)
+        assert FetchPiece(0, f"id-{reader}", RIGHT) in run.take_orders(name)
         handler.handle(run[name], wrong)
         told += run.take_events()
     assert told == [("node.accused", reader)] * 2 + [("node.untrusted", reader)]
