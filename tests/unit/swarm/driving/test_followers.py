@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.swarm.driving import followers
 from millrace.swarm.driving.followers import NodeFollowers
+from millrace.swarm.messages import ReadRetried
 from tests.unit.swarm.driving.runs import SIZE, Run
 
 
