@@ -114,8 +114,8 @@ class PartitionsBar(_TerminalBar):
 
     def _format_task(self, task: Task, total: float) -> str:
         return (
-            f"{task.completed:.0f} of {total:.0f} partitions, {self._shards} shards, "
-            f"{self._samples} samples"
+            f"{task.completed:.0f} of {format_count(round(total), 'partition')}, "
+            f"{format_count(self._shards, 'shard')}, {format_count(self._samples, 'sample')}"
         )
 
 

@@ -165,8 +165,10 @@ def _make_rows(found: CampaignSummary) -> dict[str, str]:
         rows["Windows"] = f"{found.windows:,}, up to step {found.step:,}"
     if found.gradients:
         sent, dense = format_size(found.sent_bytes), format_size(found.dense_bytes)
-        smaller = f"{found.dense_bytes / found.sent_bytes:.0f} times smaller"
-        rows["Gradients"] = f"{found.gradients:,}: {sent} instead of {dense}, {smaller}"
+        rows["Gradients"] = f"{found.gradients:,}: {sent} instead of {dense}"
+        if found.sent_bytes:  # an aggregator may have stated 0
+            smaller = f"{found.dense_bytes / found.sent_bytes:.0f} times smaller"
+            rows["Gradients"] += f", {smaller}"
     if found.epoch_steps:
         rows["Checkpoints"] = ", ".join(
             f"epoch {epoch}: {f'step {step:,}' if step is not None else 'none'}"

@@ -113,9 +113,10 @@ def _show_report(report: "PrewarmReport") -> None:
     for seen in report.nodes:
         if seen.why:
             echo(f"{seen.name}: {seen.why}")
+    ready, nodes = sum(node.ready for node in report.nodes), len(report.nodes)
     echo(
-        f"{report.files} files, {format_size(report.size)}, on {sum(n.ready for n in report.nodes)}"
-        f" of {len(report.nodes)} nodes in {report.seconds:.1f} s; "
+        f"{format_count(report.files, 'file')}, {format_size(report.size)}, on {ready} of "
+        f"{format_count(nodes, 'node')} in {report.seconds:.1f} s; "
         f"{format_size(report.store_bytes)} left the store."
     )
     if report.direct:

@@ -301,8 +301,8 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
 
 def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
     shown = run("run", str(settings)).splitlines()
-    assert shown[0] == "0 of 1 partitions, 0 shards, 0 samples"
-    assert "1 of 1 partitions, 1 shards, 100 samples" in shown
+    assert shown[0] == "0 of 1 partition, 0 shards, 0 samples"
+    assert "1 of 1 partition, 1 shard, 100 samples" in shown
 
 
 def test_without_a_terminal_a_prewarm_prints_lines_of_progress(capsys):

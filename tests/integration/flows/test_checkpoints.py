@@ -42,7 +42,7 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     assert done.code == 1
     state = prefect_api.flow_run(done.run).state
     assert state is not None
-    assert "1 checkpoints of" in (state.message or "")
+    assert ": 1 checkpoint (" in (state.message or "")
     assert "job step 2" in (state.message or "")
     report = prefect_api.artifacts(done.run)["verified-checkpoints"]
     assert "**1 damaged**" in report

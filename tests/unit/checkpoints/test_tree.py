@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.checkpoints import tree
 from millrace.checkpoints.tree import SKELETON, flatten_state, unflatten_state
 from millrace.errors import ConfigurationError, CorruptError
 
@@ -51,6 +52,20 @@ def test_a_training_state_comes_back_as_it_was():
     optimizer.load_state_dict(back["optimizer"])
     random.Random().setstate(back["rng"]["python"])
     np.random.RandomState().set_state(back["rng"]["numpy"])
+
+
+@pytest.mark.parametrize(
+    ("value", "restored"),
+    [(1.0, 1), (True, 1), ((1, 2), [1, 2]), (np.zeros(2), np.zeros(2, np.float32)), ("a", None)],
+    ids=repr,
+)
+def test_a_state_that_would_not_be_restored_as_it_is_is_refused(monkeypatch, value, restored):
+    """The state is restored and compared before it is saved."""
+    monkeypatch.setattr(tree, "unflatten_state", lambda tensors: {"a": [0, restored]})
+    with pytest.raises(ConfigurationError, match="could not be restored as it is"):
+        flatten_state({"a": [0, value]})
+    monkeypatch.setattr(tree, "unflatten_state", lambda tensors: {"a": [0, value]})
+    flatten_state({"a": [0, value]})
 
 
 leaves = st.one_of(
