@@ -107,7 +107,7 @@ class Ownership:
         self._heartbeat = OwnerHeartbeat(store, keys, heartbeat_timeout)
         self._lease: Lease | None = None
         self.is_superseded = False
-        """Whether another owner has taken over the rental."""
+        """True if another owner has taken over the rental."""
 
     def acquire(self, stack: contextlib.ExitStack, *, wait: bool = False) -> None:
         """Acquire the rental, and start the heartbeat for its machines.

@@ -1,4 +1,4 @@
-"""What the guides assume: credentials of a store, and a folder of text."""
+"""Assumptions of the guides: credentials of a store, and a folder of text."""
 
 from pathlib import Path
 

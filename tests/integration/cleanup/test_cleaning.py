@@ -243,7 +243,7 @@ def test_what_a_member_writes_below_its_lease_stops_no_cleaning(tmp_path):
 
 
 def test_nothing_is_deleted_through_a_link(tmp_path):
-    """Whoever writes into a folder can make one, to anywhere."""
+    """A local user who writes into a folder can make a link to anywhere."""
     place, elsewhere = folder_place(tmp_path / "store"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "thesis.txt").write_text("mine")

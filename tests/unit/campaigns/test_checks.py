@@ -1,4 +1,4 @@
-"""What is refused before anything is created or rented."""
+"""Checks before anything is created or rented."""
 
 from pathlib import Path
 

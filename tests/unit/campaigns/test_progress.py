@@ -1,4 +1,4 @@
-"""Which windows and epochs of a training are left."""
+"""Windows and epochs that a training still has to do."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a campaign has come to, by what is committed."""
+"""Summary of a campaign, from its committed records."""
 
 import pytest
 import torch

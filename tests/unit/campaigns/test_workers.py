@@ -1,4 +1,4 @@
-"""When the first window opens, and what machines wait for."""
+"""Opening of the first window, and machines that are not released."""
 
 import pytest
 import torch

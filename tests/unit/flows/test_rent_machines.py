@@ -1,4 +1,4 @@
-"""What Prefect keeps of a run that waits for machines."""
+"""Parameters that Prefect stores of a run that waits for machines."""
 
 from pydantic import SecretStr
 

@@ -277,7 +277,7 @@ def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
 
 
 def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(store):
-    """Whoever overwrites before each look keeps no reader busy, and costs few bytes."""
+    """A worker that overwrites before each poll keeps no reader busy, and costs few bytes."""
     asked: list[str] = []
     heard: list[Event] = []
     looks = 0
