@@ -299,6 +299,18 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
 
 
+def test_a_repair_makes_a_lost_shard_again(run, settings, tmp_path):
+    run("run", str(settings))
+    (lost,) = (tmp_path / "store").rglob("*.tar")
+    content = lost.read_bytes()
+    lost.unlink()
+    assert "missing" in run("verify", str(settings), code=1)
+    shown = run("run", str(settings), "--repair")
+    assert f"Made again: {lost.relative_to(tmp_path / 'store')}" in shown
+    assert "1 shard verified, 1 made again." in shown
+    assert lost.read_bytes() == content
+
+
 def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
     shown = run("run", str(settings)).splitlines()
     assert shown[0] == "0 of 1 partition, 0 shards, 0 samples"

@@ -52,7 +52,7 @@ def test_a_block_without_write_credentials_is_refused(
     assert "write credentials are needed" in (state.message or "")
 
 
-def test_verification_finds_a_shard_that_is_gone(
+def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
     prefect_api: PrefectServer, tmp_path: Path, folder_source: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
@@ -73,8 +73,21 @@ def test_verification_finds_a_shard_that_is_gone(
     )
 
     lost = next(name for name in Folder(out).names() if name.endswith(".tar"))
+    content = (out / lost).read_bytes()
     (out / lost).unlink()
 
     bad = prefect_api.call(verify_datasets, bucket=out.as_uri())
     assert bad.code == 1
     assert f"| `{lost}` | missing |" in prefect_api.artifacts(bad.run)["verified-datasets"]
+
+    repaired = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source=folder_source,
+        destination=out.as_uri(),
+        sharding=SHARDING,
+        execution=RUN,
+        repair=True,
+    )
+    assert repaired.code == 0, repaired.output
+    assert (out / lost).read_bytes() == content
