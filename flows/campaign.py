@@ -22,11 +22,7 @@ from tasks import campaigning
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import begin_chain
-from tasks.renting import (
-    RentalReference,
-    make_release_hook,
-    require_ledger,
-)
+from tasks.renting import RentalReference, make_release_hook, require_ledger
 
 hook = make_release_hook(find_rental)
 
@@ -34,7 +30,7 @@ hook = make_release_hook(find_rental)
 @draw_form
 @flow(name="campaign", flow_run_name=make_run_name, on_crashed=[hook], on_cancellation=[hook])
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
-    """Shard, rent, prewarm, train, release, publish and clean, each by the flow of that name.
+    """Shard, rent, prewarm, train, release, publish and clean, by the flows that also run alone.
 
     A campaign that was killed or cancelled is resumed by starting it again. It finds the finished
     stages and continues with the rest. Machines are released in every case.
@@ -67,6 +63,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign, training: Training | None
     if training is not None:
         train(plan, training)
         if publish is not None:
+            # The aggregator saves the weights of the last window in the job of the chain.
             source = CheckpointInput(bucket=plan.bucket, job=training.run.chain.job)
             save_checkpoint(source, publish.job, publish.bucket, publish.hub)
 
@@ -118,7 +115,8 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         if campaigning.is_warming(training):
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
                 files = [FilesRequest(bucket=bucket, dataset=training.dataset)]
+                # The root is not used: the agents of the workers have a folder of their own.
                 prewarm(files, "/", RentedMachines(rental=name, bucket=bucket, vast=vast))
             campaigning.end_warming(training)
         yield workers
-    release_machines(*rental)
+    release_machines(*rental)  # the exit has released all machines; this run reports it

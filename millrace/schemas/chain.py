@@ -1,4 +1,4 @@
-"""Records of an aggregator: a link a window, each naming the one before."""
+"""Records of an aggregator: one link per window, with the digest of the link before."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -35,11 +35,11 @@ class ChainStart(Record):
     """The first link: the weights that the run begins with.
 
     Attributes:
-        run: Which.
-        job: Whose checkpoint it is.
-        step: Of which step.
-        root: The digest of its content.
-        state: The digest of the weights.
+        run: Name of the run.
+        job: Job of the checkpoint with the initial weights.
+        step: Step of that checkpoint.
+        root: Digest of the checkpoint's content.
+        state: Digest of the weights.
     """
 
     record_kind: ClassVar[str] = "chain-start"
@@ -51,14 +51,14 @@ class ChainStart(Record):
 
 
 class MergedWorker(RecordPart):
-    """A worker whose gradient is in a merge.
+    """Worker whose gradient was merged.
 
     Attributes:
-        weight: What it counts there.
-        norm: The L2 norm of what it sent.
-        sha256: Of its header, which names that of all else.
-        size: Bytes of the object.
-        tokens: That it says it was made of.
+        weight: Weight of the gradient in the sum.
+        norm: L2 norm of the gradient.
+        sha256: Digest of the gradient's header, which has the digest of its values.
+        size: Size of the object in bytes.
+        tokens: Number of tokens that the worker reports.
     """
 
     weight: float
@@ -69,11 +69,11 @@ class MergedWorker(RecordPart):
 
 
 class ExcludedWorker(RecordPart):
-    """A worker whose gradient is not.
+    """Worker whose gradient was not merged.
 
     Attributes:
-        reason: Why, in a word.
-        sentence: Why, in a sentence.
+        reason: Kind of the reason.
+        sentence: Reason in a sentence.
     """
 
     reason: Refusal
@@ -81,13 +81,13 @@ class ExcludedWorker(RecordPart):
 
 
 class Update(RecordPart):
-    """An object of merged gradients.
+    """Object with merged gradients.
 
     Attributes:
-        key: Of the object.
-        sha256: Of it.
-        size: Bytes of it.
-        tensors: How many it has; of a link's, in their order, each has those that come next.
+        key: Key of the object.
+        sha256: Digest of the object.
+        size: Size of the object in bytes.
+        tensors: Number of tensors in the object. The objects of a link hold its tensors in order.
     """
 
     key: str
@@ -97,7 +97,7 @@ class Update(RecordPart):
 
 
 def count_reasons(out: Iterable[ExcludedWorker]) -> str:
-    """Count the workers that are out by reason: ``2 late, 1 norm``; empty if none is."""
+    """Count excluded workers by reason: ``2 late, 1 norm``; empty if there are none."""
     counts = Counter(str(one.reason) for one in out)
     return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
 
@@ -106,20 +106,20 @@ class ChainLink(Record):
     """Result of a window.
 
     Attributes:
-        run: Which.
-        window: Its number.
-        step: That the weights are at after it.
-        updates: The merged gradients; none if there were none, and the weights stay as they are.
-        codec: What it is merged of.
-        names: The tensors, in its order.
-        shapes: Theirs.
-        outer: How it is applied.
-        rule: By which it was merged.
-        taken: Who is in.
-        out: Who is not, and why.
-        seconds: How long gathering took.
-        previous: The digest of the link before.
-        state: The digest of the weights after it.
+        run: Name of the run.
+        window: Number of the window.
+        step: Step of the weights after the window.
+        updates: Objects with the merged gradients; empty if no gradient was merged.
+        codec: Settings of the compression of the workers' gradients.
+        names: Names of the tensors, in the order of the updates.
+        shapes: Shapes of these tensors.
+        outer: Optimizer that applies the merged gradients.
+        rule: Rule of the merge.
+        taken: Workers whose gradients were merged.
+        out: Workers whose gradients were not merged, with the reasons.
+        seconds: Duration of the gathering.
+        previous: Digest of the link before.
+        state: Digest of the weights after the window.
     """
 
     record_kind: ClassVar[str] = "chain-link"

@@ -1,4 +1,4 @@
-"""Records of a checkpoint: its metadata, and that it is not to be used."""
+"""Records of a checkpoint, of the end of an epoch, and of quarantined checkpoints."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -12,12 +12,12 @@ _MAX_METADATA_SIZE = 64 << 20
 
 
 class Part(RecordPart):
-    """A file of tensors.
+    """File of tensors.
 
     Attributes:
-        step: The step in whose folder it lies: an earlier one's, if its bytes are the same.
-        sha256: Of the file.
-        size: Bytes of the file.
+        step: Step whose folder has the file: an earlier step, if that has a file of equal bytes.
+        sha256: Digest of the file.
+        size: Size of the file in bytes.
     """
 
     step: int
@@ -26,13 +26,13 @@ class Part(RecordPart):
 
 
 class Chunk(RecordPart):
-    """A box of a tensor: all of it, or some of its rows.
+    """Box of a tensor: the whole tensor, or a part of it in each dimension.
 
     Attributes:
-        part: The place of its file in the checkpoint's list.
-        name: What it is called there.
-        start: Where the box begins in the tensor, in each dimension.
-        shape: Its own.
+        part: Index of the box's file in ``Checkpoint.parts``.
+        name: Name of the box in the file.
+        start: Offset of the box in the tensor, in each dimension.
+        shape: Shape of the box.
     """
 
     part: int
@@ -42,12 +42,12 @@ class Chunk(RecordPart):
 
 
 class TensorRecord(RecordPart):
-    """A tensor, and the boxes that it is made of.
+    """Tensor, and the boxes that it consists of.
 
     Attributes:
-        dtype: As safetensors calls it, such as ``BF16``.
-        shape: Its own.
-        chunks: Boxes that cover it, each element once.
+        dtype: Name of the type in safetensors, such as ``BF16``.
+        shape: Shape of the tensor.
+        chunks: Boxes that cover the tensor, each element once.
     """
 
     dtype: str
@@ -56,19 +56,18 @@ class TensorRecord(RecordPart):
 
 
 class Checkpoint(Record):
-    """A checkpoint that is complete.
+    """Metadata of a complete checkpoint.
 
     Attributes:
-        job: Whose it is.
-        step: Of the training.
-        run: Which run of the job saved it.
-        position: Where the data goes on: whatever the loader needs.
-        notes: Free text of the caller's.
-        saved: When, by the saver's clock.
-        root: Digest of the content: equal states that are cut alike have equal ones, whoever saved
-            them and when.
-        parts: Its files.
-        tensors: Its tensors, by their names.
+        job: Name of the job.
+        step: Step of the training.
+        run: Run of the job that saved the checkpoint.
+        position: Position in the data at which training continues, for the loader.
+        notes: Free text of the caller.
+        saved: Time of the save, by the saver's clock.
+        root: Digest of the content. Equal states in equal files have equal digests.
+        parts: Files of the checkpoint.
+        tensors: Tensors by their names.
         digest: SHA-256 of all other fields, in canonical JSON.
     """
 
@@ -89,7 +88,7 @@ class Checkpoint(Record):
 
     @property
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Size of all files in bytes."""
         return sum(part.size for part in self.parts)
 
 
@@ -97,15 +96,15 @@ class RankShare(Record):
     """Files of a checkpoint that one of several ranks has saved.
 
     Attributes:
-        job: Whose.
-        step: Of the training.
-        rank: Which.
-        world: Of how many.
-        parts: Its files.
-        tensors: The tensors that they hold boxes of; each chunk's ``part`` counts in ``parts``.
-        run: Of the job; the first rank's counts, and so with the next two.
-        position: Where the data goes on.
-        notes: Free text of the caller's.
+        job: Name of the job.
+        step: Step of the training.
+        rank: Number of the rank.
+        world: Number of ranks.
+        parts: Files of the rank.
+        tensors: Tensors with boxes in these files; ``Chunk.part`` is an index of ``parts``.
+        run: Run of the job. Of this field and the next two, those of rank 0 are used.
+        position: Position in the data at which training continues.
+        notes: Free text of the caller.
     """
 
     record_kind: ClassVar[str] = "checkpoint-share"
@@ -122,16 +121,16 @@ class RankShare(Record):
 
 
 class EpochRecord(Record):
-    """An epoch that has ended, and the checkpoint that it ended with.
+    """End of an epoch, and its checkpoint.
 
     Attributes:
-        job: Whose.
-        epoch: Its number.
-        step: At which it ended.
-        root: The digest of the checkpoint of that step; None if it went on without one.
-        rest: The digest of what else the members had to have alike.
-        member: Who committed this.
-        why: If it went on without, why.
+        job: Name of the job.
+        epoch: Number of the epoch.
+        step: Step at which the epoch ended.
+        root: Digest of the checkpoint's content; None if the epoch ended without a checkpoint.
+        rest: Digest of the position and the run, which are the same on all members.
+        member: Member that committed this record.
+        why: Reason why there is no checkpoint; empty if there is one.
     """
 
     record_kind: ClassVar[str] = "checkpoint-epoch"
@@ -149,10 +148,10 @@ class Roster(Record):
     """Members that take part in the end of an epoch, the same for all.
 
     Attributes:
-        job: Whose.
-        epoch: Which.
-        members: Their names, sorted.
-        seed: From which the order of the checkpointers follows.
+        job: Name of the job.
+        epoch: Number of the epoch.
+        members: Names of the members, sorted.
+        seed: Seed of the order of the checkpointers.
     """
 
     record_kind: ClassVar[str] = "cooldown-roster"
@@ -167,11 +166,11 @@ class Vote(Record):
     """Statement of a member: the content of an epoch's checkpoint.
 
     Attributes:
-        member: Who.
-        step: The step that it is at.
-        root: The digest of its content.
-        rest: The digest of what else must be alike: where the data goes on.
-        size: Bytes of it.
+        member: Name of the member.
+        step: Step of the member.
+        root: Digest of the member's content.
+        rest: Digest of the position and the run, which must be the same on all members.
+        size: Size of the content in bytes.
     """
 
     record_kind: ClassVar[str] = "cooldown-vote"
@@ -184,11 +183,11 @@ class Vote(Record):
 
     @property
     def agreement_key(self) -> tuple[int, str, str]:
-        """Fields that members in agreement have alike."""
+        """Fields that are equal for members in agreement."""
         return self.step, self.root, self.rest
 
     def make_epoch_record(self, job: str, epoch: int, member: str = "") -> EpochRecord:
-        """Return the end of an epoch with the checkpoint that this is about."""
+        """Return the record of an epoch that ends with this content."""
         return EpochRecord(
             job=job, epoch=epoch, step=self.step, root=self.root, rest=self.rest, member=member
         )
@@ -209,27 +208,27 @@ class LateVote(Record):
 
 
 class CooldownOutcome(StrEnum):
-    """Result of the end of an epoch for one member. Only the first is a success of its own."""
+    """Result of the end of an epoch for one member."""
 
-    COMMITTED = "committed"  # it was the one that ended the epoch, with a checkpoint
-    LOST = "lost"  # it was uploading, and another was first
-    NOT_CHOSEN = "not chosen"  # others did it
-    CANCELLED = "cancelled"  # its caller called it off
-    FAILED = "failed"  # what went wrong is said
-    NO_DESTINATION = "no destination"  # nowhere to save to: nothing was done
+    COMMITTED = "committed"  # the member committed the checkpoint and ended the epoch
+    LOST = "lost"  # the member uploaded, and another member committed first
+    NOT_CHOSEN = "not chosen"  # other members uploaded
+    CANCELLED = "cancelled"  # the caller stopped the member's part
+    FAILED = "failed"  # see the reason
+    NO_DESTINATION = "no destination"  # the member has no destination
 
 
 class CooldownRecord(Record):
-    """Record of how an epoch ended for one member.
+    """Result of an epoch's end for one member.
 
     Attributes:
-        member: Who.
-        outcome: What.
-        reason: Why, where there is something to say.
-        sent: Bytes that it uploaded.
-        checked: Bytes of others' uploads that it verified.
-        replaced: Files of others that were not what their names say.
-        seconds: How long it took.
+        member: Name of the member.
+        outcome: Kind of the result.
+        reason: Reason in a sentence; empty if there is none.
+        sent: Number of bytes that the member uploaded.
+        checked: Number of bytes of other members' uploads that the member verified.
+        replaced: Number of other members' files that had another digest than their names.
+        seconds: Duration.
     """
 
     record_kind: ClassVar[str] = "cooldown-ended"
@@ -244,12 +243,12 @@ class CooldownRecord(Record):
 
 
 class Pin(Record):
-    """A checkpoint that is kept, whatever the rules say.
+    """Protection of a checkpoint from removal by any rule.
 
     Attributes:
-        job: Whose.
-        step: Which.
-        why: For whoever wonders later.
+        job: Name of the job.
+        step: Step of the checkpoint.
+        why: Reason, for later readers.
     """
 
     record_kind: ClassVar[str] = "checkpoint-pin"
@@ -260,11 +259,11 @@ class Pin(Record):
 
 
 class Quarantine(Record):
-    """A checkpoint that was found damaged, and moved out of the way.
+    """Damaged checkpoint that was moved away.
 
     Attributes:
-        checkpoint: What it was; None if its metadata cannot be read.
-        damage: What was found, a sentence for each file.
+        checkpoint: Metadata of the checkpoint; None if it cannot be read.
+        damage: A sentence for each damaged file.
     """
 
     record_kind: ClassVar[str] = "checkpoint-quarantine"

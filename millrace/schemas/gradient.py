@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat
 from millrace.records import Record, RecordPart
 
 CHUNK_SIZE = 4096
-"""Values that a chunk has at most: as many as its indices can count in 12 bits."""
+"""Largest number of values in a chunk: an index has 12 bits."""
 
 BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of BatchNorm's buffers."""
@@ -18,7 +18,7 @@ _BUFFER_RANGES = {"running_var": (0.0, math.inf), "num_batches_tracked": (0.0, 2
 
 
 class Transform(StrEnum):
-    """Transform of a tensor before the largest values of each chunk are chosen."""
+    """Transform of a tensor before values of each chunk are selected."""
 
     NONE = "none"
     DCT = "dct"  # of tiles, as DeMo does
@@ -27,8 +27,8 @@ class Transform(StrEnum):
 class Support(StrEnum):
     """Choice of the values of each chunk that are sent."""
 
-    LARGEST = "largest"  # by magnitude: each worker its own
-    SHARED = "shared"  # drawn from the window's name: all workers the same, in turn
+    LARGEST = "largest"  # by magnitude; each worker sends other indices
+    SHARED = "shared"  # drawn from the window's name; all workers send the same indices
 
 
 class Codec(RecordPart):
@@ -101,17 +101,17 @@ class GradientHeader(RecordPart):
     """Header of a compressed gradient.
 
     Attributes:
-        version: Of the format.
-        run: For which run it is.
-        uid: Whose it is.
-        window: For which window.
-        base: The step of the weights that it changes.
-        model: The fingerprint of the model: the digest of its tensors' names and shapes.
-        codec: How it was compressed.
-        shapes: Of the tensors, in the order of their names.
-        tokens: That it was made of: its weight, where the merge asks for one.
-        samples: The digest of the samples that it was made of, as the run defines it.
-        body: SHA-256 of those of its tensors' bytes, in hexadecimal, in the order of their names.
+        version: Version of the format.
+        run: Name of the run.
+        uid: Name of the worker.
+        window: Number of the window.
+        base: Step of the weights that the gradient changes.
+        model: Digest of the names and shapes of the model's tensors.
+        codec: Settings of the compression.
+        shapes: Shapes of the tensors, in the order of their names.
+        tokens: Number of tokens in the worker's batches; the weight, if the merge uses one.
+        samples: Digest of the worker's samples, as the run defines it.
+        body: SHA-256 of the tensors' digests (SHA-256 in hexadecimal), in the order of their names.
         digest: SHA-256 of all other fields, in canonical JSON.
     """
 
@@ -130,40 +130,40 @@ class GradientHeader(RecordPart):
 
 
 class Refusal(StrEnum):
-    """Reason why a gradient was refused. It touches nobody else's."""
+    """Reason why a gradient was refused. Other workers' gradients are not affected."""
 
-    MISSING = "missing"  # it did not come in time
-    EARLY = "early"  # it was written before its window began: stale, or guessed
-    LATE = "late"  # it was written after the deadline
-    DUPLICATE = "duplicate"  # the very content that another worker had sent before
-    TOO_LARGE = "too large"  # for what it can hold; it was not read
-    UNAVAILABLE = "unavailable"  # its bucket does not answer, or refuses
-    CHANGED = "changed"  # it was replaced while it was read
-    OVERWRITTEN = "overwritten"  # it was replaced again after the last read that a window allows
-    FORMAT = "format"  # no safetensors file of ours
-    HEADER = "header"  # it does not say what it is, or contradicts itself
-    RUN = "run"  # another run's
-    UID = "uid"  # another worker's
-    WINDOW = "window"  # another window's: stale, or replayed
-    BASE = "base"  # of other weights
+    MISSING = "missing"  # there was no gradient at the deadline
+    EARLY = "early"  # written before the window began: stale or guessed
+    LATE = "late"  # written after the deadline
+    DUPLICATE = "duplicate"  # the same content as another worker's earlier gradient
+    TOO_LARGE = "too large"  # larger than its tensors need; not read
+    UNAVAILABLE = "unavailable"  # the bucket does not answer, or refuses
+    CHANGED = "changed"  # replaced during the read
+    OVERWRITTEN = "overwritten"  # replaced after the last read that a window allows
+    FORMAT = "format"  # not a safetensors file of this format
+    HEADER = "header"  # the header is incomplete, or contradicts itself
+    RUN = "run"  # of another run
+    UID = "uid"  # of another worker
+    WINDOW = "window"  # of another window: stale or replayed
+    BASE = "base"  # for other weights
     MODEL = "model"  # of another model
-    CODEC = "codec"  # compressed in another way
-    DIGEST = "digest"  # its bytes are not those that its header names
-    TENSORS = "tensors"  # some are missing, or unknown
-    CODES = "codes"  # its bytes are no compressed tensor
-    NORM = "norm"  # larger than anybody honest could send
-    PLACES = "places"  # others than most sent, where the rule needs the same of all
-    QUORUM = "quorum"  # it is right, and the rule needs more than came
+    CODEC = "codec"  # compressed with other settings
+    DIGEST = "digest"  # the bytes do not have the digest of the header
+    TENSORS = "tensors"  # tensors are missing or unknown
+    CODES = "codes"  # the bytes are not a compressed tensor
+    NORM = "norm"  # the norm is above the limit
+    PLACES = "places"  # other indices than most workers, where the rule needs equal ones
+    QUORUM = "quorum"  # the gradient is valid, but too few workers sent one
 
 
 class StartWindow(Record):
-    """With what weights a worker has begun a window, and what it says that they are worth.
+    """Report of a worker at the begin of a window: its weights, and their metrics.
 
     Attributes:
-        uid: Whose it is.
-        window: Which begins; one past the last when the run is over.
-        step: That the weights are at.
-        measured: By the worker, such as ``loss``: its word, and nobody else's.
+        uid: Name of the worker.
+        window: Number of the window; one past the last window at the end of the run.
+        step: Step of the weights.
+        measured: Metrics of the weights by the worker, such as ``loss``. They are not verified.
     """
 
     record_kind: ClassVar[str] = "start-window"

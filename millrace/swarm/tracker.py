@@ -1,19 +1,20 @@
 """Central tracker: decides which node fetches which piece from whom.
 
-A pure state machine: events in, orders out, time given. Pieces are read from the store in order,
-each by the node that has a slot free, so the stripes follow what each node can carry. Whoever
-lacks a piece is sent to a node that has it, the newest pieces being the rarest; so a single piece
-doubles its copies and more at every hop. What is lost, late or wrong is ordered again elsewhere.
+The tracker is a pure state machine: its inputs are events and the time, its outputs are orders.
+Pieces are read from the store in order, each by a node with a free slot, so fast nodes read more. A
+node that lacks a piece fetches it from a node that has it. New pieces go first, since they have the
+fewest copies, so the number of copies at least doubles with each round. Lost, late and wrong
+transfers are ordered again from other nodes.
 
-What a piece should be is decided by votes: each node that read it from the store, or has it from an
-earlier run, has one. A piece of an object whose digest the owner knows is given on after the first
-vote, as every node checks the whole object. Any other piece is given on when two nodes agree. Where
-votes differ, the owner reads the piece (`Tracker.take_disputed`), and what it says is final; it may
-say so of any piece.
+Votes decide which digest a piece has. Each node that read the piece from the store, or has it from
+an earlier run, has one vote. If the driver knows the digest of the object, its pieces are given to
+other nodes after the first vote, as every node checks the whole object. Any other piece is given
+when two nodes agree. If votes differ, the driver reads the piece (`Tracker.take_disputed`). Its
+digest of any piece is final.
 
-The state lies in the parts of `millrace.swarm.tracking`. This module tells them what happened.
+The state is in the parts of `millrace.swarm.tracking`. This module tells them each event.
 
-After Owl (OSDI '22): the mechanism lies with the peers, every decision with the tracker.
+Source: Owl (OSDI '22), where peers have the mechanism, and the tracker makes every decision.
 """
 
 from collections.abc import Iterable, Sequence

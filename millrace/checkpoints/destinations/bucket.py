@@ -93,7 +93,7 @@ class StoreDestination:
         """Copy the files that are missing, and commit the checkpoint."""
         store, keys = self.store, CheckpointKeys(job)
         news = threading.Event()
-        race = SharedUpload(
+        upload = SharedUpload(
             store,
             content,
             keys.part,
@@ -105,14 +105,14 @@ class StoreDestination:
         )
         stats = list_objects(store, keys.parts(checkpoint.step))
         parts = ((keys.parse_part(stat.key), stat.key) for stat in stats)
-        race.note_files((part[1], key) for part, key in parts if part is not None)
-        race.start(0, 1)
+        upload.note_files((part[1], key) for part, key in parts if part is not None)
+        upload.start(0, 1)
         try:
             news.wait()
         finally:
-            race.stop()
-        if race.error is not None:
-            raise race.error
+            upload.stop()
+        if upload.error is not None:
+            raise upload.error
         key = keys.metadata(checkpoint.step)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
         find.check_content(store.make_url(key), there, content.root)

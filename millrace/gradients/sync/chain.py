@@ -98,7 +98,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
     return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
 
 
-def digest_update(link: ChainStart | ChainLink) -> str:
+def digest_link(link: ChainStart | ChainLink) -> str:
     """Return the digest of a link, which the next link has."""
     return compute_sha256(dump_canonical_json(link.model_dump(mode="json")))
 
@@ -159,7 +159,7 @@ def read_link_after(
         raise _make_missing_error(store, keys, window) from None
     except errors.CorruptError as error:
         raise ChainError(f"Window {window} of {keys.run}: {error}") from error
-    if (link.run, link.window, link.previous) != (keys.run, window, digest_update(before)):
+    if (link.run, link.window, link.previous) != (keys.run, window, digest_link(before)):
         raise ChainError(
             f"Window {window} of {keys.run} does not follow the previous one: "
             f"{store.make_url(keys.link(window))} was changed, or copied from another run. Restore "

@@ -9,7 +9,7 @@ from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_sta
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.settings import BY_PLACE, MergeSettings
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.chain import digest_update, list_names_and_shapes
+from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
 from millrace.gradients.sync.gather import GatheredWindow, Window
 from millrace.gradients.sync.merge import (
     MergeRequest,
@@ -122,7 +122,7 @@ def aggregate(
         taken=_list_merged_workers(payloads, weights),
         out=out,
         seconds=gathered.seconds,
-        previous=digest_update(step.before),
+        previous=digest_link(step.before),
         state=model.digest(),
     )
     commit = commit_once(store, keys.link(window.number), link)
