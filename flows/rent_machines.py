@@ -56,10 +56,10 @@ def rent_machines(
 
     Args:
         name: Name of the rental, for `release-machines` and to continue a stopped run.
-        bucket: A Millrace Bucket block with write credentials, its name, or a URL. It holds the
-            ledger of rentals. The machines can access the prefixes in `storage_grants`.
+        bucket: Store of the ledger of rentals: a Millrace Bucket block with write credentials, its
+            name, or a URL.
         vast: The Vast.ai Credentials block that pays, or its name.
-        settings: Machines to rent: their number, requirements, program and limits.
+        settings: Machines to rent.
         dry_run: Only show the offers.
     """
     rental = RentalSettings.make(name, require_ledger(bucket, vast), settings)

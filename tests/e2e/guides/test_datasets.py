@@ -45,7 +45,7 @@ def test_every_block_of_the_guide_to_datasets(
         (folder / "millrace.yaml").write_text(yaml.safe_dump(settings))
         rented = guide.run(answer="y")
         assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
-        assert "shard/words/0: released (done: its program ended)" in rented
+        assert "shard/words/0: released (done: the program ended with exit code 0)" in rented
         assert vast.alive() == []
 
 

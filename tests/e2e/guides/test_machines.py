@@ -30,7 +30,7 @@ def test_every_block_of_the_guide_to_machines(
     }
     environment = {"VAST_API_KEY": key}
     with follow("machines", folder, monkeypatch, values=values, environment=environment) as guide:
-        more = {"machines: 2": "machines: 2\npoll_interval: 0.5s"}
+        more = {"machines: 2": "machines: 2\ntimeouts: {poll_interval: 0.5s}"}
         path = guide.write("rent.yaml", more)
         assert load_settings(path, RentalSettings, environment).machines == 2
         detach = "millrace machine rent rent.yaml --detach"
@@ -42,12 +42,12 @@ def test_every_block_of_the_guide_to_machines(
             vast.advance(HOUR)  # the programs of `wiki` end; those of `wiki-2` run on
             shown = running.result()
     assert "RTX 4090" in shown
-    assert shown.count("released (done: its program ended)") == 2
+    assert shown.count("released (done: the program ended with exit code 0)") == 2
     assert "All is released. It has cost about $" in shown
     assert "All programs of wiki have ended: no machine is rented." in shown
     assert "wiki-2/1 runs at 127.0.0.1." in shown
     assert "Rented: 2 machines" in shown
-    assert "Given back: 2 machines of wiki-2" in shown
+    assert "Released: 2 machines of wiki-2" in shown
     assert "Given back: 0 machines. Stay: 0." in shown
     assert vast.alive() == []
 

@@ -40,7 +40,8 @@ def open_run_form(server: PrefectServer, page: Page, name: str) -> None:
 
 def field(page: Page, label: str) -> Locator:
     """One parameter of the form: its label, its description and what one fills in."""
-    named = page.locator(".schema-form-property__label", has_text=re.compile(f"^{label}( |$)"))
+    words = re.compile(rf"^\s*{label}\s*(\(Optional\))?\s*$")
+    named = page.locator(".schema-form-property__label", has_text=words)
     return page.locator(".schema-form-property").filter(has=named).last
 
 
