@@ -48,7 +48,7 @@ def test_every_block_of_the_guide_to_machines(
     assert "wiki-2/1 runs at 127.0.0.1." in shown
     assert "Rented: 2 machines" in shown
     assert "Released: 2 machines of wiki-2" in shown
-    assert "Given back: 0 machines. Stay: 0." in shown
+    assert "Released: 0 machines. Stay: 0." in shown
     assert vast.alive() == []
 
 
