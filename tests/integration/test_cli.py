@@ -394,7 +394,7 @@ def warm(tmp_path):
         f"requests: [{{prefix: ''}}]\nroot: /data\n"
         f"stores: {{models: {{url: {(tmp_path / 'models').as_uri()}}}}}\n"
         "nodes: {kind: hosts, key: '0123456789abcdef', hosts: [{url: 'http://127.0.0.1:9'}]}\n"
-        "join_timeout: 0.2s\n"
+        "start_timeout: 0.2s\n"
     )
     return path
 
