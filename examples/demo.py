@@ -177,7 +177,7 @@ def tell(found: "CampaignSummary", seconds: float) -> None:
     print(f"\n{found.name}, in {timedelta(seconds=round(seconds))}:")
     print(f"  {DATASET}: {found.samples} samples in {found.shards} shards")
     print(f"  {found.windows} windows, {found.step} steps of each of {WORKERS} workers")
-    print(f"  loss {losses[0]:.3f} to {losses[-1]:.3f}, on text that nobody was trained on")
+    print(f"  loss {losses[0]:.3f} to {losses[-1]:.3f}, on text that the model was not trained on")
     sent, dense = found.sent_bytes / 1e6, found.dense_bytes / 1e6
     print(
         f"  {found.gradients} gradients of {sent:.1f} MB, instead of {dense:.1f} MB: "

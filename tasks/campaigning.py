@@ -31,26 +31,20 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 _MAX_FAULT_LENGTH = 2000  # characters of an error, which may have the last lines of a worker
-_retry = task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
 
-check_training = _retry(campaigns.check_training)
-check_dataset_complete = _retry(campaigns.check_dataset_complete)
-pin_plan = _retry(campaigns.pin_plan)
-read_training_progress = _retry(campaigns.read_training_progress)
-has_unreleased_machines = _retry(campaigns.has_unreleased_machines)
+check_training = retried_task(campaigns.check_training)
+check_dataset_complete = retried_task(campaigns.check_dataset_complete)
+pin_plan = retried_task(campaigns.pin_plan)
+read_training_progress = retried_task(campaigns.read_training_progress)
+has_unreleased_machines = retried_task(campaigns.has_unreleased_machines)
 await_workers = task(cache_policy=NO_CACHE)(campaigns.await_workers)
-begin_warming = _retry(campaigns.begin_warming)
-is_warming = _retry(campaigns.is_warming)
-end_warming = _retry(campaigns.end_warming)
-summarize_campaign = _retry(campaigns.summarize_campaign)
+begin_warming = retried_task(campaigns.begin_warming)
+is_warming = retried_task(campaigns.is_warming)
+end_warming = retried_task(campaigns.end_warming)
+summarize_campaign = retried_task(campaigns.summarize_campaign)
 
 
 def run_local_workers(training: Training) -> LocalWorkerProcesses:

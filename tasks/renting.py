@@ -49,7 +49,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import RETRY_DELAYS, should_retry
+from tasks.retries import retried_task
 
 RentalReference = tuple[str, Bucket | str, VastCredentials | str]
 """Name of a rental, the bucket of its ledger, and the credentials of the account that pays."""
@@ -116,12 +116,7 @@ def require_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerS
     return LedgerSettings(store=store, account=make_account(require_credentials(vast)))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def search_offers(settings: RentalSettings) -> list[Offer]:
     """Return the offers that would be rented. Rents nothing."""
     found = find_offers(open_account(settings.account), settings.effective_request)
@@ -196,23 +191,13 @@ def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | s
     return Hosts(hosts=tuple(hosts))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def fetch_machines(ledger: LedgerSettings) -> list[MachineStatus]:
     """Return the machines that this installation has rented."""
     return list_rentals(ledger)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def release_rental(ledger: LedgerSettings, rental: str) -> int:
     """Release all machines of a rental."""
     return release(ledger, rental, wait=True)
@@ -258,12 +243,7 @@ def make_release_hook(
     return release_on_end
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@retried_task
 def run_reaper(ledger: LedgerSettings, *, dry_run: bool) -> ReapResult:
     """Release machines without a living owner."""
     return reap(ledger, dry_run=dry_run)

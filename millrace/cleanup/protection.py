@@ -170,17 +170,16 @@ class ProtectionPolicy:
 
     def _find_campaigns(self) -> dict[str, set[str]]:
         """Return the names of all campaigns, by their dataset."""
-        plans: list[tuple[Store, str]] = []
+        plans: list[tuple[Store, str, str]] = []
         workers = WorkerPrefixes()
         for store, _ in self._stores:
             for stat in list_objects(store):
                 workers.learn(stat.key)
-                if parse_campaign(stat.key):
-                    plans.append((store, stat.key))
+                if campaign := parse_campaign(stat.key):
+                    plans.append((store, stat.key, campaign))
         found: dict[str, set[str]] = defaultdict(set)
-        for store, key in plans:
-            campaign = parse_campaign(key)
-            if campaign is None or workers.find(key) is not None:
+        for store, key, campaign in plans:
+            if workers.find(key) is not None:
                 continue  # a worker wrote it, below its own prefix
             if dataset := _read_campaign_dataset(store, key):
                 found[dataset].add(campaign)

@@ -142,7 +142,7 @@ def is_accepted(annotation: Any, value: Any) -> bool:
 
 
 def test_every_example_is_accepted_when_it_is_pasted() -> None:
-    """As text, as JSON, or as an item of a list."""
+    """Try each example as text, as JSON, and as an item of a list."""
     found = examples()
     assert len(found) > 12
     refused: list[tuple[str, str]] = []
