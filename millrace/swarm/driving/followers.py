@@ -21,6 +21,7 @@ from millrace.swarm.tls import TlsError
 
 _EVENTS_AT_ONCE = 500  # events that are handled before another thread may have the run's lock
 _EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may say
+_YIELD_INTERVAL = 0.001  # seconds without the lock between them; without, no other thread wakes
 _PACE_INTERVAL = 0.2  # seconds between two looks at whether a node may say more
 _RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
 _LOST_TIMEOUT = 1.0  # seconds that the lost nodes may take to end the run
@@ -217,6 +218,8 @@ class NodeFollowers:
                 return
             after += len(events)
             for at in range(0, len(events), _EVENTS_AT_ONCE):
+                if at:
+                    time.sleep(_YIELD_INTERVAL)
                 with state.news:
                     for event in events[at : at + _EVENTS_AT_ONCE]:
                         self._handle(member, event)

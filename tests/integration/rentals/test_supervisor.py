@@ -56,7 +56,9 @@ def test_a_program_that_never_joined_ends_the_rental_after_its_second_failure(wo
     settings = account.settings(poll_interval=FAST, retry_failed=True)
     with RentalSupervisor(settings, lambda: False, progress=listener.opened()) as rental:
         rental.wait_until_done(timedelta(minutes=1))
-        with pytest.raises(MachineError, match="On 2 machines the program failed"):
+        with pytest.raises(
+            MachineError, match="The program failed on 2 machines, and has joined the run on none"
+        ):
             rental.raise_failure()
         assert rental.describe_end() != "The programs ended with 0."
     assert (account.server.alive(), len(account.server.books())) == ([], 2)

@@ -1,49 +1,52 @@
 """Followers of nodes that say more than there is to say."""
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 from millrace.swarm.driving import followers
 from millrace.swarm.driving.followers import NodeFollowers
-from millrace.swarm.messages import ReadRetried
+from millrace.swarm.messages import NodeEvent, ReadRetried
 from tests.unit.swarm.driving.runs import SIZE, Run
 
 
 def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkeypatch):
-    monkeypatch.setattr(followers, "_EVENT_BURST", 2_000)
-    monkeypatch.setattr(followers, "_EVENT_RATE", 100)
+    """Others get the lock every few events, and the node is asked again only after a pause."""
     run = Run("ab")
     run.state.news.release()
-    asked: list[int] = []
-    handled: list[float] = []
+    now, handled, asked = [0.0], [0], list[tuple[int, float]]()
+    seen_by_others: list[int] = []
 
-    def poll_events(_: Any, after: int) -> list[dict[str, Any]]:
-        asked.append(after)
+    def look() -> None:
+        with run.state.news:
+            seen_by_others.append(handled[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        other = threading.Thread(target=look)
+        other.start()
+        other.join(10)
+
+    def poll_events(_: Any, after: int) -> list[NodeEvent]:
+        asked.append((after, now[0]))
+        if after:
+            run.state.is_ending = True
+            return []
         return [ReadRetried("slow")] * 3_000
 
     def handle(*_: Any) -> None:
-        handled.append(time.monotonic())
-        time.sleep(1e-4)
+        handled[0] += 1
 
+    monkeypatch.setattr(followers, "_EVENT_BURST", 2_000)
+    monkeypatch.setattr(followers, "_EVENT_RATE", 100)
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    monkeypatch.setattr(followers, "time", clock)
     client: Any = SimpleNamespace(poll_events=poll_events, answer_timeout=1.0)
     follower = NodeFollowers(
         run.state, client, b"", [SIZE] * 2, handle=handle, list_void=lambda: ()
     )
-    thread = threading.Thread(target=follower._hear_events, args=(run["a"],))
-    thread.start()
-    waited: list[float] = []
-    while len(handled) < 3_000:
-        began = time.monotonic()
-        with run.state.news:
-            waited.append(time.monotonic() - began)
-        time.sleep(0.01)
-    time.sleep(0.5)
-    with run.state.news:
-        run.state.is_ending = True
-    thread.join(10)
-    assert not thread.is_alive()
-    assert asked == [0]  # the next answer would be asked for ten seconds later
-    assert len(waited) > 2
-    assert max(waited) < max(handled) - min(handled)
+    follower._hear_events(run["a"])
+
+    assert [seen for seen in seen_by_others if seen < 3_000] == [500, 1_000, 1_500, 2_000, 2_500]
+    assert [after for after, _ in asked] == [0, 3_000]
+    assert asked[1][1] >= 10  # seconds for the thousand events above the burst
