@@ -119,3 +119,18 @@ def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, [*words, "much"])
     assert run.exit_code == 2
     assert "write 80GB" in run.output
+
+
+def test_the_command_probes_a_bucket_at_the_endpoint_of_the_environment(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("rgw", request)
+    assert spec.credentials is not None
+    key, secret = spec.credentials.access_key_id, spec.credentials.secret_access_key
+    assert secret is not None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(spec.endpoint))  # http://
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(key))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret.get_secret_value())
+    run = CliRunner().invoke(main, ["checkpoint", "probe", spec.url, "job", "--size", "1MB"])
+    assert run.exit_code == 0, run.output
+    assert run.output.startswith("ready: ")

@@ -7,13 +7,14 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from prefect import flow
 from prefect.states import Crashed
 from pydantic import SecretStr
 
-from blocks import VastCredentials
+from blocks import Bucket, BucketRole, VastCredentials
 from examples.tiny_lm.begin import begin
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
@@ -64,6 +65,26 @@ def test_machines_are_rented_listed_and_released(
         "2 machines released; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
     )
     assert vast.alive() == []
+
+
+def test_machines_are_rented_into_the_bucket_of_a_block(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
+) -> None:
+    """A bucket may be named, and the name is that of a block, not of a folder."""
+    store = tmp_path / "store"
+    store.mkdir()
+    name = f"fleet-store-{uuid4().hex[:8]}"
+    Bucket(role=BucketRole.GRADIENTS, url=store.as_uri()).save(name)
+    done = prefect_api.call(
+        rent_machines, bucket=name, vast=payer, settings=RENT, name="named", dry_run=False
+    )
+    assert done.code == 0, done.output
+    assert len(vast.alive()) == 1
+    assert list(store.glob("**/named/*"))
+    back = prefect_api.call(release_machines, bucket=name, vast=payer, name="named")
+    assert back.code == 0, back.output
+    assert vast.alive() == []
+    Bucket.delete(name)
 
 
 def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(

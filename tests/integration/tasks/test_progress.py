@@ -1,11 +1,14 @@
 """Progress as a Prefect server shows it."""
 
 import threading
+from uuid import UUID
 
 import pytest
 from prefect import flow
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.runtime import flow_run
 
+from millrace.errors import UnavailableError
 from millrace.progress import Event
 from tasks import progress as module
 from tasks.progress import ShardProgress
@@ -23,6 +26,30 @@ def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectSer
 
     run = shows()
     assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
+
+
+def test_a_run_that_failed_ends_its_artifact_with_the_error(prefect_api: PrefectServer) -> None:
+    runs: list[str] = []
+
+    @flow(name="fails")
+    def fails() -> None:
+        runs.append(str(flow_run.id))
+        with ShardProgress("progress-fails") as live:
+            live(PLAN)
+            raise UnavailableError("The bucket <b> does not answer.")
+
+    with pytest.raises(UnavailableError):
+        fails()
+    with prefect_api.client() as client:
+        artifacts = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(runs[0])])
+            )
+        )
+    (artifact,) = [each for each in artifacts if each.key == "progress-fails"]
+    assert artifact.data == 0.0
+    assert artifact.description is not None
+    assert artifact.description.endswith(r"Failed: The bucket \<b\> does not answer.")
 
 
 def test_a_server_that_does_not_answer_holds_up_nothing(
