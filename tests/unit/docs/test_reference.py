@@ -24,6 +24,7 @@ from millrace.keys.leases import LeaseKeys, make_clock_probe_key
 from millrace.keys.members import make_member_lease
 from millrace.keys.probes import make_audit_probe_key, make_write_probe_key
 from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
+from millrace.swarm.driving import agent_client
 
 PAGES = sorted(REFERENCE.glob("*.md"))
 SHA256 = "0" * 64
@@ -189,3 +190,8 @@ def build_names():
     yield from (make_cleaning_plan_key("20261124-ab"), make_cleaning_outcome_key("20261124-ab"))
     yield make_clock_probe_key("data/wiki", "h")
     yield from (make_write_probe_key("a", "b"), make_audit_probe_key("a", "b", "get"))
+
+
+def test_the_pages_name_the_time_after_which_a_silent_node_is_lost() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert page.count(f"does not answer for {agent_client._ANSWER_TIMEOUT:g} s") == 2
