@@ -7,11 +7,11 @@ from millrace.testing.vast import VastServer
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.support.flows.campaign_kills import Site, kill_and_go_on
 
-AT = ["rental.rented 1", "window.merged 1", "before save_checkpoint"]
-"""A boundary at the begin, in the middle, and at the end; `tests.soak.campaigns` has all others."""
+AT = ["window.merged 1"]
+"""A boundary in the middle; `tests.soak.campaigns` has all others."""
 
 
-def test_a_campaign_killed_at_its_begin_in_the_middle_and_at_its_end_ends_right(
+def test_a_campaign_killed_in_the_middle_ends_right(
     prefect_api: PrefectServer, vast: VastServer, repository: Path, tmp_path: Path
 ) -> None:
     site = Site(prefect_api, vast, repository, tmp_path, "killed")
@@ -25,27 +25,22 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     deployed: PrefectServer, prefect_api: PrefectServer, own_worker: Worker, vast: VastServer,
     repository: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    site = Site(prefect_api, vast, repository, tmp_path, "stopped")
+    """The machines only stand in the records: who trains on them is the other test's."""
+    site = Site(prefect_api, vast, repository, tmp_path, "stopped", real=False)
     plan = json.loads(site.plan.read_text())
-    plan["training"]["windows_per_epoch"] = 1000  # it has not ended before it is stopped
     chain = site.store / "stopped/run/gathers/1/chain"
-
-    def merged() -> int:
-        return len(list(chain.glob("*.json")))
 
     run = deployed.start("campaign/campaign", watch=False, plan=plan).run
     until(lambda: len(vast.alive()) == 2, "two machines")
-    until(lambda: merged() > 1, "the first window")
+    until(lambda: list(chain.glob("*.json")), "the run to begin")
     for process in own_worker.descendants():
         process.kill()
     deployed.wait(run, "Crashed")
     until(lambda: vast.alive() == [], "the machines released")
     until(lambda: "2 machines of stopped released" in deployed.logs(run), "what the hook says")
 
-    before = merged()
     again = deployed.start("campaign/campaign", watch=False, plan=plan).run
     until(lambda: len(vast.alive()) == 2, "two more machines")
-    until(lambda: merged() > before, "one more window")
     cancelled = deployed.prefect("flow-run", "cancel", str(again))
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     deployed.wait(again, "Cancelled")

@@ -1,9 +1,11 @@
-"""Checks of a campaign before it makes anything, and its failures."""
+"""Checks of a campaign before it makes anything, its failures, and the stages of one that ends."""
 
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from pydantic import ValidationError
 
 from examples.tiny_lm.begin import begin
@@ -16,9 +18,13 @@ from millrace.gradients import RunSettings
 from millrace.storage import StoreSpec, open_store
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
+    EPOCHS,
+    WINDOWS,
+    WORKERS,
     here,
     make_text,
     plan_of,
+    wrong_with,
 )
 
 
@@ -83,3 +89,44 @@ def test_a_script_that_fails_at_once_costs_no_window(
         run_campaign(CampaignPlan.model_validate(plan))
     chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
     assert chain == ["000000000.json"]  # no window was opened
+
+
+def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
+    """The runs that a campaign has started, in order, and what they came to."""
+    wanted = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
+    with server.client() as client:
+        found = client.read_flow_runs(flow_run_filter=wanted)
+    found.sort(key=lambda one: one.start_time or one.created)
+    return [(one.name, one.state_name) for one in found]
+
+
+def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    text = make_text(tmp_path / "text")
+    begin(open_store(store.as_uri()), "small/first")
+    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+
+    done = prefect_api.call(run_campaign, plan=plan)
+
+    assert done.code == 0, done.output
+    assert wrong_with(store, "small", text) == []
+    made = stages(prefect_api, done.run)
+    assert {state for _, state in made} == {"Completed"}
+    assert [name for name, _ in made][:-1] == [
+        "shard-small-text",
+        "aggregate-small/run", "cooldown-small/model-0",
+        "aggregate-small/run", "cooldown-small/model-1",
+        "save-small/final",
+    ]  # fmt: skip
+    report = prefect_api.artifacts(done.run)["campaign-small"]
+    assert f"{EPOCHS * WINDOWS} windows trained, the loss from 5." in report
+    assert f"| Gradients | {EPOCHS * WINDOWS * WORKERS}: " in report
+    assert "epoch 0: step 6, epoch 1: step 12" in report
+    assert "![the loss over the windows](data:image/svg+xml" in report
+
+    again = prefect_api.call(run_campaign, plan=plan)  # finds all of it done
+    assert again.code == 0, again.output
+    assert wrong_with(store, "small", text) == []
+    assert not [name for name, _ in stages(prefect_api, again.run) if name.startswith("aggregate")]

@@ -39,16 +39,27 @@ class Killed:
 
 
 class Site:
-    """A store, a text, an account at the stand-in whose machines are run for real."""
+    """A store, a text, and an account at the stand-in.
+
+    Its machines are run for real, or only stand in the provider's records.
+    """
 
     def __init__(
-        self, server: PrefectServer, vast: VastServer, repository: Path, folder: Path, name: str
+        self,
+        server: PrefectServer,
+        vast: VastServer,
+        repository: Path,
+        folder: Path,
+        name: str,
+        *,
+        real: bool = True,
     ) -> None:
         self.server, self.vast, self.name = server, vast, name
         self.store = folder / "store"
         self.text = make_text(folder / "text")
         packages = sysconfig.get_path("purelib")
-        self.key = key = vast.reset(real=True, rate=1.0, strict=False, image=packages)
+        rate = 1.0 if real else 100.0
+        self.key = key = vast.reset(real=real, rate=rate, strict=False, image=packages)
         VastCredentials(api_key=SecretStr(key), server_url=vast.url).save(name, overwrite=True)
         begin(open_store(self.store.as_uri()), f"{name}/first")
         machines = {
@@ -58,6 +69,7 @@ class Site:
             "repo_url": repository.as_uri(),
             "poll_interval": "PT1S",
             "heartbeat_timeout": "PT2M",
+            "prewarm": real,
         }
         self.log = folder / "leader.log"
         self.plan = folder / "plan.json"
