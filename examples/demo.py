@@ -68,7 +68,7 @@ def prefect_server(port: int) -> Iterator[str]:
 
 def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
     """Return when the server answers."""
-    for _ in range(600):
+    for _ in range(1500):  # five minutes: a busy machine imports the server for two
         if server.poll() is not None:
             break
         try:

@@ -1,6 +1,6 @@
 """Tasks of a campaign: its checks, its progress, its workers and its report."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -32,6 +32,7 @@ from tasks.reports import (
     publish_report,
 )
 from tasks.retries import retried_task
+from tasks.stages import StageRun, format_stages, list_stage_runs
 
 _MAX_FAULT_LENGTH = 2000  # characters of an error, which may have the last lines of a worker
 
@@ -108,18 +109,25 @@ def report_failure(campaign: Campaign) -> Generator[None]:
 def report_campaign(found: CampaignSummary, fault: str = "") -> None:
     """Publish the report."""
     publish_report(
-        describe(found, fault),
+        describe(found, fault, stages=list_stage_runs()),
         key=make_artifact_key("campaign", found.name),
         description="Result of the campaign so far",
     )
 
 
-def describe(found: CampaignSummary, fault: str = "", *, with_picture: bool = True) -> Markdown:
+def describe(
+    found: CampaignSummary,
+    fault: str = "",
+    *,
+    stages: Sequence[StageRun] = (),
+    with_picture: bool = True,
+) -> Markdown:
     """Return the report.
 
     Args:
         found: Summary of the campaign.
         fault: Error that ended the campaign; empty without one.
+        stages: Runs of this start of the campaign, which the report links.
         with_picture: Whether the losses are drawn.
     """
     drawn = Markdown()
@@ -129,6 +137,7 @@ def describe(found: CampaignSummary, fault: str = "", *, with_picture: bool = Tr
         _write_headline(found, fault),
         format_table(("Stage", "Result"), list(_make_rows(found).items())),
         drawn,
+        format_stages(stages),
     )
 
 

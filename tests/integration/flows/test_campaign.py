@@ -1,5 +1,6 @@
 """Checks of a campaign before it makes anything, its failures, and the stages of one that ends."""
 
+import re
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -125,6 +126,9 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     assert f"| Gradients | {EPOCHS * WINDOWS * WORKERS}: " in report
     assert "epoch 0: step 6, epoch 1: step 12" in report
     assert "![the loss over the windows](data:image/svg+xml" in report
+    for name, _ in made[:-1]:
+        assert re.search(rf"\| \[{re.escape(name)}\]\(http://127.0.0.1:\d+/runs/flow-run/[-0-9a-f]+\)"
+                         r" \| Completed \| ", report)  # fmt: skip
 
     again = prefect_api.call(run_campaign, plan=plan)  # finds all of it done
     assert again.code == 0, again.output
