@@ -18,6 +18,15 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from millrace.cleanup.progress_events import ObjectsListed
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+    WorkerLost,
+)
+from millrace.deletion import ObjectsDeleted
 from millrace.formatting import format_count, replace_unprintable
 from millrace.progress import Event
 from millrace.terminal import echo, make_console
@@ -91,23 +100,22 @@ class PartitionsBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        match event.name:
-            case "plan.committed":
-                self._progress.update(self._task, total=float(event.figures["partitions"]))
-            case "partitions.left":
+        match event:
+            case PlanCommitted():
+                self._progress.update(self._task, total=float(event.partitions))
+            case PartitionsPending():
                 total = self._progress.tasks[self._task].total or 0.0
-                left = float(event.figures["partitions"])
-                self._progress.update(self._task, completed=total - left)
-            case "shard.committed":
-                self._shards += bool(event.figures["samples"])  # else only bad rows were committed
-                self._samples += int(event.figures["samples"])
+                self._progress.update(self._task, completed=total - event.partitions)
+            case ShardCommitted():
+                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._samples += event.samples
                 shards = format_count(self._shards, "shard")
                 made = f"{shards}  {format_count(self._samples, 'sample')}"
                 self._progress.update(self._task, made=made)
-            case "partition.ended":
+            case PartitionEnded():
                 self._progress.advance(self._task)
-            case "worker.lost":
-                self._print_above(f"A worker {event.figures['how']}; another takes its place.")
+            case WorkerLost():
+                self._print_above(f"A worker {event.cause}; another takes its place.")
             case _:
                 return
         self._print_line_if_due()
@@ -183,8 +191,8 @@ class ObjectsBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        if event.name in {"cleaning.seen", "cleaning.deleted"}:
-            self._progress.update(self._task, completed=float(event.figures["objects"]))
+        if isinstance(event, ObjectsListed | ObjectsDeleted):
+            self._progress.update(self._task, completed=float(event.objects))
             self._print_line_if_due()
 
     def format_line(self) -> str:

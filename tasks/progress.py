@@ -13,6 +13,16 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from millrace.cleanup.progress_events import ObjectsListed
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionOpened,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+    WorkerLost,
+)
+from millrace.deletion import ObjectsDeleted
 from millrace.errors import format_error
 from millrace.progress import Event
 from tasks.formatting import format_count, format_duration, format_rate, format_size
@@ -139,32 +149,30 @@ class ShardProgress(LiveProgress):
         self._fractions: dict[str, float] = {}
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "plan.committed":
-                self._partitions = int(figures["partitions"])
+        match event:
+            case PlanCommitted():
+                self._partitions = event.partitions
                 self._log.info(
                     "%s of %s planned as %s",
-                    format_count(int(figures["files"]), "file"),
-                    format_size(int(figures["bytes"])),
+                    format_count(event.files, "file"),
+                    format_size(event.size),
                     format_count(self._partitions, "partition"),
                 )
-            case "partitions.left":
-                self._ended = self._partitions - int(figures["partitions"])
-            case "partition.opened":
-                self._fractions[event.subject] = float(figures.get("through", 0))
-            case "shard.committed":
-                self._shards += bool(figures["samples"])  # else only bad rows were committed
-                self._size += int(figures["bytes"])
-                self._add_bytes(int(figures["bytes"]))
-                if "partition" in figures:
-                    self._fractions[str(figures["partition"])] = float(figures["through"])
-            case "partition.ended":
+            case PartitionsPending():
+                self._ended = self._partitions - event.partitions
+            case PartitionOpened():
+                self._fractions[event.partition] = event.fraction
+            case ShardCommitted():
+                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._size += event.size
+                self._add_bytes(event.size)
+                self._fractions[event.partition] = event.fraction
+            case PartitionEnded():
                 self._ended += 1
-                self._fractions.pop(event.subject, None)
+                self._fractions.pop(event.partition, None)
                 self._log_tenth()
-            case "worker.lost":
-                self._log.warning("A worker %s; another takes its place", figures["how"])
+            case WorkerLost():
+                self._log.warning("A worker %s; another takes its place", event.cause)
             case _:
                 pass
 
@@ -365,13 +373,12 @@ class CleaningProgress(LiveProgress):
         self._total = total
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "cleaning.seen":
-                self._seen = int(figures["objects"])
-            case "cleaning.deleted":
-                self._add_bytes(int(figures["bytes"]) - self._size)
-                self._deleted, self._size = int(figures["objects"]), int(figures["bytes"])
+        match event:
+            case ObjectsListed():
+                self._seen = event.objects
+            case ObjectsDeleted():
+                self._add_bytes(event.size - self._size)
+                self._deleted, self._size = event.objects, event.size
             case _:
                 pass
 

@@ -6,15 +6,34 @@ import threading
 import pytest
 from prefect.logging import disable_run_logger
 
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionOpened,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+)
 from millrace.progress import Event
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 
-PLAN = Event("plan.committed", "words/plan.json", {"partitions": 4, "bytes": 4000, "files": 2})
+PLAN = PlanCommitted(key="words/plan.json", partitions=4, files=2, size=4000)
 
 
-def commit(size: int, **figures: float | str) -> Event:
-    return Event("shard.committed", "words/shards/x", {"samples": 1, "bytes": size, **figures})
+def commit(size: int, *, fraction: float = 0.0) -> ShardCommitted:
+    return ShardCommitted(
+        partition="train-00000",
+        number=0,
+        key="words/shards/x",
+        samples=1,
+        size=size,
+        quarantined=0,
+        fraction=fraction,
+    )
+
+
+def end(partition: str) -> PartitionEnded:
+    return PartitionEnded(partition=partition, samples=1, size=1, quarantined=0)
 
 
 @pytest.fixture
@@ -29,13 +48,13 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
     assert counting.sentence == "Reading the source's listing."
     for event in (
         PLAN,
-        Event("partition.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
-        Event("partition.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
-        commit(1_000, partition="train-00000", through=0.25),
+        PartitionOpened(partition="train-00000", cursor=0, commits=0, fraction=0.0),
+        PartitionOpened(partition="train-00001", cursor=9, commits=1, fraction=0.5),
+        commit(1_000, fraction=0.25),
     ):
         counting(event)
     assert counting.percent == pytest.approx(100 * 0.75 / 4)
-    counting(Event("partition.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
+    counting(end("train-00001"))
     assert counting.percent == pytest.approx(100 * 1.25 / 4)
     assert counting.sentence.startswith(
         "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
@@ -45,7 +64,7 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
 
 def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
     counting(PLAN)
-    counting(Event("partitions.left", figures={"partitions": 1}))
+    counting(PartitionsPending(partitions=1))
     assert counting.percent == 75
 
 
@@ -121,8 +140,8 @@ def test_a_run_with_many_partitions_logs_each_tenth_of_them(
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("tenths"))
     caplog.set_level(logging.INFO, "tenths")
     counting = ShardProgress("progress-words")
-    counting(Event("plan.committed", "p", {"partitions": 1000, "bytes": 4000, "files": 2}))
+    counting(PlanCommitted(key="p", partitions=1000, files=2, size=4000))
     for number in range(1000):
-        counting(Event("partition.ended", f"train-{number}", {"samples": 1}))
+        counting(end(f"train-{number}"))
     assert len(caplog.messages) == 11  # the plan, and ten
     assert caplog.messages[-1] == "1000 of 1,000 partitions ended"
