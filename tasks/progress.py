@@ -25,6 +25,18 @@ from millrace.datasets.progress_events import (
 from millrace.deletion import ObjectsDeleted
 from millrace.errors import format_error
 from millrace.progress import Event
+from millrace.rentals.progress_events import (
+    MachineMissing,
+    MachineReady,
+    MachineReleased,
+    OfferTaken,
+    OutputPrinted,
+    PriceRaised,
+    RentalCostUpdated,
+    RentalFailed,
+    RentalInterrupted,
+    RentalWaiting,
+)
 from tasks.formatting import format_count, format_duration, format_rate, format_size
 from tasks.reports import escape
 
@@ -412,38 +424,37 @@ class RentalProgress(LiveProgress):
         self._ready: set[str] = set()
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "rental.cost":
-                self._dollars = float(figures["dollars"])
-            case "rental.offer":
+        match event:
+            case RentalCostUpdated():
+                self._dollars = event.dollars
+            case OfferTaken():
                 self._log.info(
                     "%s: takes %s in %s for $%.3f an hour",
-                    event.subject, figures["gpu"], figures["location"], figures["dollars_per_hour"],
+                    event.machine, event.gpu, event.location, event.dollars_per_hour,
                 )  # fmt: skip
-            case "rental.raised":
+            case PriceRaised():
                 self._log.warning(
                     "%s: costs $%.3f an hour, and was offered for $%.3f",
-                    event.subject, figures["dollars_per_hour"], figures["offered"],
+                    event.machine, event.dollars_per_hour, event.offered,
                 )  # fmt: skip
-            case "rental.ready":
-                self._ready.add(event.subject)
-                self._log.info("%s: its program runs", event.subject)
-            case "rental.missing":
-                self._log.warning("%s: not replaced yet: %s", event.subject, figures["message"])
-            case "rental.released":
-                self._ready.discard(event.subject)
-                self._log.info("%s: released, %s", event.subject, figures["message"])
-            case "rental.waiting":
-                self._log.info("Waiting for %s: %s", event.subject, figures["message"])
-            case "rental.failed":
-                self._log.warning("%s: %s", event.subject, figures["message"])
-            case "rental.interrupted":
+            case MachineReady():
+                self._ready.add(event.machine)
+                self._log.info("%s: its program runs", event.machine)
+            case MachineMissing():
+                self._log.warning("%s: not replaced yet: %s", event.machine, event.message)
+            case MachineReleased():
+                self._ready.discard(event.machine)
+                self._log.info("%s: released, %s", event.machine, event.message)
+            case RentalWaiting():
+                self._log.info("Waiting for %s: %s", event.rental, event.message)
+            case RentalFailed():
+                self._log.warning("%s: %s", event.rental, event.message)
+            case RentalInterrupted():
                 self._log.warning(
                     "Machines are being released: wait. Machines that are not released are billed."
                 )
-            case "machine.printed":
-                self._log.info("%s| %s", event.subject, figures["text"])
+            case OutputPrinted():
+                self._log.info("%s| %s", event.machine, event.text)
             case _:
                 pass
 
