@@ -13,6 +13,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from millrace.checkpoints.progress_events import CooldownProgressed, PartStored
 from millrace.cleanup.progress_events import ObjectsListed
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -24,6 +25,13 @@ from millrace.datasets.progress_events import (
 )
 from millrace.deletion import ObjectsDeleted
 from millrace.errors import format_error
+from millrace.gradients.progress_events import (
+    GradientAccepted,
+    GradientRefused,
+    LinkApplied,
+    QuotaExceeded,
+    WindowMerged,
+)
 from millrace.progress import Event
 from millrace.rentals.progress_events import (
     MachineMissing,
@@ -279,13 +287,12 @@ class CheckpointProgress(LiveProgress):
         self._total_bytes = total_bytes
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "cooldown.progress":
-                self._stored_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
-                self._members = int(figures["members"])
-            case "checkpoint.part":
-                self._stored_bytes += int(figures["bytes"])
+        match event:
+            case CooldownProgressed():
+                self._stored_bytes, self._total_bytes = event.stored, event.size
+                self._members = event.members
+            case PartStored():
+                self._stored_bytes += event.size
             case _:
                 pass
 
@@ -322,20 +329,19 @@ class WindowProgress(LiveProgress):
         self._stored: dict[str, tuple[int, int]] = {}
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "gradient.taken":
+        match event:
+            case GradientAccepted():
                 self._received += 1
-                self._add_bytes(int(figures["bytes"]))
-            case "gradient.refused":
+                self._add_bytes(event.size)
+            case GradientRefused():
                 self._refused += 1
-                self._log.warning("%s is out: %s", event.subject, figures["reason"])
-            case "quota.exceeded":
-                self._warn_of_quota(event.subject, int(figures["objects"]), int(figures["bytes"]))
-            case "chain.applied":
-                self._number = int(figures["window"])
-            case "window.merged":
-                self._number, self._merged = int(figures["window"]), self._merged + 1
+                self._log.warning("%s is out: %s", event.uid, event.reason)
+            case QuotaExceeded():
+                self._warn_of_quota(event.uid, event.objects, event.size)
+            case LinkApplied():
+                self._number = event.window
+            case WindowMerged():
+                self._number, self._merged = event.window, self._merged + 1
                 self._received = self._refused = 0
             case _:
                 pass

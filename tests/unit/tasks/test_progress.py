@@ -13,7 +13,15 @@ from millrace.datasets.progress_events import (
     PlanCommitted,
     ShardCommitted,
 )
+from millrace.gradients.progress_events import (
+    GradientAccepted,
+    GradientRefused,
+    LinkApplied,
+    QuotaExceeded,
+    WindowMerged,
+)
 from millrace.progress import Event
+from millrace.schemas.gradient import Refusal
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 
@@ -96,16 +104,16 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     with disable_run_logger():
         counting = WindowProgress("progress-aggregate", workers=3, windows=4)
     for event in (
-        Event("chain.applied", "runs/one", {"window": 6, "step": 60}),
-        Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}),
-        Event("gradient.refused", "b", {"reason": "late"}),
+        LinkApplied(run="runs/one", window=6, step=60),
+        GradientAccepted(uid="a", size=1000, norm=1.0),
+        GradientRefused(uid="b", reason=Refusal.LATE),
     ):
         counting(event)
     assert counting.percent == 0
     assert counting.sentence == (
         "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
     )
-    counting(Event("window.merged", "runs/one", {"window": 7, "taken": 1, "out": 2}))
+    counting(WindowMerged(run="runs/one", window=7, accepted=1, refused=2))
     assert counting.percent == 25
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
@@ -119,8 +127,8 @@ def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_mu
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("quota"))
     counting = WindowProgress("progress-aggregate", workers=2)
     for objects, stored in ((3, 1000), (4, 1500), (5, 2000), (6, 2500), (10, 2600)):
-        counting(Event("quota.exceeded", "a", {"objects": objects, "bytes": stored}))
-    counting(Event("quota.exceeded", "b", {"objects": 3, "bytes": 1000}))
+        counting(QuotaExceeded(uid="a", objects=objects, size=stored))
+    counting(QuotaExceeded(uid="b", objects=3, size=1000))
     assert [text.partition(", below")[0] for text in caplog.messages] == [
         "a stores 3 objects, 1.0 kB", "a stores 5 objects, 2.0 kB", "a stores 10 objects, 2.6 kB",
         "b stores 3 objects, 1.0 kB",
@@ -130,7 +138,7 @@ def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_mu
 def test_of_a_run_without_end_the_open_window_is_shown() -> None:
     with disable_run_logger():
         counting = WindowProgress("progress-aggregate", workers=4)
-    counting(Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}))
+    counting(GradientAccepted(uid="a", size=1000, norm=1.0))
     assert counting.percent == 25
 
 
