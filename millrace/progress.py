@@ -1,28 +1,21 @@
-"""Progress of the engine, which callers receive as events."""
+"""Progress of the engine, which callers receive as events.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Each capability defines the classes of its events in its module ``progress_events``.
+"""
+
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-Figure = int | float | str
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Event of the engine: base of the event classes, which each capability defines for itself.
+    """Event of the engine: base of the classes that callers match. Some announce the next step.
 
     Attributes:
-        kind: Stable name of the class, under which an event leaves its process.
-        name: Name of the event, such as ``shard.put``. Some events announce the next step.
-        subject: Subject of the event, such as a partition's name or a shard's key.
-        figures: Counts and sizes by their names (samples, bytes, seconds).
+        kind: Stable name of the class, such as ``shard.put``, for events that leave their process.
     """
 
     kind: ClassVar[str] = ""
-
-    name: str = ""
-    subject: str = ""
-    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
 
 
 class Progress(Protocol):

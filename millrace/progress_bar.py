@@ -29,6 +29,13 @@ from millrace.datasets.progress_events import (
 from millrace.deletion import ObjectsDeleted
 from millrace.formatting import format_count, replace_unprintable
 from millrace.progress import Event
+from millrace.swarm.progress_events import (
+    FileMismatched,
+    NodeAccused,
+    NodeLost,
+    NodeUntrusted,
+    PrewarmProgressed,
+)
 from millrace.terminal import echo, make_console
 
 _LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
@@ -143,24 +150,23 @@ class BytesBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        figures = event.figures
-        match event.name:
-            case "swarm.progress":
+        match event:
+            case PrewarmProgressed():
                 self._progress.update(
                     self._task,
-                    completed=float(figures["bytes"]),
-                    total=float(figures["of"]) or None,
-                    ready=figures["ready"],
-                    nodes=figures["nodes"],
+                    completed=float(event.present),
+                    total=float(event.total) or None,
+                    ready=event.ready,
+                    nodes=event.nodes,
                 )
-            case "node.lost":
-                self._print_above(f"{event.subject} is lost: {figures['why']}")
-            case "node.accused":
-                self._print_above(f"{figures['by']} says that {event.subject} gave it wrong bytes.")
-            case "node.untrusted":
-                self._print_above(f"{event.subject} gave wrong bytes, and is asked no more.")
-            case "file.mismatch":
-                self._print_above(f"{event.subject} came out wrong, and is read again.")
+            case NodeLost():
+                self._print_above(f"{event.node} is lost: {event.reason}")
+            case NodeAccused():
+                self._print_above(f"{event.accuser} says that {event.node} gave it wrong bytes.")
+            case NodeUntrusted():
+                self._print_above(f"{event.node} gave wrong bytes, and is asked no more.")
+            case FileMismatched():
+                self._print_above(f"{event.origin} came out wrong, and is read again.")
             case _:
                 return
         self._print_line_if_due()

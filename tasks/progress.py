@@ -45,6 +45,13 @@ from millrace.rentals.progress_events import (
     RentalInterrupted,
     RentalWaiting,
 )
+from millrace.swarm.progress_events import (
+    FileMismatched,
+    NodeAccused,
+    NodeLost,
+    NodeUntrusted,
+    PrewarmProgressed,
+)
 from tasks.formatting import format_count, format_duration, format_rate, format_size
 from tasks.reports import escape
 
@@ -229,23 +236,20 @@ class SwarmProgress(LiveProgress):
     _present_bytes = _moved_bytes = _total_bytes = _nodes = _ready = 0
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "swarm.progress":
-                self._add_bytes(int(figures["moved"]) - self._moved_bytes)
-                self._moved_bytes = int(figures["moved"])
-                self._present_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
-                self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
-            case "node.lost":
-                self._log.warning("%s is lost: %s", event.subject, figures["why"])
-            case "node.accused":
-                self._log.warning(
-                    "%s says that %s gave it wrong bytes", figures["by"], event.subject
-                )
-            case "node.untrusted":
-                self._log.warning("%s gave wrong bytes; it is asked no more", event.subject)
-            case "file.mismatch":
-                self._log.warning("%s came out wrong, and is read again", event.subject)
+        match event:
+            case PrewarmProgressed():
+                self._add_bytes(event.moved - self._moved_bytes)
+                self._moved_bytes = event.moved
+                self._present_bytes, self._total_bytes = event.present, event.total
+                self._nodes, self._ready = event.nodes, event.ready
+            case NodeLost():
+                self._log.warning("%s is lost: %s", event.node, event.reason)
+            case NodeAccused():
+                self._log.warning("%s says that %s gave it wrong bytes", event.accuser, event.node)
+            case NodeUntrusted():
+                self._log.warning("%s gave wrong bytes; it is asked no more", event.node)
+            case FileMismatched():
+                self._log.warning("%s came out wrong, and is read again", event.origin)
             case _:
                 pass
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 from prefect.logging import disable_run_logger
@@ -20,8 +21,8 @@ from millrace.gradients.progress_events import (
     QuotaExceeded,
     WindowMerged,
 )
-from millrace.progress import Event
 from millrace.schemas.gradient import Refusal
+from millrace.swarm.progress_events import NodeLost, PrewarmProgressed
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 
@@ -89,11 +90,12 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
         counting = SwarmProgress("progress-prewarm")
     assert counting.percent == 0
     assert counting.sentence == "Looking for the files and the nodes."
-    figures = {"of": 4_000_000, "nodes": 2, "ready": 0, "seconds": 1.0}
-    counting(Event("swarm.progress", "", {"bytes": 1_000_000, "moved": 0, **figures}))
-    then = {"bytes": 3_000_000, "moved": 2_000_000, **figures, "ready": 1}
-    counting(Event("swarm.progress", "", then))
-    counting(Event("node.lost", "n1", {"why": "it no longer answers"}))
+    began = PrewarmProgressed(
+        present=1_000_000, total=4_000_000, moved=0, nodes=2, ready=0, seconds=1.0
+    )
+    counting(began)
+    counting(replace(began, present=3_000_000, moved=2_000_000, ready=1))
+    counting(NodeLost(node="n1", reason="it no longer answers"))
     assert counting.percent == 75
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
