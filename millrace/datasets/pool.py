@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import IO, Any
 
@@ -203,7 +203,7 @@ class _Driver:
     def _handle_message(self, worker: "_WorkerProcess", message: dict[str, Any]) -> None:
         match message:
             case {"event": [number, data]}:
-                event = decode_partition_event(data)
+                event = replace(decode_partition_event(data), pid=worker.pid)
                 if isinstance(event, ShardCommitted) and worker.assignment:
                     self._deaths.pop(worker.assignment[0].partition.name, None)
                 self._progress(event)

@@ -343,6 +343,10 @@ _PARTITION_EVENTS: dict[str, type[PartitionEvent]] = {
     )
 }
 _ADAPTERS = {kind: TypeAdapter(event_class) for kind, event_class in _PARTITION_EVENTS.items()}
+_HINT = (
+    "Millrace may have been updated during the run. Run it again: the run continues from the last "
+    "commit."
+)
 
 
 def encode_partition_event(event: PartitionEvent) -> dict[str, Any]:
@@ -364,8 +368,8 @@ def decode_partition_event(data: object) -> PartitionEvent:
     kind = str(values.pop("kind", ""))
     adapter = _ADAPTERS.get(kind)
     if adapter is None:
-        raise WorkerError(f"A worker sent an event of an unknown kind: {kind!r}.")
+        raise WorkerError(f"A worker sent an event of an unknown kind, {kind!r}. {_HINT}")
     try:
         return adapter.validate_json(orjson.dumps(values), strict=True)
     except ValidationError as error:
-        raise WorkerError(f"A worker sent an invalid event {kind!r}: {error}") from None
+        raise WorkerError(f"A worker sent an invalid event {kind!r}. {_HINT}\n\n{error}") from None
