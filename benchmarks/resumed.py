@@ -26,6 +26,7 @@ def shard_on(job: dict[str, Any]) -> None:
         SourceLocation,
         run_pipeline,
     )
+    from millrace.datasets.progress_events import ShardCommitted
     from millrace.progress import Event
     from millrace.storage import StoreSpec
 
@@ -39,8 +40,8 @@ def shard_on(job: dict[str, Any]) -> None:
     called = time.perf_counter()
 
     def progress(event: Event) -> None:
-        samples = event.figures.get("samples", 0)
-        _say(event.name, after_call=time.perf_counter() - called, samples=samples)
+        samples = event.samples if isinstance(event, ShardCommitted) else 0
+        _say(event.kind, after_call=time.perf_counter() - called, samples=samples)
 
     run_pipeline(config, progress=progress)
 

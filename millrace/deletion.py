@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from itertools import groupby, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from millrace import errors
 from millrace.keys.names import find_common_prefix
@@ -35,6 +35,23 @@ _MAX_BATCHES = 8
 _MAX_FAILURES = 1000  # failures that end the deletion
 _CHANGED = "it was written since the plan was made"
 _BEFORE = "objects that have to be deleted before it are still there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectsDeleted(Event):
+    """Event after each batch of a deletion.
+
+    Attributes:
+        store: URL of the store.
+        objects: Number of objects that were deleted so far.
+        size: Bytes of these objects.
+    """
+
+    kind: ClassVar[str] = "cleaning.deleted"
+
+    store: str
+    objects: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +148,7 @@ def delete_planned(
         find_phase: Function that returns the phase of an object; None for a single object.
         count: Function that is called with each deleted object, in the thread of the caller.
         max_batches: Number of batches that are deleted at once; by default eight.
-        progress: Callback. After each batch it receives ``cleaning.deleted`` with the ``objects``
-            and ``bytes`` so far.
+        progress: Callback. It receives `ObjectsDeleted` after each batch.
 
     Raises:
         DeniedError, UnavailableError: A listing cannot be read.
@@ -209,8 +225,9 @@ class _BatchDeleter(Generic[PlannedT]):
             result = self.pending.popleft().result()
             self._add_result(result)
             is_complete &= result.is_complete
-            figures = {"objects": self.objects, "bytes": self.size}
-            self.progress(Event("cleaning.deleted", self.store.url, figures))
+            self.progress(
+                ObjectsDeleted(store=self.store.url, objects=self.objects, size=self.size)
+            )
         return is_complete
 
     def make_result(self) -> DeletionResult:

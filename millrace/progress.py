@@ -1,25 +1,21 @@
-"""Progress of the engine, which callers receive as events."""
+"""Progress of the engine, which callers receive as events.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+Each capability defines the classes of its events in its module ``progress_events``.
+"""
 
-Figure = int | float | str
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Event of the engine.
+    """Event of the engine: base of the classes that callers match. Some announce the next step.
 
     Attributes:
-        name: Name of the event, such as ``shard.put``. Some events announce the next step.
-        subject: Subject of the event, such as a partition's name or a shard's key.
-        figures: Counts and sizes by their names (samples, bytes, seconds).
+        kind: Stable name of the class, such as ``shard.put``, for events that leave their process.
     """
 
-    name: str
-    subject: str = ""
-    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure])
+    kind: ClassVar[str] = ""
 
 
 class Progress(Protocol):

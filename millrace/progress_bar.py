@@ -18,8 +18,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from millrace.cleanup.progress_events import ObjectsListed
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+    WorkerLost,
+)
+from millrace.deletion import ObjectsDeleted
 from millrace.formatting import format_count, replace_unprintable
 from millrace.progress import Event
+from millrace.swarm.progress_events import (
+    FileMismatched,
+    NodeAccused,
+    NodeLost,
+    NodeUntrusted,
+    PrewarmProgressed,
+)
 from millrace.terminal import echo, make_console
 
 _LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
@@ -91,23 +107,22 @@ class PartitionsBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        match event.name:
-            case "plan.committed":
-                self._progress.update(self._task, total=float(event.figures["partitions"]))
-            case "partitions.left":
+        match event:
+            case PlanCommitted():
+                self._progress.update(self._task, total=float(event.partitions))
+            case PartitionsPending():
                 total = self._progress.tasks[self._task].total or 0.0
-                left = float(event.figures["partitions"])
-                self._progress.update(self._task, completed=total - left)
-            case "shard.committed":
-                self._shards += bool(event.figures["samples"])  # else only bad rows were committed
-                self._samples += int(event.figures["samples"])
+                self._progress.update(self._task, completed=total - event.partitions)
+            case ShardCommitted():
+                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._samples += event.samples
                 shards = format_count(self._shards, "shard")
                 made = f"{shards}  {format_count(self._samples, 'sample')}"
                 self._progress.update(self._task, made=made)
-            case "partition.ended":
+            case PartitionEnded():
                 self._progress.advance(self._task)
-            case "worker.lost":
-                self._print_above(f"A worker {event.figures['how']}; another takes its place.")
+            case WorkerLost():
+                self._print_above(f"A worker {event.cause}; another takes its place.")
             case _:
                 return
         self._print_line_if_due()
@@ -135,24 +150,23 @@ class BytesBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        figures = event.figures
-        match event.name:
-            case "swarm.progress":
+        match event:
+            case PrewarmProgressed():
                 self._progress.update(
                     self._task,
-                    completed=float(figures["bytes"]),
-                    total=float(figures["of"]) or None,
-                    ready=figures["ready"],
-                    nodes=figures["nodes"],
+                    completed=float(event.present),
+                    total=float(event.total) or None,
+                    ready=event.ready,
+                    nodes=event.nodes,
                 )
-            case "node.lost":
-                self._print_above(f"{event.subject} is lost: {figures['why']}")
-            case "node.accused":
-                self._print_above(f"{figures['by']} says that {event.subject} gave it wrong bytes.")
-            case "node.untrusted":
-                self._print_above(f"{event.subject} gave wrong bytes, and is asked no more.")
-            case "file.mismatch":
-                self._print_above(f"{event.subject} came out wrong, and is read again.")
+            case NodeLost():
+                self._print_above(f"{event.node} is lost: {event.reason}")
+            case NodeAccused():
+                self._print_above(f"{event.accuser} says that {event.node} gave it wrong bytes.")
+            case NodeUntrusted():
+                self._print_above(f"{event.node} gave wrong bytes, and is asked no more.")
+            case FileMismatched():
+                self._print_above(f"{event.origin} came out wrong, and is read again.")
             case _:
                 return
         self._print_line_if_due()
@@ -183,8 +197,8 @@ class ObjectsBar(_TerminalBar):
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        if event.name in {"cleaning.seen", "cleaning.deleted"}:
-            self._progress.update(self._task, completed=float(event.figures["objects"]))
+        if isinstance(event, ObjectsListed | ObjectsDeleted):
+            self._progress.update(self._task, completed=float(event.objects))
             self._print_line_if_due()
 
     def format_line(self) -> str:

@@ -14,6 +14,11 @@ from millrace.campaigns import (
     LocalWorkerProcesses,
     Training,
 )
+from millrace.campaigns.progress_events import (
+    LocalWorkerFailed,
+    LocalWorkerLate,
+    LocalWorkerPrinted,
+)
 from millrace.errors import MillraceError, format_error
 from millrace.progress import Event
 from millrace.rentals import LedgerSettings, RentalSupervisor
@@ -53,16 +58,13 @@ def run_local_workers(training: Training) -> LocalWorkerProcesses:
     log = get_run_logger()
 
     def handle_event(event: Event) -> None:
-        match event.name:
-            case "worker.printed":
-                log.info("%s| %s", event.subject, event.figures["text"])
-            case "worker.late":
-                log.warning("%s has not ended in %s", event.subject, event.figures["timeout"])
-            case "worker.failed":
-                log.warning(
-                    "%s ended with %d: the lines above say why",
-                    event.subject, event.figures["code"],
-                )  # fmt: skip
+        match event:
+            case LocalWorkerPrinted():
+                log.info("%s| %s", event.uid, event.text)
+            case LocalWorkerLate():
+                log.warning("%s has not ended in %s", event.uid, event.timeout)
+            case LocalWorkerFailed():
+                log.warning("%s ended with %d: the lines above say why", event.uid, event.code)
             case _:
                 pass
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prefect import get_run_logger
 
 from millrace import gradients
+from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.gradients import AggregatorSettings, ChainLink
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
@@ -76,8 +77,8 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
         def handle_event(event: Event) -> None:
-            if event.name == "checkpoint.damaged":
-                log.warning("%s: %s", event.subject, event.figures["damage"])
+            if isinstance(event, CheckpointDamaged):
+                log.warning("%s: %s", event.job, event.damage)
             progress(event)
 
         for link in gradients.aggregate_run(settings, progress=handle_event):

@@ -13,8 +13,45 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from millrace.checkpoints.progress_events import CooldownProgressed, PartStored
+from millrace.cleanup.progress_events import ObjectsListed
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionOpened,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+    WorkerLost,
+)
+from millrace.deletion import ObjectsDeleted
 from millrace.errors import format_error
+from millrace.gradients.progress_events import (
+    GradientAccepted,
+    GradientRefused,
+    LinkApplied,
+    QuotaExceeded,
+    WindowMerged,
+)
 from millrace.progress import Event
+from millrace.rentals.progress_events import (
+    MachineMissing,
+    MachineReady,
+    MachineReleased,
+    OfferTaken,
+    OutputPrinted,
+    PriceRaised,
+    RentalCostUpdated,
+    RentalFailed,
+    RentalInterrupted,
+    RentalWaiting,
+)
+from millrace.swarm.progress_events import (
+    FileMismatched,
+    NodeAccused,
+    NodeLost,
+    NodeUntrusted,
+    PrewarmProgressed,
+)
 from tasks.formatting import format_count, format_duration, format_rate, format_size
 from tasks.reports import escape
 
@@ -139,32 +176,30 @@ class ShardProgress(LiveProgress):
         self._fractions: dict[str, float] = {}
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "plan.committed":
-                self._partitions = int(figures["partitions"])
+        match event:
+            case PlanCommitted():
+                self._partitions = event.partitions
                 self._log.info(
                     "%s of %s planned as %s",
-                    format_count(int(figures["files"]), "file"),
-                    format_size(int(figures["bytes"])),
+                    format_count(event.files, "file"),
+                    format_size(event.size),
                     format_count(self._partitions, "partition"),
                 )
-            case "partitions.left":
-                self._ended = self._partitions - int(figures["partitions"])
-            case "partition.opened":
-                self._fractions[event.subject] = float(figures.get("through", 0))
-            case "shard.committed":
-                self._shards += bool(figures["samples"])  # else only bad rows were committed
-                self._size += int(figures["bytes"])
-                self._add_bytes(int(figures["bytes"]))
-                if "partition" in figures:
-                    self._fractions[str(figures["partition"])] = float(figures["through"])
-            case "partition.ended":
+            case PartitionsPending():
+                self._ended = self._partitions - event.partitions
+            case PartitionOpened():
+                self._fractions[event.partition] = event.fraction
+            case ShardCommitted():
+                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._size += event.size
+                self._add_bytes(event.size)
+                self._fractions[event.partition] = event.fraction
+            case PartitionEnded():
                 self._ended += 1
-                self._fractions.pop(event.subject, None)
+                self._fractions.pop(event.partition, None)
                 self._log_tenth()
-            case "worker.lost":
-                self._log.warning("A worker %s; another takes its place", figures["how"])
+            case WorkerLost():
+                self._log.warning("A worker %s; another takes its place", event.cause)
             case _:
                 pass
 
@@ -201,23 +236,20 @@ class SwarmProgress(LiveProgress):
     _present_bytes = _moved_bytes = _total_bytes = _nodes = _ready = 0
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "swarm.progress":
-                self._add_bytes(int(figures["moved"]) - self._moved_bytes)
-                self._moved_bytes = int(figures["moved"])
-                self._present_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
-                self._nodes, self._ready = int(figures["nodes"]), int(figures["ready"])
-            case "node.lost":
-                self._log.warning("%s is lost: %s", event.subject, figures["why"])
-            case "node.accused":
-                self._log.warning(
-                    "%s says that %s gave it wrong bytes", figures["by"], event.subject
-                )
-            case "node.untrusted":
-                self._log.warning("%s gave wrong bytes; it is asked no more", event.subject)
-            case "file.mismatch":
-                self._log.warning("%s came out wrong, and is read again", event.subject)
+        match event:
+            case PrewarmProgressed():
+                self._add_bytes(event.moved - self._moved_bytes)
+                self._moved_bytes = event.moved
+                self._present_bytes, self._total_bytes = event.present, event.total
+                self._nodes, self._ready = event.nodes, event.ready
+            case NodeLost():
+                self._log.warning("%s is lost: %s", event.node, event.reason)
+            case NodeAccused():
+                self._log.warning("%s says that %s gave it wrong bytes", event.accuser, event.node)
+            case NodeUntrusted():
+                self._log.warning("%s gave wrong bytes; it is asked no more", event.node)
+            case FileMismatched():
+                self._log.warning("%s came out wrong, and is read again", event.origin)
             case _:
                 pass
 
@@ -259,13 +291,12 @@ class CheckpointProgress(LiveProgress):
         self._total_bytes = total_bytes
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "cooldown.progress":
-                self._stored_bytes, self._total_bytes = int(figures["bytes"]), int(figures["of"])
-                self._members = int(figures["members"])
-            case "checkpoint.part":
-                self._stored_bytes += int(figures["bytes"])
+        match event:
+            case CooldownProgressed():
+                self._stored_bytes, self._total_bytes = event.stored, event.size
+                self._members = event.members
+            case PartStored():
+                self._stored_bytes += event.size
             case _:
                 pass
 
@@ -302,20 +333,19 @@ class WindowProgress(LiveProgress):
         self._stored: dict[str, tuple[int, int]] = {}
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "gradient.taken":
+        match event:
+            case GradientAccepted():
                 self._received += 1
-                self._add_bytes(int(figures["bytes"]))
-            case "gradient.refused":
+                self._add_bytes(event.size)
+            case GradientRefused():
                 self._refused += 1
-                self._log.warning("%s is out: %s", event.subject, figures["reason"])
-            case "quota.exceeded":
-                self._warn_of_quota(event.subject, int(figures["objects"]), int(figures["bytes"]))
-            case "chain.applied":
-                self._number = int(figures["window"])
-            case "window.merged":
-                self._number, self._merged = int(figures["window"]), self._merged + 1
+                self._log.warning("%s is out: %s", event.uid, event.reason)
+            case QuotaExceeded():
+                self._warn_of_quota(event.uid, event.objects, event.size)
+            case LinkApplied():
+                self._number = event.window
+            case WindowMerged():
+                self._number, self._merged = event.window, self._merged + 1
                 self._received = self._refused = 0
             case _:
                 pass
@@ -365,13 +395,12 @@ class CleaningProgress(LiveProgress):
         self._total = total
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "cleaning.seen":
-                self._seen = int(figures["objects"])
-            case "cleaning.deleted":
-                self._add_bytes(int(figures["bytes"]) - self._size)
-                self._deleted, self._size = int(figures["objects"]), int(figures["bytes"])
+        match event:
+            case ObjectsListed():
+                self._seen = event.objects
+            case ObjectsDeleted():
+                self._add_bytes(event.size - self._size)
+                self._deleted, self._size = event.objects, event.size
             case _:
                 pass
 
@@ -405,38 +434,37 @@ class RentalProgress(LiveProgress):
         self._ready: set[str] = set()
 
     def _handle_event(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "rental.cost":
-                self._dollars = float(figures["dollars"])
-            case "rental.offer":
+        match event:
+            case RentalCostUpdated():
+                self._dollars = event.dollars
+            case OfferTaken():
                 self._log.info(
                     "%s: takes %s in %s for $%.3f an hour",
-                    event.subject, figures["gpu"], figures["location"], figures["dollars_per_hour"],
+                    event.machine, event.gpu, event.location, event.dollars_per_hour,
                 )  # fmt: skip
-            case "rental.raised":
+            case PriceRaised():
                 self._log.warning(
                     "%s: costs $%.3f an hour, and was offered for $%.3f",
-                    event.subject, figures["dollars_per_hour"], figures["offered"],
+                    event.machine, event.dollars_per_hour, event.offered,
                 )  # fmt: skip
-            case "rental.ready":
-                self._ready.add(event.subject)
-                self._log.info("%s: its program runs", event.subject)
-            case "rental.missing":
-                self._log.warning("%s: not replaced yet: %s", event.subject, figures["message"])
-            case "rental.released":
-                self._ready.discard(event.subject)
-                self._log.info("%s: released, %s", event.subject, figures["message"])
-            case "rental.waiting":
-                self._log.info("Waiting for %s: %s", event.subject, figures["message"])
-            case "rental.failed":
-                self._log.warning("%s: %s", event.subject, figures["message"])
-            case "rental.interrupted":
+            case MachineReady():
+                self._ready.add(event.machine)
+                self._log.info("%s: its program runs", event.machine)
+            case MachineMissing():
+                self._log.warning("%s: not replaced yet: %s", event.machine, event.message)
+            case MachineReleased():
+                self._ready.discard(event.machine)
+                self._log.info("%s: released, %s", event.machine, event.message)
+            case RentalWaiting():
+                self._log.info("Waiting for %s: %s", event.rental, event.message)
+            case RentalFailed():
+                self._log.warning("%s: %s", event.rental, event.message)
+            case RentalInterrupted():
                 self._log.warning(
                     "Machines are being released: wait. Machines that are not released are billed."
                 )
-            case "machine.printed":
-                self._log.info("%s| %s", event.subject, figures["text"])
+            case OutputPrinted():
+                self._log.info("%s| %s", event.machine, event.text)
             case _:
                 pass
 

@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import IO, Self
 
 from millrace.campaigns.campaign import Training
+from millrace.campaigns.progress_events import (
+    LocalWorkerFailed,
+    LocalWorkerLate,
+    LocalWorkerPrinted,
+)
 from millrace.campaigns.settings import LocalWorkers
 from millrace.campaigns.worker import (
     make_worker_environment,
@@ -24,7 +29,7 @@ from millrace.campaigns.worker import (
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE
 from millrace.errors import WorkerError
 from millrace.processes import kill_by_environment
-from millrace.progress import Event, Figure, Progress, ignore_event
+from millrace.progress import Event, Progress, ignore_event
 
 _EXIT_TIMEOUT = 5.0  # seconds that a process has to end after a signal
 _MAX_LINE_LENGTH = 2000  # characters of a logged line
@@ -36,9 +41,7 @@ class LocalWorkerProcesses:
 
     Args:
         training: Training that the workers carry out.
-        progress: Receives ``worker.printed`` with the ``text`` of a line, ``worker.late`` with the
-            ``timeout``, and ``worker.failed`` with the exit ``code``, each with the worker as its
-            subject.
+        progress: Receives `LocalWorkerPrinted`, `LocalWorkerLate` and `LocalWorkerFailed`.
     """
 
     def __init__(self, training: Training, *, progress: Progress = ignore_event) -> None:
@@ -116,10 +119,10 @@ class LocalWorkerProcesses:
             try:
                 code = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._report("worker.late", uid, timeout=str(timeout))
+                self._report(LocalWorkerLate(uid=uid, timeout=timeout))
                 continue
             if code:
-                self._report("worker.failed", uid, code=code)
+                self._report(LocalWorkerFailed(uid=uid, code=code))
 
     def _start_worker(self, number: int, uid: str) -> None:
         training = self._training
@@ -153,8 +156,8 @@ class LocalWorkerProcesses:
             for line in printed:
                 text = line[:_MAX_LINE_LENGTH].decode(errors="replace").rstrip()
                 self._tails[uid].append(text)
-                self._report("worker.printed", uid, text=text)
+                self._report(LocalWorkerPrinted(uid=uid, text=text))
 
-    def _report(self, name: str, uid: str, **figures: Figure) -> None:
+    def _report(self, event: Event) -> None:
         with self._progress_lock:  # an event at a time, though each worker has a reader
-            self._progress(Event(name, uid, figures))
+            self._progress(event)

@@ -9,9 +9,10 @@ from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
+from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.storage import Store, copy, create, delete, describe_difference, list_folders, read
@@ -206,7 +207,7 @@ def find_newest_verified(
         store: Store of the job.
         job: Name of the job.
         check: Depth of the verification. Sizes take one request per file, digests all bytes.
-        progress: Receives ``checkpoint.damaged`` with ``step`` and ``damage``.
+        progress: Receives `CheckpointDamaged` for each damaged checkpoint.
 
     Raises:
         UnavailableError: The store failed for longer than its time budget.
@@ -214,7 +215,7 @@ def find_newest_verified(
     for step, surveyed in survey(store, job):
         found = surveyed
         if isinstance(found, errors.CorruptError):
-            progress(Event("checkpoint.damaged", "", {"step": step, "damage": str(found)}))
+            progress(CheckpointDamaged(job=job, step=step, damage=str(found)))
             try:
                 found = read_checkpoint(store, job, step)  # perhaps damaged in transit
             except (errors.NotFoundError, errors.CorruptError):
@@ -222,8 +223,7 @@ def find_newest_verified(
         damage = verify(store, found, check=check)
         if not damage:
             return found
-        told = {"step": step, "damage": "; ".join(damage.values())}
-        progress(Event("checkpoint.damaged", CheckpointKeys(job).metadata(step), told))
+        progress(CheckpointDamaged(job=job, step=step, damage="; ".join(damage.values())))
         with suppress(errors.DeniedError):  # readers without the right to write continue
             quarantine(store, found, damage)
     return None

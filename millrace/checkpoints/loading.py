@@ -72,7 +72,7 @@ def load(
         device: Device of the tensors.
         dtype: Floating-point type to which floating-point tensors are converted. Numpy arrays and
             the state of one rank keep their types.
-        progress: Receives ``checkpoint.damaged`` for skipped checkpoints.
+        progress: Receives `CheckpointDamaged` for skipped checkpoints.
 
     Raises:
         NotFoundError: There is no checkpoint that can be loaded.
@@ -124,7 +124,7 @@ def load_into(
         job: Name of the job.
         step: Step to load, as for `load`. All ranks of a group load the same step.
         rank: Rank whose own state is loaded too.
-        progress: Receives ``checkpoint.damaged`` for skipped checkpoints.
+        progress: Receives `CheckpointDamaged` for skipped checkpoints.
 
     Returns:
         Loaded checkpoint. Its state has the given tensors, filled, and the other saved values.

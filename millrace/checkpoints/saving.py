@@ -17,6 +17,7 @@ from typing import Any, Self
 from millrace import errors
 from millrace.checkpoints.contents import normalise_json
 from millrace.checkpoints.find import check_content, commit_checkpoint, find_newest
+from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
@@ -84,8 +85,8 @@ class Saver:
         job: Name of the job.
         settings: Settings of the files and their upload.
         ranks: Rank of this process, if several ranks save each checkpoint together.
-        progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each file, then
-            ``checkpoint.saved``. Calls come from other threads, one at a time.
+        progress: Receives `PartStored` for each file, then `CheckpointSaved`. Calls come from other
+            threads, one at a time.
     """
 
     def __init__(
@@ -220,11 +221,13 @@ class Saver:
         checkpoint = self._commit(share)
         if self._settings.refer:
             self._known = {part.sha256: part for part in checkpoint.parts}
-        figures = {
-            "bytes": sum(part.size for part in parts),
-            "seconds": round(time.monotonic() - began, 3),
-        }
-        self._emit(Event("checkpoint.saved", self._keys.metadata(step), figures))
+        self._emit(
+            CheckpointSaved(
+                key=self._keys.metadata(step),
+                size=sum(part.size for part in parts),
+                seconds=round(time.monotonic() - began, 3),
+            )
+        )
         return checkpoint
 
     def _commit(self, share: RankShare) -> Checkpoint:
@@ -267,7 +270,7 @@ class Saver:
         if part is None or not self._is_intact(part):
             part = Part(step=step, sha256=digest, size=len(body))
             sent = self._ensure_uploaded(part, body, there.get(digest))
-        self._emit(Event("checkpoint.part", digest, {"bytes": len(body), "sent": sent}))
+        self._emit(PartStored(sha256=digest, size=len(body), sent=sent))
         return part
 
     def _ensure_uploaded(self, part: Part, body: memoryview, size: int | None) -> int:

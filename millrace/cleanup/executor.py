@@ -57,7 +57,7 @@ def execute(
     Args:
         settings: The store and its related stores. The rules are those of the plan.
         plan: Name of the plan.
-        progress: Told ``cleaning.deleted`` with ``objects`` and ``bytes`` so far, each batch.
+        progress: Receives `ObjectsDeleted` after each batch.
 
     Raises:
         NotFoundError: There is no such plan.

@@ -9,6 +9,7 @@ from millrace import errors
 from millrace.checkpoints import RetentionPlan, RetentionSettings, VerifyDepth, plan_retention
 from millrace.checkpoints.retention import Removal
 from millrace.cleanup.plans import CleanupPlan, PlanEntry, PlanHeader, PlanTally, write_plan
+from millrace.cleanup.progress_events import ObjectsListed
 from millrace.cleanup.protection import (
     BucketSurvey,
     ProtectionPolicy,
@@ -30,7 +31,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
 from millrace.keys.leases import make_lease_prefix
 from millrace.keys.names import find_common_prefix
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
 from millrace.schemas.ledger import find_referenced_keys
@@ -48,7 +49,7 @@ def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -
 
     Args:
         settings: The store and the rules.
-        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
+        progress: Receives `ObjectsListed` after each 10,000 objects.
 
     Returns:
         The plan, which is written to the store.
@@ -86,7 +87,7 @@ def list_with_progress(store: Store, prefix: str, progress: Progress) -> Iterato
     links = LinkFinder(store)
     for count, stat in enumerate(list_objects(store, prefix), start=1):
         if count % _TOLD_EVERY == 0:
-            progress(Event("cleaning.seen", store.url, {"objects": count}))
+            progress(ObjectsListed(store=store.url, objects=count))
         if not links.is_linked(stat.key):
             yield stat
 

@@ -69,7 +69,7 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
 
     Args:
         spec: Store to survey.
-        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
+        progress: Receives `ObjectsListed` after each 10,000 objects.
 
     Raises:
         HeldError: A process holds a lease in the store: end the process first.
@@ -97,7 +97,7 @@ def plan_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> CleanupP
 
     Args:
         spec: Store to wipe, with credentials to write.
-        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
+        progress: Receives `ObjectsListed` after each 10,000 objects.
 
     Raises:
         HeldError: A process holds a lease in the store: end the process first.

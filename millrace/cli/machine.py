@@ -264,27 +264,27 @@ class _EventPrinter:
     """Printer of the events of machines, and of the output of their programs."""
 
     def __call__(self, event: Event) -> None:
-        figures = event.figures
-        match event.name:
-            case "machine.printed":
-                echo(f"{event.subject}| {figures['text']}")
-            case "rental.offer":
-                price = f"${figures['dollars_per_hour']:.3f} an hour"
-                offer = f"{figures['gpu']} in {figures['location']} for {price}"
-                echo(f"{event.subject}: takes {offer}.")
-            case "rental.raised":
-                prices = f"${figures['dollars_per_hour']:.3f} an hour, and was offered for"
-                echo(f"{event.subject}: costs {prices} ${figures['offered']:.3f}.", err=True)
-            case "rental.rented":
-                echo(f"{event.subject}: rented, instance {figures['instance']}.")
-            case "rental.ready":
-                echo(f"{event.subject}: its program runs.")
-            case "rental.missing":
-                echo(f"{event.subject}: not replaced yet: {figures['message']}", err=True)
-            case "rental.released":
+        from millrace.rentals import progress_events as events
+
+        match event:
+            case events.OutputPrinted():
+                echo(f"{event.machine}| {event.text}")
+            case events.OfferTaken():
+                offer = f"{event.gpu} in {event.location} for ${event.dollars_per_hour:.3f} an hour"
+                echo(f"{event.machine}: takes {offer}.")
+            case events.PriceRaised():
+                prices = f"${event.dollars_per_hour:.3f} an hour, and was offered for"
+                echo(f"{event.machine}: costs {prices} ${event.offered:.3f}.", err=True)
+            case events.MachineRented():
+                echo(f"{event.machine}: rented, instance {event.instance}.")
+            case events.MachineReady():
+                echo(f"{event.machine}: its program runs.")
+            case events.MachineMissing():
+                echo(f"{event.machine}: not replaced yet: {event.message}", err=True)
+            case events.MachineReleased():
                 echo(
-                    f"{event.subject}: released ({figures['reason']}: {figures['message']}), "
-                    f"${figures['dollars']:.2f}."
+                    f"{event.machine}: released ({event.reason}: {event.message}), "
+                    f"${event.dollars:.2f}."
                 )
             case _:
                 pass

@@ -8,9 +8,10 @@ import orjson
 
 from millrace import errors
 from millrace.datasets.partition import check_contiguous, check_plan
+from millrace.datasets.progress_events import IndexUploaded, ManifestCommitted, ManifestComputed
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.datasets import DatasetKeys
-from millrace.progress import Event, Progress
+from millrace.progress import Progress
 from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import (
     DatasetPlan,
@@ -72,15 +73,16 @@ def finalize_dataset(
     if lost := find_lost_shards(store, keys, entries):
         remake(lost)
     manifest = _make_manifest(keys, plan, entries)
-    progress(Event("manifest.sealing", keys.manifest, {"shards": len(manifest.shards)}))
+    progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
     put(store, keys.index, make_wids_index(manifest, keys))
-    progress(Event("index.put", keys.index))
+    progress(IndexUploaded(key=keys.index))
     committed = commit_same(store, keys.manifest, manifest).record
     progress(
-        Event(
-            "manifest.sealed",
-            keys.manifest,
-            {"shards": len(committed.shards), "bytes": committed.size, **committed.samples},
+        ManifestCommitted(
+            key=keys.manifest,
+            shards=len(committed.shards),
+            size=committed.size,
+            samples=committed.samples,
         )
     )
     return committed

@@ -105,8 +105,7 @@ def delete_garbage(
     Args:
         store: Store of the dataset.
         plan: Plan of `plan_garbage`.
-        progress: Callback. After each batch of 1,000 it receives ``cleaning.deleted`` with the
-            ``objects`` and ``bytes`` so far.
+        progress: Callback. It receives `ObjectsDeleted` after each batch of 1,000.
 
     Raises:
         NotFoundError: The dataset has no plan by now.

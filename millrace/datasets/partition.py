@@ -17,10 +17,19 @@ import orjson
 from millrace import errors
 from millrace.datasets.formats.base import BadSampleError, ShardEncoder
 from millrace.datasets.formats.webdataset import EXTENSION, TarEncoder
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionEnding,
+    PartitionOpened,
+    ShardCommitted,
+    ShardEncoded,
+    ShardHalfEncoded,
+    ShardUploaded,
+)
 from millrace.datasets.sources import BadRow, Row, Source
 from millrace.digest import compute_sha256, compute_stream_sha256
 from millrace.keys.datasets import DatasetKeys, ShardName
-from millrace.progress import Event, Progress
+from millrace.progress import Progress
 from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit, ShardLayout
 from millrace.schemas.ledger import iterate_commits
@@ -62,12 +71,14 @@ def run_partition(
     last = _read_last_commit(store, keys, partition.name)
     check_plan([last] if last else [], plan_digest)
     cursor, number = (last.next_cursor, last.number + 1) if last else (0, 0)
-    figures = {
-        "cursor": cursor,
-        "commits": number,
-        "through": partition.source_range.fraction_before(cursor),
-    }
-    progress(Event("partition.opened", partition.name, figures))
+    progress(
+        PartitionOpened(
+            partition=partition.name,
+            cursor=cursor,
+            commits=number,
+            fraction=partition.source_range.fraction_before(cursor),
+        )
+    )
     with _ShardUploader(
         store, keys, partition, layout, plan_digest, number, uploads, progress
     ) as uploader:
@@ -98,7 +109,13 @@ def _add_row(
     batch.next_cursor = row.next_cursor
     if not batch.is_halfway and 2 * batch.encoder.size >= layout.shard_bytes:
         batch.is_halfway = True
-        uploader.progress(Event("shard.half", str(batch.name), {"samples": batch.encoder.samples}))
+        uploader.progress(
+            ShardHalfEncoded(
+                partition=batch.name.partition,
+                number=batch.name.number,
+                samples=batch.encoder.samples,
+            )
+        )
     if batch.encoder.samples >= layout.shard_samples or batch.bad_bytes >= _MAX_BAD_BYTES:
         return uploader.upload(batch)
     return batch
@@ -219,10 +236,20 @@ class _ShardUploader:
         if samples:
             shard = batch.encoder.close()
             key, size, digest = self._keys.shard(name, EXTENSION), len(shard), compute_sha256(shard)
-            self.progress(Event("shard.encoded", key, {"samples": samples, "bytes": size}))
+            self.progress(
+                ShardEncoded(
+                    partition=name.partition,
+                    number=name.number,
+                    key=key,
+                    samples=samples,
+                    size=size,
+                )
+            )
             _create_same(self._store, key, shard, digest)
         quarantine = self._upload_quarantine(batch)
-        self.progress(Event("shard.put", str(name), {"samples": samples, "bytes": size}))
+        self.progress(
+            ShardUploaded(partition=name.partition, number=name.number, samples=samples, size=size)
+        )
         return ShardCommit(
             partition=name.partition,
             number=name.number,
@@ -271,14 +298,17 @@ class _ShardUploader:
     def _commit(self, batch: _Batch, commit: ShardCommit) -> None:
         self._restore_missing(batch, commit)
         commit_same(self._store, self._keys.commit(batch.name), commit)
-        figures = {
-            "samples": commit.samples,
-            "bytes": commit.size,
-            "quarantined": commit.quarantined,
-            "partition": commit.partition,
-            "through": self._partition.source_range.fraction_before(commit.next_cursor),
-        }
-        self.progress(Event("shard.committed", commit.key or str(batch.name), figures))
+        self.progress(
+            ShardCommitted(
+                partition=commit.partition,
+                number=commit.number,
+                key=commit.key,
+                samples=commit.samples,
+                size=commit.size,
+                quarantined=commit.quarantined,
+                fraction=self._partition.source_range.fraction_before(commit.next_cursor),
+            )
+        )
 
 
 def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) -> None:
@@ -368,8 +398,14 @@ def _commit_end(
         quarantined=sum(entry.quarantined for entry in entries),
         plan_digest=plan_digest,
     )
-    progress(Event("partition.ending", partition, {"samples": end.samples, "bytes": end.size}))
+    progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
     commit_same(store, keys.end(partition), end)
-    figures = {"samples": end.samples, "bytes": end.size, "quarantined": end.quarantined}
-    progress(Event("partition.ended", partition, figures))
+    progress(
+        PartitionEnded(
+            partition=partition,
+            samples=end.samples,
+            size=end.size,
+            quarantined=end.quarantined,
+        )
+    )
     return end

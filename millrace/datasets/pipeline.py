@@ -11,6 +11,7 @@ from millrace import errors, settings
 from millrace.datasets.finalize import compute_plan_digest, finalize_dataset
 from millrace.datasets.plan import check_pinned, make_plan, pin_plan
 from millrace.datasets.pool import run_partitions
+from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.repair import remake_shards
 from millrace.datasets.settings import PipelineSettings
@@ -159,14 +160,11 @@ def shard_dataset(
             raise
         plan = fetch(store, keys.plan, DatasetPlan)
     progress(
-        Event(
-            "plan.committed",
-            keys.plan,
-            {
-                "partitions": len(plan.partitions),
-                "bytes": plan.source.size,
-                "files": plan.source.files,
-            },
+        PlanCommitted(
+            key=keys.plan,
+            partitions=len(plan.partitions),
+            files=plan.source.files,
+            size=plan.source.size,
         )
     )
     counter = _CommitCounter(progress)
@@ -252,8 +250,8 @@ class _CommitCounter:
         self.shards = self.samples = self.size = 0
 
     def __call__(self, event: Event) -> None:
-        if event.name == "shard.committed":
-            self.shards += bool(event.figures["samples"])  # else only bad rows were committed
-            self.samples += int(event.figures["samples"])
-            self.size += int(event.figures["bytes"])
+        if isinstance(event, ShardCommitted):
+            self.shards += bool(event.samples)  # else only bad rows were committed
+            self.samples += event.samples
+            self.size += event.size
         self._progress(event)

@@ -10,6 +10,11 @@ from typing import Any
 
 from millrace import errors
 from millrace.datasets.formats import webdataset
+from millrace.datasets.progress_events import (
+    PlanRemoved,
+    PlanReplacementStarted,
+    ShardDeletionStarted,
+)
 from millrace.datasets.settings import ShardingSettings
 from millrace.datasets.sources import PartitionedSource, SourceSettings, partition_source
 from millrace.datasets.sources.files import describe_difference
@@ -18,7 +23,7 @@ from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch, list_differences
 from millrace.schemas.dataset import DatasetPlan, FileRef, SampleListing, ShardLayout
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
@@ -168,11 +173,11 @@ def _try_remove_plan(
             raise errors.ConflictError(
                 f"{difference} A run of {others[0].host} (process {others[0].pid}) works on it."
             )
-        progress(Event("plan.replacing", keys.plan))
+        progress(PlanReplacementStarted(key=keys.plan))
         put(store, keys.plan_removed, b"")
         if delete(store, [keys.plan]):
             return False
-        progress(Event("plan.removed", keys.plan))
+        progress(PlanRemoved(key=keys.plan))
         if _has_commits(store, keys):
             commit_once(store, keys.plan, pinned)
             delete(store, [keys.plan_removed])
@@ -215,7 +220,7 @@ def _delete_uncommitted_shards(store: Store, keys: DatasetKeys, progress: Progre
         ConflictError: Another run has committed shards meanwhile.
     """
     if not _has_commits(store, keys):
-        progress(Event("plan.clearing", keys.shards))
+        progress(ShardDeletionStarted(prefix=keys.shards))
         prefixes = (keys.shards, keys.quarantined)
         stats = (stat for prefix in prefixes for stat in list_objects(store, prefix))
         delete(store, [stat.key for stat in stats if keys.is_shard(stat.key)])

@@ -16,13 +16,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import IO, Any
 
 import orjson
 
 from millrace import errors
+from millrace.datasets.progress_events import (
+    PartitionsPending,
+    ShardCommitted,
+    WorkerLost,
+    decode_partition_event,
+)
 from millrace.datasets.worker import PartitionJob, run_job
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
@@ -71,7 +77,7 @@ def run_partitions(
         MillraceError: Error that a worker raised. The others are stopped; a later run continues.
     """
     pending = _PendingPartitions(store, keys, jobs)
-    progress(Event("partitions.left", figures={"partitions": len(pending)}))
+    progress(PartitionsPending(partitions=len(pending)))
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(lease_timeout) as heartbeat:
@@ -196,10 +202,11 @@ class _Driver:
 
     def _handle_message(self, worker: "_WorkerProcess", message: dict[str, Any]) -> None:
         match message:
-            case {"event": [number, name, subject, figures]}:
-                if name == "shard.committed" and worker.assignment:
+            case {"event": [number, data]}:
+                event = replace(decode_partition_event(data), pid=worker.pid)
+                if isinstance(event, ShardCommitted) and worker.assignment:
                     self._deaths.pop(worker.assignment[0].partition.name, None)
-                self._progress(Event(name, subject, {**figures, "pid": worker.pid}))
+                self._progress(event)
                 worker.send({"acknowledged": number})
             case {"ended": end}:
                 PartitionEnd.model_validate(end)
@@ -214,7 +221,7 @@ class _Driver:
         cause = worker.describe_exit()
         killed = worker.process.returncode == -signal.SIGKILL
         self._pool.replace(worker)
-        self._progress(Event("worker.lost", figures={"pid": worker.pid, "how": cause}))
+        self._progress(WorkerLost(pid=worker.pid, cause=cause))
         logger.warning("worker %d %s; another takes its place", worker.pid, cause)
         if worker.assignment is None:
             return

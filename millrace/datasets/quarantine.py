@@ -9,6 +9,7 @@ import orjson
 from millrace import errors
 from millrace.datasets.finalize import compute_plan_digest
 from millrace.datasets.partition import check_plan
+from millrace.datasets.progress_events import ShardCommitted
 from millrace.datasets.settings import ExecutionSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
@@ -69,10 +70,9 @@ class QuarantineLimit:
 
         def forward_event(event: Event) -> None:
             progress(event)
-            if event.name == "shard.committed":
-                figures = event.figures
-                self._count_rows(int(figures["samples"]), int(figures["quarantined"]))
-                self._advance(str(figures["partition"]), float(figures["through"]))
+            if isinstance(event, ShardCommitted):
+                self._count_rows(event.samples, event.quarantined)
+                self._advance(event.partition, event.fraction)
                 self._check_early()
 
         return forward_event

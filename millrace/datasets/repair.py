@@ -8,12 +8,13 @@ from millrace import errors
 from millrace.datasets.finalize import LostShard
 from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, open_source
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_sha256
 from millrace.keys.datasets import DatasetKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
 from millrace.schemas.ledger import iterate_commits
@@ -97,14 +98,14 @@ def remake_shards(
     partitions = {partition.name: partition for partition in plan.partitions}
     for entry, reason in lost:
         key = str(entry.key)
-        progress(Event("shard.repairing", key, {"why": reason}))
+        progress(ShardRepairStarted(key=key, reason=reason))
         _replace_shard(
             store,
             key,
             entry,
             _remake_shard(source, partitions[entry.partition], plan.layout, entry),
         )
-        progress(Event("shard.repaired", key, {"bytes": entry.size}))
+        progress(ShardRepaired(key=key, size=entry.size))
 
 
 def _remake_shard(

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from millrace import errors
+from millrace.datasets.progress_events import ShardVerified
 from millrace.keys.datasets import DatasetKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import Store, describe_difference
@@ -69,7 +70,7 @@ def verify_dataset(
     faults: list[ShardFault] = []
     with ThreadPoolExecutor(concurrency, thread_name_prefix="verify") as pool:
         for shard, fault in _check_shards(pool, store, manifest, digests=digests):
-            progress(Event("shard.verified", shard.key, {"bytes": shard.size, "good": not fault}))
+            progress(ShardVerified(key=shard.key, size=shard.size, is_intact=not fault))
             if fault:
                 faults.append(ShardFault(shard.key, fault))
     return Verification(len(manifest.shards), manifest.size, tuple(faults), digests)

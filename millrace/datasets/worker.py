@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
 from millrace.datasets.partition import run_partition
+from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
 from millrace.datasets.sources import open_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
@@ -94,10 +95,10 @@ class _DriverConnection:
             self._outgoing.flush()
 
     def report(self, event: Event) -> None:
+        assert isinstance(event, PartitionEvent), "a partition sends no other events"
         number, acknowledged = next(self._numbers), threading.Event()
         self._unacknowledged[number] = acknowledged
-        figures = dict(event.figures)
-        self.send({"event": [number, event.name, event.subject, figures]})
+        self.send({"event": [number, encode_partition_event(event)]})
         acknowledged.wait()
 
 

@@ -19,6 +19,7 @@ from millrace.checkpoints.find import (
     verify,
 )
 from millrace.checkpoints.parts import parse_dtype
+from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
 from millrace.gradients.backends.rank_group import RankGroup
@@ -33,7 +34,7 @@ from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import ChainError, read_link, start_chain
 from millrace.keys.gradients import ChainKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import BUFFER_NAMES, last_part_of
@@ -116,7 +117,7 @@ def load_newest_state(
     Args:
         store: Bucket of the aggregator.
         keys: Keys of the run's chain.
-        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
+        progress: Receives `CheckpointDamaged` for each skipped checkpoint.
 
     Returns:
         Weights, and the number of their window. `catch_up` applies the later links.
@@ -144,7 +145,7 @@ def load_newest_weights(
         keys: Keys of the run's chain.
         allocate: Function that allocates weights from their shapes.
         ranks: Group of ranks with some weights each. All of them call this function.
-        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
+        progress: Receives `CheckpointDamaged` for each skipped checkpoint.
 
     Returns:
         Weights, and the number of their window.
@@ -156,8 +157,7 @@ def load_newest_weights(
     ranks = ranks or RankGroup()
 
     def report_skipped(step: int, error: errors.MillraceError) -> None:
-        figures = {"step": step, "damage": str(error)}
-        progress(Event("checkpoint.damaged", keys.job, figures))
+        progress(CheckpointDamaged(job=keys.job, step=step, damage=str(error)))
 
     ranks.run_on_each(lambda: read_link(store, keys, 0))
     model: S | None = None

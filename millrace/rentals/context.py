@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from millrace.keys.rentals import MachineKeys, RentalKeys
-from millrace.progress import Event, Figure, Progress
+from millrace.progress import Progress
 from millrace.rentals.clock import Clock
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.machines import Machine
@@ -51,7 +51,3 @@ class RentalContext:
         keys = MachineKeys(self.keys.machine(attempt.number))
         now = self.clock.monotonic()
         return Machine(attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now)
-
-    def report_event(self, name: str, machine: Machine, **figures: Figure) -> None:
-        """Report an event of a machine."""
-        self.progress(Event(name, machine.name, figures))

@@ -7,6 +7,7 @@ from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import LISTING_LAG
 from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.progress_events import MachineReady, OutputPrinted, PriceRaised
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.reports import extract_error
 from millrace.rentals.vast.instances import Instance
@@ -74,7 +75,7 @@ class MachineInspector:
             machine.last_report_at = now  # a failed read does not count as silence
             return
         for line in machine.reports.new_lines:
-            self._context.report_event("machine.printed", machine, text=line)
+            self._context.progress(OutputPrinted(machine=machine.name, text=line))
 
     def _check_instance(self, machine: Machine) -> ReleaseDecision | None:
         """Decide by the description of the provider."""
@@ -85,11 +86,12 @@ class MachineInspector:
             return ReleaseDecision(machine, ReleaseReason.OUTBID, "another client pays more")
         if self._budget.is_raised(machine, instance.dollars_per_hour):
             machine.reported_price = instance.dollars_per_hour
-            self._context.report_event(
-                "rental.raised",
-                machine,
-                offered=machine.attempt.intent.dollars_per_hour,
-                dollars_per_hour=instance.dollars_per_hour,
+            self._context.progress(
+                PriceRaised(
+                    machine=machine.name,
+                    offered=machine.attempt.intent.dollars_per_hour,
+                    dollars_per_hour=instance.dollars_per_hour,
+                )
             )
         if message := self._budget.check_price(machine, instance.dollars_per_hour):
             return ReleaseDecision(machine, ReleaseReason.TOO_EXPENSIVE, message)
@@ -118,7 +120,7 @@ class MachineInspector:
         if machine.reports.heartbeat is not None and instance is not None and instance.is_running:
             machine.is_ready = True
             self._policy.record_ready(machine.slot)
-            self._context.report_event("rental.ready", machine, instance=instance.id)
+            self._context.progress(MachineReady(machine=machine.name, instance=instance.id))
         elif age > self._timeouts.startup_timeout.total_seconds():
             state = setup.state if setup else instance.status if instance else "unknown"
             return ReleaseDecision(

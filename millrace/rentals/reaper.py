@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from millrace import errors
 from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.rentals.clock import SystemClock
 from millrace.rentals.destroy import destroy_machines, record_release
 from millrace.rentals.labels import Label, is_ours
@@ -24,6 +24,7 @@ from millrace.rentals.ledger import (
     refuse_foreign_machines,
 )
 from millrace.rentals.ownership import acquire_ownership
+from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
@@ -106,7 +107,7 @@ def reap(
         settings: Store of the ledger, and the account.
         dry_run: Whether machines are only listed, and not released.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.released`` with ``reason`` and ``message``, for each machine.
+        progress: Receives `MachineReleased` for each machine.
 
     Raises:
         UnavailableError: The machines cannot be listed, or may still exist.
@@ -143,7 +144,7 @@ def release(
             renews its lease, or the lease expires.
         include_detached: Whether detached machines are released, too; else they stay.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.released``, for each machine.
+        progress: Receives `MachineReleased` for each machine.
 
     Raises:
         ConfigurationError: Another account pays for some machines. The machines of this account
@@ -184,14 +185,11 @@ def release(
                 now,
             )
             progress(
-                Event(
-                    "rental.released",
-                    label,
-                    {
-                        "reason": ReleaseReason.UNNEEDED,
-                        "message": "the rental was released",
-                        "dollars": one.compute_cost(now),
-                    },
+                MachineReleased(
+                    machine=label,
+                    reason=ReleaseReason.UNNEEDED,
+                    message="the rental was released",
+                    dollars=one.compute_cost(now),
                 )
             )
 
@@ -225,12 +223,14 @@ def _release_machines(
                 one.cost,
                 now,
             )
-        figures = {
-            "reason": ReleaseReason.REAPED,
-            "message": one.release_reason,
-            "dollars": one.cost,
-        }
-        progress(Event("rental.released", one.instance.label, figures))
+        progress(
+            MachineReleased(
+                machine=one.instance.label,
+                reason=ReleaseReason.REAPED,
+                message=one.release_reason,
+                dollars=one.cost,
+            )
+        )
 
     destroy_machines(
         vast, {label: one.instance.id for label, one in by_label.items()}, handle_destroyed

@@ -7,6 +7,7 @@ from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import ReleaseReason
 
@@ -73,12 +74,13 @@ class MachineReleaser:
             context.now(),
         )
         self._state.add_release(machine, cost)
-        context.report_event(
-            "rental.released",
-            machine,
-            reason=decision.reason,
-            message=decision.message,
-            dollars=cost,
+        context.progress(
+            MachineReleased(
+                machine=machine.name,
+                reason=decision.reason,
+                message=decision.message,
+                dollars=cost,
+            )
         )
 
     def enforce_budget(self, budget: Budget) -> None:

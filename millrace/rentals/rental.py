@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from millrace import errors
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
@@ -21,6 +21,7 @@ from millrace.rentals.inspection import MachineInspector
 from millrace.rentals.late_machines import LateMachineFinder
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.ownership import Ownership
+from millrace.rentals.progress_events import MachineMissing, RentalCostUpdated
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.settings import RentalSettings, open_account
@@ -46,10 +47,8 @@ class Rental:
         wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
             renews its lease, or the lease expires.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.offer``, ``rental.rented``, ``rental.ready``,
-            ``rental.released``, ``rental.missing`` with ``message``, ``rental.raised`` with the
-            prices ``offered`` and ``dollars_per_hour``, and ``machine.printed``. The subject of
-            each is the machine. Also receives ``rental.cost`` with the ``dollars`` so far.
+        progress: Receives `OfferTaken`, `MachineRented`, `MachineReady`, `MachineReleased`,
+            `MachineMissing`, `PriceRaised`, `OutputPrinted` and `RentalCostUpdated`.
     """
 
     def __init__(
@@ -204,8 +203,11 @@ class Rental:
                 resume_at=self._starter.pacer.resume_at,
                 has_machines=bool(self.machines),
             )
-            figures = {"message": errors.format_error(error)}
-            self._context.progress(Event("rental.missing", f"{self.settings.name}/{slot}", figures))
+            self._context.progress(
+                MachineMissing(
+                    machine=f"{self.settings.name}/{slot}", message=errors.format_error(error)
+                )
+            )
 
     def _poll_machines(self) -> None:
         """Check all machines, and release machines that failed, ended or have no slot."""
@@ -216,8 +218,9 @@ class Rental:
         decisions = self._late_finder.find(instances or [], adopt=True)
         decisions += self._inspect_machines(instances)
         self._releaser.release(decisions)
-        figures = {"dollars": round(self.cost, 6)}
-        self._context.progress(Event("rental.cost", self.settings.name, figures))
+        self._context.progress(
+            RentalCostUpdated(rental=self.settings.name, dollars=round(self.cost, 6))
+        )
         for decision in decisions:
             self._handle_release(decision)
         self._policy.refuse_uninstallable()

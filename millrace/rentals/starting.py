@@ -4,7 +4,6 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from millrace import errors
-from millrace.progress import Event
 from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.clock import Clock
@@ -14,6 +13,7 @@ from millrace.rentals.ledger import Attempt, ensure_installation
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.offers import Offer, find_offers
 from millrace.rentals.ownership import Ownership
+from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import RETRY_INTERVAL, ReplacementPolicy
 from millrace.rentals.startup import make_environment, read_onstart_script, upload_files
@@ -170,7 +170,7 @@ class MachineStarter:
         self._state.active[machine.slot] = machine
         self.pacer.record_answer()
         self._policy.record_rented(machine.slot)
-        self._context.report_event("rental.rented", machine, instance=instance_id)
+        self._context.progress(MachineRented(machine=machine.name, instance=instance_id))
 
     def commit_contract(self, machine: Machine, instance_id: int) -> None:
         """Record the number of a rented machine."""
@@ -181,13 +181,14 @@ class MachineStarter:
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
         """Take an offer; return whether there is a machine, or may be one."""
-        figures = {
-            "gpu": offer.gpu,
-            "dollars_per_hour": offer.dollars_per_hour,
-            "location": offer.location,
-        }
-        name = f"{self._context.settings.name}/{slot}"
-        self._context.progress(Event("rental.offer", name, figures))
+        self._context.progress(
+            OfferTaken(
+                machine=f"{self._context.settings.name}/{slot}",
+                gpu=offer.gpu,
+                location=offer.location,
+                dollars_per_hour=offer.dollars_per_hour,
+            )
+        )
         machine = self._context.make_machine(self._commit_intent(slot, offer))
         self._state.active[slot] = machine  # from here on, every exit releases the machine
         try:

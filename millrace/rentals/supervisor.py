@@ -11,6 +11,12 @@ from typing import ClassVar, Self
 from millrace.errors import HeldError, MachineError, MillraceError, format_error
 from millrace.progress import Event, Progress, ignore_event
 from millrace.rentals.owner_monitor import OwnerMonitor
+from millrace.rentals.progress_events import (
+    MachineReleased,
+    RentalFailed,
+    RentalInterrupted,
+    RentalWaiting,
+)
 from millrace.rentals.rental import Rental
 from millrace.rentals.settings import RentalSettings
 from millrace.schemas.rental import ReleaseReason
@@ -30,8 +36,8 @@ class RentalSupervisor:
         is_proven: Whether a program is known to work. Until then, the second failure ends the
             rental: the command is wrong on any machine.
         progress: Context, entered in the thread, whose value receives the events of `Rental`. The
-            value also receives ``rental.waiting`` and ``rental.failed`` with ``why``, and
-            ``rental.interrupted`` when the exit is interrupted.
+            value also receives `RentalWaiting`, `RentalFailed`, and `RentalInterrupted` when the
+            exit is interrupted.
     """
 
     # Without `__dict__`, Prefect cannot store the attributes of a flow's parameter: they hold keys.
@@ -96,7 +102,7 @@ class RentalSupervisor:
                 self._ended.wait()  # after an interrupt, `join` may take a living thread for ended
             except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, or SIGTERM
                 interrupt = error
-                self._report(Event("rental.interrupted", self.name))
+                self._report(RentalInterrupted(rental=self.name))
         if interrupt is not None and kind is None:
             raise interrupt
 
@@ -145,14 +151,14 @@ class RentalSupervisor:
             except HeldError as error:
                 if monotonic() > deadline or self._stop_requested.wait(_POLL_INTERVAL):
                     raise
-                self._report(Event("rental.waiting", self.name, {"message": format_error(error)}))
+                self._report(RentalWaiting(rental=self.name, message=format_error(error)))
 
     def _handle_event(self, event: Event) -> None:
         """Handle an event: end the rental after failures of programs that never worked."""
         self._report(event)
-        if event.name != "rental.released" or event.figures["reason"] != ReleaseReason.FAILED:
+        if not isinstance(event, MachineReleased) or event.reason is not ReleaseReason.FAILED:
             return
-        self._failures.append(str(event.figures["message"]))
+        self._failures.append(event.message)
         if len(self._failures) < _MAX_FAILURES or self._error is not None:
             return
         try:
@@ -179,7 +185,7 @@ class RentalSupervisor:
                 rental.wait_until_done(self._stop_requested)
         except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
             self._error = self._error or error
-            self._report(Event("rental.failed", self.name, {"message": format_error(error)}))
+            self._report(RentalFailed(rental=self.name, message=format_error(error)))
         finally:
             self._unreleased.discard(self)
             self._ready.set()

@@ -44,9 +44,8 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
 
     Args:
         settings: What, where to, and on which nodes.
-        progress: Told a few times a second: ``swarm.progress`` with ``bytes`` that the nodes
-            have ``of`` all, ``moved`` in this run, ``nodes`` and ``ready``; and of each node that
-            is ready or lost.
+        progress: Receives `PrewarmProgressed` a few times a second, and `NodeReady`, `NodeLost`,
+            `NodeAccused`, `NodeUntrusted` and `FileMismatched`.
 
     Raises:
         NotFoundError: An object that was requested is not there.

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from millrace.checkpoints import Saver, load
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
-from millrace.progress import Event
 from millrace.progress_bar import BytesBar
 from millrace.settings import load_settings
 from millrace.storage import open_store
+from millrace.swarm.progress_events import PrewarmProgressed
 from millrace.testing.process import REPOSITORY, free_ports
 
 
@@ -320,8 +320,16 @@ def test_without_a_terminal_a_run_prints_lines_of_progress(run, settings):
 def test_without_a_terminal_a_prewarm_prints_lines_of_progress(capsys):
     with BytesBar() as bar:
         for done in (0, 1_000_000, 2_000_000):
-            figures = {"bytes": done, "of": 2_000_000, "ready": done // 2_000_000, "nodes": 1}
-            bar(Event("swarm.progress", "", figures))
+            bar(
+                PrewarmProgressed(
+                    present=done,
+                    total=2_000_000,
+                    moved=done,
+                    nodes=1,
+                    ready=done // 2_000_000,
+                    seconds=1.0,
+                )
+            )
     assert capsys.readouterr().err.splitlines() == [
         "0 bytes of 2.0 MB on 0 of 1 nodes",
         "2.0 MB of 2.0 MB on 1 of 1 nodes",

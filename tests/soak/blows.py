@@ -19,7 +19,7 @@ class Blow:
     """Kill or stop of a process.
 
     Attributes:
-        at: The event at which, or `ANYWHERE`.
+        at: Kind of the event at which, or `ANYWHERE`.
         number: The how-manieth such event; after so many milliseconds, if anywhere.
         kill: SIGKILL; else it is stopped, and goes on when the others have ended.
     """
@@ -53,7 +53,7 @@ class Struck:
             timer.start()
 
     def __call__(self, event: Event) -> None:
-        if self._blow is not None and event.name == self._blow.at:
+        if self._blow is not None and event.kind == self._blow.at:
             self._seen += 1
             if self._seen == self._blow.number:
                 self._strike()

@@ -113,7 +113,7 @@ def nobody_died(child: Child, said: Said) -> None:
     Raises:
         CaseError: One did, and nobody had.
     """
-    if said.name == "worker.lost":
+    if said.kind == "worker.lost":
         raise CaseError(f"worker {said.pid} was lost, and nobody killed it:\n{child.tail()}")
 
 

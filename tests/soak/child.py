@@ -23,10 +23,16 @@ class HungError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An event that a driver announced; it waits for `Child.go`."""
+    """An event that a driver announced; it waits for `Child.go`.
 
-    name: str
-    subject: str
+    Attributes:
+        kind: Kind of the event.
+        partition: Name of the event's partition; empty if it has none.
+        pid: Process that the event came from, or that was lost.
+    """
+
+    kind: str
+    partition: str
     pid: int
 
 

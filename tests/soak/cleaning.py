@@ -15,6 +15,7 @@ from typing import Any
 
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
+from millrace.deletion import ObjectsDeleted
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
 from tests.support.cleanup.judge import Judge, Thing
@@ -167,7 +168,7 @@ def _killed(config: CleanupSettings, plan: str, batches: int) -> bool:
     theirs.close()
     said: Counter[str] = Counter()
     try:
-        while said["cleaning.deleted"] < batches:
+        while said[ObjectsDeleted.kind] < batches:
             said[ours.recv()] += 1
     except EOFError:  # it had no more to do
         process.join()
@@ -183,7 +184,7 @@ def _execute(pipe: Any, told: str) -> None:
     config = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
 
     def tell(event: Event) -> None:
-        pipe.send(event.name)
+        pipe.send(event.kind)
 
     execute(config, data["plan"], progress=tell)
     pipe.send("done")

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from millrace.datasets import PipelineSettings, delete_garbage, plan_garbage, shard_dataset
+from millrace.datasets.progress_events import PartitionEvent, WorkerLost
 from millrace.progress import Event
 from millrace.storage import open_store
 
@@ -26,9 +27,16 @@ class Gate:
         self._one = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        pid = event.figures.get("pid", os.getpid())
+        partition, pid = "", os.getpid()
+        match event:
+            case PartitionEvent():
+                partition, pid = event.partition, event.pid
+            case WorkerLost():
+                pid = event.pid
+            case _:
+                pass
         with self._one:
-            self.say({"name": event.name, "subject": event.subject, "pid": pid})
+            self.say({"kind": event.kind, "partition": partition, "pid": pid})
             if not os.read(0, 1):
                 os._exit(3)  # the soak itself is gone
 

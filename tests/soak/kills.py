@@ -1,6 +1,5 @@
 """SIGKILL at every boundary that a driver announces, and between them; of whom is told apart."""
 
-import re
 import signal
 import time
 from collections import Counter, deque
@@ -9,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from tests.soak.case import DATASET, Case, CaseError, References, finished, nobody_died
+from tests.soak.case import Case, CaseError, References, finished, nobody_died
 from tests.soak.child import Child, Ended, HungError, Said
 from tests.soak.material import Material
 from tests.soak.place import Place
@@ -25,7 +24,6 @@ from tests.soak.targets import (
     in_order,
 )
 
-_PARTITION = re.compile(r"[a-z]+-\d{5}")
 _A_CASE = 6
 _DEATHS = 2  # of workers over one partition in a row; the third is the driver's end
 
@@ -86,16 +84,16 @@ class _Hunt:
 
     def _note(self, said: Said) -> None:
         """Keep the driver's own count of deaths over a partition: it gives up at the third."""
-        self._complete |= said.name == COMPLETE
-        if said.name == "worker.lost":
+        self._complete |= said.kind == COMPLETE
+        if said.kind == "worker.lost":
             self._deaths[self._of.pop(said.pid, "")] += 1
             if said.pid not in self._dead:
                 nobody_died(self._child, said)
             self._tally.kill(self._dead.pop(said.pid), self._case.place)
-        elif match := _PARTITION.search(said.subject.removeprefix(f"{DATASET}/")):
-            self._of[said.pid] = match[0]
-            if said.name == "shard.committed":
-                self._deaths.pop(match[0], None)
+        elif said.partition:
+            self._of[said.pid] = said.partition
+            if said.kind == "shard.committed":
+                self._deaths.pop(said.partition, None)
 
     def _fits(self, said: Said) -> bool:
         self._skip_those_too_late(said)
@@ -103,9 +101,9 @@ class _Hunt:
             return False
         target = self._targets[0]
         if target.boundary in {ANY, BETWEEN}:
-            fits = said.name != COMPLETE
+            fits = said.kind != COMPLETE
         else:
-            fits = target.boundary == said.name
+            fits = target.boundary == said.kind
         if target.victim is Victim.WORKER:
             fits = fits and self._may_die(said)
         elif target.boundary not in {ANY, BETWEEN}:
@@ -114,7 +112,7 @@ class _Hunt:
         return fits and self._fitting >= target.nth
 
     def _may_die(self, said: Said) -> bool:
-        if said.pid in {self._child.pid, *self._dead} or said.name == "worker.lost":
+        if said.pid in {self._child.pid, *self._dead} or said.kind == "worker.lost":
             return False
         partition = self._of.get(said.pid, "")
         dying = sum(self._of.get(pid) == partition for pid in self._dead)
@@ -122,10 +120,10 @@ class _Hunt:
 
     def _skip_those_too_late(self, said: Said) -> None:
         """Skip the boundaries of partitions when finalizing begins: all partitions have ended."""
-        if said.name not in {*DRIVERS_LAST, COMPLETE}:
+        if said.kind not in {*DRIVERS_LAST, COMPLETE}:
             return
         order = (*DRIVERS_LAST, COMPLETE)
-        ahead = {*order[order.index(said.name) :], ANY, BETWEEN}
+        ahead = {*order[order.index(said.kind) :], ANY, BETWEEN}
         while self._targets and (
             self._targets[0].boundary not in ahead or self._targets[0].victim is Victim.WORKER
         ):

@@ -30,7 +30,7 @@ class Outcome:
         seconds: From the start of the driver to its last line.
         report: What it reported; empty if it raised.
         error: What it raised, and what that says.
-        names: The events that it told.
+        names: Kinds of the events that it told.
     """
 
     seconds: float = 0.0
@@ -136,8 +136,12 @@ class Swarm:
                         outcome.error = f"{told['error']}: {told['says']}"
                     case _:
                         outcome.names.add(told["name"])
-                        figures = told["figures"]
-                        if act and figures.get("of") and figures["bytes"] >= at * figures["of"]:
+                        fields = told["fields"]
+                        if (
+                            act
+                            and fields.get("total")
+                            and fields["present"] >= at * fields["total"]
+                        ):
                             act(driver)
                             act = None
         outcome.seconds = time.monotonic() - began

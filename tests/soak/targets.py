@@ -42,7 +42,7 @@ class Target:
     """One kill to come.
 
     Attributes:
-        boundary: An event's name, `ANY` or `BETWEEN`.
+        boundary: Kind of an event, `ANY` or `BETWEEN`.
         victim: Who.
         nth: At which of the events that fit.
         delay: For `BETWEEN`: seconds after it.

@@ -24,7 +24,7 @@ def share(case: Case) -> tuple[int, int]:
     opened: dict[Child, Said] = {}
 
     def hold(child: Child, said: Said) -> bool:
-        if said.name != "partition.opened" or len(opened) == 2:
+        if said.kind != "partition.opened" or len(opened) == 2:
             return False
         opened[child] = said
         if len(opened) == 1:
@@ -36,7 +36,7 @@ def share(case: Case) -> tuple[int, int]:
     with case.start() as first, case.start() as second:
         ends = conduct([first, second], hold)
     made = tuple(int(finished(ends[child])["made"]) for child in (first, second))
-    if not all(made) or len({said.subject for said in opened.values()}) != 2:
+    if not all(made) or len({said.partition for said in opened.values()}) != 2:
         raise CaseError(f"two drivers did not share the work: they made {made} shards")
     return made[0], made[1]
 
@@ -68,11 +68,11 @@ def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:
             said = first.hear()
             if not isinstance(said, Said):
                 raise CaseError("the first driver ended before it was stopped")
-            if said.name == "partition.opened":
-                opened.add(said.subject)
-            elif said.name == "partition.ended":
-                opened.discard(said.subject)
-            commits += said.name == "shard.committed"
+            if said.kind == "partition.opened":
+                opened.add(said.partition)
+            elif said.kind == "partition.ended":
+                opened.discard(said.partition)
+            commits += said.kind == "shard.committed"
             if commits < 2:
                 first.go()
         first.stop(workers_too=workers_too)
@@ -80,8 +80,8 @@ def take_over(case: Case, *, workers_too: bool, wakes: Wakes) -> None:
         taken: list[str] = []
 
         def wake(child: Child, said: Said) -> bool:
-            if child is second and said.name == "partition.opened" and said.subject in opened:
-                taken.append(said.subject)
+            if child is second and said.kind == "partition.opened" and said.partition in opened:
+                taken.append(said.partition)
                 if wakes is Wakes.MIDWAY:
                     first.signal_group(signal.SIGCONT)
             return False

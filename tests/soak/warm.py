@@ -14,7 +14,7 @@ def tell(kind: str, **what: object) -> None:
 
 
 def heard(event: Event) -> None:
-    tell("event", name=event.name, subject=event.subject, figures=dict(event.figures))
+    tell("event", name=event.kind, fields=asdict(event))
 
 
 def main() -> None:

@@ -38,11 +38,19 @@ from millrace.checkpoints.cooldown.membership import (
 )
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
+from millrace.checkpoints.progress_events import (
+    CheckpointSaved,
+    ContentAgreed,
+    CooldownExtended,
+    EpochEndedWithoutCheckpoint,
+    UploadCompleted,
+    UploadStarted,
+)
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.progress import Event, Figure, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import (
     Checkpoint,
@@ -122,9 +130,9 @@ def cool_down(
             default the first member draws one.
         settings: Settings of the end of the epoch.
         cancel: Event that stops this member's part.
-        progress: Receives ``cooldown.agreed``, ``cooldown.racing`` with ``rank``,
-            ``checkpoint.part`` for each sent file, ``cooldown.complete``, ``checkpoint.saved``,
-            ``cooldown.late`` and ``epoch.without``, from several threads.
+        progress: Receives `ContentAgreed`, `UploadStarted`, `PartStored` for each sent file,
+            `UploadCompleted`, `CheckpointSaved`, `CooldownExtended` and
+            `EpochEndedWithoutCheckpoint`, from several threads.
 
     Raises:
         ConfigurationError: The position or the notes are not JSON.
@@ -315,7 +323,7 @@ class _MemberCooldown:
                     "whose content is not saved. Load the epoch's checkpoint."
                 )
             self._agreed = True
-            self._emit("cooldown.agreed", members=count, of=len(voters))
+            self._progress(ContentAgreed(member=self._member, votes=count, voters=len(voters)))
         elif voters <= self._heard.claims.keys():
             different = len({claim.agreement_key for claim in self._heard.claims.values()})
             return (
@@ -342,7 +350,9 @@ class _MemberCooldown:
             uploaders = self._select_uploaders()
             if self._member in uploaders:
                 rank = uploaders.index(self._member)
-                self._emit("cooldown.racing", rank=rank, of=len(uploaders))
+                self._progress(
+                    UploadStarted(member=self._member, rank=rank, checkpointers=len(uploaders))
+                )
                 if self._confined:
                     commit_once(self._store, self._cooldown.draft(self._member), self._draft)
                 self._upload.start(rank, len(uploaders))
@@ -388,9 +398,11 @@ class _MemberCooldown:
 
     def _commit(self) -> EpochResult:
         """Commit the checkpoint and the epoch's end, unless another member has."""
-        self._emit("cooldown.complete", bytes=self._draft.size)
+        self._progress(UploadCompleted(member=self._member, size=self._draft.size))
         mine = self._commit_metadata()
-        self._emit("checkpoint.saved", bytes=self._draft.size)
+        self._progress(
+            CheckpointSaved(key=self._keys.metadata(self._draft.step), size=self._draft.size)
+        )
         if self._behind:
             return self._make_result(
                 self._decide_outcome(self._member if mine else ""), "The epoch was over."
@@ -462,7 +474,11 @@ class _MemberCooldown:
             self._due += settings.time.total_seconds()
             if settings.on_timeout is OnTimeout.ELECT:
                 self._number += count_checkpointers(len(self._order), settings.choice)
-            self._emit("cooldown.late", times=self._late, of=settings.extensions)
+            self._progress(
+                CooldownExtended(
+                    member=self._member, extensions=self._late, max_extensions=settings.extensions
+                )
+            )
             return None
         without = count_epochs_without_checkpoint(self._hurried, self._draft.job, epoch)
         if without >= settings.without:
@@ -507,7 +523,13 @@ class _MemberCooldown:
         )
         found = commit_epoch(self._store, record)
         if found == record:
-            self._emit("epoch.without", epochs=self._epochs_without + 1, of=self._settings.without)
+            self._progress(
+                EpochEndedWithoutCheckpoint(
+                    member=self._member,
+                    epochs=self._epochs_without + 1,
+                    max_epochs=self._settings.without,
+                )
+            )
         return self._conclude(found)
 
     def _continue_in_background(self) -> EpochResult:
@@ -554,6 +576,3 @@ class _MemberCooldown:
             store = self._store.with_retry_timeout(_REQUEST_TIMEOUT)
             commit_once(store, self._cooldown.result(self._member), record)
         return cooled
-
-    def _emit(self, name: str, **figures: Figure) -> None:
-        self._progress(Event(name, self._member, figures))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from millrace import errors
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
-from millrace.progress import Event, Progress, ignore_event
+from millrace.checkpoints.progress_events import PartStored
+from millrace.progress import Progress, ignore_event
 from millrace.storage import Store, create, describe_difference, fetch_stored_sha256, put
 
 _CHECK_THREADS = 2
@@ -31,8 +32,8 @@ class SharedUpload:
         uploads: Number of files that are uploaded at once.
         check: Depth of the verification of other members' files.
         news: Function that other threads call when the upload is complete or has failed.
-        progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each sent file. Calls
-            come from other threads, one at a time.
+        progress: Receives `PartStored` for each sent file. Calls come from other threads, one at a
+            time.
     """
 
     def __init__(
@@ -161,9 +162,7 @@ class SharedUpload:
             self.sent += len(body)
             self._note_verified(digest)
         with self._telling:
-            self._progress(
-                Event("checkpoint.part", digest, {"bytes": len(body), "sent": len(body)})
-            )
+            self._progress(PartStored(sha256=digest, size=len(body), sent=len(body)))
 
     def _pick_upload(self) -> str | None:
         """Return the next file of this member's share, and after its end of the others' shares."""

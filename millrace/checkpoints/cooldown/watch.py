@@ -17,10 +17,11 @@ from millrace.checkpoints.cooldown.membership import (
     read_roster,
 )
 from millrace.checkpoints.find import read_checkpoint
+from millrace.checkpoints.progress_events import CooldownProgressed
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.lease import StoreClock
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord, Roster
 from millrace.storage import Store, list_objects
 
@@ -75,8 +76,7 @@ def watch_epoch_end(
         members: Names of the confined members. Those that live take part.
         clock: Clock of the store, which decides whether a member lives; by default that of this
             machine.
-        progress: Receives ``cooldown.progress`` with the uploaded ``bytes`` ``of`` all bytes, and
-            the number of ``members`` with results.
+        progress: Receives `CooldownProgressed` after each poll.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -87,8 +87,7 @@ def watch_epoch_end(
         spent = time.monotonic() - began
         seen = watched.poll(spent, last=spent > timeout.total_seconds())
         there, of = watched.measure_progress()
-        figures = {"bytes": there, "of": of, "members": len(seen.ended)}
-        progress(Event("cooldown.progress", job, figures))
+        progress(CooldownProgressed(job=job, stored=there, size=of, members=len(seen.ended)))
         over = seen.epoch is not None and not seen.living
         if over or spent > timeout.total_seconds():
             watched.delete_uploads()

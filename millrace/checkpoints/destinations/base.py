@@ -9,6 +9,7 @@ from typing import Protocol
 
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
+from millrace.checkpoints.progress_events import PartStored
 from millrace.errors import CorruptError, DeniedError, ReadOnlyError
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
@@ -90,7 +91,7 @@ class Destination(Protocol):
             content: Files of the checkpoint.
             job: Name of the job at this destination.
             uploads: Number of files that are uploaded at once. Each needs its size in memory.
-            progress: Receives ``checkpoint.part`` for each file, then ``checkpoint.saved``.
+            progress: Receives `PartStored` for each file, then `CheckpointSaved`.
 
         Raises:
             CorruptError: A file has other bytes than were saved. Nothing was committed.
@@ -166,8 +167,8 @@ def transfer_checkpoint(
 
     def count_bytes(event: Event) -> None:
         nonlocal sent
-        if event.name == "checkpoint.part":
-            sent += int(event.figures["sent"])
+        if isinstance(event, PartStored):
+            sent += event.sent
         progress(event)
 
     saved = copy_checkpoint(source, checkpoint, destination, job, progress=count_bytes)

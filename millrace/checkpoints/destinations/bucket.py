@@ -15,9 +15,10 @@ from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.find import VerifyDepth
+from millrace.checkpoints.progress_events import CheckpointSaved
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, create, delete, list_objects, put, read
 
@@ -116,5 +117,5 @@ class StoreDestination:
         key = keys.metadata(checkpoint.step)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
         find.check_content(store.make_url(key), there, content.root)
-        progress(Event("checkpoint.saved", key, {"bytes": content.size}))
+        progress(CheckpointSaved(key=key, size=content.size))
         return there

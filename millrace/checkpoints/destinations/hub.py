@@ -32,10 +32,11 @@ from millrace.checkpoints.contents import Content, make_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
+from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.digest import compute_sha256
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint, Part
 from millrace.storage import Store
@@ -175,7 +176,7 @@ class HubDestination:
                     raise
                 time.sleep(random.uniform(0, _FIRST_PAUSE))
                 continue
-            progress(Event("checkpoint.saved", key, {"bytes": content.size}))
+            progress(CheckpointSaved(key=key, size=content.size))
             return record
 
     def try_save(self, job: str, *, timeout: timedelta) -> float:
@@ -240,8 +241,7 @@ class HubDestination:
                     self._spec.repo, [operation], revision=self._spec.revision
                 ),
             )
-            told = {"bytes": part.size, "sent": part.size}
-            progress(Event("checkpoint.part", part.sha256, told))
+            progress(PartStored(sha256=part.sha256, size=part.size, sent=part.size))
             return operation
 
         def is_kept(part: Part) -> bool:

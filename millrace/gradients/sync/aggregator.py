@@ -92,7 +92,7 @@ def begin_chain(settings: AggregatorSettings, *, progress: Progress = ignore_eve
 
     Args:
         settings: Settings of the aggregator, with the initial weights.
-        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
+        progress: Receives `CheckpointDamaged` for each skipped checkpoint.
 
     Returns:
         Number of the newest merged window; 0 before the first.
@@ -148,7 +148,7 @@ def open_newest_weights(
         settings: Settings of the aggregator.
         store: Bucket of the aggregator.
         allocate: Function that allocates weights; by default in this process.
-        progress: Receives ``checkpoint.damaged`` for each skipped checkpoint.
+        progress: Receives `CheckpointDamaged` for each skipped checkpoint.
 
     Raises:
         NotFoundError: The run has not begun, and the settings have no initial weights.

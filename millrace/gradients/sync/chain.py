@@ -18,11 +18,12 @@ import numpy as np
 from millrace import errors
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
+from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.merge import MergedRun
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart, Update
 from millrace.schemas.gradient import Codec
@@ -299,7 +300,7 @@ def apply_link(
         store: Bucket of the aggregator.
         link: Link of the window after that of the weights.
         state: Weights to change.
-        progress: Receives ``chain.applied`` with ``window`` and ``step``.
+        progress: Receives `LinkApplied`.
 
     Raises:
         ChainError: An update is missing or broken, or the weights have another digest afterwards.
@@ -310,7 +311,7 @@ def apply_link(
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)
     check_state(link, state.digest())
-    progress(Event("chain.applied", link.run, {"window": link.window, "step": link.step}))
+    progress(LinkApplied(run=link.run, window=link.window, step=link.step))
 
 
 def catch_up(
@@ -328,7 +329,7 @@ def catch_up(
         keys: Keys of the run's chain.
         state: Weights after window ``after``, which are changed in place.
         after: Number of the window.
-        progress: Receives ``chain.applied`` with ``window`` and ``step`` for each link.
+        progress: Receives `LinkApplied` for each link.
 
     Returns:
         Last link; None if there was none.

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
 from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.progress_events import LinkApplied, WindowMerged
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.gradients.sync.gather import QuorumError, Sender, Window, gather
 from millrace.gradients.sync.window import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
 from millrace.storage import Store, head
@@ -48,8 +49,8 @@ def follow(
         after: Number of the window of ``model``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives the events of `gather` and `aggregate`, and ``chain.applied`` and
-            ``window.merged`` with ``window``, ``taken`` and ``out``.
+        progress: Receives the events of `gather` and `aggregate`, `LinkApplied` and
+            `WindowMerged`.
 
     Yields:
         Link of each merged window.
@@ -69,8 +70,7 @@ def follow(
         if number <= last:
             before = read_link_after(store, settings.chain, number, before)
             model.replay(store, before)
-            figures = {"window": number, "step": before.step}
-            progress(Event("chain.applied", settings.run, figures))
+            progress(LinkApplied(run=settings.run, window=number, step=before.step))
             continue
         rules, window = _open(store, settings, model.shapes, number, before.step, clock)
         model.open(window)
@@ -88,8 +88,14 @@ def follow(
             gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
         before = aggregate(store, window, gathered, step, model, progress=progress)
-        figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
-        progress(Event("window.merged", settings.run, figures))
+        progress(
+            WindowMerged(
+                run=settings.run,
+                window=number,
+                accepted=len(before.taken),
+                refused=len(before.out),
+            )
+        )
         yield before
 
 

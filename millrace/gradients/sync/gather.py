@@ -29,10 +29,11 @@ from millrace.gradients.codec.payload import (
     is_torch_file,
     read_payload,
 )
+from millrace.gradients.progress_events import GradientAccepted, GradientRefused, QuotaExceeded
 from millrace.gradients.settings import GatherSettings
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.schemas.gradient import Codec, Refusal
 from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
@@ -170,10 +171,9 @@ def gather(
         reserves: Workers that replace missing ones, in this order.
         reading: Function that reads a gradient. Several threads call it.
         clock: Clock of the stores; by default that of this machine.
-        progress: Receives ``gradient.taken`` or ``gradient.refused`` for each worker, and
-            ``quota.exceeded`` with ``objects`` and ``bytes`` once for a worker that stores more
-            than the settings allow. Its gradient still counts, since the gradients of a long run
-            may exceed the quota.
+        progress: Receives `GradientAccepted` or `GradientRefused` for each worker, and
+            `QuotaExceeded` once for a worker that stores more than the settings allow. Its gradient
+            still counts, since the gradients of a long run may exceed the quota.
 
     Raises:
         QuorumError: Fewer gradients than the quorum arrived in time.
@@ -350,8 +350,7 @@ class _Gathering:
             )
             if over and uid not in self._named:
                 self._named.add(uid)
-                figures = {"objects": objects, "bytes": size}
-                self._progress(Event("quota.exceeded", uid, figures))
+                self._progress(QuotaExceeded(uid=uid, objects=objects, size=size))
 
     def _refuse_more(self, uid: str, stat: Stat) -> None:
         """Reject a worker that overwrote its gradient too often."""
@@ -361,7 +360,7 @@ class _Gathering:
         name = PurePosixPath(stat.key).name
         sentence = f"{name} was overwritten after it was read {_MOST_READS} times in this window."
         self._read[uid] = _Read(None, RejectedWorker(Refusal.OVERWRITTEN, sentence))
-        self._progress(Event("gradient.refused", uid, {"reason": Refusal.OVERWRITTEN}))
+        self._progress(GradientRefused(uid=uid, reason=Refusal.OVERWRITTEN))
 
     def _open_hurried(self, uid: str) -> Store:
         """Return a worker's store, with retries until the end of the window only."""
@@ -464,10 +463,9 @@ class _Gathering:
                 continue
             self._read[uid] = read
             if read.payload is not None:
-                figures = {"bytes": read.size, "norm": read.payload.norm}
-                self._progress(Event("gradient.taken", uid, figures))
+                self._progress(GradientAccepted(uid=uid, size=read.size, norm=read.payload.norm))
             elif read.out is not None:
-                self._progress(Event("gradient.refused", uid, {"reason": read.out.reason}))
+                self._progress(GradientRefused(uid=uid, reason=read.out.reason))
 
     def _select_valid(self) -> list[str]:
         """Return the workers with valid gradients, in their order.

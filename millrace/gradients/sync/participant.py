@@ -22,11 +22,12 @@ from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.compress import Feedback, GradientEncoder
 from millrace.gradients.codec.payload import Shapes, compute_identity, encode_payload
 from millrace.gradients.codec.shared_indices import Mask
+from millrace.gradients.progress_events import GradientSent, LinkApplied
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState, copy_state
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.gradients.weights import load_newest_weights
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.gradient import BUFFER_NAMES, Codec
@@ -111,7 +112,7 @@ class Participant:
             same on all ranks. Each rank makes a participant, and calls the same methods. Each rank
             compresses some tensors and keeps their residuals. The first rank sends all of them.
         threads: Number of threads for the compression; by default one per processor.
-        progress: Receives ``chain.applied`` and ``gradient.sent`` with ``window`` and ``bytes``.
+        progress: Receives `LinkApplied` and `GradientSent`.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Participant:
             sent = self._ranks.run_on_first(lambda: self._put(brought, number, tokens, samples))
         size, digest = sent
         self._submitted, self._sha256 = number, digest
-        self._progress(Event("gradient.sent", self._uid, {"window": number, "bytes": size}))
+        self._progress(GradientSent(uid=self._uid, window=number, size=size))
         return size
 
     def _compress(self, model: torch.nn.Module, number: int) -> bytes:
@@ -407,8 +408,7 @@ class Participant:
             lambda: read_link_after(self._aggregator, keys, number, before)
         )
         self._model.replay(self._aggregator, link)
-        figures = {"window": link.window, "step": link.step}
-        self._progress(Event("chain.applied", link.run, figures))
+        self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
         if self._submitted == number:
             self._settle(link)
         self._before, self._number = link, number

@@ -7,6 +7,7 @@ from functools import partial
 from millrace import errors
 from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
 from millrace.gradients.codec.payload import Payload
+from millrace.gradients.progress_events import UpdateStored
 from millrace.gradients.settings import BY_PLACE, MergeSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
@@ -18,7 +19,7 @@ from millrace.gradients.sync.merge import (
     find_deviating_workers,
 )
 from millrace.keys.gradients import ChainKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import (
     ChainLink,
@@ -71,8 +72,7 @@ def aggregate(
         step: Settings of the step.
         model: Weights before the merge, which are changed in place.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives ``update.stored`` with ``window`` and ``bytes`` for each update, before
-            the commit of the link.
+        progress: Receives `UpdateStored` for each update, before the commit of the link.
 
     Raises:
         ConflictError: Another aggregator merged this window differently.
@@ -106,8 +106,7 @@ def aggregate(
         request = MergeRequest(window.codec, step.merge, weights)
         updates = model.merge(store, keys, step.step, request, step.outer)
     for update in updates:
-        figures = {"window": window.number, "bytes": update.size}
-        progress(Event("update.stored", update.key, figures))
+        progress(UpdateStored(key=update.key, window=window.number, size=update.size))
     names, shapes = list_names_and_shapes(window.shapes)
     link = ChainLink(
         run=window.keys.run,

@@ -18,6 +18,7 @@ from millrace.swarm.messages import (
     PieceWritten,
     ReadRetried,
 )
+from millrace.swarm.progress_events import NodeAccused, NodeReady
 from millrace.swarm.tracker import STORE
 
 
@@ -92,8 +93,13 @@ class EventHandler:
         giver = state.members.get(source)
         if wrong and giver is not None and source not in member.accused:
             member.accused.add(source)  # it may say so for ever, and of a node that gave nothing
-            name = state.members.format_name(member.node)
-            state.tell("node.accused", giver, {"piece": number, "by": name})
+            state.tell(
+                NodeAccused(
+                    node=state.members.format_name(giver.node),
+                    piece=number,
+                    accuser=state.members.format_name(member.node),
+                )
+            )
         if source == STORE:
             self._reads.note_failure(member, number, event.status, event.reason)
         state.dispatch(
@@ -109,7 +115,8 @@ class EventHandler:
         if len(member.files) == self._files and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began
-            self._state.tell("node.ready", member, {"seconds": round(member.seconds, 2)})
+            name = self._state.members.format_name(member.node)
+            self._state.tell(NodeReady(node=name, seconds=round(member.seconds, 2)))
 
 
 def _count_bytes(member: Member, source: str, size: int) -> None:

@@ -10,6 +10,7 @@ from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.messages import VoidDigest
 from millrace.swarm.pieces import Catalogue
+from millrace.swarm.progress_events import FileMismatched
 from millrace.swarm.referee import FileAudit
 
 _MAX_FALSE_ALARMS = 3  # times that a node may say that a file is wrong which is right
@@ -51,7 +52,7 @@ class FileAuditor:
         right = self._audited.get(number)
         if right is None:
             if number not in self._doubters:
-                self._state.tell_of_object("file.mismatch", file.origin)
+                self._state.tell(FileMismatched(origin=file.origin))
             self._doubters.setdefault(number, set()).add(member.node.id)
             self._audit(number)
         elif parts == right:

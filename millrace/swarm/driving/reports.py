@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from millrace.progress import Event
 from millrace.swarm.driving.members import RunMembers
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.progress_events import PrewarmProgressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +113,16 @@ class ProgressRecorder:
         self._size, self._began = size, began
         self.curve: list[tuple[float, int]] = []
 
-    def record(self, state: RunState, now: float) -> Event:
+    def record(self, state: RunState, now: float) -> PrewarmProgressed:
         """Add a point to the curve, and return the event that says how far the run is."""
         seconds = now - self._began
         self.curve.append((seconds, state.held))
         living = state.members.list_living()
-        return Event(
-            "swarm.progress",
-            "",
-            {
-                "bytes": state.held,
-                "of": self._size * len(living),
-                "moved": sum(member.counts.moved for member in state.members),
-                "nodes": len(living),
-                "ready": sum(member.ready for member in living),
-                "seconds": round(seconds, 2),
-            },
+        return PrewarmProgressed(
+            present=state.held,
+            total=self._size * len(living),
+            moved=sum(member.counts.moved for member in state.members),
+            nodes=len(living),
+            ready=sum(member.ready for member in living),
+            seconds=round(seconds, 2),
         )

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from millrace.errors import MillraceError
-from millrace.progress import Event, Figure
+from millrace.progress import Event
 from millrace.swarm.driving.members import Member, RunMembers
 from millrace.swarm.messages import DropPiece, FetchPiece
+from millrace.swarm.progress_events import NodeLost, NodeUntrusted
 from millrace.swarm.tracker import Order, Tracker
 
 
@@ -47,19 +48,15 @@ class RunState:
         self.is_ending = False
         self.held = 0
 
-    def tell(self, kind: str, member: Member, figures: dict[str, Figure]) -> None:
-        """Note an event of a member for `take_events`."""
-        self._told.append(Event(kind, self.members.format_name(member.node), figures))
-
-    def tell_of_object(self, kind: str, origin: str) -> None:
-        """Note an event of an object for `take_events`."""
-        self._told.append(Event(kind, origin, {}))
+    def tell(self, event: Event) -> None:
+        """Note an event for `take_events`."""
+        self._told.append(event)
 
     def tell_untrusted(self) -> None:
         """Note an event of each member that the tracker has come to distrust."""
         for name in sorted(set(self.tracker.quarantined) - self._untrusted):
             self._untrusted.add(name)
-            self.tell("node.untrusted", self.members[name], {})
+            self.tell(NodeUntrusted(node=self.members.format_name(self.members[name].node)))
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
@@ -72,7 +69,7 @@ class RunState:
             return
         member.why = why or "it gave no reason"
         member.orders.put(None)
-        self.tell("node.lost", member, {"why": member.why})
+        self.tell(NodeLost(node=self.members.format_name(member.node), reason=member.why))
         self.held -= self.count_held(member)
         self.dispatch(self.tracker.remove_node(member.node.id, time.monotonic()))
         self.news.notify_all()

@@ -108,7 +108,7 @@ def test_a_driver_gives_up_when_workers_keep_dying_over_a_partition_and_another_
     case = Case("deaths", materials[0], LocalPlace(tmp_path / "store"), tmp_path / "runs", 1)
     with case.start() as child:
         while isinstance(said := child.hear(), Said):
-            if said.name == "partition.opened":
+            if said.kind == "partition.opened":
                 child.kill(said.pid)
             child.go()
     assert isinstance(said, Ended)

@@ -6,6 +6,11 @@ from datetime import timedelta
 import pytest
 
 from millrace.campaigns import LocalWorkerProcesses
+from millrace.campaigns.progress_events import (
+    LocalWorkerFailed,
+    LocalWorkerLate,
+    LocalWorkerPrinted,
+)
 from millrace.errors import WorkerError
 from millrace.progress import Event
 from tests.support.campaigns.training import MakeTraining
@@ -21,9 +26,10 @@ def test_what_workers_print_is_reported_line_by_line(make_training: MakeTraining
         assert workers.is_over
         workers.raise_failure()
         assert workers.describe_end().endswith("The last lines of worker-0:\nI am 0")
-    printed = {(one.subject, one.figures.get("text")) for one in told}
-    assert printed == {("worker-0", "I am 0"), ("worker-1", "I am 1")}
-    assert {one.name for one in told} == {"worker.printed"}
+    assert set(told) == {
+        LocalWorkerPrinted(uid="worker-0", text="I am 0"),
+        LocalWorkerPrinted(uid="worker-1", text="I am 1"),
+    }
 
 
 def test_workers_that_have_all_failed_say_their_last_lines(make_training: MakeTraining) -> None:
@@ -34,7 +40,7 @@ def test_workers_that_have_all_failed_say_their_last_lines(make_training: MakeTr
         workers.wait_until_done(SOON)
         with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*\nthe last line"):
             workers.raise_failure()
-    failed = [(one.subject, one.figures["code"]) for one in told if one.name == "worker.failed"]
+    failed = [(one.uid, one.code) for one in told if isinstance(one, LocalWorkerFailed)]
     assert failed == [("worker-0", 3), ("worker-1", 3)]
 
 
@@ -45,5 +51,5 @@ def test_workers_end_with_the_block(make_training: MakeTraining) -> None:
         workers.wait_until_done(timedelta(0))
         assert not workers.is_over
     assert workers.is_over
-    late = [(one.subject, one.figures["timeout"]) for one in told if one.name == "worker.late"]
-    assert late == [("worker-0", "0:00:00"), ("worker-1", "0:00:00")]
+    late = [(one.uid, one.timeout) for one in told if isinstance(one, LocalWorkerLate)]
+    assert late == [("worker-0", timedelta(0)), ("worker-1", timedelta(0))]

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from millrace.checkpoints import Ranks, Saver, SaveSettings, load_into
+from millrace.checkpoints.progress_events import PartStored
 from millrace.progress import Event
 from millrace.storage import open_store
 from tests.ranks import leave
@@ -61,7 +62,7 @@ def save(folder: Path, rank: int, *, deadly: bool) -> None:
     state = {"model": parameters, "optimizer": moments, "lr": 0.01}
 
     def progress(event: Event) -> None:
-        if deadly and rank == 3 and event.name == "checkpoint.part":
+        if deadly and rank == 3 and isinstance(event, PartStored):
             os.kill(os.getpid(), signal.SIGKILL)
 
     store, settings = open_store(folder.as_uri()), SHORT if deadly else SETTINGS

@@ -24,6 +24,7 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.find import quarantine
+from millrace.checkpoints.progress_events import CheckpointDamaged, PartStored
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import compute_sha256
 from millrace.keys.checkpoints import CheckpointKeys
@@ -153,8 +154,8 @@ def test_equal_states_are_equal_files_whoever_saves_them(store):
     sent: list[int] = []
 
     def heard(event: Event) -> None:
-        if event.name == "checkpoint.part":
-            sent.append(int(event.figures["sent"]))
+        if isinstance(event, PartStored):
+            sent.append(event.sent)
 
     delete(store, [KEYS.metadata(3)])  # as of a saver that was killed right before it
     with Saver(store, KEYS.job, SMALL, progress=heard) as saver:
@@ -249,7 +250,7 @@ def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
         load(store, KEYS.job, step=2)
     heard: list[Event] = []
     assert same(load(store, KEYS.job, progress=heard.append).state, state_of(1))
-    assert [event.figures["step"] for event in heard] == [2]
+    assert [(type(event), getattr(event, "step", 0)) for event in heard] == [(CheckpointDamaged, 2)]
     record = fetch(store, KEYS.quarantine(2, saved.root), Quarantine)
     assert record.checkpoint == saved
     if body is not None:
@@ -299,7 +300,8 @@ def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     found = find_newest_verified(store, KEYS.job, progress=heard.append)
     assert found is not None
     assert found.step == 1
-    assert "copied" in str(heard[0].figures["damage"])
+    assert isinstance(heard[0], CheckpointDamaged)
+    assert "copied" in heard[0].damage
 
 
 EDITS = {

@@ -25,6 +25,7 @@ from millrace.checkpoints import (
     open_destination,
 )
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
+from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
@@ -95,7 +96,7 @@ class Heard:
 
     @property
     def sent(self) -> int:
-        return sum(int(e.figures["sent"]) for e in self.events if e.name == "checkpoint.part")
+        return sum(e.sent for e in self.events if isinstance(e, PartStored))
 
 
 def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Source) -> None:
@@ -104,7 +105,7 @@ def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Sourc
     assert (found.job, found.step, found.root) == (JOB, 5, saved.root)
     assert found.position == {"sample": 9}
     assert heard.sent == saved.size
-    assert [event.name for event in heard.events].count("checkpoint.saved") == 1
+    assert [type(event) for event in heard.events].count(CheckpointSaved) == 1
     assert (
         list(place.there.iterate_checkpoints(JOB))
         == [place.there.read_checkpoint(JOB, 5)]

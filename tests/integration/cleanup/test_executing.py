@@ -32,6 +32,7 @@ from millrace.cleanup import (
 )
 from millrace.cleanup.plans import open_plan
 from millrace.cli import main
+from millrace.deletion import ObjectsDeleted
 from millrace.gradients import RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key
@@ -574,7 +575,8 @@ def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monk
     before: list[int] = []
 
     def take_lease(event: Event) -> None:
-        before.append(event.figures["objects"])
+        assert isinstance(event, ObjectsDeleted)
+        before.append(event.objects)
         if len(before) == 2:  # the dataset's first batch is its manifest alone
             folder.lease(scope, name)
 

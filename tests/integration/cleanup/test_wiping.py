@@ -18,6 +18,7 @@ from millrace.cleanup import (
     wipe,
 )
 from millrace.cli import main
+from millrace.deletion import ObjectsDeleted
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
@@ -143,7 +144,8 @@ def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monk
     told: list[int] = []
 
     def take_lease(event: Event) -> None:
-        told.append(event.figures["objects"])
+        assert isinstance(event, ObjectsDeleted)
+        told.append(event.objects)
         if len(told) == 1:
             place.lease("run", "who")
 

@@ -31,7 +31,19 @@ from millrace.datasets import (
     verify_dataset,
 )
 from millrace.datasets.plan import pin_plan
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionOpened,
+    PartitionsPending,
+    PlanCommitted,
+    PlanRemoved,
+    PlanReplacementStarted,
+    ShardCommitted,
+    ShardDeletionStarted,
+    ShardUploaded,
+)
 from millrace.datasets.quarantine import QuarantineLimit
+from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
@@ -197,8 +209,8 @@ def test_a_run_that_can_no_longer_meet_its_limit_ends_early(settings, tmp_path):
     committed = []
 
     def note(event: Event) -> None:
-        if event.name == "shard.committed":
-            committed.append(event.figures["quarantined"])
+        if isinstance(event, ShardCommitted):
+            committed.append(event.quarantined)
 
     config = changed(settings, sharding={"partition_bytes": 10_000_000}, execution={"workers": 0})
     with pytest.raises(errors.QuarantineError, match="of about 300000 expected"):
@@ -253,7 +265,7 @@ def test_a_source_that_changes_meanwhile_stops_the_run_and_mixes_nothing(setting
     source = tmp_path / "source" / "a.jsonl"
 
     def rewrite(event: Event) -> None:
-        if event.name == "plan.committed":
+        if isinstance(event, PlanCommitted):
             source.write_text(lines(2000).replace("x", "y"))
 
     with pytest.raises(errors.ChangedError, match="so that two versions are not mixed"):
@@ -265,11 +277,11 @@ class KilledError(Exception):
     pass
 
 
-def kill_at(name: str):
+def kill_at(event_class: type[Event]):
     """A progress that ends the run where it says so."""
 
     def kill(event: Event) -> None:
-        if event.name == name:
+        if isinstance(event, event_class):
             raise KilledError
 
     return kill
@@ -278,11 +290,11 @@ def kill_at(name: str):
 OTHER = {"sharding": {"partition_bytes": 40_000}}
 
 
-@pytest.mark.parametrize("killed_at", ["", "plan.replacing", "plan.removed"])
+@pytest.mark.parametrize("killed_at", [None, PlanReplacementStarted, PlanRemoved])
 def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
     alone = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):  # a shard is there, and no commit
-        shard_dataset(alone, progress=kill_at("shard.put"))
+        shard_dataset(alone, progress=kill_at(ShardUploaded))
     assert list(list_objects(open_store(settings.store), "sets/one/shards/"))
     if killed_at:
         with pytest.raises(KilledError):
@@ -316,7 +328,7 @@ def test_no_plan_is_committed_while_another_run_removes_one(settings):
 
 def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
     def meet(event: Event) -> None:
-        if (event.name, event.subject) == ("partition.opened", "train-00000"):
+        if isinstance(event, PartitionOpened) and event.partition == "train-00000":
             with pytest.raises(errors.ConflictError, match=r"A run of .* works on it"):
                 shard_dataset(changed(settings, **OTHER))
 
@@ -327,15 +339,15 @@ def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
 def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
     old = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):
-        shard_dataset(old, progress=kill_at("plan.committed"))
+        shard_dataset(old, progress=kill_at(PlanCommitted))
     store = open_store(settings.store)
     plan = read(store, "sets/one/plan.json")
 
     def commit(event: Event) -> None:
-        if event.name == "plan.removed":  # by a run that had read the plan before
+        if isinstance(event, PlanRemoved):  # by a run that had read the plan before
             put(store, "sets/one/plan.json", plan)
             with pytest.raises(KilledError):
-                shard_dataset(old, progress=kill_at("shard.committed"))
+                shard_dataset(old, progress=kill_at(ShardCommitted))
             assert delete(store, ["sets/one/plan.json"]) == []
 
     with pytest.raises(errors.ConflictError, match="other settings: partition_bytes"):
@@ -350,13 +362,13 @@ def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_d
     met = []
 
     def meet(event: Event) -> None:
-        if event.name == "shard.put" and not met:
+        if isinstance(event, ShardUploaded) and not met:
             met.append(event)
             leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
             assert delete(store, leases) == []  # this run was not heard of for long
             if other_dies:
                 with pytest.raises(KilledError):
-                    shard_dataset(other, progress=kill_at("partitions.left"))
+                    shard_dataset(other, progress=kill_at(PartitionsPending))
             else:
                 shard_dataset(other)
 
@@ -377,12 +389,12 @@ def test_a_commit_of_a_partition_that_the_new_plan_lacks_is_an_error_with_a_sent
     met = []
 
     def meet(event: Event) -> None:
-        if event.name == "shard.put" and not met:
+        if isinstance(event, ShardUploaded) and not met:
             met.append(event)
             leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
             assert delete(store, leases) == []  # this run was not heard of for long
             with pytest.raises(KilledError):
-                shard_dataset(few, progress=kill_at("partitions.left"))
+                shard_dataset(few, progress=kill_at(PartitionsPending))
 
     with pytest.raises(errors.ConflictError):
         shard_dataset(many, progress=meet)
@@ -404,7 +416,7 @@ def test_a_commit_of_a_partition_that_the_new_plan_lacks_is_an_error_with_a_sent
 )
 def test_a_source_that_changed_is_named_with_what_is_different(settings, tmp_path, change, said):
     def make(event: Event) -> None:
-        if event.name == "plan.committed":
+        if isinstance(event, PlanCommitted):
             change(tmp_path / "source" / "a.jsonl")
 
     with pytest.raises(errors.ChangedError, match=said):
@@ -480,7 +492,7 @@ def test_garbage_that_a_record_names_or_that_was_written_since_the_plan_stays(se
 
 def test_garbage_is_not_collected_under_a_run(settings):
     def collect(event: Event) -> None:
-        if event.name == "shard.put":
+        if isinstance(event, ShardUploaded):
             with pytest.raises(errors.ConflictError, match="works on sets/one"):
                 plan_garbage(open_store(settings.store), "sets/one")
 
@@ -496,7 +508,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     clock = StoreClock.read(store, "sets/one", Holder.this_process())
 
     def take_lease(event: Event) -> None:
-        if event.name == "cleaning.deleted" and event.figures["objects"] == 10:
+        if isinstance(event, ObjectsDeleted) and event.objects == 10:
             keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
             assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
 
@@ -515,7 +527,7 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
         put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
 
     def end_lease(event: Event) -> None:
-        if event.name == "cleaning.deleted" and event.figures["objects"] == 10:
+        if isinstance(event, ObjectsDeleted) and event.objects == 10:
             # The lease of number 0 was that of the plan.
             create(store, LeaseKeys("sets/one", "train-00000").end(1), b"as after a suspension")
 
@@ -533,7 +545,7 @@ def test_a_worker_that_was_suspended_commits_nothing_that_is_gone(settings):
 
     def collect(event: Event) -> None:
         """Collect the garbage, as another machine does while this process is suspended."""
-        if event.name == "shard.put":
+        if isinstance(event, ShardUploaded):
             for prefix in ("sets/one/shards/", "sets/one/quarantine/"):
                 named = find_referenced_keys(store, DatasetKeys("sets/one"), plan)
                 lost = [stat.key for stat in list_objects(store, prefix) if stat.key not in named]
@@ -554,7 +566,7 @@ def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
     seen = []
 
     def look(event: Event) -> None:
-        if event.name == "shard.committed" and not seen:
+        if isinstance(event, ShardCommitted) and not seen:
             seen.append(read_status(store, "sets/one"))
 
     shard_dataset(changed(settings, execution={"workers": 1}), progress=look)
@@ -665,7 +677,7 @@ def test_a_ledger_with_a_gap_is_never_finalized(settings):
     store = open_store(settings.store)
 
     def delete_a_commit(event: Event) -> None:
-        if event.name == "partition.ended" and event.subject == "train-00001":
+        if isinstance(event, PartitionEnded) and event.partition == "train-00001":
             assert delete(store, ["sets/one/commits/train-00001-000000.json"]) == []
 
     with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
@@ -724,7 +736,7 @@ def test_a_shard_lost_before_the_dataset_is_complete_is_made_again(settings, fou
 
     def lose_a_shard(event: Event) -> None:
         nonlocal open_partitions, lost
-        open_partitions -= event.name == "partition.ended"
+        open_partitions -= isinstance(event, PartitionEnded)
         if open_partitions == 0 and not lost:
             expected.update(objects(store, "sets/one/shards/"))
             lost = next(iter(expected))
@@ -743,15 +755,15 @@ def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings)
     """A removal deletes what had no commit when it looked, and may have been suspended since."""
     alone = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):
-        shard_dataset(alone, progress=kill_at("shard.put"))
+        shard_dataset(alone, progress=kill_at(ShardUploaded))
     store = open_store(settings.store)
     plan = read(store, "sets/one/plan.json")
 
     def commit(event: Event) -> None:
-        if event.name == "plan.clearing":
+        if isinstance(event, ShardDeletionStarted):
             put(store, "sets/one/plan.json", plan)
             with pytest.raises(KilledError):
-                shard_dataset(alone, progress=kill_at("shard.committed"))
+                shard_dataset(alone, progress=kill_at(ShardCommitted))
 
     with pytest.raises(errors.ConflictError, match="--repair"):
         shard_dataset(changed(alone, **OTHER), progress=commit)

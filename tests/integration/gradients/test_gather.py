@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.gradients import GatherSettings, Refusal, Sender, gather
+from millrace.gradients.progress_events import GradientAccepted
 from millrace.progress import Event
 from millrace.storage import Store, open_store
 from millrace.testing.faults import Fault
@@ -30,7 +31,7 @@ def test_a_window_is_whole_when_all_have_sent(kind, request):
     assert set(found.taken) == {"0", "1", "2", "3", "4"}
     assert (found.out, found.spare) == ({}, ())
     assert found.size == sum(len(body_of(str(uid))) for uid in range(5))
-    assert [event.name for event in heard] == ["gradient.taken"] * 5
+    assert [type(event) for event in heard] == [GradientAccepted] * 5
 
 
 def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):

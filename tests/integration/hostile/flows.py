@@ -81,6 +81,7 @@ from millrace.gradients import (
     find_newest_window,
     load_newest_state,
 )
+from millrace.gradients.progress_events import GradientRefused
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys
@@ -382,7 +383,7 @@ def _aggregate(site: Site) -> Any:
 
     def heard(event: Event) -> None:
         site.heard(event)
-        if event.name == "gradient.refused" and event.subject == EVIL:
+        if isinstance(event, GradientRefused) and event.uid == EVIL:
             refused.set()
 
     made: list[ChainLink] = []

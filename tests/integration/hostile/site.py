@@ -12,7 +12,7 @@ import resource
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -124,7 +124,7 @@ class Site:
 
     def heard(self, event: Event) -> None:
         """Remember an event."""
-        self.said.append(f"{event.name} {event.subject} {dict(event.figures)}")
+        self.said.append(" ".join([event.kind, *map(str, asdict(event).values())]))
 
     def blame(self, below: str, key: str, line: str) -> None:
         """Note that a line of the report must name an object, if junk stands there unreadable.

@@ -19,6 +19,7 @@ from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder
 from millrace.rentals import Rental, VastClient, reap, release, reports, starting
 from millrace.rentals.ledger import list_attempts
+from millrace.rentals.progress_events import OutputPrinted
 from millrace.rentals.startup import make_environment
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
@@ -144,7 +145,7 @@ def test_what_it_prints_is_bounded_and_printable(world: Reset) -> None:
         says(account, "log/000000.txt", b"\x1b[2Jgone\x07\n" + b"x" * 5000 + b"\n" * 100_000)
         says(account, "log/000001.txt", b"y" * (10 << 20))
         rental.wait_until_ready()
-    printed = [event.figures["text"] for event in account.told if event.name == "machine.printed"]
+    printed = [event.text for event in account.told if isinstance(event, OutputPrinted)]
     assert printed[0] == "[2Jgone"
     assert len(printed) < 3000
     assert max(len(str(line)) for line in printed) == 500

@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
+from millrace.progress import Event
 from millrace.rentals import (
     OfferRequest,
     Program,
@@ -29,6 +30,7 @@ from millrace.rentals import (
     VastClient,
 )
 from millrace.rentals.guest.traffic import count_traffic
+from millrace.rentals.progress_events import OutputPrinted
 from millrace.storage import Right, StoreSpec
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW, Key
@@ -53,6 +55,11 @@ store:
 execution: {workers: 0}
 """
 UNTIL_SEEN = "while [ ! -e ~/seen ]; do sleep 0.1; done"
+
+
+def read_line(event: Event) -> str:
+    """Return the line that a machine has printed; empty for another event."""
+    return event.text if isinstance(event, OutputPrinted) else ""
 
 
 @pytest.fixture
@@ -169,7 +176,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     before = moved()
     account = VastClient(SecretStr(real), vast.url)
     with Rental(
-        settings, vast=account, progress=lambda event: told.append(str(event.figures.get("text")))
+        settings, vast=account, progress=lambda event: told.append(read_line(event))
     ) as rental:
         rental.wait_until_ready()
         (entry,) = vast.alive()
@@ -220,7 +227,7 @@ def test_a_machine_whose_image_has_everything_fetches_nothing(
     told: list[str] = []
     with Rental(
         settings_of(vast, key, StoreSpec(url=(tmp_path / "store").as_uri()), program=program),
-        progress=lambda event: told.append(str(event.figures.get("text"))),
+        progress=lambda event: told.append(read_line(event)),
     ) as rental:
         rental.wait_until_done()
     vast.reset()

@@ -8,6 +8,7 @@ from millrace import errors
 from millrace.rentals import Rental, list_rentals, reap, release
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import ensure_installation, list_attempts
+from millrace.rentals.progress_events import MachineReleased
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import open_store, put
 from tests.support.rentals.account import Account_, Reset
@@ -28,7 +29,7 @@ def test_what_has_no_owner_is_released(world: Reset) -> None:
     assert [one.release_reason for one in seen.released] == ["the machine has no living owner"] * 2
     assert len(account.server.alive()) == 2
     done = reap(account.stand(), vast=account.vast, progress=account.progress)
-    assert len(done.released) == account.count("rental.released") == 2
+    assert len(done.released) == account.count(MachineReleased) == 2
     assert account.server.alive() == []
     attempts = list_attempts(open_store(account.store), "fleet")
     assert [one.release_record.reason for one in attempts if one.release_record] == [

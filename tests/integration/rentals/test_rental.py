@@ -10,6 +10,13 @@ from millrace import errors
 from millrace.progress import Event
 from millrace.rentals import Rental, find_offers, reap
 from millrace.rentals.ledger import list_attempts
+from millrace.rentals.progress_events import (
+    MachineMissing,
+    MachineReady,
+    MachineReleased,
+    MachineRented,
+    PriceRaised,
+)
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import open_store
 from tests.support.rentals.account import Account_, Reset
@@ -33,7 +40,7 @@ def test_machines_are_rented_used_and_released(world: Reset) -> None:
     assert endings(account) == [ReleaseReason.DONE] * 3
     billed = sum(one["cost"] for one in account.server.books())
     assert 0 < billed <= rental.cost
-    assert account.count("rental.ready") == account.count("rental.released") == 3
+    assert account.count(MachineReady) == account.count(MachineReleased) == 3
 
 
 @pytest.mark.parametrize("fate", ["exited", "offline", "unknown", "oci", "stuck", "broken"])
@@ -126,9 +133,9 @@ def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> No
     settings = account.settings()
     with Rental(settings, vast=account.vast, progress=account.progress) as rental:
         (machine,) = rental.wait_until_ready()
-    (said,) = [event.figures for event in account.told if event.name == "rental.raised"]
+    (raised,) = [event for event in account.told if isinstance(event, PriceRaised)]
     offered = machine.attempt.intent.dollars_per_hour
-    assert said == {"offered": offered, "dollars_per_hour": pytest.approx(offered * 1.5)}
+    assert (raised.offered, raised.dollars_per_hour) == (offered, pytest.approx(offered * 1.5))
     assert endings(account) == [ReleaseReason.UNNEEDED]
     (one,) = account.server.books()
     assert rental.cost >= one["cost"]
@@ -171,7 +178,7 @@ def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> 
     assert account.server.alive() == []
     # The other has done its work, and then its host is free for what was missing.
     assert endings(account) == [ReleaseReason.DEAD, ReleaseReason.DONE, ReleaseReason.DONE]
-    assert 5 < account.count("rental.missing") < 20  # it was looked for all the time
+    assert 5 < account.count(MachineMissing) < 20  # it was looked for all the time
 
 
 def test_waiting_is_ended_by_whoever_wants(world: Reset) -> None:
@@ -241,7 +248,7 @@ def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_
 
     def fail_creates(event: Event) -> None:
         account.progress(event)
-        if event.name == "rental.rented":
+        if isinstance(event, MachineRented):
             account.server.fail_next(10_000, "cut", "create")
 
     request = {"max_lifetime": timedelta(hours=2 * hours)}
@@ -274,13 +281,13 @@ def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Res
 
     def fail_searches(event: Event) -> None:
         account.progress(event)
-        if event.name == "rental.rented":
+        if isinstance(event, MachineRented):
             account.server.fail_next(10_000, "error500", "search")
 
     settings = account.settings(machines=2)
     with Rental(settings, vast=account.vast, progress=fail_searches) as rental:
         assert [one.slot for one in rental.wait_until_ready()] == [0, 1]
-        assert account.count("rental.missing") > 0
+        assert account.count(MachineMissing) > 0
         assert len(account.server.alive()) == len(account.server.books()) == 2
     assert account.server.alive() == []
     assert endings(account) == [ReleaseReason.UNNEEDED] * 2

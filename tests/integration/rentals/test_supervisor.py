@@ -9,6 +9,7 @@ import pytest
 from millrace.errors import MachineError
 from millrace.progress import Event, Progress
 from millrace.rentals import RentalSupervisor
+from millrace.rentals.progress_events import MachineReady
 from tests.support.rentals.account import Reset
 
 FAST = timedelta(milliseconds=100)
@@ -18,7 +19,7 @@ class Listener:
     """A context of events that notes whether it is open."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.told: list[type[Event]] = []
         self.is_open = False
 
     @contextmanager
@@ -30,7 +31,7 @@ class Listener:
             self.is_open = False
 
     def hear(self, event: Event) -> None:
-        self.told.append(event.name)
+        self.told.append(type(event))
 
 
 def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
@@ -45,7 +46,7 @@ def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
     assert account.server.alive() == []
     assert not listener.is_open
     assert not RentalSupervisor.has_any_machines()
-    assert listener.told.count("rental.ready") == 2
+    assert listener.told.count(MachineReady) == 2
 
 
 def test_a_program_that_never_joined_ends_the_rental_after_its_second_failure(world: Reset) -> None:

@@ -50,6 +50,7 @@ from millrace.swarm import (
 from millrace.swarm import agent as agents
 from millrace.swarm.driving import agent_client, stragglers
 from millrace.swarm.pieces import File, catalogue_of
+from millrace.swarm.progress_events import FileMismatched, NodeLost, NodeUntrusted
 from millrace.swarm.protocol import (
     AUTH_HEADER,
     MAX_CLOCK_SKEW,
@@ -223,7 +224,7 @@ def test_a_node_that_dies_costs_only_itself(store, nodes):
     contents = fill(store, "dies")
     heard = Heard(0.3, nodes[1].kill)
     report = prewarm(settings_of(store, nodes, **below("dies")), progress=heard)
-    if heard.named("node.lost"):
+    if heard.find(NodeLost):
         assert [node.ready for node in report.nodes] == [True, False, True]
         assert "no longer answers" in report.nodes[1].why or "orders" in report.nodes[1].why
     assert files_below(nodes[0].root) == files_below(nodes[2].root) == contents
@@ -430,7 +431,7 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
     report = prewarm(settings_of(store, nodes, requests=[request]), progress=heard)
     assert [files_below(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
     assert store.counts().fired == {"flip": 1}
-    assert heard.named("file.mismatch")
+    assert heard.find(FileMismatched)
     assert report.unverified == 0
 
 
@@ -445,7 +446,7 @@ def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     requests = [Request(key="kept"), Request(key="not-kept")]
     report = prewarm(settings_of(store, nodes, requests=requests), progress=heard)
     assert [files_below(node.root)["kept"] for node in nodes] == [body] * 3
-    assert [event.subject for event in heard.named("file.mismatch")] == ["s3://rig/kept"]
+    assert [event.origin for event in heard.find(FileMismatched)] == ["s3://rig/kept"]
     assert report.unverified == 0  # the ETag of the other one is its MD5
 
 
@@ -1146,7 +1147,7 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
     heard = Heard()
     report = prewarm(settings_of(store, nodes, **below("liar")), progress=heard)
     assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
-    assert heard.named("node.untrusted")
+    assert heard.find(NodeUntrusted)
     assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
 
 

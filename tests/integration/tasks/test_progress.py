@@ -9,11 +9,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.runtime import flow_run
 
 from millrace.errors import UnavailableError
-from millrace.progress import Event
 from tasks import progress as module
 from tasks.progress import ShardProgress
 from tests.prefect_server import PrefectServer
-from tests.unit.tasks.test_progress import PLAN, commit
+from tests.unit.tasks.test_progress import PLAN, commit, end
 
 
 def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectServer) -> None:
@@ -21,7 +20,7 @@ def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectSer
     def shows() -> str:
         with ShardProgress("progress-shows") as live:
             live(PLAN)
-            live(Event("partition.ended", "train-00000", {}))
+            live(end("train-00000"))
         return str(flow_run.id)
 
     run = shows()

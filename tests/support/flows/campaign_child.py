@@ -15,14 +15,17 @@ from typing import Any
 
 from flows import campaign as stages
 from flows.campaign_plan import CampaignPlan
+from millrace.datasets.progress_events import ShardCommitted
+from millrace.gradients.progress_events import WindowMerged
 from millrace.progress import Event
+from millrace.rentals.progress_events import MachineReady, MachineRented
 from tasks.progress import LiveProgress
 
 STAGES = (
     "shard_dataset", "await_machines", "prewarm", "aggregate_gradients", "run_cooldown",
     "release_machines", "save_checkpoint", "clean_bucket",
 )  # fmt: skip
-EVENTS = {"shard.committed", "rental.rented", "rental.ready", "window.merged"}
+EVENTS = (ShardCommitted, MachineRented, MachineReady, WindowMerged)
 _one = threading.Lock()
 _seen: Counter[str] = Counter()
 
@@ -59,9 +62,9 @@ def heard(listen: Callable[..., None]) -> Callable[..., None]:
     @wraps(listen)
     def hear(self: LiveProgress, event: Event) -> None:
         listen(self, event)
-        if event.name in EVENTS:
-            _seen[event.name] += 1
-            boundary(f"{event.name} {_seen[event.name]}")
+        if isinstance(event, EVENTS):
+            _seen[event.kind] += 1
+            boundary(f"{event.kind} {_seen[event.kind]}")
 
     return hear
 

@@ -45,8 +45,8 @@ class Account_:  # noqa: N801 - `Account` is the engine's
     def progress(self, event: Event) -> None:
         self.told.append(event)
 
-    def count(self, name: str) -> int:
-        return sum(event.name == name for event in self.told)
+    def count(self, event_class: type[Event]) -> int:
+        return sum(isinstance(event, event_class) for event in self.told)
 
     def stand(self) -> LedgerSettings:
         return LedgerSettings(store=self.store, account=self.account)

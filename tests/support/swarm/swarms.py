@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
@@ -17,6 +17,7 @@ from benchmarks.swarm_peers import spec
 from millrace.progress import Event
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request
+from millrace.swarm.progress_events import PrewarmProgressed
 
 KEY = secrets.token_hex(16)
 
@@ -227,6 +228,9 @@ def files_below(root: Path) -> dict[str, bytes]:
     }
 
 
+E = TypeVar("E", bound=Event)
+
+
 class Heard:
     """A progress that remembers, and may do something at a share of the bytes."""
 
@@ -236,12 +240,11 @@ class Heard:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if event.name == "swarm.progress" and self._act is not None:
-            figures = event.figures
-            of = float(figures["of"])
-            if of and float(figures["bytes"]) >= self._at * of:
-                act, self._act = self._act, None
-                act()
+        if self._act is None or not isinstance(event, PrewarmProgressed) or not event.total:
+            return
+        if event.present >= self._at * event.total:
+            act, self._act = self._act, None
+            act()
 
-    def named(self, name: str) -> list[Event]:
-        return [event for event in self.events if event.name == name]
+    def find(self, event_class: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, event_class)]

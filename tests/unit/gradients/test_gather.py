@@ -15,6 +15,7 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
 from millrace.gradients.codec.payload import Expected, Payload, read_payload
+from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import gather as gathering
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
@@ -120,9 +121,9 @@ def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_p
     settings = QUICK.model_copy(update=limit)
     found = gather(OPEN, everybody, settings, progress=heard.append)
     assert set(found.taken) == {"0", "1", "2"}
-    over = [event for event in heard if event.name == "quota.exceeded"]
+    over = [event for event in heard if isinstance(event, QuotaExceeded)]
     stored = 9000 + len(body_of("1"))
-    assert over == [Event("quota.exceeded", "1", {"objects": 4, "bytes": stored})]
+    assert over == [QuotaExceeded(uid="1", objects=4, size=stored)]
 
 
 def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_again(store):
@@ -132,7 +133,8 @@ def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_a
     gather(now_over(), workers(store, 0, 1), settings, progress=heard.append)
     soon = replace(OPEN, closes=datetime.now(UTC) + timedelta(milliseconds=200))
     gather(soon, workers(store, 0, 1), settings, progress=heard.append)
-    assert [event.subject for event in heard] == ["1", "1"]
+    assert [event.uid for event in heard if isinstance(event, QuotaExceeded)] == ["1", "1"]
+    assert len(heard) == 2
 
 
 def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypatch):
@@ -257,8 +259,8 @@ def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
 
     def sends_the_right_one(event: Event) -> None:
         heard.append(event)
-        if event.figures.get("reason") is not None:
-            send(store, event.subject)
+        if isinstance(event, GradientRefused):
+            send(store, event.uid)
         elif reason is Refusal.DUPLICATE and len(heard) == 2:
             send(store, "1")
 
@@ -287,7 +289,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
             nonlocal looks
             looks += 1
             send(store, "1", f"wrong {looks}".encode())
-            reasons = [event.figures.get("reason") for event in heard]
+            reasons = [event.reason for event in heard if isinstance(event, GradientRefused)]
             over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
             return OPEN.closes + timedelta(seconds=1 if over else -1)
 

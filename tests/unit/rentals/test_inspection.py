@@ -13,6 +13,7 @@ from millrace.rentals.budget import Budget
 from millrace.rentals.inspection import MachineInspector
 from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.messages import MachineHeartbeat, ProgramExit, SetupReport
+from millrace.rentals.progress_events import MachineReady, OutputPrinted, PriceRaised
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import put
@@ -71,7 +72,7 @@ def test_a_machine_is_ready_when_it_runs_and_has_sent_a_heartbeat(bench: Bench) 
     bench.beat(1)
     assert bench.inspect() is None
     assert bench.machine.is_ready
-    assert [(one.name, one.subject) for one in bench.events] == [("rental.ready", "fleet/0")]
+    assert bench.events == [MachineReady(machine="fleet/0", instance=1)]
 
 
 def test_a_machine_that_does_not_start_in_time_is_released(bench: Bench) -> None:
@@ -152,7 +153,7 @@ def test_the_last_output_of_a_failed_program_is_in_the_message(bench: Bench) -> 
     put(bench.machine.reports.store, keys.log(0), b"one\ntwo\n")
     bench.write(keys.program_exit, ProgramExit(code=1))
     check(bench.inspect(), ReleaseReason.FAILED, "Its last output:\none\ntwo")
-    printed = [one.figures["text"] for one in bench.events if one.name == "machine.printed"]
+    printed = [one.text for one in bench.events if isinstance(one, OutputPrinted)]
     assert printed == ["one", "two"]
 
 
@@ -161,10 +162,7 @@ def test_a_raised_price_is_reported_once_and_refused_above_the_limit(tmp_path: P
     bench.vast.add(1, dph_total=0.8)
     assert bench.inspect() is None
     assert bench.inspect() is None
-    (event,) = bench.events
-    assert (event.name, event.figures) == (
-        "rental.raised", {"offered": 0.5, "dollars_per_hour": 0.8},
-    )  # fmt: skip
+    assert bench.events == [PriceRaised(machine="fleet/0", offered=0.5, dollars_per_hour=0.8)]
     bench.vast.add(1, dph_total=1.1)
     check(bench.inspect(), ReleaseReason.TOO_EXPENSIVE, "costs $1.100 an hour")
 

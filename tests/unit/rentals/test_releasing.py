@@ -10,6 +10,7 @@ from millrace.records import commit_once
 from millrace.rentals import Machine, list_attempts
 from millrace.rentals.budget import Budget
 from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import ReleaseReason
@@ -66,8 +67,8 @@ def test_a_released_machine_is_destroyed_recorded_and_reported(bench: Bench) -> 
     assert released.release_record.cost == pytest.approx(0.5, rel=0.01)
     assert kept.release_record is None
     (event,) = bench.events
-    assert (event.name, event.subject) == ("rental.released", "fleet/0")
-    assert event.figures["reason"] is ReleaseReason.DONE
+    assert isinstance(event, MachineReleased)
+    assert (event.machine, event.reason) == ("fleet/0", ReleaseReason.DONE)
 
 
 def test_a_machine_that_was_never_rented_costs_nothing(bench: Bench) -> None:
@@ -101,4 +102,5 @@ def test_a_spent_budget_releases_all_machines(bench: Bench) -> None:
     with pytest.raises(errors.BudgetError, match=r"of \$10\.00 are spent: all machines of fleet"):
         bench.releaser.enforce_budget(budget)
     assert (bench.state.machines, set(bench.vast.instances)) == ((), {9})
-    assert {one.figures["reason"] for one in bench.events} == {ReleaseReason.OVER_BUDGET}
+    reasons = {(type(one), getattr(one, "reason", None)) for one in bench.events}
+    assert reasons == {(MachineReleased, ReleaseReason.OVER_BUDGET)}

@@ -11,6 +11,7 @@ from millrace.progress import Event
 from millrace.rentals import list_attempts
 from millrace.rentals.budget import Budget
 from millrace.rentals.ownership import Ownership
+from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.starting import CreatePacer, MachineStarter, OfferSource
@@ -74,7 +75,7 @@ def test_a_machine_is_rented_with_an_intent_and_a_contract(bench: Bench) -> None
     assert attempt.contract is not None
     assert bench.state.active[1].attempt.contract == attempt.contract
     assert bench.vast.creates == [attempt.intent.label]
-    assert [one.name for one in bench.events] == ["rental.offer", "rental.rented"]
+    assert [type(one) for one in bench.events] == [OfferTaken, MachineRented]
 
 
 def test_two_machines_are_rented_from_one_search_on_different_hosts(bench: Bench) -> None:

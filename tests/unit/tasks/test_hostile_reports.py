@@ -15,8 +15,8 @@ from prefect.server.utilities.user_templates import render_user_template_sync
 
 import tasks
 from blocks.setup import _FAILURE_REASON
-from millrace.progress import Event
 from millrace.progress_bar import BytesBar
+from millrace.swarm.progress_events import NodeLost
 from millrace.terminal import echo, echo_text, make_console, make_table
 from tasks import reports
 from tasks.plot import draw_line, draw_pace, draw_windows
@@ -208,7 +208,7 @@ def test_a_table_at_a_terminal_takes_brackets_for_what_they_are(
     assert "\x1b" not in shown
     assert "\u202e" not in shown
     bar = BytesBar()
-    bar(Event("node.lost", "[red]n[/red]\x1b[31m", {"why": "[/x] \x1b]8;;http://evil.example\x07"}))
+    bar(NodeLost(node="[red]n[/red]\x1b[31m", reason="[/x] \x1b]8;;http://evil.example\x07"))
     told = capsys.readouterr().err
     assert "[red]n[/red]�" in told
     assert "\x1b" not in told

@@ -2,19 +2,47 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 from prefect.logging import disable_run_logger
 
-from millrace.progress import Event
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionOpened,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+)
+from millrace.gradients.progress_events import (
+    GradientAccepted,
+    GradientRefused,
+    LinkApplied,
+    QuotaExceeded,
+    WindowMerged,
+)
+from millrace.schemas.gradient import Refusal
+from millrace.swarm.progress_events import NodeLost, PrewarmProgressed
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
 
-PLAN = Event("plan.committed", "words/plan.json", {"partitions": 4, "bytes": 4000, "files": 2})
+PLAN = PlanCommitted(key="words/plan.json", partitions=4, files=2, size=4000)
 
 
-def commit(size: int, **figures: float | str) -> Event:
-    return Event("shard.committed", "words/shards/x", {"samples": 1, "bytes": size, **figures})
+def commit(size: int, *, fraction: float = 0.0) -> ShardCommitted:
+    return ShardCommitted(
+        partition="train-00000",
+        number=0,
+        key="words/shards/x",
+        samples=1,
+        size=size,
+        quarantined=0,
+        fraction=fraction,
+    )
+
+
+def end(partition: str) -> PartitionEnded:
+    return PartitionEnded(partition=partition, samples=1, size=1, quarantined=0)
 
 
 @pytest.fixture
@@ -29,13 +57,13 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
     assert counting.sentence == "Reading the source's listing."
     for event in (
         PLAN,
-        Event("partition.opened", "train-00000", {"cursor": 0, "commits": 0, "through": 0.0}),
-        Event("partition.opened", "train-00001", {"cursor": 9, "commits": 1, "through": 0.5}),
-        commit(1_000, partition="train-00000", through=0.25),
+        PartitionOpened(partition="train-00000", cursor=0, commits=0, fraction=0.0),
+        PartitionOpened(partition="train-00001", cursor=9, commits=1, fraction=0.5),
+        commit(1_000, fraction=0.25),
     ):
         counting(event)
     assert counting.percent == pytest.approx(100 * 0.75 / 4)
-    counting(Event("partition.ended", "train-00001", {"samples": 1, "bytes": 1, "quarantined": 0}))
+    counting(end("train-00001"))
     assert counting.percent == pytest.approx(100 * 1.25 / 4)
     assert counting.sentence.startswith(
         "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
@@ -45,7 +73,7 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
 
 def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
     counting(PLAN)
-    counting(Event("partitions.left", figures={"partitions": 1}))
+    counting(PartitionsPending(partitions=1))
     assert counting.percent == 75
 
 
@@ -62,11 +90,12 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
         counting = SwarmProgress("progress-prewarm")
     assert counting.percent == 0
     assert counting.sentence == "Looking for the files and the nodes."
-    figures = {"of": 4_000_000, "nodes": 2, "ready": 0, "seconds": 1.0}
-    counting(Event("swarm.progress", "", {"bytes": 1_000_000, "moved": 0, **figures}))
-    then = {"bytes": 3_000_000, "moved": 2_000_000, **figures, "ready": 1}
-    counting(Event("swarm.progress", "", then))
-    counting(Event("node.lost", "n1", {"why": "it no longer answers"}))
+    began = PrewarmProgressed(
+        present=1_000_000, total=4_000_000, moved=0, nodes=2, ready=0, seconds=1.0
+    )
+    counting(began)
+    counting(replace(began, present=3_000_000, moved=2_000_000, ready=1))
+    counting(NodeLost(node="n1", reason="it no longer answers"))
     assert counting.percent == 75
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
@@ -77,16 +106,16 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     with disable_run_logger():
         counting = WindowProgress("progress-aggregate", workers=3, windows=4)
     for event in (
-        Event("chain.applied", "runs/one", {"window": 6, "step": 60}),
-        Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}),
-        Event("gradient.refused", "b", {"reason": "late"}),
+        LinkApplied(run="runs/one", window=6, step=60),
+        GradientAccepted(uid="a", size=1000, norm=1.0),
+        GradientRefused(uid="b", reason=Refusal.LATE),
     ):
         counting(event)
     assert counting.percent == 0
     assert counting.sentence == (
         "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
     )
-    counting(Event("window.merged", "runs/one", {"window": 7, "taken": 1, "out": 2}))
+    counting(WindowMerged(run="runs/one", window=7, accepted=1, refused=2))
     assert counting.percent == 25
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
@@ -100,8 +129,8 @@ def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_mu
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("quota"))
     counting = WindowProgress("progress-aggregate", workers=2)
     for objects, stored in ((3, 1000), (4, 1500), (5, 2000), (6, 2500), (10, 2600)):
-        counting(Event("quota.exceeded", "a", {"objects": objects, "bytes": stored}))
-    counting(Event("quota.exceeded", "b", {"objects": 3, "bytes": 1000}))
+        counting(QuotaExceeded(uid="a", objects=objects, size=stored))
+    counting(QuotaExceeded(uid="b", objects=3, size=1000))
     assert [text.partition(", below")[0] for text in caplog.messages] == [
         "a stores 3 objects, 1.0 kB", "a stores 5 objects, 2.0 kB", "a stores 10 objects, 2.6 kB",
         "b stores 3 objects, 1.0 kB",
@@ -111,7 +140,7 @@ def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_mu
 def test_of_a_run_without_end_the_open_window_is_shown() -> None:
     with disable_run_logger():
         counting = WindowProgress("progress-aggregate", workers=4)
-    counting(Event("gradient.taken", "a", {"bytes": 1000, "norm": 1.0}))
+    counting(GradientAccepted(uid="a", size=1000, norm=1.0))
     assert counting.percent == 25
 
 
@@ -121,8 +150,8 @@ def test_a_run_with_many_partitions_logs_each_tenth_of_them(
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("tenths"))
     caplog.set_level(logging.INFO, "tenths")
     counting = ShardProgress("progress-words")
-    counting(Event("plan.committed", "p", {"partitions": 1000, "bytes": 4000, "files": 2}))
+    counting(PlanCommitted(key="p", partitions=1000, files=2, size=4000))
     for number in range(1000):
-        counting(Event("partition.ended", f"train-{number}", {"samples": 1}))
+        counting(end(f"train-{number}"))
     assert len(caplog.messages) == 11  # the plan, and ten
     assert caplog.messages[-1] == "1000 of 1,000 partitions ended"

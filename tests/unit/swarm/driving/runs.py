@@ -2,6 +2,7 @@
 
 import time
 
+from millrace.progress import Event
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.messages import Order
@@ -59,6 +60,9 @@ class Run:
         orders = self[name].orders
         return [orders.get() for _ in range(orders.qsize())]
 
-    def take_events(self) -> list[tuple[str, str]]:
-        """Return the names and subjects of the events."""
-        return [(event.name, event.subject) for event in self.state.take_events()]
+    def take_events(self) -> list[tuple[type[Event], str]]:
+        """Return the classes of the events, and the node or the file of each."""
+        return [
+            (type(event), getattr(event, "node", "") or getattr(event, "origin", ""))
+            for event in self.state.take_events()
+        ]

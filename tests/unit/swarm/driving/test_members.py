@@ -7,6 +7,7 @@ from millrace.swarm.driving.members import RunMembers
 from millrace.swarm.driving.quorum import Quorum
 from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.nodes import AbsentNode
+from millrace.swarm.progress_events import NodeLost
 from tests.unit.swarm.driving.runs import SIZE, Run, make_member
 
 
@@ -132,7 +133,7 @@ def test_a_lost_member_counts_with_nothing_and_gets_no_orders():
     assert run["a"].why == "broken"
     assert state.held == 0
     assert run.take_orders("a")[-1] is None
-    assert run.take_events() == [("node.lost", "a")]
+    assert run.take_events() == [(NodeLost, "a")]
     state.is_ending = True
     state.lose(run["b"], "too late")
     assert run["b"].why == ""

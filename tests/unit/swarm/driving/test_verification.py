@@ -20,6 +20,7 @@ from millrace.swarm.messages import (
     VoidDigest,
 )
 from millrace.swarm.nodes import AbsentNode
+from millrace.swarm.progress_events import FileMismatched, NodeAccused, NodeReady, NodeUntrusted
 from millrace.swarm.referee import FileAudit
 from millrace.swarm.transfer import FetchError
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
@@ -87,7 +88,7 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     auditor.note_mismatch(run["b"], 1, "other")  # nothing says what that file is
     assert audited == [0]
     assert auditor.is_doubted(0)
-    assert run.take_events() == [("file.mismatch", "s3://bucket/a")]
+    assert run.take_events() == [(FileMismatched, "s3://bucket/a")]
     auditor.handle_audit(FileAudit(0, RIGHT, "parts", {0: "x"}))
     assert not auditor.is_doubted(0)
     auditor.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
@@ -128,7 +129,7 @@ def test_what_a_node_says_is_counted_until_it_is_lost():
     handler.handle(run["a"], ReadRetried("slow"))
     handler.handle(run["a"], FilesReady([0, 1]))
     assert run["a"].ready
-    assert run.take_events() == [("node.ready", "a")]
+    assert run.take_events() == [(NodeReady, "a")]
     counts = run["a"].counts
     assert (counts.from_store, counts.failures, counts.moved) == (SIZE, 1, SIZE)
     handler.handle(run["a"], NodeFailed("full"))
@@ -144,7 +145,7 @@ def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
     for _ in range(3):
         handler.handle(run["a"], failed)
     # What nobody has ordered from it proves nothing: it is an accusation, and names who makes it.
-    assert run.take_events() == [("node.accused", "b")]
+    assert run.take_events() == [(NodeAccused, "b")]
     assert not run.state.tracker.quarantined
 
 
@@ -160,7 +161,7 @@ def test_a_giver_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
         assert FetchPiece(0, f"id-{reader}", RIGHT) in run.take_orders(name)
         handler.handle(run[name], wrong)
         told += run.take_events()
-    assert told == [("node.accused", reader)] * 2 + [("node.untrusted", reader)]
+    assert told == [(NodeAccused, reader)] * 2 + [(NodeUntrusted, reader)]
 
 
 def test_reports_name_every_node_and_the_bytes_that_all_have():
@@ -175,8 +176,8 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
         ("c", False, "gone", True),
     ]
     recorder = ProgressRecorder(2 * SIZE, 10.0)
-    figures = recorder.record(run.state, 12.0).figures
-    assert (figures["of"], figures["nodes"], figures["seconds"]) == (2 * SIZE, 1, 2.0)
+    progress = recorder.record(run.state, 12.0)
+    assert (progress.total, progress.nodes, progress.seconds) == (2 * SIZE, 1, 2.0)
     assert recorder.curve == [(2.0, 0)]
 
 
