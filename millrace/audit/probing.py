@@ -67,7 +67,7 @@ class ProbeResult:
         return self.verdict is ProbeVerdict.READY
 
 
-def check_destination(destination: "Destination", job: str) -> None:
+def check_checkpoint_destination(destination: "Destination", job: str) -> None:
     """Refuse a destination that a job cannot save to.
 
     Raises:

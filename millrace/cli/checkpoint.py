@@ -112,13 +112,13 @@ def save(
     Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
              millrace checkpoint save r2://ACCOUNT/BUCKET my-job hf://you/model
     """
-    from millrace.audit import check_destination
+    from millrace.audit import check_checkpoint_destination
     from millrace.checkpoints import SavedSource, StoreDestination, open_destination
     from millrace.checkpoints.destinations import transfer_checkpoint
 
     origin, wanted = SavedSource(url=source, job=job, step=step).open()
     target, name = open_destination(destination), new_job or job
-    check_destination(target, name)
+    check_checkpoint_destination(target, name)
     done = transfer_checkpoint(StoreDestination(origin), wanted, target, name)
     saved = done.checkpoint
     echo(

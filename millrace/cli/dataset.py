@@ -114,10 +114,10 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
     \b
     Example: millrace plan job.yaml
     """
-    from millrace.datasets import check_destination
+    from millrace.datasets import preflight_dataset
 
     config = _read_settings(settings, prefix)
-    plan, found = check_destination(config)
+    plan, found = preflight_dataset(config)
     _show_plan(plan, config, found.largest_sample)
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in found.unchecked:

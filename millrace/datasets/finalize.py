@@ -7,8 +7,9 @@ from typing import NamedTuple
 import orjson
 
 from millrace import errors
-from millrace.datasets.partition import check_contiguous, check_plan
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.partition import check_contiguous
+from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.records import commit_same, fetch
@@ -20,7 +21,6 @@ from millrace.schemas.dataset import (
     PartitionEnd,
     ShardCommit,
 )
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, list_objects, put
 
 
@@ -65,7 +65,7 @@ def finalize_dataset(
             return fetch(store, keys.end(partition.name), PartitionEnd)
 
         ends = list(pool.map(read_end, plan.partitions))
-    check_plan([*entries, *ends], compute_plan_digest(plan))
+    check_plan_digest([*entries, *ends], compute_plan_digest(plan))
     _check_ledger(entries, ends)
     check(entries)
     _check_still_pinned(store, keys, plan)
@@ -120,11 +120,6 @@ def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
         "shardlist": shards,
     }
     return orjson.dumps(index, option=orjson.OPT_INDENT_2)
-
-
-def compute_plan_digest(plan: DatasetPlan) -> str:
-    """Return the SHA-256 of a plan, which the records made by the plan contain."""
-    return compute_sha256(dump_canonical_json(plan.model_dump(mode="json")))
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:

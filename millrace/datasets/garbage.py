@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from millrace import errors
+from millrace.dataset_ledger import find_referenced_keys
 from millrace.deletion import (
     DeletionResult,
     PlannedObject,
@@ -20,7 +21,6 @@ from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acq
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
-from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import DeleteFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
@@ -145,7 +145,7 @@ class _HeldDataset:
         """Yield the objects that no record names."""
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
-        prefixes = [keys.shards, keys.quarantined, keys.listings]
+        prefixes = [keys.shards, keys.quarantined, keys.sample_lists]
         if exists(self.store, keys.manifest):
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from millrace import errors, settings
-from millrace.datasets.finalize import compute_plan_digest, finalize_dataset
+from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import check_pinned, make_plan, pin_plan
-from millrace.datasets.pool import run_partitions
+from millrace.datasets.plan_digest import compute_plan_digest
+from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.repair import remake_shards
 from millrace.datasets.settings import PipelineSettings
@@ -86,7 +87,7 @@ class Preflight:
 _PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # of the destination's answers
 
 
-def check_destination(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
+def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
     """Plan a dataset, and check by reading whether it can be made. Writes nothing.
 
     Raises:
@@ -106,7 +107,7 @@ def check_destination(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     try:
         store = open_store(spec, make_folder=False)
         _refuse_overlap(source, store, config.dataset)
-        begun = check_pinned(store, keys, plan, partitioned.listings)
+        begun = check_pinned(store, keys, plan, partitioned.sample_lists)
         complete = exists(store, keys.manifest)
         state = "complete" if complete else "begun; the run continues it" if begun else "new"
     except errors.NotFoundError as error:
@@ -153,7 +154,7 @@ def shard_dataset(
     _refuse_overlap(source, store, config.dataset)
     plan, partitioned = make_plan(keys, config.source, source, config.sharding)
     try:
-        plan = pin_plan(store, keys, plan, partitioned.listings, progress)
+        plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
             raise
@@ -175,7 +176,7 @@ def shard_dataset(
     else:
         limit = QuarantineLimit(store, keys, plan, config.execution)
         limit.resume(plan)
-        run_partitions(
+        shard_all_partitions(
             store,
             keys,
             _make_jobs(config, plan),

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 import orjson
 
 from millrace import errors
-from millrace.datasets.finalize import compute_plan_digest
-from millrace.datasets.partition import check_plan
+from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.settings import ExecutionSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, list_objects, read_range
 
 _ALWAYS_ALLOWED = 10  # rows: one bad row of ten does not stop a run
@@ -57,7 +56,7 @@ class QuarantineLimit:
         """
         source_ranges = {p.name: p.source_range for p in plan.partitions}
         for entry in iterate_commits(self._store, self._keys):
-            check_plan([entry], self._plan_digest)
+            check_plan_digest([entry], self._plan_digest)
             self._count_rows(entry.samples, entry.quarantined)
             self._advance(
                 entry.partition, source_ranges[entry.partition].fraction_before(entry.next_cursor)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from millrace import errors
+from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.finalize import LostShard
 from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
@@ -16,7 +17,6 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, create, describe_difference, open_store, put
 
 

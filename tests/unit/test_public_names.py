@@ -77,7 +77,7 @@ def test_the_names_of_shards():
         "PartitionState",
         "PartitionStatus",
         "Verification",
-        "check_destination",
+        "preflight_dataset",
         "delete_garbage",
         "find_datasets",
         "plan_dataset",

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from millrace import deletion, errors, run_from_file, run_pipeline
 from millrace.cli import main
+from millrace.dataset_ledger import find_referenced_keys
 from millrace.datasets import (
     PartitionState,
     PipelineSettings,
@@ -38,7 +39,6 @@ from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
-from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
 
