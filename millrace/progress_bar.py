@@ -87,17 +87,17 @@ class PartitionsBar(_TerminalBar):
             console=make_console(stderr=True),
         )
         self._task = self._progress.add_task("partitions", total=None, made="")
-        self._shards = self._samples = 0
+        self._partitions = self._shards = self._samples = 0
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         match event.name:
             case "plan.committed":
-                self._progress.update(self._task, total=float(event.figures["partitions"]))
+                # The total follows with the next event, which a complete dataset does not have.
+                self._partitions = int(event.figures["partitions"])
             case "partitions.left":
-                total = self._progress.tasks[self._task].total or 0.0
-                left = float(event.figures["partitions"])
-                self._progress.update(self._task, completed=total - left)
+                ended = self._partitions - int(event.figures["partitions"])
+                self._progress.update(self._task, total=self._partitions, completed=ended)
             case "shard.committed":
                 self._shards += bool(event.figures["samples"])  # else only bad rows were committed
                 self._samples += int(event.figures["samples"])
@@ -111,6 +111,17 @@ class PartitionsBar(_TerminalBar):
             case _:
                 return
         self._print_line_if_due()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Stop the bar, and hide it if no partition was counted."""
+        if self._progress.tasks[self._task].total is None:
+            self._progress.update(self._task, visible=False)
+        super().__exit__(kind, error, tb)
 
     def _format_task(self, task: Task, total: float) -> str:
         return (

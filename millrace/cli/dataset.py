@@ -379,12 +379,18 @@ def _show_offers(settings: Path, config: "PipelineSettings") -> None:
 
 def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
-    rate = report.new_bytes / report.seconds / 1e6
-    echo(
-        f"{report.url}: {format_count(report.samples, 'sample')} in "
-        f"{format_count(len(manifest.shards), 'shard')}, {format_size(manifest.size)}, from "
-        f"{format_count(report.partitions, 'partition')}."
+    contents = (
+        f"{format_count(report.samples, 'sample')} in "
+        f"{format_count(len(manifest.shards), 'shard')}, {format_size(manifest.size)}"
     )
+    if report.was_complete:
+        echo(
+            f"{report.url} is complete already: {contents}. The manifest is "
+            f"{report.manifest_url}. This run made 0 shards."
+        )
+        return
+    rate = report.new_bytes / report.seconds / 1e6
+    echo(f"{report.url}: {contents}, from {format_count(report.partitions, 'partition')}.")
     echo(
         f"This run made {format_count(report.new_shards, 'shard')}, "
         f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."

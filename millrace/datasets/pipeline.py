@@ -1,4 +1,4 @@
-"""Shard a dataset: plan it, shard its partitions, finalize it."""
+"""Plan, shard and finalize a dataset."""
 
 import os
 import time
@@ -25,7 +25,7 @@ from millrace.storage import Backend, Location, Store, exists, open_store
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """A complete dataset, and the work that this run did for it.
+    """A complete dataset, and the work of this run.
 
     Attributes:
         url: URL of the dataset.
@@ -36,6 +36,7 @@ class ShardReport:
         new_shards: Number of shards that this run committed. Other runs committed the rest.
         new_samples: Number of samples in the new shards.
         new_bytes: Bytes of the new shards.
+        was_complete: Whether the dataset was complete before this run.
     """
 
     url: str
@@ -46,15 +47,21 @@ class ShardReport:
     new_shards: int
     new_samples: int
     new_bytes: int
+    was_complete: bool = False
+
+    @property
+    def manifest_url(self) -> str:
+        """URL of the manifest."""
+        return f"{self.url.removesuffix(self.manifest.dataset)}{self.manifest_key}"
 
     @property
     def samples(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset."""
         return sum(self.manifest.samples.values())
 
 
 def plan_dataset(config: PipelineSettings) -> DatasetPlan:
-    """Plan the partitions of a dataset. Reads the source's listing, writes nothing.
+    """Plan the partitions of a dataset. Lists the source, writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
@@ -67,14 +74,15 @@ def plan_dataset(config: PipelineSettings) -> DatasetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """State of the location where a dataset's shards will be, as far as reading shows it.
+    """Result of the checks before a dataset is made. The checks only read.
 
     Attributes:
         url: URL of the dataset.
-        state: Whether the dataset is new there, begun or complete; empty if that is not known.
-        unchecked: Sentences about checks that were not possible.
-        refusals: Sentences about why `shard_dataset` will refuse; empty if it will not.
-        largest_sample: Bytes of the largest sample; None where only reading the source shows it.
+        state: State of the dataset: new, begun or complete; empty if the state is unknown.
+        unchecked: A sentence for each check that was not possible.
+        refusals: A sentence for each reason why `shard_dataset` will refuse the settings.
+        largest_sample: Bytes of the largest sample; None if only a read of the source would show
+            the size.
     """
 
     url: str
@@ -84,11 +92,11 @@ class Preflight:
     largest_sample: int | None = None
 
 
-_PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # of the destination's answers
+_PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # longest wait for an answer of the destination
 
 
 def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
-    """Plan a dataset, and check by reading whether it can be made. Writes nothing.
+    """Plan a dataset, and check whether `shard_dataset` can make the shards. Writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
@@ -132,20 +140,20 @@ def shard_dataset(
     """Write the shards of a dataset to a store, each exactly once, and finalize the dataset.
 
     The process may be killed at any time. A later run, on any machine, continues from the last
-    commit. Concurrent runs share the partitions.
+    commit. Concurrent runs share the partitions. If the dataset is complete, nothing is written.
 
     Args:
         config: Settings of the dataset.
         progress: Called at each boundary, in this thread; without workers, in one thread at a
             time.
-        repair: Whether `repair_dataset` follows: then the source of a complete dataset may have
-            changed.
+        repair: Whether the caller calls `repair_dataset` next. Then a complete dataset is accepted
+            although its source has changed.
 
     Raises:
         ConflictError: The dataset was planned with other settings.
         ChangedError: The source has changed since the dataset was planned.
         QuarantineError: More rows make no sample than the settings allow, or there is no sample.
-        MillraceError: Another error stopped the run. Its message says what to do.
+        MillraceError: Another error stopped the run. The message names the remedy.
     """
     began = time.monotonic()
     store = open_store(config.store)
@@ -171,7 +179,8 @@ def shard_dataset(
         )
     )
     counter = _CommitCounter(progress)
-    if exists(store, keys.manifest):
+    was_complete = exists(store, keys.manifest)
+    if was_complete:
         manifest = fetch(store, keys.manifest, Manifest)
     else:
         limit = QuarantineLimit(store, keys, plan, config.execution)
@@ -195,6 +204,7 @@ def shard_dataset(
         new_shards=counter.shards,
         new_samples=counter.samples,
         new_bytes=counter.size,
+        was_complete=was_complete,
     )
 
 
