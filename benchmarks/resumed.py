@@ -24,7 +24,7 @@ def shard_on(job: dict[str, Any]) -> None:
         PipelineSettings,
         ShardingSettings,
         SourceLocation,
-        run_pipeline,
+        shard_dataset,
     )
     from millrace.progress import Event
     from millrace.storage import StoreSpec
@@ -42,7 +42,7 @@ def shard_on(job: dict[str, Any]) -> None:
         samples = event.figures.get("samples", 0)
         _say(event.name, after_call=time.perf_counter() - called, samples=samples)
 
-    run_pipeline(config, progress=progress)
+    shard_dataset(config, progress=progress)
 
 
 def skip_to(job: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from millrace.datasets.pipeline import (
     plan_dataset,
     preflight_dataset,
     run_from_file,
-    run_pipeline,
     shard_dataset,
 )
 from millrace.datasets.repair import Repair, repair_dataset
@@ -50,7 +49,6 @@ __all__ = [
     "read_status",
     "repair_dataset",
     "run_from_file",
-    "run_pipeline",
     "shard_dataset",
     "verify_dataset",
 ]

@@ -208,26 +208,24 @@ def shard_dataset(
     )
 
 
-def run_pipeline(
-    config: PipelineSettings, *, prefix: str | None = None, progress: Progress = ignore_event
-) -> ShardReport:
-    """Run `shard_dataset`, under another dataset name if one is given."""
-    if prefix is not None:
-        config = config.model_copy(update={"dataset": prefix})
-    return shard_dataset(config, progress=progress)
-
-
 def run_from_file(
-    path: str | Path, *, prefix: str | None = None, progress: Progress = ignore_event
+    path: str | Path, *, dataset: str | None = None, progress: Progress = ignore_event
 ) -> ShardReport:
-    """Run `run_pipeline` with the settings of a YAML or TOML file.
+    """Call `shard_dataset` with the settings of a YAML or TOML file.
+
+    Args:
+        path: Path of the file.
+        dataset: Name of the dataset, instead of the name in the file.
+        progress: Callback, as for `shard_dataset`.
 
     Raises:
         ConfigurationError: The file is missing, invalid, or names a variable that is not set.
+        MillraceError: The run failed, with the errors of `shard_dataset`.
     """
-    return run_pipeline(
-        settings.load_settings(Path(path), PipelineSettings), prefix=prefix, progress=progress
-    )
+    config = settings.load_settings(Path(path), PipelineSettings)
+    if dataset is not None:
+        config = config.model_copy(update={"dataset": dataset})
+    return shard_dataset(config, progress=progress)
 
 
 def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:

@@ -10,7 +10,7 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import PipelineSettings, errors, run_pipeline
+from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets.sample import BadRow, Sample
 from millrace.datasets.sources import (
     SourceKind,
@@ -228,7 +228,7 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
     store = open_store(spec_of(kind, request))
     for number, name in enumerate(NAMES):
         put(store, f"in/{name}/{name}.png", str(number).encode())
-    report = run_pipeline(
+    report = shard_dataset(
         PipelineSettings.model_validate(
             {
                 "dataset": "d",
