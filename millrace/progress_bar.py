@@ -1,4 +1,4 @@
-"""Progress on a terminal, or as lines of text where there is none."""
+"""Show progress as a bar on a terminal, or as lines of text without a terminal."""
 
 import time
 from types import TracebackType
@@ -22,13 +22,13 @@ from millrace.formatting import format_count, replace_unprintable
 from millrace.progress import Event
 from millrace.terminal import echo, make_console
 
-_LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
+_LINE_INTERVAL = 5.0  # seconds between two lines, without a terminal
 
 
 class _TerminalBar:
-    """Bar that is shown while its block lasts; without a terminal, lines of text.
+    """Bar that is shown while the block lasts. Without a terminal, lines of text are printed.
 
-    Lines are printed at the first event, at most every five seconds, and at the end.
+    A line is printed at the first event, then at most every five seconds, and at the end.
     """
 
     _progress: Progress
@@ -41,12 +41,12 @@ class _TerminalBar:
         return self
 
     def format_line(self) -> str:
-        """Return what the bar shows as one line of text; empty while the total is unknown."""
+        """Return the content of the bar as one line; empty while the total is unknown."""
         task = self._progress.tasks[self._task]
         return "" if task.total is None else self._format_task(task, task.total)
 
     def _format_task(self, task: Task, total: float) -> str:
-        """Return what the bar shows of its task, whose total is known, as one line of text."""
+        """Return the state of a task with a known total as one line."""
         raise NotImplementedError
 
     def _print_above(self, text: str) -> None:
@@ -75,7 +75,7 @@ class _TerminalBar:
 
 
 class PartitionsBar(_TerminalBar):
-    """A bar that counts partitions, and shows the shards and samples that were committed."""
+    """Bar of the partitions that have ended, with the committed shards and samples."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -161,9 +161,9 @@ class BytesBar(_TerminalBar):
             case "node.accused":
                 self._print_above(f"{figures['by']} says that {event.subject} gave it wrong bytes.")
             case "node.untrusted":
-                self._print_above(f"{event.subject} gave wrong bytes, and is asked no more.")
+                self._print_above(f"{event.subject} gave wrong bytes, and gets no more requests.")
             case "file.mismatch":
-                self._print_above(f"{event.subject} came out wrong, and is read again.")
+                self._print_above(f"{event.subject} has wrong bytes, and is read again.")
             case _:
                 return
         self._print_line_if_due()
@@ -176,7 +176,7 @@ class BytesBar(_TerminalBar):
 
 
 class ObjectsBar(_TerminalBar):
-    """Bar of the objects that a cleanup has listed, and then of those that it has deleted."""
+    """Bar of the objects that a cleanup has listed, and then of the deleted objects."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -189,7 +189,11 @@ class ObjectsBar(_TerminalBar):
         self._task = self._progress.add_task("objects seen", total=None)
 
     def start_deleting(self, objects: int) -> None:
-        """Count deleted objects from now on, of so many in total."""
+        """Count deleted objects from now on.
+
+        Args:
+            objects: Number of objects to delete.
+        """
         self._progress.update(self._task, description="deleted", completed=0, total=float(objects))
 
     def __call__(self, event: Event) -> None:
@@ -199,7 +203,7 @@ class ObjectsBar(_TerminalBar):
             self._print_line_if_due()
 
     def format_line(self) -> str:
-        """Return the count also while the total is unknown."""
+        """Return the count of the objects, also while the total is unknown."""
         task = self._progress.tasks[self._task]
         whole = "" if task.total is None else f" of {task.total:.0f}"
         return f"{task.description}: {task.completed:.0f}{whole}"

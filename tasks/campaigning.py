@@ -33,7 +33,7 @@ from tasks.reports import (
 )
 from tasks.retries import retried_task
 
-_MAX_FAULT_LENGTH = 2000  # characters of an error, which may have the last lines of a worker
+_MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's last lines
 
 check_training = retried_task(campaigns.check_training)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
@@ -48,7 +48,7 @@ summarize_campaign = retried_task(campaigns.summarize_campaign)
 
 
 def run_local_workers(training: Training) -> LocalWorkerProcesses:
-    """Return a context that runs the workers here, and logs the lines that they print."""
+    """Return a context manager that runs the workers here, and logs their output."""
     log = get_run_logger()
 
     def handle_event(event: Event) -> None:
@@ -59,7 +59,7 @@ def run_local_workers(training: Training) -> LocalWorkerProcesses:
                 log.warning("%s has not ended in %s", event.subject, event.figures["timeout"])
             case "worker.failed":
                 log.warning(
-                    "%s ended with %d: the lines above say why",
+                    "%s ended with code %d: the lines above show the reason",
                     event.subject, event.figures["code"],
                 )  # fmt: skip
             case _:
@@ -106,16 +106,18 @@ def report_failure(campaign: Campaign) -> Generator[None]:
 
 @task(cache_policy=NO_CACHE)
 def report_campaign(found: CampaignSummary, fault: str = "") -> None:
-    """Publish the report."""
+    """Publish the report of the campaign."""
     publish_report(
-        describe(found, fault),
+        describe_campaign(found, fault),
         key=make_artifact_key("campaign", found.name),
         description="Result of the campaign so far",
     )
 
 
-def describe(found: CampaignSummary, fault: str = "", *, with_picture: bool = True) -> Markdown:
-    """Return the report.
+def describe_campaign(
+    found: CampaignSummary, fault: str = "", *, with_picture: bool = True
+) -> Markdown:
+    """Return the report of the campaign.
 
     Args:
         found: Summary of the campaign.
