@@ -1,4 +1,4 @@
-"""Proofs of the rights of credentials, before anything depends on them."""
+"""Prove the rights of credentials before a run depends on them."""
 
 from millrace.audit.access import (
     AccessVerdict,

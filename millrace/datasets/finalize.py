@@ -1,4 +1,4 @@
-"""Finalize a dataset: make its manifest from the ledger, when every partition has ended."""
+"""Finalize a dataset: make the manifest from the ledger after all partitions have ended."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,12 @@ from millrace.storage import Store, list_objects, put
 
 
 class LostShard(NamedTuple):
-    """A committed shard that is missing from the store or has another size there."""
+    """Committed shard that is missing from the store or has another size.
+
+    Attributes:
+        entry: Commit of the shard.
+        reason: Short text about the difference.
+    """
 
     entry: ShardCommit
     reason: str
@@ -42,21 +47,21 @@ def finalize_dataset(
 ) -> Manifest:
     """Commit the manifest, and write the index that readers of WebDataset use.
 
-    A run that removed a replaced plan, and was suspended meanwhile, may have deleted shards that
-    were committed afterwards. So the shards are listed once, and compared with the ledger.
+    A run that removes a replaced plan may be suspended meanwhile. Then that run may delete shards
+    that were committed afterwards. So this function lists the shards once, and compares them with
+    the ledger.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
-        plan: The dataset's plan.
+        plan: Plan of the dataset.
         progress: Called at each boundary.
-        check: Called with the ledger before anything is written; an error that it raises
-            prevents the commit.
-        remake: Makes lost shards again. Called with the committed shards that the store lacks,
-            if there are any.
+        check: Function that checks the ledger before the first write. An error prevents the commit.
+        remake: Function that makes lost shards again. Called only if the store lacks committed
+            shards.
 
     Raises:
-        ConflictError: The ledger has gaps, or another manifest is there.
+        ConflictError: The ledger has gaps, or another manifest was committed.
     """
     entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
     with ThreadPoolExecutor(32) as pool:
@@ -125,8 +130,9 @@ def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
     """Refuse to complete a dataset whose plan was replaced after this run had read it.
 
-    A run that replaces a plan deletes it first, and then looks for commits. All commits of this
-    plan are made by now. So either this run finds the deletion, or the other run finds the commits.
+    A run that replaces a plan deletes the plan first, and then looks for commits. All commits of
+    this plan are made by now. So either this run finds that the plan is deleted, or the other run
+    finds the commits.
     """
     try:
         pinned = fetch(store, keys.plan, DatasetPlan)

@@ -75,7 +75,7 @@ class Codec(RecordPart):
         return name in self.buffers or last_part_of(name) in self.buffers
 
     def for_tensor(self, name: str) -> "Codec":
-        """Return how one tensor is compressed: a buffer whole, in float32."""
+        """Return the settings for one tensor. A buffer is sent whole, in float32."""
         if not self.is_buffer(name):
             return self
         whole = {
