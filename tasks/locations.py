@@ -91,8 +91,8 @@ def make_store_spec(location: Bucket | str, right: Right) -> StoreSpec:
     """Return the store of a location, with credentials for one right.
 
     Raises:
-        ConfigurationError: There is no such block, it has no such credentials, or the location is
-            below the folder of a flow run, which is deleted when the run ends.
+        ConfigurationError: The block or its credentials do not exist, or the location is below the
+            temporary folder of a flow run.
     """
     found = require_location(location)
     spec = found.make_spec(right) if isinstance(found, Bucket) else StoreSpec(url=found)

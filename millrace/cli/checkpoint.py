@@ -156,7 +156,7 @@ def retain(
 ) -> CommandResult:
     r"""Delete the checkpoints that no rule keeps. The newest verified checkpoint always stays.
 
-    The command shows all checkpoints, and asks before it deletes.
+    The command shows which checkpoints stay and which go, and asks before it deletes.
 
     \b
     Example: millrace checkpoint retain r2://ACCOUNT/BUCKET my-job --last 3 --every 1000

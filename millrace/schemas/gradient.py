@@ -35,7 +35,7 @@ class Codec(RecordPart):
     """Settings of the compression of a gradient.
 
     Buffers are sent whole, as float32 values and not as changes. Of each chunk of 4096 values of
-    another tensor, ``k`` values are sent: each as its index, its sign and one of
+    another tensor, ``k`` values are sent. A value is sent as an index, a sign and one of
     ``2 ** (bits - 1)`` magnitudes. Each chunk has its own smallest and largest magnitude.
     """
 

@@ -147,7 +147,7 @@ def partition_source(
         keys: Names of the dataset.
         partition_bytes: Approximate bytes of the source in a partition.
         partition_files: Approximate maximum of files in a partition, for a source of many files.
-        seed: Seed of the shuffle. Of JSON lines, the byte ranges are shuffled; of files, the
+        seed: Seed of the shuffle. For JSON lines, byte ranges are shuffled; for files, the
             samples. None keeps the source's order.
         holdout: Share of the bytes that becomes the split ``val``.
 
