@@ -337,7 +337,7 @@ class Census:
         return held
 
     def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
-        """Return the record of an epoch; None if the record is gone, or damaged and too old.
+        """Return the record of an epoch; None if the record is gone, or is damaged and ignored.
 
         Raises:
             CorruptError: The record cannot be read, and the lease may be held.

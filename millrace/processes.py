@@ -84,7 +84,7 @@ def kill_by_environment(variable: str, value: str) -> None:
 
 
 def kill_group() -> None:
-    """Kill this process, its group, and all descendants of both, in all sessions."""
+    """Kill this process, its process group, and all its descendants in other sessions."""
     group = os.getpgrp()
     own = {pid for pid in list_descendants(os.getpid()) if _read_group(pid) == group}
     for pid in own:  # a stopped process starts no other; the end of the group kills these

@@ -240,8 +240,8 @@ def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise errors.CorruptError(
-            f"{where} is not a record of Millrace's. Another program wrote the object: delete it, "
-            "or restore the record."
+            f"{where} is not a record of Millrace's: the object is damaged, or another program "
+            "wrote it. Look at the object before you delete it."
         ) from error
     if its_kind != kind.record_kind:
         raise errors.CorruptError(

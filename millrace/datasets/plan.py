@@ -26,7 +26,7 @@ from millrace.storage import Store, create, delete, exists, list_objects, put, r
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
 _MAX_NAMED = 3  # files named in the error about a changed source
-_CONCURRENCY = 16  # concurrent uploads of sample_lists
+_CONCURRENCY = 16  # concurrent uploads of sample lists
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
@@ -140,7 +140,7 @@ def _store_sample_lists(store: Store, sample_lists: Mapping[str, bytes]) -> None
             create(store, *sample_list)
 
     bodies = iter(sample_lists.items())
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="sample_lists") as pool:
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="sample-lists") as pool:
         while batch := list(islice(bodies, _CONCURRENCY)):
             list(pool.map(store_sample_list, batch))
 
@@ -271,8 +271,8 @@ def _check_same_plan(
     if pinned.source.sha256 != proposed.source.sha256:
         old_files = {
             ref.path: ref
-            for body in _iterate_files(pinned, _StoredSampleLists(store))
-            for ref in body
+            for files in _iterate_files(pinned, _StoredSampleLists(store))
+            for ref in files
         }
         new_files = (ref for files in _iterate_files(proposed, sample_lists) for ref in files)
         raise errors.ChangedError(
