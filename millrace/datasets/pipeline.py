@@ -109,7 +109,9 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
     location = Location.parse(spec.url, account_id=account)
     url = str(location)
-    unchecked = ["The right to write there is not checked, since a plan writes nothing."]
+    unchecked = [
+        "Whether the credentials may write there is not checked, since a plan writes nothing."
+    ]
     refusals: list[str] = []
     state = ""
     try:
