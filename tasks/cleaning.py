@@ -274,7 +274,9 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
     gone = format_markdown(
         "{} of the plan were gone already.", format_count(done.missing, "object")
     )
-    given_up = format_markdown("So many could not be deleted that the rest was not tried.")
+    given_up = format_markdown(
+        "Too many objects could not be deleted, so the others were not tried."
+    )
     return join_blocks(
         join(sentences, " "),
         _tabulate_rules(plan.header.rules, done.objects, done.size),
