@@ -59,7 +59,7 @@ def clean_with_rules(
 
     Args:
         bucket: Bucket to clean: a block, its name, or the URL of a folder.
-        rules: Rules for what is deleted.
+        rules: Rules that select the objects to delete.
         related_buckets: Other buckets with leases of the same runs.
         pins: Keys and folders that are never deleted.
         dry_run: Only make the plan.

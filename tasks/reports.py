@@ -2,7 +2,7 @@
 
 Much of a report comes from outside: object keys, output of stores and machines, names, reasons.
 `format_markdown`, `format_table` and `publish_report` escape and cut every plain string. Only
-`Markdown`, which the functions of this module make, stays as it is.
+`Markdown`, which the functions of this module make, stays unchanged.
 """
 
 import re
