@@ -171,7 +171,7 @@ def run(
     if use_vast and repair:
         raise errors.ConfigurationError(
             "--repair works on this machine, and --use-vast on rented machines. Shard with "
-            "--use-vast first, then run with --repair alone."
+            "--use-vast first, then run --repair alone."
         )
     if use_vast:
         from millrace.cli.machine import run_rental
@@ -333,7 +333,7 @@ def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
         return open_store(config.store, make_folder=False), config.dataset
     if not name:
         raise errors.ConfigurationError(
-            f"{target} names no dataset: write the dataset after the URL, as URL DATASET."
+            f"{target} names no dataset. After a URL, name the dataset: URL DATASET."
         )
     return open_store(target, make_folder=False), name
 
@@ -355,9 +355,9 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
     workers = max(1, config.execution.workers)
     memory = plan.layout.shard_bytes * (config.execution.uploads + 1) * workers
     echo(
-        f"Shards have at most {format_size(plan.layout.shard_bytes)}. "
-        f"{format_count(workers, 'worker')} will hold at most {format_size(memory)} of shards in "
-        "memory."
+        f"Shards of at most {format_size(plan.layout.shard_bytes)}; "
+        f"at most {format_size(memory)} of them in the memory of "
+        f"{format_count(workers, 'worker')}."
     )
     if largest is None:
         echo(
@@ -367,7 +367,7 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
     elif largest > plan.layout.shard_bytes:
         echo(
             f"The largest sample has {format_size(largest)}, and is a shard of its own. With one "
-            "such sample in each worker, the memory is at most "
+            "such sample in each worker it is at most "
             f"{format_size(memory + workers * largest)}."
         )
 

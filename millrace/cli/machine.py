@@ -88,7 +88,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
         cost = rental.cost
     if running:
         release_command = f"millrace machine release {rental_settings.name} {settings}"
-        echo(f"The machines have cost about ${cost:.2f}. Release them with `{release_command}`.")
+        echo(f"The machines have cost about ${cost:.2f}; release them with `{release_command}`.")
     else:
         echo(
             f"All programs of {rental_settings.name} have ended: no machine is rented. To run them "
