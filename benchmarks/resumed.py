@@ -24,7 +24,7 @@ def shard_on(job: dict[str, Any]) -> None:
         PipelineSettings,
         ShardingSettings,
         SourceLocation,
-        run_pipeline,
+        shard_dataset,
     )
     from millrace.datasets.progress_events import ShardCommitted
     from millrace.progress import Event
@@ -43,7 +43,7 @@ def shard_on(job: dict[str, Any]) -> None:
         samples = event.samples if isinstance(event, ShardCommitted) else 0
         _say(event.kind, after_call=time.perf_counter() - called, samples=samples)
 
-    run_pipeline(config, progress=progress)
+    shard_dataset(config, progress=progress)
 
 
 def skip_to(job: dict[str, Any]) -> None:

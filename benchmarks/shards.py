@@ -3,7 +3,7 @@
 Run it with ``python -m benchmarks.shards [--quick] [--json FILE]``. The source is JSON lines in a
 local folder, the store a Ceph RGW on loopback, a shard 64 MiB.
 
-- ``millrace``: `run_pipeline` from call to return: the plan, two worker processes started and
+- ``millrace``: `shard_dataset` from call to return: the plan, two worker processes started and
   ended, the ledger, the manifest.
 - ``webdataset``: one process reads the lines with ``json``, a ``ShardWriter`` writes shards to a
   folder, its ``post`` hook sends each with boto3's ``upload_file`` and removes it.
@@ -42,7 +42,7 @@ from pydantic import ByteSize, SecretStr
 from benchmarks.common import Cpu, Results, measured, options, rotated, show
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import Endless
-from millrace import run_pipeline
+from millrace import shard_dataset
 from millrace.datasets import (
     ExecutionSettings,
     PipelineSettings,
@@ -118,7 +118,7 @@ def run_millrace(source: Path, target: Target, partition: int) -> dict[str, floa
     """Shard a folder of JSON lines with Millrace."""
     config = _pipeline(source, target, partition)
     cpu, began = Cpu(), time.perf_counter()
-    report = run_pipeline(config)
+    report = shard_dataset(config)
     wall, spent = time.perf_counter() - began, cpu.spent()
     return _figures(report.manifest.size, wall, spent)
 
@@ -280,7 +280,7 @@ class Bench:
         rows = write_jsonl(source / "text.jsonl", characters=work.characters, size=size)
         partition = size // WORKERS
         # The shards that the floor sends.
-        run_pipeline(_pipeline(source, self._target("ready"), partition, folder=ready))
+        shard_dataset(_pipeline(source, self._target("ready"), partition, folder=ready))
         seen: dict[str, tuple[int, str]] = {}
         for repeat in range(1 if self._quick else 3):
             for system in rotated(SYSTEMS, repeat):

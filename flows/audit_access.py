@@ -1,4 +1,4 @@
-"""Prove what the credentials of buckets can do, on demand or every week."""
+"""Prove the rights of the credentials of buckets, on demand or every week."""
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,14 +25,16 @@ class AuditedBucket(BaseModel):
     )
 
     def make_role(self, bucket: Bucket) -> AuditedRole:
-        """Return the credentials of the block, as the engine takes them.
+        """Return the role of the block for the engine, with the credentials of the block.
 
         Raises:
-            ConfigurationError: The block has none.
+            ConfigurationError: The block has no credentials.
         """
         specs = {right: spec for right in Right if (spec := _find_spec(bucket, right)) is not None}
         if not specs:
-            raise ConfigurationError(f"{bucket.url} has no credentials to audit: add some.")
+            raise ConfigurationError(
+                f"The block of {bucket.url} has no credentials to audit: add credentials."
+            )
         keys = {f"{right}_credentials": spec.credentials for right, spec in specs.items()}
         store = next(iter(specs.values())).model_copy(update={"credentials": None})
         return AuditedRole(store=store, prefix=self.prefix, **keys)
@@ -48,14 +50,14 @@ def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
 @draw_form
 @flow(name="audit-access", flow_run_name=make_name("audit", "buckets"))
 def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
-    """Prove that each credential can do what its role needs, and nothing else.
+    """Prove that each credential has the rights that its role needs, and no other rights.
 
-    Each operation (list, read, write, overwrite, delete) is done once, on objects that the audit
-    creates and removes. The flow fails if a right is wrong or unproven.
+    Each operation (list, read, write, overwrite, delete) is tried once, on objects that the audit
+    creates and deletes. The flow fails if a right is wrong or unproven.
 
     Args:
         buckets: Buckets of all roles. The audit also tries the credentials of each role on the
-            buckets of the others. A block that does not exist yet is skipped.
+            buckets of other roles. A block that does not exist yet is skipped.
     """
     roles: dict[str, AuditedRole] = {}
     missing: list[str] = []
@@ -73,7 +75,7 @@ def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
             bucket
         )
     if missing:
-        skipped_state = skip_run(missing, "no credential of it was tried")
+        skipped_state = skip_run(missing, "no credentials were tried")
         if not roles:
             return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
     found = audit_buckets(AuditSettings(roles=roles))
@@ -84,7 +86,7 @@ def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
             for one in found.failures[:3]
         )
         raise DeniedError(
-            f"{len(found.failures)} of {len(found.findings)} are not as they should be ({first}): "
-            "the report says what to correct."
+            f"{len(found.failures)} of {len(found.findings)} operations are not as they should be "
+            f"({first}). Correct the credentials that the report names."
         )
     return found

@@ -38,8 +38,8 @@ def shard_dataset(
 ) -> ShardReport:
     """Write a dataset as WebDataset shards to a bucket, each sample exactly once.
 
-    A run that was stopped, cancelled or killed is finished by starting it again, here or on any
-    machine. Several runs at once share the work.
+    If a run was stopped, cancelled or killed, start it again on any machine: the new run continues.
+    Several runs at once share the work.
 
     Args:
         dataset: Name of the dataset: a prefix below the destination.

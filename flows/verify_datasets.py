@@ -31,8 +31,8 @@ def verify_datasets(
 
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
-        datasets: Datasets to verify. By default all that are right below the bucket's URL.
-        depth: `sizes` asks for the size of each shard; `digests` reads all bytes.
+        datasets: Datasets to verify. By default all complete datasets below the bucket's URL.
+        depth: `sizes` compares the size of each shard; `digests` reads all bytes.
     """
     found_bucket = find_location(bucket)
     if found_bucket is None:
@@ -48,6 +48,6 @@ def verify_datasets(
     if faults:
         raise CorruptError(
             f"Missing or different at {spec.url}: {format_count(faults, 'shard')}. The report "
-            "names each. Run `shard-dataset` with `repair`, or restore the objects."
+            "names each shard. Run `shard-dataset` with `repair`, or restore the objects."
         )
     return found

@@ -1,11 +1,11 @@
-"""Everything around the object store, for training on rented GPUs."""
+"""The work around the object store that training on rented GPUs depends on."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.datasets import PipelineSettings, run_from_file, run_pipeline
+    from millrace.datasets import PipelineSettings, run_from_file, shard_dataset
 
-__all__ = ["PipelineSettings", "run_from_file", "run_pipeline"]
+__all__ = ["PipelineSettings", "run_from_file", "shard_dataset"]
 
 
 def __getattr__(name: str) -> Any:

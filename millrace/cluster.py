@@ -1,4 +1,4 @@
-"""Connections to a Ray cluster, and its nodes. Only functions that need Ray import it."""
+"""Connect to a Ray cluster, and list its nodes. Only functions that need Ray import Ray."""
 
 import logging
 import os
@@ -24,8 +24,8 @@ def connect(address: str | None) -> Generator[Any]:
     A connection that existed before stays open at the end.
 
     Args:
-        address: Address of the cluster. By default that of ``RAY_ADDRESS``, or of the cluster that
-            this process belongs to.
+        address: Address of the cluster. By default the address in ``RAY_ADDRESS``, or the cluster
+            that this process belongs to.
 
     Raises:
         ConfigurationError: Ray is not installed, or there is no such cluster.
@@ -45,7 +45,7 @@ def connect(address: str | None) -> Generator[Any]:
     except Exception as error:
         raise ConfigurationError(
             f"The Ray cluster cannot be reached ({format_error(error)}): start one with "
-            "`ray start --head`, give its address, and RAY_AUTH_MODE=token if it asks."
+            "`ray start --head`, give its address, and set RAY_AUTH_MODE=token if it needs a token."
         ) from error
     try:
         yield ray

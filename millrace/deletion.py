@@ -1,8 +1,8 @@
-"""Deletion of planned objects, and of planned unfinished uploads.
+"""Delete planned objects, and abort planned uploads that are unfinished.
 
-Just before each batch is deleted, its objects are checked and listed again. Objects that a check
-keeps, or that were written since the plan, are kept. Missing objects are counted. A write between
-that listing and the delete is not noticed: no known store can exclude it.
+Just before each batch is deleted, its objects are checked and listed again. An object stays if the
+check keeps it, or if it was written since the plan. Missing objects are counted. A write between
+the listing and the delete is not noticed: no known store can exclude such a write.
 """
 
 from collections import Counter, deque
@@ -84,7 +84,8 @@ class DeletionPhase(NamedTuple):
 
     Attributes:
         unit: Checkpoint or dataset.
-        number: Number of the phase. If an object of a phase stays, those of later phases stay too.
+        number: Number of the phase. If an object of a phase stays, all objects of later phases
+            stay, too.
     """
 
     unit: Hashable
@@ -92,10 +93,13 @@ class DeletionPhase(NamedTuple):
 
 
 class DeletionCheck(Protocol[_CheckedT_contra]):
-    """Check that decides whether an object of a plan is still deleted."""
+    """Check whether an object of a plan may still be deleted."""
 
     def refresh_leases(self) -> None:
-        """Forget cached leases, so that the next check reads them. Called before each batch."""
+        """Forget cached leases, so that the next check reads the leases again.
+
+        The deletion calls this method before each batch.
+        """
         ...
 
     def __call__(self, planned: _CheckedT_contra, /) -> str:
@@ -124,7 +128,7 @@ class DeletionResult:
     has_given_up: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return these attributes by name, without those of a derived class."""
+        """Return the attributes of this class by name, without those of a derived class."""
         return {one.name: getattr(self, one.name) for one in fields(DeletionResult)}
 
 
@@ -219,7 +223,7 @@ class _BatchDeleter(Generic[PlannedT]):
             self.incomplete_units.add(phase.unit)
 
     def await_batches(self, max_pending: int) -> bool:
-        """Wait until few batches are pending, and tell whether the ended ones are complete."""
+        """Wait until few batches are pending; return whether all that ended are complete."""
         is_complete = True
         while len(self.pending) > max_pending:
             result = self.pending.popleft().result()
@@ -280,7 +284,7 @@ def _delete_batch(store: Store, planned: list[PlannedT]) -> _BatchResult[Planned
 
 def _list_present(store: Store, keys: list[str]) -> dict[str, Stat]:
     """Return the objects that exist, by key. The keys are sorted."""
-    if store.location.backend is Backend.FILE:  # its listing has no order
+    if store.location.backend is Backend.FILE:  # the listing of a folder has no order
         return dict(_iterate_heads(store, keys))
     wanted, last = set(keys), keys[-1]
     found: dict[str, Stat] = {}

@@ -1,6 +1,6 @@
 """Errors that Millrace raises on purpose.
 
-Each message says what happened, where, and what to do. Transient faults are retried where they
+Each message has the problem, its location, and the remedy. Transient faults are retried where they
 happen, and become errors only when the retries end.
 """
 
@@ -10,7 +10,7 @@ class MillraceError(Exception):
 
 
 class ConfigurationError(MillraceError):
-    """A setting or an argument is invalid. The message says what to write instead."""
+    """A setting or an argument is invalid. The message names a valid value."""
 
 
 class NotFoundError(MillraceError):

@@ -10,11 +10,11 @@ def import_extra_module(module: str, extra: str) -> ModuleType:
     """Import a module of Millrace that needs the libraries of an extra.
 
     Args:
-        module: Its full name, such as ``millrace.gradients.sync.chain``.
-        extra: The extra of pyproject.toml that installs what it imports.
+        module: Full name of the module, such as ``millrace.gradients.sync.chain``.
+        extra: Extra of pyproject.toml that installs the libraries of the module.
 
     Raises:
-        ConfigurationError: A library is not installed; the sentence says how to install it.
+        ConfigurationError: A library is not installed. The message names the command to install it.
     """
     try:
         return import_module(module)

@@ -1,9 +1,9 @@
-"""Numbers in words, and texts from outside, for messages and reports."""
+"""Format numbers, and clean texts from outside, for messages and reports."""
 
 import unicodedata
 
 MAX_LENGTH = 300
-"""Characters of a text from outside that a line of a report shows."""
+"""Largest number of characters of a text from outside in a line of a report."""
 _REPLACED_CATEGORIES = {
     "Cc",
     "Cf",
@@ -30,11 +30,11 @@ def format_size(size: float) -> str:
 
 
 def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:
-    """Return a text on one line, without what does not print, and cut to a length.
+    """Return a text on one line, without unprintable characters, and cut to a length.
 
-    Control characters and those that change the direction of writing become U+FFFD.
+    Control characters and characters that change the direction of writing become U+FFFD.
     """
-    read = text[: 8 * max_length]  # a text of megabytes is not gone through
+    read = text[: 8 * max_length]  # the rest of a text of megabytes is not read
     shown = replace_unprintable(" ".join(read.split()))
     if len(shown) <= max_length and read == text:
         return shown
@@ -42,7 +42,7 @@ def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:
 
 
 def replace_unprintable(text: str) -> str:
-    """Replace what a terminal or a page would obey; what is written stays as long as it is."""
+    """Replace each control and format character by U+FFFD. The length stays the same."""
     if text.isprintable():
         return text
     return "".join("\ufffd" if unicodedata.category(c) in _REPLACED_CATEGORIES else c for c in text)

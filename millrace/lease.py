@@ -26,16 +26,16 @@ from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
 
-MAX_TTL = timedelta(hours=1)  # limit for any lease, whatever its record says
+MAX_TTL = timedelta(hours=1)  # limit for any lease, also if its record has a longer time
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
 _MAX_OBJECTS = 10_000  # objects of one lease, or of one member, that a census reads
-_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of the clock that is read from it
+_CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of a clock that is read from it
 
 
 class Holder(BaseModel):
-    """Process that holds a lease. Other processes of its machine can see that it has ended.
+    """Process that holds a lease. Other processes of the machine can see its end.
 
     Attributes:
         id: Identifier, unique to this holder.
@@ -76,7 +76,12 @@ class Holder(BaseModel):
 
 
 class LeaseEpoch(Record):
-    """Record of one holder of a lease."""
+    """Record of one holder of a lease.
+
+    Attributes:
+        holder: Holder of the lease in this epoch.
+        ttl: Time after the last heartbeat at which the lease ends.
+    """
 
     record_kind: ClassVar[str] = "lease"
 
@@ -86,7 +91,12 @@ class LeaseEpoch(Record):
 
 @dataclass(slots=True)
 class StoreClock:
-    """Clock of a store, from the modification time of an object that was written once."""
+    """Clock of a store, from the modification time of an object that was written once.
+
+    Attributes:
+        base: Modification time of the object, by the store's clock.
+        read_at: Time of the write, by this machine's boot clock.
+    """
 
     base: datetime
     read_at: float
@@ -96,8 +106,8 @@ class StoreClock:
         """Read the store's clock. Three requests, which leave no object."""
         key = make_clock_probe_key(scope, holder.id)
         put(store, key, b"")
-        # The object may be older than this time, after many tries. So the clock may be slow, and
-        # waits longer for a lease's end. A fast clock would take leases from live holders.
+        # After many tries, the object may be older than this time. So the clock may be slow, and
+        # then a lease ends later. A fast clock would take leases from live holders.
         written = _read_boot_clock()
         clock = cls(head(store, key).last_modified, written)
         delete(store, [key])
@@ -128,7 +138,15 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Lease that this holder acquired. It may have ended since."""
+    """Lease that this holder acquired. The lease may have ended since.
+
+    Attributes:
+        store: Store of the lease.
+        keys: Keys of the lease.
+        epoch: Number of the epoch that this holder created.
+        holder: This holder.
+        ttl: Time after the last heartbeat at which the lease ends.
+    """
 
     store: Store = field(repr=False)
     keys: LeaseKeys
@@ -137,7 +155,7 @@ class Lease:
     ttl: timedelta
 
     def beat(self) -> None:
-        """Write a heartbeat. One request. Call at most once a second."""
+        """Write a heartbeat. One request. Callers wait at least a second between two calls."""
         put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
 
     def is_superseded(self) -> bool:
@@ -163,7 +181,7 @@ class Lease:
 def acquire(
     store: Store, keys: LeaseKeys, holder: Holder, ttl: timedelta, clock: StoreClock
 ) -> Lease | HeldLease:
-    """Take a lease if it is free, released, or without a heartbeat for its time.
+    """Take a lease that is free, released, or without a heartbeat for the lease's time.
 
     Args:
         store: Store of the lease.
@@ -173,7 +191,7 @@ def acquire(
         clock: Clock of the store.
 
     Returns:
-        The lease, or the other holder that has it.
+        The lease, or the other holder of the lease.
 
     Raises:
         ConfigurationError: The time is too short for heartbeats.
@@ -197,7 +215,8 @@ def await_lease(
 ) -> Lease | HeldLease:
     """Acquire a lease, or wait until its holder sends a heartbeat.
 
-    So the lease of a killed process is taken when it ends. A live holder is returned soon.
+    So the lease of a killed process is taken at its end. A live holder is returned at its next
+    heartbeat.
 
     Args:
         store: Store of the lease.
@@ -207,7 +226,7 @@ def await_lease(
         clock: Clock of the store.
 
     Returns:
-        The lease, or the other holder that has it and is alive.
+        The lease, or the live holder that has the lease.
 
     Raises:
         ConfigurationError: The time is too short for heartbeats.
@@ -247,7 +266,7 @@ def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str,
 def _keep_newest(
     keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
 ) -> tuple[int, dict[str, Stat]]:
-    """Return the newer one of an epoch and that of an object: its number, and its objects."""
+    """Compare the newest epoch with that of an object; return the newer one and its objects."""
     parsed = keys.parse(stat.key)
     if parsed is None or parsed[0] < number:
         return number, newest
@@ -255,7 +274,7 @@ def _keep_newest(
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
-    """Decide whether an epoch has a holder that has not released it."""
+    """Decide whether an epoch has a holder that has not released the lease."""
     return "json" in newest and "end" not in newest
 
 
@@ -270,9 +289,9 @@ def _find_live_holder(
 
 
 def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
-    """Return when an epoch ends by the store's clock, should nothing more be heard of it."""
-    heard = max(stat.last_modified for stat in newest.values())
-    return heard.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
+    """Return when an epoch ends without another heartbeat, by the store's clock."""
+    last_write = max(stat.last_modified for stat in newest.values())
+    return last_write.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
 
 
 class Census:
@@ -313,15 +332,15 @@ class Census:
         held: dict[str, HeldLease] = {}
         for keys, (number, newest) in found.items():
             record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
-            if record is not None and (who := _find_live_holder(record, newest, self._clock)):
-                held[keys.name.rpartition("/")[2]] = who
+            if record is not None and (holder := _find_live_holder(record, newest, self._clock)):
+                held[keys.name.rpartition("/")[2]] = holder
         return held
 
     def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
-        """Return the record of an epoch; None if it says nothing of a holder.
+        """Return the record of an epoch; None if the record is gone, or is damaged and ignored.
 
         Raises:
-            CorruptError: What stands there is no lease.
+            CorruptError: The record cannot be read, and the lease may be held.
         """
         try:
             if key not in self._records:
@@ -329,7 +348,7 @@ class Census:
         except errors.NotFoundError:  # deleted since the listing
             return None
         except errors.CorruptError:
-            # Whatever it says, no lease is held for longer than the longest time.
+            # No lease is held for longer than `MAX_TTL` without a heartbeat.
             if self._strict and _compute_end(newest, MAX_TTL) >= self._clock.now():
                 raise
             return None
@@ -339,10 +358,11 @@ class Census:
 class Heartbeat:
     """Thread that sends the heartbeats of leases.
 
-    A heartbeat is a context manager. Its end releases the leases that are still held.
+    A heartbeat is a context manager. The end of the block releases the leases that are still held.
 
     Args:
-        ttl: Time after which the leases end. Heartbeats come three times as often.
+        ttl: Time after the last heartbeat at which the leases end. The thread sends three
+            heartbeats in this time.
     """
 
     def __init__(self, ttl: timedelta) -> None:
@@ -359,7 +379,7 @@ class Heartbeat:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        # The wait is short, also for a store that does not answer: leases end by themselves.
+        # The wait is short, also if the store does not answer: leases end without a release.
         for lease in list(self._leases.values()):
             thread = threading.Thread(target=_try_release, args=(lease,), daemon=True)
             thread.start()

@@ -1,20 +1,20 @@
-"""Memory for buffers that go round: new memory costs more than copying into it."""
+"""Allocate memory for buffers that are used again, since new memory costs more than a copy."""
 
 import contextlib
 import mmap
 
 
 def map_anonymous(size: int) -> mmap.mmap:
-    """Memory of which no page exists before it is written.
+    """Allocate memory whose pages exist only after the first write.
 
-    In huge pages where the system has them: with small ones, touching a large buffer for the
-    first time takes longer than hashing it.
+    Huge pages are used if the system has them. With small pages, the first write to a large buffer
+    takes longer than the computation of its digest.
 
     Args:
-        size: Bytes, more than none.
+        size: Number of bytes; at least 1.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -9,29 +9,29 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
-_KILL_INTERVAL = 0.01  # seconds until those that were killed are looked for again
+_KILL_INTERVAL = 0.01  # seconds between two searches for remaining processes
 _KILL_TIMEOUT = (
-    10.0  # seconds that the kernel may take to end them, as while a device is waited for
+    10.0  # seconds that the kernel may need, such as for a process that waits for a device
 )
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return when a process started, in ticks; None if there is none, or only its remains."""
+    """Return when a process started, in ticks; None if the process has ended or is a zombie."""
     fields = _read_stat(pid)
     return None if fields is None or fields[0] in {"Z", "X"} else fields[19]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose parent ends. Linux only.
+    """Become the parent of each descendant whose parent ends. Linux only.
 
-    So `list_descendants` also finds what a program started in a session of its own, or as a daemon.
+    So `list_descendants` also finds daemons, and processes in sessions of their own.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 def list_descendants(pid: int) -> set[int]:
-    """Return the processes below one, whatever their sessions; their remains are left out."""
+    """Return the descendants of a process in all sessions. Zombies are left out."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         fields = _read_stat(int(folder.name))
@@ -47,10 +47,10 @@ def list_descendants(pid: int) -> set[int]:
 
 
 def kill_descendants(excluded: Collection[int] = ()) -> None:
-    """Kill the processes below this one, until there are none, or for ten seconds.
+    """Kill the descendants of this process until none is left, or for ten seconds.
 
     Args:
-        excluded: Those that are left alone, with all below them.
+        excluded: Processes that stay, with their descendants.
     """
 
     def find_remaining() -> set[int]:
@@ -61,9 +61,13 @@ def kill_descendants(excluded: Collection[int] = ()) -> None:
 
 
 def kill_by_environment(variable: str, value: str) -> None:
-    """Kill the processes of this machine whose environment has a variable that begins so.
+    """Kill the processes of this machine that have a variable in their environment.
 
-    It goes on until there are none, or for ten seconds.
+    The call ends when no such process is left, or after ten seconds.
+
+    Args:
+        variable: Name of the variable.
+        value: Text that the value of the variable begins with.
     """
     wanted = f"{variable}={value}".encode()
 
@@ -80,10 +84,10 @@ def kill_by_environment(variable: str, value: str) -> None:
 
 
 def kill_group() -> None:
-    """Kill this process, its group, and what any of it has started in sessions of their own."""
+    """Kill this process, its process group, and all its descendants in other sessions."""
     group = os.getpgrp()
     own = {pid for pid in list_descendants(os.getpid()) if _read_group(pid) == group}
-    for pid in own:  # so that none of them starts more meanwhile; they are killed with the group
+    for pid in own:  # a stopped process starts no other; the end of the group kills these
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)
     _kill_all(lambda: list_descendants(os.getpid()) - own)
@@ -100,7 +104,7 @@ def _kill_all(find_remaining: Callable[[], set[int]]) -> None:
         time.sleep(_KILL_INTERVAL)
         for pid in found:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # an adopted one leaves remains
+                os.waitpid(pid, os.WNOHANG)  # an adopted process becomes a zombie
 
 
 def _read_group(pid: int) -> int | None:
@@ -111,7 +115,7 @@ def _read_group(pid: int) -> int | None:
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """Return what the kernel tells of a process, from its state on; None if there is none."""
+    """Return the fields of /proc/PID/stat from the state on; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -31,4 +31,4 @@ class Progress(Protocol):
 
 
 def ignore_event(event: Event) -> None:
-    """Ignore an event: the default of functions that report progress."""
+    """Ignore an event. Functions that report progress have this default."""

@@ -1,4 +1,4 @@
-"""Progress on a terminal, or as lines of text where there is none."""
+"""Show progress as a bar on a terminal, or as lines of text without a terminal."""
 
 import time
 from types import TracebackType
@@ -38,13 +38,13 @@ from millrace.swarm.progress_events import (
 )
 from millrace.terminal import echo, make_console
 
-_LINE_INTERVAL = 5.0  # seconds from one line to the next, where there is no terminal
+_LINE_INTERVAL = 5.0  # seconds between two lines, without a terminal
 
 
 class _TerminalBar:
-    """Bar that is shown while its block lasts; without a terminal, lines of text.
+    """Bar that is shown while the block lasts. Without a terminal, lines of text are printed.
 
-    Lines are printed at the first event, at most every five seconds, and at the end.
+    A line is printed at the first event, then at most every five seconds, and at the end.
     """
 
     _progress: Progress
@@ -57,12 +57,12 @@ class _TerminalBar:
         return self
 
     def format_line(self) -> str:
-        """Return what the bar shows as one line of text; empty while the total is unknown."""
+        """Return the content of the bar as one line; empty while the total is unknown."""
         task = self._progress.tasks[self._task]
         return "" if task.total is None else self._format_task(task, task.total)
 
     def _format_task(self, task: Task, total: float) -> str:
-        """Return what the bar shows of its task, whose total is known, as one line of text."""
+        """Return the state of a task with a known total as one line."""
         raise NotImplementedError
 
     def _print_above(self, text: str) -> None:
@@ -91,7 +91,7 @@ class _TerminalBar:
 
 
 class PartitionsBar(_TerminalBar):
-    """A bar that counts partitions, and shows the shards and samples that were committed."""
+    """Bar of the partitions that have ended, with the committed shards and samples."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -103,16 +103,17 @@ class PartitionsBar(_TerminalBar):
             console=make_console(stderr=True),
         )
         self._task = self._progress.add_task("partitions", total=None, made="")
-        self._shards = self._samples = 0
+        self._partitions = self._shards = self._samples = 0
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         match event:
             case PlanCommitted():
-                self._progress.update(self._task, total=float(event.partitions))
+                # The total follows with the next event, which a complete dataset does not have.
+                self._partitions = event.partitions
             case PartitionsPending():
-                total = self._progress.tasks[self._task].total or 0.0
-                self._progress.update(self._task, completed=total - event.partitions)
+                ended = self._partitions - event.partitions
+                self._progress.update(self._task, total=self._partitions, completed=ended)
             case ShardCommitted():
                 self._shards += bool(event.samples)  # else only bad rows were committed
                 self._samples += event.samples
@@ -126,6 +127,17 @@ class PartitionsBar(_TerminalBar):
             case _:
                 return
         self._print_line_if_due()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Stop the bar, and hide it if no partition was counted."""
+        if self._progress.tasks[self._task].total is None:
+            self._progress.update(self._task, visible=False)
+        super().__exit__(kind, error, tb)
 
     def _format_task(self, task: Task, total: float) -> str:
         return (
@@ -164,9 +176,9 @@ class BytesBar(_TerminalBar):
             case NodeAccused():
                 self._print_above(f"{event.accuser} says that {event.node} gave it wrong bytes.")
             case NodeUntrusted():
-                self._print_above(f"{event.node} gave wrong bytes, and is asked no more.")
+                self._print_above(f"{event.node} gave wrong bytes, and gets no more requests.")
             case FileMismatched():
-                self._print_above(f"{event.origin} came out wrong, and is read again.")
+                self._print_above(f"{event.origin} has wrong bytes, and is read again.")
             case _:
                 return
         self._print_line_if_due()
@@ -179,7 +191,7 @@ class BytesBar(_TerminalBar):
 
 
 class ObjectsBar(_TerminalBar):
-    """Bar of the objects that a cleanup has listed, and then of those that it has deleted."""
+    """Bar of the objects that a cleanup has listed, and then of the deleted objects."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -192,7 +204,11 @@ class ObjectsBar(_TerminalBar):
         self._task = self._progress.add_task("objects seen", total=None)
 
     def start_deleting(self, objects: int) -> None:
-        """Count deleted objects from now on, of so many in total."""
+        """Count deleted objects from now on.
+
+        Args:
+            objects: Number of objects to delete.
+        """
         self._progress.update(self._task, description="deleted", completed=0, total=float(objects))
 
     def __call__(self, event: Event) -> None:
@@ -202,7 +218,7 @@ class ObjectsBar(_TerminalBar):
             self._print_line_if_due()
 
     def format_line(self) -> str:
-        """Return the count also while the total is unknown."""
+        """Return the count of the objects, also while the total is unknown."""
         task = self._progress.tasks[self._task]
         whole = "" if task.total is None else f" of {task.total:.0f}"
         return f"{task.description}: {task.completed:.0f}{whole}"

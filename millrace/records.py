@@ -48,10 +48,10 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, slots=True)
 class Commit(Generic[R]):
-    """Record that stands under a key after `commit_once`.
+    """Record under a key after `commit_once`.
 
     Attributes:
-        record: Stored record: that of this call, or an earlier one of another process.
+        record: Stored record: the record of this call, or an earlier record of another process.
         mine: Whether this call committed the record.
     """
 
@@ -60,7 +60,7 @@ class Commit(Generic[R]):
 
 
 def commit_once(store: Store, key: str, record: R) -> Commit[R]:
-    """Commit a record under a key that has none. One request if the key is free.
+    """Commit a record, unless the key has a record. One request if the key is free.
 
     Args:
         store: Store to write to.
@@ -68,13 +68,12 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
         record: Record to commit.
 
     Returns:
-        The stored record. Of several callers exactly one sees ``mine``, also after lost answers
-        and repeated requests. The other callers compare the record with their own.
+        The stored record. Exactly one of several callers gets ``mine``, also after lost answers
+        and repeated requests. The other callers compare the record with their own record.
 
     Raises:
         ConfigurationError: The record is larger than readers accept. Nothing was written.
-        UnavailableError: The store does not answer. The record may be committed; another call
-            finds out.
+        UnavailableError: The store does not answer. The record may be committed: call again.
     """
     nonce = secrets.token_hex(16)
     body = encode_record(record, nonce)
@@ -96,7 +95,7 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
 
 
 def commit_same(store: Store, key: str, record: R) -> Commit[R]:
-    """Commit a record that every process which does this work commits with the same content.
+    """Commit a record that every process with the same work would commit with the same content.
 
     Raises:
         ConflictError: Another record is stored. The message names the fields that differ.
@@ -158,8 +157,8 @@ def iterate_records(
 ) -> Iterator[tuple[Stat, R | errors.CorruptError]]:
     """Yield the records whose keys start with a prefix, read 32 at a time, in the listing's order.
 
-    A damaged record yields an error that names its key. A record that was deleted since the
-    listing is skipped.
+    A damaged record yields an error with the key of the record. A record that was deleted since
+    the listing is skipped.
 
     Args:
         store: Store to list.
@@ -185,14 +184,15 @@ def iterate_records(
 def require_intact(
     where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]
 ) -> Iterator[R]:
-    """Yield the intact records of `iterate_records`, and raise at the end if any is damaged.
+    """Yield the intact records of `iterate_records`. Then raise if a record is damaged.
 
     Args:
         where: URL of the prefix.
         found: Result of `iterate_records`.
 
     Raises:
-        CorruptError: Records are damaged. The message has their number and the first three.
+        CorruptError: Records are damaged. The message has their number and the first three
+            errors.
     """
     damaged: list[str] = []
     good = 0
@@ -240,7 +240,8 @@ def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise errors.CorruptError(
-            f"{where} is not a record of Millrace's; was it written by hand?"
+            f"{where} is not a record of Millrace's: the object is damaged, or another program "
+            "wrote it. Look at the object before you delete it."
         ) from error
     if its_kind != kind.record_kind:
         raise errors.CorruptError(

@@ -37,7 +37,7 @@ class VastSettings(CodeRepository):
 
 
 class VastFileSettings(BaseModel):
-    """Settings file, of which only the section `vast` is read."""
+    """Section `vast` of a settings file. Other sections are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -47,15 +47,15 @@ class VastFileSettings(BaseModel):
 def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> RentalSettings:
     """Return the rental of machines that shard a dataset.
 
-    The machines share the partitions, and resume those of lost machines.
+    The machines share the partitions. If a machine is lost, others continue its partitions.
 
     Args:
-        config: Settings of the pipeline. The source has to lie below the store of the shards,
-            because the credentials of a machine are limited to that store.
+        config: Settings of the dataset. The source must be below the store of the shards, because
+            the credentials of a machine are limited to that store.
         vast: Settings of the machines.
 
     Raises:
-        ConfigurationError: The source lies elsewhere.
+        ConfigurationError: The source is not below the store of the shards.
     """
     source = _find_source_path(config.store, config.source.store)
     storage_grants = (
@@ -114,6 +114,6 @@ def _find_source_path(store: StoreSpec, source: StoreSpec) -> str:
     if origin.url.startswith(f"{target.url}/") and target.endpoint == origin.endpoint:
         return str(PurePosixPath(origin.url.removeprefix(f"{target.url}/")))
     raise errors.ConfigurationError(
-        f"The source {origin.url} does not lie below {target.url}, and rented machines are given "
-        "credentials for that only: bring it there, or shard it without --use-vast."
+        f"The source {origin.url} does not lie below {target.url}, and rented machines get "
+        "credentials for that store only. Copy the source there, or shard it without --use-vast."
     )

@@ -1,6 +1,6 @@
-"""Settings files: YAML or TOML, with ``${VAR}`` filled in from the environment.
+"""Read settings files of YAML or TOML, and fill in ``${VAR}`` from the environment.
 
-``${VAR:-default}`` gives a default; ``$${VAR}`` is the text ``${VAR}`` itself. An empty variable
+``${VAR:-default}`` has a default. ``$${VAR}`` is the text ``${VAR}`` itself. An empty variable
 counts as unset.
 """
 
@@ -23,19 +23,20 @@ _PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
 _MAX_DURATION_LENGTH = 100  # characters: the search takes quadratic time in a run of digits
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
-_PREFIX = "Value error, "  # pydantic's, before what a validator of ours has said
+_PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def parse_duration(value: Any) -> Any:
-    """Parse a duration as people write it: `90s`, `20m`, `1h30m`, `7d`, `1w`.
+    """Parse a duration such as `90s`, `20m`, `1h30m`, `7d` or `1w`.
 
     Returns:
-        The duration; a `timedelta` and text of ISO 8601 (`PT20M`) as they are, for pydantic.
+        The duration. A `timedelta` and text of ISO 8601 (`PT20M`) are returned unchanged, for
+        pydantic.
 
     Raises:
-        ValueError: It is a bare number, which could be seconds or hours, or no duration.
+        ValueError: The value is a number without a unit, or not a duration.
     """
     if isinstance(value, timedelta) or (isinstance(value, str) and _is_iso(value)):
         return value
@@ -69,14 +70,14 @@ def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None 
     """Read a settings file into a model.
 
     Args:
-        path: A ``.yaml``, ``.yml`` or ``.toml`` file.
-        model: What the file describes.
-        environ: Where ``${VAR}`` is looked up; the process's environment by default.
+        path: Path of a ``.yaml``, ``.yml`` or ``.toml`` file.
+        model: Class of the settings.
+        environ: Values of variables; by default the environment of the process.
 
     Raises:
-        ConfigurationError: No such file, not YAML or TOML, a variable that is not set (named
-            with its file and line, all of them at once), or values the model refuses. No value
-            is repeated in the message: it could be a secret.
+        ConfigurationError: There is no such file, the file is not YAML or TOML, variables are not
+            set, or the model refuses values. The message names all unset variables with their
+            lines. The message contains no value, since a value could be a secret.
     """
     return validate_settings(model, read_settings_file(path, environ), source=str(path))
 
@@ -84,15 +85,15 @@ def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None 
 def read_settings_file(
     path: Path, environ: Mapping[str, str] | None = None, *, template: str = "millrace init"
 ) -> dict[str, Any]:
-    """Return what a settings file says, with ``${VAR}`` filled in.
+    """Return the settings of a file by their names, with ``${VAR}`` filled in.
 
     Args:
-        path: As of `load`.
-        environ: Likewise.
-        template: The command that writes such a file to start from.
+        path: Path of the file, as for `load_settings`.
+        environ: Values of variables, as for `load_settings`.
+        template: Command that writes such a file to start from, for error messages.
 
     Raises:
-        ConfigurationError: As of `load`, but for values.
+        ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -102,7 +103,9 @@ def read_settings_file(
         ) from None
     data = _parse_text(path, text)
     if not isinstance(data, dict):
-        raise ConfigurationError(f"{path} should hold settings by name, as `{template}` writes.")
+        raise ConfigurationError(
+            f"{path} has no settings: write them by name, as in a file of `{template}`."
+        )
     missing: list[str] = []
     filled: dict[str, Any] = _expand_variables(
         data, os.environ if environ is None else environ, missing
@@ -116,10 +119,15 @@ def read_settings_file(
 
 
 def validate_settings(model: type[M], data: object, *, source: str) -> M:
-    """Check data against a model.
+    """Check data against a model, and return the model.
+
+    Args:
+        model: Class of the settings.
+        data: Settings by their names.
+        source: Origin of the data, for error messages.
 
     Raises:
-        ConfigurationError: The model refuses values: one sentence, without the values.
+        ConfigurationError: The model refuses values. The message does not contain the values.
     """
     try:
         return model.model_validate(data)
@@ -132,7 +140,7 @@ def validate_settings(model: type[M], data: object, *, source: str) -> M:
 
 
 def _format_path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
-    """Return the path of a setting as the file has it, without the classes of a union."""
+    """Return the path of a setting in the file, without the names of the classes of a union."""
     named: list[str] = []
     for number, part in enumerate(parts):
         if isinstance(data, dict) and part in data:
@@ -140,7 +148,7 @@ def _format_path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> s
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):  # pyright: ignore[reportUnknownArgumentType]
             data = cast("list[Any]", data)[part]
         elif number + 1 < len(parts) or not missing:
-            continue  # which class of a union was tried
+            continue  # the name of the class of a union that pydantic tried
         named.append(str(part))
     return ".".join(named)
 

@@ -1,4 +1,4 @@
-"""Values of settings as people write them in a settings file: `20m`, `64MiB`, `{kind: ray}`."""
+"""Convert the values of settings to the text of a settings file: `20m`, `64MiB`, `{kind: ray}`."""
 
 from datetime import timedelta
 from enum import Enum
@@ -30,7 +30,7 @@ def write_size(value: int) -> str:
 
 
 def make_plain(value: Any) -> Any:
-    """Return a value as a settings file has it, without what is equal to a default."""
+    """Return a value in the form of a settings file, without settings that equal their defaults."""
     match value:
         case BaseModel():
             return _dump_model(value)
@@ -66,7 +66,7 @@ def _make_scalar(value: Any) -> Any:
 
 
 def _is_kind(field: FieldInfo) -> bool:
-    """Return whether a field has one value only, which tells the classes of a union apart."""
+    """Return whether a field has one possible value, which distinguishes classes of a union."""
     return get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
 
 

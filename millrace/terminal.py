@@ -1,4 +1,4 @@
-"""Output of commands: texts from outside cannot move the cursor, colour or link in a terminal."""
+"""Print the output of commands. Text from outside cannot control the terminal."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class _Output:
-    """Stream that takes what people read."""
+    """State of the output: whether standard output is reserved for a program."""
 
     is_stdout_reserved = False
 
 
 @contextmanager
 def reserve_stdout(is_reserved: bool) -> Generator[None]:  # noqa: FBT001 - it is one value
-    """Send what people read to standard error meanwhile, as standard output is for programs."""
+    """Print text for people to standard error while the block lasts, if stdout is reserved."""
     _Output.is_stdout_reserved = is_reserved
     try:
         yield
@@ -39,7 +39,7 @@ def print_json(data: object) -> None:
 
 
 def _convert_value(value: object) -> object:
-    """Return a value that orjson does not know as one that it knows."""
+    """Convert a value of a type that orjson does not know to a type that orjson knows."""
     from pydantic import BaseModel  # noqa: PLC0415 - as above
 
     match value:
@@ -54,23 +54,24 @@ def _convert_value(value: object) -> object:
 
 
 def echo(line: object, *, err: bool = False) -> None:
-    """Print a line. Control characters and bidirectional overrides in it become U+FFFD.
+    """Print a line. Control characters and bidirectional overrides become U+FFFD.
 
     Args:
-        line: What is printed; a line break in it, as object keys may have, begins no new line.
-        err: Print to standard error.
+        line: Text of the line. A line break, which an object's key may contain, also becomes
+            U+FFFD.
+        err: Whether to print to standard error.
     """
     click.echo(replace_unprintable(str(line)), err=err or _Output.is_stdout_reserved)
 
 
 def echo_text(text: object, *, err: bool = False) -> None:
-    """Print a text of several lines. Its control characters but line breaks become U+FFFD."""
+    """Print a text of several lines. Control characters except line breaks become U+FFFD."""
     lines = map(replace_unprintable, str(text).split("\n"))
     click.echo("\n".join(lines), err=err or _Output.is_stdout_reserved)
 
 
 def make_console(*, stderr: bool = False) -> "Console":
-    """Return a console of rich's that takes brackets and colons in a text for what they are."""
+    """Return a console of rich that prints brackets and colons unchanged."""
     from rich.console import Console  # noqa: PLC0415 - commands that draw nothing start sooner
 
     stderr = stderr or _Output.is_stdout_reserved
@@ -78,7 +79,7 @@ def make_console(*, stderr: bool = False) -> "Console":
 
 
 def make_table(*columns: str) -> "Table":
-    """Return a table of rich's whose cells are just text; numbers follow the first column."""
+    """Return a table of rich with cells of plain text. All columns but the first align right."""
     from rich import box  # noqa: PLC0415 - as above
     from rich.table import Table  # noqa: PLC0415
 

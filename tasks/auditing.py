@@ -18,7 +18,7 @@ from tasks.reports import (
 
 @task(cache_policy=NO_CACHE)
 def audit_buckets(settings: AuditSettings) -> AuditReport:
-    """Try every operation with every credential."""
+    """Try every operation with every credential, and log the unexpected outcomes."""
     found = audit(settings)
     for one in found.failures:
         get_run_logger().warning(
@@ -30,12 +30,14 @@ def audit_buckets(settings: AuditSettings) -> AuditReport:
 
 @task(cache_policy=NO_CACHE)
 def report_audit(found: AuditReport) -> None:
-    """Publish the report."""
-    publish_report(describe(found), key="audited-access", description="Rights of each credential")
+    """Publish the report of the audit."""
+    publish_report(
+        describe_audit(found), key="audited-access", description="Rights of each credential"
+    )
 
 
-def describe(found: AuditReport) -> Markdown:
-    """Return the report."""
+def describe_audit(found: AuditReport) -> Markdown:
+    """Return the report of the audit."""
     wrong = found.failures
     good = format_markdown("all as they should be")
     verdict = format_markdown("**{} wrong or unproven**", len(wrong)) if wrong else good

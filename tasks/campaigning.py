@@ -39,7 +39,7 @@ from tasks.reports import (
 from tasks.retries import retried_task
 from tasks.stages import StageRun, format_stages, list_stage_runs
 
-_MAX_FAULT_LENGTH = 2000  # characters of an error, which may have the last lines of a worker
+_MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's last lines
 
 check_training = retried_task(campaigns.check_training)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
@@ -54,7 +54,7 @@ summarize_campaign = retried_task(campaigns.summarize_campaign)
 
 
 def run_local_workers(training: Training) -> LocalWorkerProcesses:
-    """Return a context that runs the workers here, and logs the lines that they print."""
+    """Return a context manager that runs the workers here, and logs their output."""
     log = get_run_logger()
 
     def handle_event(event: Event) -> None:
@@ -64,7 +64,9 @@ def run_local_workers(training: Training) -> LocalWorkerProcesses:
             case LocalWorkerLate():
                 log.warning("%s has not ended in %s", event.uid, event.timeout)
             case LocalWorkerFailed():
-                log.warning("%s ended with %d: the lines above say why", event.uid, event.code)
+                log.warning(
+                    "%s ended with code %d: the lines above show the reason", event.uid, event.code
+                )
             case _:
                 pass
 
@@ -109,22 +111,22 @@ def report_failure(campaign: Campaign) -> Generator[None]:
 
 @task(cache_policy=NO_CACHE)
 def report_campaign(found: CampaignSummary, fault: str = "") -> None:
-    """Publish the report."""
+    """Publish the report of the campaign."""
     publish_report(
-        describe(found, fault, stages=list_stage_runs()),
+        describe_campaign(found, fault, stages=list_stage_runs()),
         key=make_artifact_key("campaign", found.name),
         description="Result of the campaign so far",
     )
 
 
-def describe(
+def describe_campaign(
     found: CampaignSummary,
     fault: str = "",
     *,
     stages: Sequence[StageRun] = (),
     with_picture: bool = True,
 ) -> Markdown:
-    """Return the report.
+    """Return the report of the campaign.
 
     Args:
         found: Summary of the campaign.

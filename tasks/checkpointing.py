@@ -50,8 +50,8 @@ class CheckpointVerification:
     Attributes:
         job: Job of the checkpoint.
         step: Step of the checkpoint.
-        files: Number of its files; 0 if its metadata cannot be read.
-        size: Bytes of its files.
+        files: Number of files; 0 if the metadata cannot be read.
+        size: Bytes of the files.
         faults: A sentence for each damaged file.
     """
 
@@ -79,7 +79,7 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
             continue
         faults = verify(store, checkpoint, check=depth)
         if faults and all(there.step != step for there in iterate_checkpoints(store, job)):
-            continue  # retention has removed it meanwhile
+            continue  # retention has removed the checkpoint meanwhile
         files, whole = len(checkpoint.parts), checkpoint.size
         found.append(CheckpointVerification(job, step, files, whole, tuple(faults.values())))
     at_fault = sum(bool(seen.faults) for seen in found)
@@ -90,9 +90,9 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
 
 
 @retried_task
-def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
+def check_checkpoint_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
-    audit.check_destination(open_destination(target), job)
+    audit.check_checkpoint_destination(open_destination(target), job)
 
 
 @retried_task
@@ -109,7 +109,7 @@ def transfer_checkpoint(
 
 @task(cache_policy=NO_CACHE)
 def report_saved(saved: TransferredCheckpoint, target: StoreSpec | HubSpec) -> None:
-    """Publish the report, with a link to the destination if that has a page."""
+    """Publish the report of the copied checkpoint, with a link to the destination's page."""
     publish_report(
         describe_saved(saved, _find_page(target)),
         key="saved-checkpoint",
@@ -118,7 +118,7 @@ def report_saved(saved: TransferredCheckpoint, target: StoreSpec | HubSpec) -> N
 
 
 def describe_saved(saved: TransferredCheckpoint, page: str) -> Markdown:
-    """Return the report.
+    """Return the report of the copied checkpoint.
 
     Args:
         saved: Copied checkpoint.
@@ -139,7 +139,7 @@ def describe_saved(saved: TransferredCheckpoint, page: str) -> Markdown:
 
 
 def _find_page(target: StoreSpec | HubSpec) -> str:
-    """Return the web page of a repository of the Hub; empty for a bucket."""
+    """Return the URL of the web page of a repository of the Hub; empty for a bucket."""
     if not isinstance(target, HubSpec):
         return ""
     hub = target.endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -149,22 +149,24 @@ def _find_page(target: StoreSpec | HubSpec) -> str:
 def _format_destination(url: str, page: str) -> Markdown:
     try:
         return format_link(url, page) if page else format_code(url)
-    except ValueError:  # an unusual name: it is shown, and not linked to
+    except ValueError:  # an unusual name, which is shown without a link
         return format_code(url)
 
 
 @task(cache_policy=NO_CACHE)
 def report_checkpoints(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> None:
-    """Publish the report."""
+    """Publish the report of the verified checkpoints."""
     publish_report(
-        describe(url, found, depth),
+        describe_checkpoints(url, found, depth),
         key="verified-checkpoints",
         description="Result of the verification",
     )
 
 
-def describe(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> Markdown:
-    """Return the report."""
+def describe_checkpoints(
+    url: str, found: list[CheckpointVerification], depth: VerifyDepth
+) -> Markdown:
+    """Return the report of the verified checkpoints."""
     damaged = [seen for seen in found if seen.faults]
     extent = "every byte was read" if depth is VerifyDepth.DIGESTS else "sizes were compared"
     good = format_markdown("all as they were saved")

@@ -55,11 +55,11 @@ def clean_with_rules(
     plan: str = "",
     verify_depth: cleanup.VerifyDepth = cleanup.VerifyDepth.DIGESTS,
 ) -> CleanupResult | CleanupPlan | None:
-    """Clean by rules, as every cleaning flow does.
+    """Clean a bucket by rules. All flows that clean by rules call this function.
 
     Args:
         bucket: Bucket to clean: a block, its name, or the URL of a folder.
-        rules: Rules for what is deleted.
+        rules: Rules that select the objects to delete.
         related_buckets: Other buckets with leases of the same runs.
         pins: Keys and folders that are never deleted.
         dry_run: Only make the plan.
@@ -67,10 +67,10 @@ def clean_with_rules(
         verify_depth: Depth of the verification of a checkpoint.
 
     Returns:
-        The plan of a dry run, else the result; None if there is no such block yet.
+        The plan of a dry run, otherwise the result; None if a block does not exist yet.
 
     Raises:
-        MillraceError: Some objects could not be deleted: the report names them.
+        MillraceError: Some objects could not be deleted. The report names the objects.
     """
     locations = [find_location(name) for name in (bucket, *related_buckets)]
     named = zip((bucket, *related_buckets), locations, strict=True)
@@ -110,7 +110,7 @@ def raise_failures(url: str, failures: tuple[DeleteFailure, ...]) -> None:
         first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:3])
         raise MillraceError(
             f"{format_count(len(failures), 'object')} of {url} could not be deleted ({first}). "
-            "The others are gone: correct what the report says, and run it again."
+            "The other objects were deleted. Correct the causes in the report, and run it again."
         )
 
 
@@ -156,14 +156,14 @@ def survey_bucket(spec: StoreSpec) -> StoreContents:
 def execute_wipe(
     spec: StoreSpec, plan: CleanupPlan, confirm: str, *, versions: bool
 ) -> CleanupResult:
-    """Delete the objects of a wipe's plan, if the typed name is right."""
+    """Delete the objects of a wipe's plan if the typed name is that of the bucket."""
     with CleaningProgress(make_artifact_key("progress", "wiping"), plan.objects) as progress:
         return cleanup.wipe(spec, plan.name, confirm=confirm, versions=versions, progress=progress)
 
 
 @retried_task
 def abort_stale_uploads(spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> StaleUploads:
-    """Find unfinished uploads, and abort them unless it is a dry run."""
+    """Find unfinished uploads, and abort the uploads unless ``dry_run`` is true."""
     found = find_stale_uploads(spec, older_than=older_than)
     return found if dry_run else abort_uploads(spec, found)
 
@@ -195,7 +195,7 @@ def report_contents(found: StoreContents) -> None:
 
 
 def describe_versions(found: VersionCount | None) -> str:
-    """Describe the older versions and markers of a versioned bucket; empty if it has none."""
+    """Describe the older versions and delete markers of a bucket; empty if there are none."""
     if found is None:
         return " (these credentials may not list older versions)"
     if not found:
@@ -209,14 +209,14 @@ def describe_versions(found: VersionCount | None) -> str:
 
 @task(cache_policy=NO_CACHE)
 def report_cleaning(plan: CleanupPlan, done: CleanupResult) -> None:
-    """Publish the report."""
+    """Publish the report of an executed plan."""
     text = describe_cleaning(plan, done)
     publish_report(text, key="cleaning", description="Deleted objects")
 
 
 @task(cache_policy=NO_CACHE)
 def report_uploads(found: Mapping[str, StaleUploads]) -> None:
-    """Publish the report."""
+    """Publish the report of the unfinished uploads."""
     text = describe_uploads(found)
     publish_report(text, key="unfinished-uploads", description="Unfinished uploads")
 
@@ -274,7 +274,9 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
     gone = format_markdown(
         "{} of the plan were gone already.", format_count(done.missing, "object")
     )
-    given_up = format_markdown("So many could not be deleted that the rest was not tried.")
+    given_up = format_markdown(
+        "Too many objects could not be deleted, so the others were not tried."
+    )
     return join_blocks(
         join(sentences, " "),
         _tabulate_rules(plan.header.rules, done.objects, done.size),

@@ -83,16 +83,16 @@ def _watch_with_progress(
 
 @task(cache_policy=NO_CACHE)
 def report_epoch(url: str, job: str, epoch: int, ended: EpochEnd) -> None:
-    """Publish the report."""
+    """Publish the report of the end of an epoch."""
     publish_report(
-        describe(url, job, epoch, ended),
+        describe_epoch_end(url, job, epoch, ended),
         key="cooldown",
         description="Result of the end of an epoch",
     )
 
 
-def describe(url: str, job: str, epoch: int, ended: EpochEnd) -> Markdown:
-    """Return the report."""
+def describe_epoch_end(url: str, job: str, epoch: int, ended: EpochEnd) -> Markdown:
+    """Return the report of the end of an epoch."""
     status = ended.status
     names = sorted({*status.members, *ended.faults})
     return join_blocks(

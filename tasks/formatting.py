@@ -1,4 +1,4 @@
-"""Numbers and keys as text."""
+"""Format durations and rates, and make keys of artifacts."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""Forms of flows: what the Prefect UI draws, and how the input of a form becomes parameters.
+"""Forms that the Prefect UI draws for flows, and the input of forms, which becomes parameters.
 
-Prefect makes a form from the types of a flow's parameters. `draw_form` adds what a person needs
-who has not read the code: titles in words, required settings first, durations and sizes as text,
-and groups of settings that start empty. An empty group stands for the defaults.
+Prefect makes a form from the types of a flow's parameters. `draw_form` makes the form readable for
+a person who has not read the code. Titles are words, required settings come first, and durations
+and sizes are text. Groups of settings start empty, and an empty group stands for the defaults.
 """
 
 import inspect
@@ -92,7 +92,7 @@ def draw_form(flow: F) -> F:
 
 
 def list_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the settings models that a type contains, outer models first. Blocks are none."""
+    """Yield the settings models that a type contains, outer models first. Blocks are left out."""
     seen: set[type[BaseModel]] = set()
     waiting = [annotation]
     while waiting:
@@ -116,7 +116,7 @@ def make_model_title(name: str) -> str:
 
 
 class _FormInput:
-    """Annotation of a parameter: how its form is drawn, and how the input is read."""
+    """Annotation of a parameter that draws the form and reads the input of the form."""
 
     def __init__(self, annotation: Any) -> None:
         self._annotation = annotation
@@ -148,11 +148,11 @@ class _Drawing:
         self._models, self._resolve = models, resolve
 
     def draw(self, schema: JsonSchema) -> None:
-        """Change a schema in place, with all that it refers to."""
+        """Change a schema in place, with all schemas that the schema refers to."""
         if "$ref" in schema:
             self._draw_reference(schema)
         if schema.get("format") == "duration":
-            del schema["format"]  # ISO 8601; `20m` is a duration, too
+            del schema["format"]  # a form would take ISO 8601 only, and refuse `20m`
         for part in ("anyOf", "allOf"):
             for member in schema.get(part, ()):
                 self.draw(member)
@@ -185,7 +185,7 @@ class _Drawing:
         for name, drawn in list(properties.items()):
             field = model.model_fields[name]
             if "const" in drawn and name not in required:
-                hidden[name] = properties.pop(name)  # nobody can choose another value
+                hidden[name] = properties.pop(name)  # there is no other value to choose
                 continue
             if drawn.get("title", "") in {"", name.replace("_", " ").title()}:
                 drawn["title"] = make_title(name)
@@ -196,7 +196,8 @@ class _Drawing:
             else:
                 drawn.pop("default", None)  # computed where the flow runs
             if field.description:
-                drawn["description"] = field.description  # lost where it is that of the class
+                # The schema of a nested model has the description of the class instead.
+                drawn["description"] = field.description
             self.draw(drawn)
             if _is_group(field):
                 _allow_none(drawn)
@@ -257,7 +258,7 @@ def _describe_parameter(parameter: inspect.Parameter) -> FieldInfo:
 
 
 def _unfold(value: Any, annotation: Any) -> Any:
-    """Return the input of a form as the type takes it, with empty groups left out."""
+    """Return the input of a form in the shape of the type, without empty groups."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _unfold(value, arguments[0])
@@ -326,7 +327,7 @@ def _make_group(properties: JsonSchema) -> JsonSchema:
 
 
 def _place(properties: JsonSchema) -> JsonSchema:
-    """Return settings with their positions: the server may not keep their order."""
+    """Return settings with their positions, since the server may not keep their order."""
     return {
         name: {**one, "position": number} for number, (name, one) in enumerate(properties.items())
     }

@@ -78,10 +78,10 @@ Url = Annotated[str, AfterValidator(_check_url)]
 """A URL of a store, or an absolute path."""
 
 NodeUrl = Annotated[str, AfterValidator(_check_node_url)]
-"""A URL as other machines read it: `$NAME` is filled in there."""
+"""A URL for other machines, which fill in `$NAME` from their environment."""
 
 NodeFolder = Annotated[str, AfterValidator(_check_folder)]
-"""A folder on other machines: an absolute path, `$NAME` filled in there."""
+"""An absolute path of a folder on other machines, which fill in `$NAME`."""
 
 BucketLocation = Annotated[Bucket | str, AfterValidator(_check_location)]
 """Location of a bucket: a block, a block's name, a URL, or an absolute path."""
@@ -91,8 +91,8 @@ def make_store_spec(location: Bucket | str, right: Right) -> StoreSpec:
     """Return the store of a location, with credentials for one right.
 
     Raises:
-        ConfigurationError: There is no such block, it has no such credentials, or the location is
-            below the folder of a flow run, which is deleted when the run ends.
+        ConfigurationError: The block or its credentials do not exist, or the location is below the
+            temporary folder of a flow run.
     """
     found = require_location(location)
     spec = found.make_spec(right) if isinstance(found, Bucket) else StoreSpec(url=found)
@@ -108,7 +108,7 @@ def refuse_temporary(folder: Path) -> None:
         ConfigurationError: The folder is below the temporary one.
     """
     if "PREFECT__FLOW_RUN_ID" not in os.environ:
-        return  # a person's own process, and folder
+        return  # no worker has started this process in a temporary folder
     here, temporary = Path.cwd().resolve(), Path(tempfile.gettempdir()).resolve()
     if here.is_relative_to(temporary) and folder.resolve().is_relative_to(here):
         raise ConfigurationError(
@@ -146,7 +146,7 @@ def require_location(location: Bucket | str) -> Bucket | str:
     """Look up a location whose block must exist.
 
     Raises:
-        ConfigurationError: There is no block of this name; the message names those that exist.
+        ConfigurationError: There is no block of this name. The message names the existing blocks.
     """
     found = find_location(location)
     if found is None:
@@ -246,7 +246,7 @@ class InputLocation(BaseModel):
 
 
 class SourceInput(SourceSettings, InputLocation):
-    """Location of the samples, and the files there to take."""
+    """Location of the samples, and the files to take."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -52,19 +52,19 @@ class AggregationResult:
 
 @retried_task
 def find_last_window(settings: AggregatorSettings) -> int:
-    """Return the number of the newest window that is merged; 0 before the first."""
+    """Return the number of the newest merged window; 0 before the first window."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
 
 
 @retried_task
 def begin_chain(settings: AggregatorSettings) -> None:
-    """Commit the first link of a run, which workers wait for; open no window."""
+    """Commit the first link of a run, for which workers wait. No window is opened."""
     gradients.begin_chain(settings)
 
 
 @retried_task
 def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationResult:
-    """Merge the windows after one. After a kill or a cancellation, a later run continues.
+    """Merge the windows after a given window. A later run continues after a kill or a cancellation.
 
     Call this task, do not submit it: a task in another thread cannot be cancelled.
     """
@@ -92,20 +92,22 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
 
 @retried_task
 def report_windows(settings: AggregatorSettings, after: int) -> None:
-    """Publish a report of the windows after one. The chain has all windows."""
+    """Publish a report of the windows after a given window, read from the chain."""
     store, keys = open_store(settings.store), settings.run.chain
     last = gradients.find_newest_window(store, keys)
     first = max(after, last - _SHOWN)
     found = list(gradients.iterate_links(store, keys, after=first)) if last > first >= 0 else []
     publish_report(
-        describe(store.make_url(keys.job), found, skipped_windows=first - after),
+        describe_windows(store.make_url(keys.job), found, skipped_windows=first - after),
         key="aggregated-gradients",
         description="The windows that were merged",
     )
 
 
-def describe(url: str, windows: Sequence[ChainLink], *, skipped_windows: int = 0) -> Markdown:
-    """Return the report."""
+def describe_windows(
+    url: str, windows: Sequence[ChainLink], *, skipped_windows: int = 0
+) -> Markdown:
+    """Return the report of the merged windows."""
     if not windows:
         return join_blocks(
             format_markdown("{}: no window was merged in this run.", format_code(url))
@@ -175,7 +177,7 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
 
 
 def _count_planned(settings: AggregatorSettings, after: int) -> int | None:
-    """Return the largest number of windows, if it is known."""
+    """Return the largest number of windows to merge; None if the number is unknown."""
     to_last = None if settings.last is None else max(0, settings.last - after)
     known = [number for number in (settings.windows, to_last) if number is not None]
     return min(known, default=None)

@@ -16,13 +16,13 @@ _PLOT_BOTTOM = _TOP + _PLOT_HEIGHT
 _MAX_BARS = 60
 _MAX_TICKS, _MAX_WINDOW_TICKS = 5, 8
 _MAX_TEXT_LENGTH = 100  # characters
-# Colours that can be read on white and on black: a page does not tell an image which it is.
+# Colours that are readable on white and on black, since an image does not know the page's colour.
 _INK, _BAR, _ACCENT = "#7f8791", "#2563eb", "#d97706"
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Range of an axis, with the values that are written beside it."""
+    """Range of an axis, and the values that are written beside the axis."""
 
     ticks: tuple[float, ...]
     low: float
@@ -122,8 +122,8 @@ def _fit_axis(
     Args:
         least: Smallest value.
         most: Largest value.
-        is_whole: Whether the values are counts: no tick is a fraction.
-        is_tight: Whether the axis ends at the values, else at ticks.
+        is_whole: Whether the values are counts, so that no tick is a fraction.
+        is_tight: Whether the axis ends at the values; otherwise the axis ends at ticks.
     """
     if not most > least:
         most = least + (1 if is_whole else abs(least) or 1.0)
@@ -160,7 +160,7 @@ def _draw_frame(title: str, x_label: str) -> list[str]:
 def _draw_y_axis(
     axis: _Axis, label: str, colour: str = _INK, *, is_right: bool = False
 ) -> list[str]:
-    """Draw the label and the numbers of a y axis; of the left one, also the lines of the grid."""
+    """Draw the label and the numbers of a y axis. The left axis also has the lines of the grid."""
     x, anchor = (_WIDTH - _RIGHT + 8, "start") if is_right else (_LEFT - 8, "end")
     at, middle = (_WIDTH - 12 if is_right else 20), _TOP + _PLOT_HEIGHT / 2
     drawn = [

@@ -62,7 +62,7 @@ _STOP_TIMEOUT = 5.0  # seconds that the end of a run waits for the last update
 
 
 class LiveProgress(abc.ABC):
-    """Listener to the engine that shows the progress while the block lasts.
+    """Callback for events of the engine, and context manager that shows the progress.
 
     A call only counts the event. A thread updates the artifact every two seconds. If the server
     does not answer, only the progress is lost.
@@ -75,7 +75,7 @@ class LiveProgress(abc.ABC):
         """Begin to count.
 
         Args:
-            key: The artifact's.
+            key: Key of the artifact.
         """
         self.pace: Counter[int] = Counter()
         self._key = key
@@ -170,7 +170,7 @@ class ShardProgress(LiveProgress):
         """Begin to count.
 
         Args:
-            key: The artifact's.
+            key: Key of the artifact.
         """
         super().__init__(key)
         self._fractions: dict[str, float] = {}
@@ -204,7 +204,7 @@ class ShardProgress(LiveProgress):
                 pass
 
     def _log_tenth(self) -> None:
-        """Log each tenth of the partitions, not each of the thousands that there may be."""
+        """Log each tenth of the partitions, since there may be thousands of partitions."""
         tenth = 10 * self._ended // self._partitions if self._partitions else 0
         if tenth > self._logged_tenths:
             self._logged_tenths = tenth
@@ -213,7 +213,7 @@ class ShardProgress(LiveProgress):
             )
 
     def _complete(self) -> None:
-        self._ended = self._partitions  # another run may have ended some
+        self._ended = self._partitions  # another run may have ended some partitions
         self._fractions.clear()
 
     def _compute_share(self) -> float:
@@ -247,9 +247,9 @@ class SwarmProgress(LiveProgress):
             case NodeAccused():
                 self._log.warning("%s says that %s gave it wrong bytes", event.accuser, event.node)
             case NodeUntrusted():
-                self._log.warning("%s gave wrong bytes; it is asked no more", event.node)
+                self._log.warning("%s gave wrong bytes, and gets no more requests", event.node)
             case FileMismatched():
-                self._log.warning("%s came out wrong, and is read again", event.origin)
+                self._log.warning("%s has wrong bytes, and is read again", event.origin)
             case _:
                 pass
 
@@ -284,7 +284,7 @@ class CheckpointProgress(LiveProgress):
         """Begin to count.
 
         Args:
-            key: The artifact's.
+            key: Key of the artifact.
             total_bytes: Bytes of the checkpoint; 0 if unknown.
         """
         super().__init__(key)
@@ -308,7 +308,7 @@ class CheckpointProgress(LiveProgress):
 
     def _describe(self, seconds: float) -> str:
         if not self._total_bytes:
-            return "Waiting for the members to say what they have."
+            return "Waiting for the votes of the members."
         through = f"; {format_count(self._members, 'member')} through" if self._members else ""
         return (
             f"{format_size(self._stored_bytes)} of {format_size(self._total_bytes)} there{through}."
@@ -324,7 +324,7 @@ class WindowProgress(LiveProgress):
         """Begin to count.
 
         Args:
-            key: The artifact's.
+            key: Key of the artifact.
             workers: Number of workers that are asked first in each window.
             windows: Largest number of windows to merge, if known.
         """
@@ -388,8 +388,8 @@ class CleaningProgress(LiveProgress):
         """Begin to count.
 
         Args:
-            key: The artifact's.
-            total: Objects of the executed plan; 0 while a plan is made.
+            key: Key of the artifact.
+            total: Number of objects of the executed plan; 0 while a plan is made.
         """
         super().__init__(key)
         self._total = total
@@ -426,7 +426,7 @@ class RentalProgress(LiveProgress):
         """Begin to count.
 
         Args:
-            key: The artifact's.
+            key: Key of the artifact.
             total: Number of machines of the rental.
         """
         super().__init__(key)

@@ -148,11 +148,11 @@ def start_rental(settings: RentalSettings) -> float:
 def make_supervisor(
     settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
 ) -> RentalSupervisor:
-    """Return the handle of a rental, which shows its progress in the run that makes the handle.
+    """Return the supervisor of a rental. The progress is shown in the run that calls this function.
 
     Args:
         settings: Settings of the rental.
-        is_proven: Whether a program is known to work.
+        is_proven: Function that decides whether the program is known to work.
     """
     key = make_artifact_key("progress", "machines", settings.name)
     progress = RentalProgress(key, settings.machines)

@@ -1,8 +1,8 @@
-"""Reports as Markdown, made safe: the only module that gives Prefect Markdown.
+"""Make reports of Markdown that is safe to show. No other module gives Markdown to Prefect.
 
 Much of a report comes from outside: object keys, output of stores and machines, names, reasons.
 `format_markdown`, `format_table` and `publish_report` escape and cut every plain string. Only
-`Markdown`, which the functions of this module make, stays as it is.
+`Markdown`, which the functions of this module make, stays unchanged.
 """
 
 import re
@@ -15,15 +15,15 @@ from millrace.formatting import MAX_LENGTH, clean_text
 
 _MAX_CODE_LENGTH = 200
 _MAX_ROWS = 500  # of a table
-_MAX_PLAIN_LENGTH = 2000  # characters of a report that is no Markdown
+_MAX_PLAIN_LENGTH = 2000  # characters of a report that is not Markdown
 _SPECIAL = re.compile(
     r"[\\`*_\[\]<>|&~@]"
     r"|(?<=/)/"  # the second slash of a URL
-    r"|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])"  # the dots of a host name, none of a number
+    r"|(?<=[^\W\d])\.(?=\w)|(?<=\w)\.(?=[^\W\d])"  # a dot of a host name, not of a number
 )
 _BLOCK_MARKER = re.compile(
     r"\d+(?=[.)](?: |$))|(?=[#+\-=]+(?: |$))"
-)  # of a list, a heading, a rule
+)  # marker of a list, a heading or a horizontal rule
 _CODE = re.compile(r"[^`|\\]+")
 _PLOT_PREFIX = "data:image/svg+xml;base64,"
 _LINK = re.compile(r"https?://[\w.:-]+(/[\w.~/-]*)?")
@@ -31,7 +31,7 @@ _BARE_PIPE = re.compile(r"(?<!\\)\|")
 
 
 class Markdown(str):
-    """Text that is Markdown. Text from outside is escaped in it."""
+    """Text that is Markdown. All text from outside in the Markdown is escaped."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ def escape(value: object, max_length: int = MAX_LENGTH) -> Markdown:
 
 
 def format_code(value: object, max_length: int = _MAX_CODE_LENGTH) -> Markdown:
-    """Return a key, a URL or a name as code; one that code cannot hold is escaped text.
+    """Return a key, a URL or a name as code, or as escaped text if code cannot hold the name.
 
     Args:
         value: Text from outside.
@@ -68,7 +68,7 @@ def format_link(text: object, url: str) -> Markdown:
     """Return a link to a page that Millrace itself names, never a URL from outside.
 
     Raises:
-        ValueError: The URL is no web page, or has characters that end a link.
+        ValueError: The URL is not that of a web page, or has characters that end a link.
     """
     if not _LINK.fullmatch(url):
         raise ValueError(f"a report links to plain web pages only, not to {url!r}")
@@ -84,8 +84,8 @@ def format_markdown(template: LiteralString, *values: object) -> Markdown:
     """Fill values into a template of Markdown, as `str.format` does; plain strings are escaped.
 
     Args:
-        template: Our own Markdown, with ``{}`` for each value.
-        values: `Markdown` stays as it is.
+        template: Markdown of this code, with ``{}`` for each value.
+        values: Values to fill in. `Markdown` stays unchanged.
     """
     return Markdown(template.format(*map(_escape_plain, values)))
 
@@ -103,7 +103,7 @@ def format_table(
     Args:
         columns: Headings; a heading that begins with ``>`` is aligned right, for numbers.
         rows: Rows, each with as many cells as there are columns.
-        max_rows: Rows that are shown; the last line has the number of the others.
+        max_rows: Number of rows that are shown. The last line has the number of hidden rows.
 
     Raises:
         ValueError: A row has another number of cells.
@@ -134,7 +134,7 @@ def format_image(uri: str, alt: LiteralString) -> Markdown:
     """Return an image of `tasks.plot`.
 
     Raises:
-        ValueError: The URI is no such image; a report never loads an image from a server.
+        ValueError: The URI is not such an image. A report never loads an image from a server.
     """
     if not uri.startswith(_PLOT_PREFIX) or ")" in uri:
         raise ValueError("a report shows SVG in a data URI only")
@@ -142,7 +142,7 @@ def format_image(uri: str, alt: LiteralString) -> Markdown:
 
 
 def join_blocks(*blocks: Markdown) -> Markdown:
-    """Return a report of blocks: sentences, tables, lists, pictures. Empty ones are left out."""
+    """Return a report of blocks: sentences, tables, lists, pictures. Empty blocks are left out."""
     return Markdown("\n\n".join(block for block in blocks if block) + "\n")
 
 
@@ -150,7 +150,7 @@ def publish_report(text: str, *, key: str, description: str) -> None:
     """Publish a report as a Markdown artifact.
 
     Args:
-        text: The report; a plain string is escaped.
+        text: Text of the report; a plain string is escaped.
         key: Key of the artifact.
         description: Description of the artifact; a plain string is escaped.
     """
@@ -163,7 +163,7 @@ def _format_row(cells: Sequence[object]) -> str:
 
 
 def _format_cell(value: object) -> str:
-    """Return a cell: `Markdown` in it is on one line, and has no pipe that ends the cell."""
+    """Return a cell on one line, without a pipe that would end the cell."""
     return _BARE_PIPE.sub(r"\\|", " ".join(str(_escape_plain(value)).split()))
 
 

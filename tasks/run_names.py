@@ -1,4 +1,4 @@
-"""Names of flow runs, which tell a person in a list of runs what each does, and where."""
+"""Names of flow runs. A name has the work of the run and the buckets, for lists of runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath

@@ -51,9 +51,10 @@ class ShardingResult:
     retry_condition_fn=should_retry,
 )
 def make_shards(settings: PipelineSettings, *, repair: bool = False) -> ShardingResult:
-    """Make the missing shards of a dataset and finalize it. A later run continues a stopped one.
+    """Make the missing shards of a dataset, and finalize the dataset.
 
-    Call it, do not submit it: a task in another thread does not hear that it is cancelled.
+    A later run continues after a kill or a cancellation. Call this task, do not submit it: a task
+    in another thread cannot be cancelled.
     """
     with ShardProgress(make_artifact_key("progress", settings.dataset)) as progress:
         report = datasets.shard_dataset(settings, progress=progress, repair=repair)
@@ -80,16 +81,16 @@ def repair_shards(settings: PipelineSettings) -> datasets.Repair:
 
 @task(cache_policy=NO_CACHE)
 def report_shards(made: ShardingResult) -> None:
-    """Publish the report."""
+    """Publish the report of the shards of a dataset."""
     publish_report(
-        describe(made),
+        describe_shards(made),
         key=make_artifact_key("shards", made.report.manifest.dataset),
         description=f"The dataset {made.report.manifest.dataset}, complete",
     )
 
 
-def describe(made: ShardingResult) -> Markdown:
-    """Return the report."""
+def describe_shards(made: ShardingResult) -> Markdown:
+    """Return the report of the shards of a dataset."""
     report, manifest = made.report, made.report.manifest
     whole = format_markdown(
         "{} is complete: {} in {}, {}.",

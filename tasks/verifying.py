@@ -1,4 +1,4 @@
-"""Compare complete datasets with their manifests."""
+"""Tasks that verify complete datasets against their manifests."""
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -23,7 +23,7 @@ _SHOWN = 100  # faulty shards in a report
 
 @retried_task
 def list_complete_datasets(spec: StoreSpec) -> list[str]:
-    """Return the datasets right below a store's URL that are complete."""
+    """Return the complete datasets below a store's URL, at most four folders deep."""
     store = open_store(spec, make_folder=False)
     names = datasets.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
@@ -43,14 +43,16 @@ def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verif
 
 @task(cache_policy=NO_CACHE)
 def report_verifications(url: str, found: dict[str, Verification]) -> None:
-    """Publish the report."""
+    """Publish the report of the verified datasets."""
     publish_report(
-        describe(url, found), key="verified-datasets", description="Result of the verification"
+        describe_verifications(url, found),
+        key="verified-datasets",
+        description="Result of the verification",
     )
 
 
-def describe(url: str, found: dict[str, Verification]) -> Markdown:
-    """Return the report."""
+def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown:
+    """Return the report of the verified datasets."""
     faults = [
         (format_code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults
     ]

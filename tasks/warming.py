@@ -45,7 +45,7 @@ class PrewarmResult:
 
 @retried_task
 def warm_nodes(settings: PrewarmSettings) -> PrewarmResult:
-    """Put the missing files on every node. After a kill or a cancellation, a later run continues.
+    """Copy the missing files to every node. After a kill or a cancellation, a later run continues.
 
     Call this task, do not submit it: a task in another thread cannot be cancelled.
     """
@@ -56,12 +56,12 @@ def warm_nodes(settings: PrewarmSettings) -> PrewarmResult:
 
 @task(cache_policy=NO_CACHE)
 def report_nodes(warmed: PrewarmResult) -> None:
-    """Publish the report."""
-    publish_report(describe(warmed), key="prewarm", description="The nodes, warmed")
+    """Publish the report of the nodes of a prewarm."""
+    publish_report(describe_nodes(warmed), key="prewarm", description="Result of the prewarm")
 
 
-def describe(warmed: PrewarmResult) -> Markdown:
-    """Return the report."""
+def describe_nodes(warmed: PrewarmResult) -> Markdown:
+    """Return the report of the nodes of a prewarm."""
     report = warmed.report
     ready = sum(node.ready for node in report.nodes)
     moved = sum(node.from_store + node.from_peers for node in report.nodes)

@@ -1,4 +1,4 @@
-"""Proofs of the rights of credentials, before anything depends on them."""
+"""Prove the rights of credentials before a run depends on them."""
 
 from millrace.audit.access import (
     AccessVerdict,
@@ -11,7 +11,7 @@ from millrace.audit.access import (
 )
 from millrace.audit.check import check_access
 from millrace.audit.outcomes import RequestOutcome
-from millrace.audit.probing import ProbeResult, ProbeVerdict, check_destination, probe
+from millrace.audit.probing import ProbeResult, ProbeVerdict, check_checkpoint_destination, probe
 
 __all__ = [
     "AccessVerdict",
@@ -25,6 +25,6 @@ __all__ = [
     "RequestOutcome",
     "audit",
     "check_access",
-    "check_destination",
+    "check_checkpoint_destination",
     "probe",
 ]

@@ -1,4 +1,4 @@
-"""Prove that each credential can do all that its role needs, and nothing else.
+"""Prove that each credential has the rights that its role needs, and no other rights.
 
 Each operation is tried on objects with a nonce in their names, which are deleted afterwards. A
 query of permissions is faster, and proves less. An unknown outcome is not a proof.
@@ -47,7 +47,7 @@ _ENDPOINT_TIMEOUT = timedelta(seconds=5)
 
 
 class Operation(StrEnum):
-    """Operation that credentials are tried with."""
+    """Operation that an audit tries with credentials."""
 
     LIST = "list"
     GET = "get"
@@ -63,8 +63,9 @@ class Operation(StrEnum):
 
 
 READ_OPERATIONS = frozenset({Operation.LIST, Operation.GET, Operation.HEAD})
-"""Operations of credentials to read. Credentials to write may do the rest, but for the last two."""
+"""Operations that credentials to read may do."""
 _FORBIDDEN_OPERATIONS = frozenset({Operation.OTHER_BUCKET, Operation.OUTSIDE})
+"""Operations that no credentials may do. Credentials to write may do all others."""
 
 
 class AccessVerdict(StrEnum):
@@ -129,7 +130,7 @@ class Finding(BaseModel):
         expected: `RequestOutcome.ALLOWED` or `RequestOutcome.DENIED`.
         actual: Outcome of the request.
         verdict: Comparison of both outcomes.
-        message: Answer of the store in a sentence; empty where the outcome is the expected one.
+        message: Answer of the store in a sentence; empty if the outcome is the expected outcome.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -163,16 +164,17 @@ class AuditReport(BaseModel):
 
     @property
     def is_proven(self) -> bool:
-        """True if every credential can do all that its role needs, and nothing else."""
+        """True if every credential has the rights that its role needs, and no other rights."""
         return bool(self.findings) and not self.failures
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `millrace bucket audit`: that of the gravest finding.
+        """Exit code of `millrace bucket audit`, from the gravest finding.
 
-        0 proven; 20 a forbidden operation is allowed; 21 a store does not do what it says; 22
-        credentials are refused wholly, 23 in part; 24 no such bucket; 25 the store does not answer;
-        26 the store is throttling; 27 unproven for another reason.
+        0 proven; 20 a forbidden operation is allowed; 21 a store returns wrong bytes or confirms
+        an operation that was not done; 22 credentials are refused for all operations; 23
+        credentials are refused for a required operation; 24 no such bucket; 25 the store does not
+        answer; 26 the store is throttling; 27 unproven for another reason.
         """
         if self.is_proven:
             return 0
@@ -190,15 +192,15 @@ class AuditReport(BaseModel):
         return 20 + (graver.index(True) if True in graver else len(graver))
 
     def _is_refused(self, one: Finding) -> bool:
-        """Tell whether the store refuses every operation of the credentials."""
-        its = [each for each in self.findings if (each.role, each.right) == (one.role, one.right)]
-        return all(each.actual is not RequestOutcome.ALLOWED for each in its) and (
+        """Decide whether the store refuses every operation of the credentials."""
+        own = [each for each in self.findings if (each.role, each.right) == (one.role, one.right)]
+        return all(each.actual is not RequestOutcome.ALLOWED for each in own) and (
             one.actual is RequestOutcome.DENIED and one.operation is Operation.LIST
         )
 
 
 def audit(settings: AuditSettings) -> AuditReport:
-    """Try every operation with every credential, and leave nothing behind.
+    """Try every operation with every credential, and delete all objects of the audit.
 
     Args:
         settings: Roles to audit.
@@ -244,8 +246,8 @@ class _CredentialProbe:
         settings: Settings of the audit.
         role_name: Name of the role.
         right: Right of the credential.
-        unreachable_endpoints: Reason why each endpoint does not answer: shared by all probes of an
-            audit.
+        unreachable_endpoints: Reason why an endpoint does not answer, by the endpoint. All probes
+            of an audit share these reasons.
         leftover_notes: Notes on objects that could not be deleted.
     """
 
@@ -260,7 +262,7 @@ class _CredentialProbe:
         role = self.settings.roles[self.role_name]
         store = self._open_role_store(role, self.right)
         nonce = secrets.token_hex(8)
-        names = ("existing", "put", "new", "parts")  # R2 takes one write a second to each
+        names = ("existing", "put", "new", "parts")  # R2 allows one write a second to a key
         keys = {name: make_audit_probe_key(role.prefix, nonce, name) for name in names}
         write_store = self._open_role_store(role, Right.WRITE) if role.write_credentials else None
         if why := self._explain_unreachable(store, role):
@@ -276,10 +278,10 @@ class _CredentialProbe:
             for operation, attempt in attempts.items():
                 outcome, message = unavailable or _observe_outcome(attempt)
                 if operation is Operation.LIST and outcome in _UNAVAILABLE_OUTCOMES:
-                    unavailable = outcome, message  # each further request ends the same way
+                    unavailable = outcome, message  # each further request would fail alike
                 yield self._make_finding(operation, outcome, message)
         finally:
-            if has_test_object or unavailable is None:  # else no object was written
+            if has_test_object or unavailable is None:  # otherwise no object was written
                 for key in keys.values():
                     self._delete_test_object(key, *((write_store,) if write_store else ()), store)
 
@@ -288,7 +290,7 @@ class _CredentialProbe:
         return self._open_store(role.store.model_copy(update={"credentials": credentials}))
 
     def _explain_unreachable(self, store: Store, role: AuditedRole) -> str:
-        """Return why the store's endpoint does not answer; empty if it answers anything."""
+        """Return the reason why the endpoint does not answer; empty after any answer."""
         location = store.location
         endpoint = location.backend, store.endpoint, location.account
         if endpoint not in self.unreachable_endpoints:
@@ -454,7 +456,7 @@ class _CredentialProbe:
 
 
 class _KnownOutcomeError(Exception):
-    """Outcome that is decided by the probe, not by an answer of the store."""
+    """The probe has decided the outcome, not an answer of the store."""
 
     def __init__(self, outcome: RequestOutcome, message: str) -> None:
         super().__init__(message)
@@ -479,7 +481,7 @@ def _check_create_once(store: Store, key: str) -> None:
         return
     raise _KnownOutcomeError(
         RequestOutcome.WRONG,
-        "The store creates an object that exists: never let two processes share this store.",
+        "The store replaces an existing object in a create: do not share this store.",
     )
 
 
@@ -512,7 +514,7 @@ def _abort_upload(store: Store, write_store: Store | None, key: str) -> None:
         if owner is store:
             raise
         raise _KnownOutcomeError(
-            RequestOutcome.UNKNOWN, "There is no upload to abort: none could be begun."
+            RequestOutcome.UNKNOWN, "The operation was not tried: no upload could be begun."
         ) from error
     try:
         _call_object_method(store, key, "abort_multipart_upload", UploadId=upload)
@@ -523,7 +525,7 @@ def _abort_upload(store: Store, write_store: Store | None, key: str) -> None:
 
 
 def _call_object_method(store: Store, key: str, method: str, **more: object) -> Any:
-    """Return the answer of boto3 to a request about one object."""
+    """Make a request for one object by boto3, and return the answer."""
     object_arguments = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
     return call_boto3(
         store, key, lambda client: getattr(client, method)(**object_arguments, **more)

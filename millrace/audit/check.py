@@ -1,4 +1,4 @@
-"""Check the rights of credentials before anything depends on them."""
+"""Check that credentials have a right, before a run depends on the right."""
 
 import secrets
 
@@ -50,7 +50,7 @@ def _check_write(store: Store, scope: str) -> None:
         failures = delete(store, [probe])
     if failures:
         raise _make_denied_error(
-            store, scope, f"delete objects ({store.make_url(probe)} stays behind)"
+            store, scope, f"delete objects ({store.make_url(probe)} remains: delete it by hand)"
         )
 
 
@@ -58,5 +58,7 @@ def _make_denied_error(
     store: Store, scope: str, action: str, reason: str = ""
 ) -> errors.DeniedError:
     where = store.make_url(scope) if scope else store.url
-    sentence = f"{where}: the store does not let these credentials {action}. {reason}"
-    return errors.DeniedError(sentence.rstrip())
+    reason = reason or "Give them this right, or use other credentials."
+    return errors.DeniedError(
+        f"{where}: the store does not let these credentials {action}. {reason}"
+    )

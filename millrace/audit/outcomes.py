@@ -1,4 +1,4 @@
-"""Outcomes of requests that try what credentials can do."""
+"""Outcomes of requests that prove the rights of credentials."""
 
 from enum import StrEnum
 
@@ -20,7 +20,7 @@ class RequestOutcome(StrEnum):
 
 
 def classify_error(error: errors.MillraceError) -> RequestOutcome:
-    """Return the outcome that an error of a storage function means."""
+    """Return the outcome of a request from the error of a storage function."""
     match error:
         case errors.DeniedError():
             return RequestOutcome.DENIED

@@ -1,4 +1,4 @@
-"""Permissions of credentials on a bucket of Google Cloud Storage.
+"""Query the permissions of credentials on a bucket of Google Cloud Storage.
 
 Source: "Buckets: testIamPermissions" of Cloud Storage's JSON API. "IAM permissions for XML
 requests" lists the permissions that each request needs. Needs the extra ``millrace[gcs]``.
@@ -39,9 +39,9 @@ _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 def query_permissions(
     store: Store, permissions: Iterable[str] = WRITE_PERMISSIONS
 ) -> frozenset[str]:
-    """Return the permissions that the store's credentials have on its bucket, out of some.
+    """Return those of some permissions that the store's credentials have on the bucket.
 
-    Google leaves out a grant under a condition, such as a prefix, as the question is about the
+    Google leaves out a grant with a condition, such as a prefix, since the query is about the
     bucket. Therefore a permission that is not returned may still be granted for some objects.
 
     Args:
@@ -92,7 +92,7 @@ def query_permissions(
         if answer.status == 200:
             return frozenset(json.loads(answer.data).get("permissions", []))
     except (ValueError, AttributeError, TypeError):
-        pass  # the answer is not that of Google's API
+        pass  # another server has answered
     unavailable = errors.UnavailableError(
         f"{store.url}: Google's IAM answered with status {answer.status}. Try again later."
     )

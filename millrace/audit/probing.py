@@ -1,8 +1,8 @@
-"""Probe of a destination: a trial of the requests that a save makes.
+"""Probe a destination by a trial of the requests that a save makes.
 
-The probe creates an object under the job's prefix, reads it, overwrites it, reads it again and
-deletes it. A query for permissions would be faster, but proves less. Google is also asked for
-permissions, since the trial makes no multipart upload.
+The probe creates, reads, overwrites, reads again and deletes an object under the job's prefix. A
+query for permissions would be faster, but proves less. For Google, the permissions are queried,
+too, since the trial makes no multipart upload.
 """
 
 import shutil
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from millrace.checkpoints import Destination
 
 REQUEST_TIMEOUT = timedelta(seconds=20)
-"""Default limit on the time for retries of each request of a probe."""
+"""Longest time that each request of a probe is retried, by default."""
 
 
 class ProbeVerdict(StrEnum):
@@ -51,9 +51,9 @@ class ProbeResult:
 
     Attributes:
         verdict: Verdict.
-        reason: Sentence with the reason, and what to do if the destination is not ready.
+        reason: Sentence with the reason. If the destination is not ready, it names the remedy.
         rate: Rate of one upload, in bytes per second; 0 if no upload succeeded.
-        expected: Seconds that the upload of a checkpoint takes at this rate; 0 without a size.
+        expected: Expected seconds of the upload of a checkpoint at this rate; 0 without a size.
     """
 
     verdict: ProbeVerdict
@@ -67,8 +67,8 @@ class ProbeResult:
         return self.verdict is ProbeVerdict.READY
 
 
-def check_destination(destination: "Destination", job: str) -> None:
-    """Refuse a destination that a job cannot save to.
+def check_checkpoint_destination(destination: "Destination", job: str) -> None:
+    """Refuse a destination to which a job cannot save checkpoints.
 
     Raises:
         DeniedError: The probe of the destination failed.
@@ -106,7 +106,7 @@ def probe(
         rate = destination.try_save(job, timeout=timeout)
     except errors.MillraceError as error:
         return _make_refusal(error, store)
-    # A permission that the trial used, and Google does not list, is granted for a prefix only.
+    # If the trial used a permission that Google does not list, the grant is for a prefix only.
     lacking = _find_missing_permissions(store)
     if lacking and all("multipart" in name for name in lacking):
         reason = f"{url} accepts small objects, but no large ones.{_advise_permissions(lacking)}"
@@ -131,7 +131,7 @@ def probe(
 
 
 def _make_refusal(error: errors.MillraceError, store: Store | None) -> ProbeResult:
-    """Return the verdict that an error of the trial means, and what to do."""
+    """Return the verdict for an error of the trial, and the remedy."""
     verdict = (
         ProbeVerdict.READ_ONLY
         if isinstance(error, errors.ReadOnlyError)

@@ -25,6 +25,7 @@ from millrace.cleanup.rules import (
     find_rule,
     is_version_in,
 )
+from millrace.dataset_ledger import find_referenced_keys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.gradients import ChainKeys
@@ -34,7 +35,6 @@ from millrace.keys.names import find_common_prefix
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
-from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import LinkFinder, Stat, Store, list_objects, open_store
 
 _TOLD_EVERY = 10_000
@@ -395,7 +395,7 @@ class Planner:
             (
                 (keys.manifest, keys.index),  # without them, the dataset is not complete
                 (keys.commits,),  # without them, a run makes each shard again
-                (keys.shards, keys.quarantined, keys.listings, make_lease_prefix(keys.dataset)),
+                (keys.shards, keys.quarantined, keys.sample_lists, make_lease_prefix(keys.dataset)),
                 (keys.plan,),
             ),
             start=1,
@@ -421,7 +421,7 @@ class Planner:
         except errors.CorruptError as error:
             tally.kept[f"{keys.dataset}: {error}"] += 1
             return
-        for prefix in (keys.shards, keys.quarantined, keys.listings):
+        for prefix in (keys.shards, keys.quarantined, keys.sample_lists):
             for stat in list_objects(self.store, prefix, exact=True):
                 rule_index = self._find_orphan_rule(CleanupKind.DATASET_ORPHANS, stat, keys.dataset)
                 if stat.key in names or rule_index is None:

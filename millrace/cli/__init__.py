@@ -1,4 +1,4 @@
-"""The command ``millrace``: the engine for people at a terminal, one module per noun.
+"""The command ``millrace`` at a terminal, with one module per noun.
 
 Other packages add commands through the entry point group ``millrace.commands``. A name with a dot,
 such as ``campaign.run``, adds a command to a noun.
@@ -13,7 +13,7 @@ import click
 from millrace.cli.common import NounGroup
 
 _NOUNS = ("dataset", "swarm", "checkpoint", "gradient", "machine", "bucket", "campaign")
-_SHORT = ("init", "plan", "run", "status", "verify")  # those of `millrace dataset`
+_SHORT = ("init", "plan", "run", "status", "verify")  # commands of `millrace dataset`
 _GROUP = "millrace.commands"
 
 
@@ -38,7 +38,7 @@ class _Nouns(NounGroup):
 @click.version_option(package_name="millrace")
 @click.option("-v", "--verbose", is_flag=True, help="Print the log of the engine.")
 def main(*, verbose: bool) -> None:
-    r"""Run everything around the object store, for training on rented GPUs.
+    r"""Do the work around the object store that training on rented GPUs depends on.
 
     Datasets have short commands: `millrace run` is `millrace dataset run`.
 

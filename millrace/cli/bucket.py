@@ -1,4 +1,4 @@
-"""``millrace bucket``: prove what credentials can do, and delete what is not needed."""
+"""``millrace bucket``: prove the rights of credentials, and delete unneeded objects."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=NounGroup)
 def bucket() -> None:
-    r"""Prove what credentials can do, and delete unneeded objects of a bucket.
+    r"""Prove the rights of credentials, and delete unneeded objects of a bucket.
 
     \b
     Example:
@@ -44,12 +44,13 @@ def bucket() -> None:
 @take_settings_file("audit.yaml")
 @print_result
 def audit(settings: Path) -> CommandResult:
-    r"""Prove that each credential can do what its role needs, and nothing else.
+    r"""Prove that each credential has the rights that its role needs, and no other rights.
 
-    Exit code 0: proven. Otherwise that of the gravest finding: 20 a forbidden operation is allowed,
-    21 a store returns wrong bytes or confirms an operation that it has not done, 22 credentials are
-    refused for all operations, 23 for a required one, 24 there is no such bucket, 25 a store does
-    not answer, 26 a store is throttling, 27 unproven for another reason.
+    Exit code 0: proven. Otherwise the code of the gravest finding: 20 a forbidden operation is
+    allowed, 21 a store returns wrong bytes or confirms an operation that was not done, 22
+    credentials are refused for all operations, 23 credentials are refused for a required operation,
+    24 there is no such bucket, 25 a store does not answer, 26 a store is throttling, 27 unproven
+    for another reason.
 
     \b
     Example: millrace bucket audit audit.yaml --json > findings.json
@@ -79,7 +80,7 @@ def audit(settings: Path) -> CommandResult:
 
 
 def _format_finding(one: "Finding | None") -> str:
-    """Return a cell of the table: the store's answer, or in capitals what is wrong."""
+    """Return a cell of the table: the expected outcome, or the verdict in capitals."""
     from millrace.audit import AccessVerdict
 
     if one is None:
@@ -88,7 +89,7 @@ def _format_finding(one: "Finding | None") -> str:
 
 
 def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
-    """Group failures by the store's message: a dead endpoint has the same for all."""
+    """Group failures by the store's message, since a dead endpoint has one message for all."""
     found: dict[str, list[str]] = {}
     for one in failures:
         name = f"{one.role}, to {one.right}: {one.operation} is {one.verdict}"
@@ -106,11 +107,11 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 def clean(
     settings: Path, *, name: str | None, with_keys: bool, dry_run: bool, yes: bool
 ) -> CommandResult:
-    r"""Delete the objects that rules select and that nothing protects.
+    r"""Delete the objects that rules select, except for protected objects.
 
-    The command writes a plan, shows the plan, and asks. Then it executes the plan, except for
-    objects that were written again or are protected since. Exit code 1 if an object could not be
-    deleted. A killed run is continued with `--plan NAME`.
+    The command writes a plan, shows the plan, and asks. Then the command executes the plan. Objects
+    that were written again or are protected by now stay. Exit code 1 if an object could not be
+    deleted. `--plan NAME` continues a killed run.
 
     \b
     Example: millrace bucket clean clean.yaml --dry-run
@@ -168,8 +169,8 @@ def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
 def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> CommandResult:
     r"""Delete all objects below a URL, or below the `store` of a settings file.
 
-    The command writes a plan, shows the number of objects, and asks for the bucket's name. If
-    another name is typed, nothing is deleted, and the exit code is 2.
+    The command writes a plan, shows the number of objects, and asks for the bucket's name. After
+    another name, nothing is deleted, and the exit code is 2.
 
     \b
     Example: millrace bucket wipe r2://ACCOUNT/BUCKET --dry-run
@@ -188,13 +189,13 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
         if dry_run:
             plan, found = None, survey_wipe(spec, progress=progress)
         else:
-            older = count_older_versions(store)  # first, because planning leaves versions too
+            older = count_older_versions(store)  # before the plan, whose write may add a version
             plan = plan_wipe(spec, progress=progress)
             found = StoreContents(store.url, plan.objects, plan.size, older)
     echo(f"{store.url} holds {format_count(found.objects, 'object')}, {format_size(found.size)}.")
     stays = "" if versions else " They stay, and are billed, unless --versions is given."
     if found.versions is None:
-        echo("Whether it keeps older versions is not known: these keys may not list them.")
+        echo("The number of older versions is unknown: these credentials may not list versions.")
     elif found.versions:
         echo(f"It keeps {_format_versions(found.versions)} beside them.{stays}")
     data: dict[str, object] = {"url": store.url, "objects": found.objects, "bytes": found.size}
@@ -202,7 +203,8 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
         return CommandResult(data)
     if typed is None:
         typed = click.prompt(
-            f"All of it goes. Type {make_confirmation(store.location)} to go on", err=True
+            f"All objects will be deleted. Type {make_confirmation(store.location)} to continue",
+            err=True,
         )
     with ObjectsBar() as progress:
         progress.start_deleting(plan.objects)
@@ -214,7 +216,7 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
             + ("." if versions else ": `millrace bucket wipe --versions` deletes them, too.")
         )
     elif done.versions is None:
-        echo("Whether older versions are left is not known: these keys may not list them.")
+        echo("The number of remaining versions is unknown: these credentials may not list them.")
     return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 

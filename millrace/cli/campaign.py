@@ -1,4 +1,4 @@
-"""``millrace campaign``: a settings file, and a worker of a campaign; `run` is of the flows."""
+"""``millrace campaign``: write a settings file, and run a worker. The flows add `run`."""
 
 import logging
 import os
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 _PREFIX = "campaign."
 _TEMPLATE = """\
-# A campaign: a dataset is sharded, workers train on it together, and the weights are published.
-# `millrace campaign run THIS_FILE` runs it, and goes on where it was stopped. ${NAME} is filled in
-# from the environment, ${NAME:-value} with a default.
+# A campaign: a dataset is sharded, workers train on the dataset together, and the weights are
+# published. `millrace campaign run THIS_FILE` runs the campaign, or continues a stopped campaign.
+# ${NAME} is a variable of the environment, ${NAME:-value} has a default.
 
 name: my-campaign               # a prefix below the bucket's URL
-# Where all of it is written: a folder of this machine to try it in. Elsewhere `dataset`, the block
+# Destination of all objects. For a trial, a folder of this machine. Otherwise `dataset`, the block
 # that `millrace setup` makes from R2_DATASET_* (.env.example), or a URL such as s3://bucket/prefix.
 bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
 
 data:
   dataset: my-text              # a prefix below the bucket's URL
-  source:                       # leave it out if the dataset is there and complete
+  source:                       # leave `source` out if the dataset is complete
     url: file:///path/to/a/folder       # or s3://bucket/prefix
-    kind: files                 # a sample of each file; `jsonl` makes one of each line
-  sharding: {holdout: 0.01}     # the share that workers measure the loss on
+    kind: files                 # a sample of each file; `jsonl` makes a sample of each line
+  sharding: {holdout: 0.01}     # share of the bytes that workers measure the loss on
 
 training:
   command: [python, -m, examples.tiny_lm.train]  # your script: `millrace.campaigns.worker.Worker`
-  initial_weights:              # the checkpoint to begin with; of a tiny model, by
+  initial_weights:              # first checkpoint; for a tiny model, make one with
     job: models/tiny            # `python -m examples.tiny_lm.begin URL models/tiny`
-    tensors: "model."           # what the names of its weights begin with
+    tensors: "model."           # first part of the names of the weights
   workers: 2
   machines:
-    kind: local                 # processes of this machine, that run in `folder`
+    kind: local                 # workers are processes of this machine, in `folder`
     folder: .
-  # machines:                   # or each on a machine of Vast.ai: needs a Vast.ai Credentials block
+  # machines:                   # or machines of Vast.ai, which need a Vast.ai Credentials block
   #   kind: rented
   #   request: {gpu: RTX_4090, max_hourly: 0.5, max_total: 20}
   #   repo_url: https://github.com/you/your-program
@@ -58,18 +58,18 @@ training:
   epochs: 1                     # each ends with a checkpoint
   windows_per_epoch: 10
   run:
-    steps: 30                   # of a worker in each window
+    steps: 30                   # steps of a worker in each window
     window: PT20M               # `window` and `gather` may change while the campaign is stopped
     gather: {quorum: 1}
 
-publish:                        # leave it out to keep the weights where they are
+publish:                        # without `publish`, the weights stay in the bucket above
   job: models/trained
   bucket: ${LOCAL_STORAGE_PATH:-/tmp/millrace-campaign}
 """
 
 
 class _CampaignGroup(NounGroup):
-    """The commands below, and those that other packages add."""
+    """Group of the commands of this module, and of the commands that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         names = entry_points(group="millrace.commands").names
@@ -114,7 +114,7 @@ def init(path: Path) -> CommandResult:
 @click.option("--attached", is_flag=True, help="End when standard input ends.")
 @handle_errors
 def worker(settings: Path, *, attached: bool) -> int:
-    r"""Run a worker of a campaign: its training script, by the worker's settings file.
+    r"""Run a worker of a campaign: a training script, with the worker's settings file.
 
     A campaign starts this command on each of its machines.
 
@@ -132,11 +132,11 @@ def worker(settings: Path, *, attached: bool) -> int:
 
 
 def confirm_machines(name: str, rules: "TrainingRules | None", *, yes: bool) -> bool:
-    """Ask whether the machines of a campaign are to be rented, if the campaign rents any.
+    """Ask whether to rent the machines of a campaign, if the campaign rents machines.
 
     Args:
         name: Name of the campaign.
-        rules: Settings of its training; None without one.
+        rules: Settings of the training; None without a training.
         yes: Whether the question is skipped.
     """
     from millrace.campaigns import RentedWorkerRules
@@ -149,11 +149,11 @@ def confirm_machines(name: str, rules: "TrainingRules | None", *, yes: bool) -> 
 
 
 def _end_with_input() -> None:
-    """End this process, all that it has started, and all of its group when standard input does."""
+    """Kill this process, its descendants and its process group when standard input ends."""
     from millrace.processes import kill_group
 
     def watch() -> None:
-        while os.read(0, 4096):  # not by a reader that the end of the interpreter waits for
+        while os.read(0, 4096):  # the end of the interpreter would wait for `sys.stdin.read`
             pass
         kill_group()
 

@@ -50,7 +50,7 @@ def list_checkpoints(url: str, job: str) -> CommandResult:
 @click.argument("job")
 @print_result
 def verify(url: str, job: str) -> CommandResult:
-    r"""Read every byte of a job's checkpoints. Exit code 1 if one is damaged.
+    r"""Read every byte of a job's checkpoints. Exit code 1 if a checkpoint is damaged.
 
     \b
     Example: millrace checkpoint verify r2://ACCOUNT/BUCKET my-job
@@ -105,20 +105,20 @@ def save(
 ) -> CommandResult:
     r"""Copy a checkpoint from a folder or a bucket into a bucket or the Hugging Face Hub.
 
-    Every file is verified on both sides. The checkpoint is committed once. A copy that was stopped
-    sends only missing files when it is started again.
+    Every file is verified on both sides. The checkpoint is committed once. After a stop, the same
+    command sends only the missing files.
 
     \b
     Example: millrace checkpoint save file:///scratch my-job r2://ACCOUNT/BUCKET
              millrace checkpoint save r2://ACCOUNT/BUCKET my-job hf://you/model
     """
-    from millrace.audit import check_destination
+    from millrace.audit import check_checkpoint_destination
     from millrace.checkpoints import SavedSource, StoreDestination, open_destination
     from millrace.checkpoints.destinations import transfer_checkpoint
 
     origin, wanted = SavedSource(url=source, job=job, step=step).open()
     target, name = open_destination(destination), new_job or job
-    check_destination(target, name)
+    check_checkpoint_destination(target, name)
     done = transfer_checkpoint(StoreDestination(origin), wanted, target, name)
     saved = done.checkpoint
     echo(
@@ -146,7 +146,7 @@ def save(
 @click.option(
     "--every",
     type=click.IntRange(1),
-    help="Also keep checkpoints whose step is a multiple of this.",
+    help="Also keep checkpoints whose step is a multiple of this number.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @add_yes_option
@@ -154,9 +154,9 @@ def save(
 def retain(
     url: str, job: str, *, last: int, every: int | None, dry_run: bool, yes: bool
 ) -> CommandResult:
-    r"""Delete the checkpoints that no rule keeps. The newest verified one always stays.
+    r"""Delete the checkpoints that no rule keeps. The newest verified checkpoint always stays.
 
-    The command shows what stays and what goes, and asks before it deletes.
+    The command shows which checkpoints stay and which go, and asks before it deletes.
 
     \b
     Example: millrace checkpoint retain r2://ACCOUNT/BUCKET my-job --last 3 --every 1000
@@ -192,7 +192,7 @@ def retain(
 @click.option("--within", type=DURATION, help="Longest time that a save may take, such as 20m.")
 @print_result
 def probe(url: str, job: str, *, size: int, within: timedelta | None) -> CommandResult:
-    r"""Find out whether a job could save its checkpoints at a URL.
+    r"""Check whether a job can save its checkpoints at a URL.
 
     Exit code 0: ready. Otherwise: 11 read only, 12 denied, 13 not found, 14 throttled, 15
     unreachable, 16 wrong bytes, 17 no space, 18 too slow, 19 unknown.

@@ -1,4 +1,4 @@
-"""Parts that all commands share: errors, exit codes, options, questions, JSON, and templates."""
+"""Parts of all commands: errors, exit codes, options, questions, JSON, and templates."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgu
         try:
             return TypeAdapter[timedelta](Duration).validate_python(parse_duration(value))
         except ValidationError:
-            self.fail(f"{value!r} is no duration of ISO 8601, such as PT20M.", param, ctx)
+            self.fail(f"{value!r} is not a duration of ISO 8601: write PT20M, or 20m.", param, ctx)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
 
@@ -70,11 +70,11 @@ class _SizeOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument
         try:
             return int(TypeAdapter(ByteSize).validate_python(value))
         except ValidationError:
-            self.fail(f"{value!r} is no size: write 80GB, or 512MiB.", param, ctx)
+            self.fail(f"{value!r} is not a size: write 80GB, or 512MiB.", param, ctx)
 
 
 class NounGroup(click.Group):
-    """A group of commands whose docstring keeps the lines of its examples."""
+    """Group of commands. Its help keeps the lines of the examples."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -82,7 +82,7 @@ class NounGroup(click.Group):
 
 
 def _keep_lines(text: str | None) -> str | None:
-    r"""Return a raw docstring with click's marker for lines that are not wrapped, ``\b``."""
+    r"""Replace the two characters ``\b`` of a raw docstring by click's marker against wrapping."""
     return text and text.replace("\\b\n", "\b\n")
 
 
@@ -91,9 +91,9 @@ SIZE = _SizeOption()
 
 
 def handle_errors(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Run a command for a terminal: print an error of Millrace as a sentence, and exit.
+    """Run a command at a terminal: print an error of Millrace as a sentence, and exit.
 
-    Exit codes: what the command returns; 1 failed, 2 wrong input, 130 Ctrl-C or SIGTERM.
+    Exit codes: that of the command, 1 for a failure, 2 for wrong input, 130 for Ctrl-C or SIGTERM.
     """
 
     @wraps(command)
@@ -123,9 +123,9 @@ def handle_errors(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def print_result(command: Callable[..., CommandResult]) -> Callable[..., None]:
-    """Run a command for a terminal, as `handle_errors` does, and add its option `--json`.
+    """Run a command at a terminal, as `handle_errors` does, and add the option `--json`.
 
-    With `--json`, standard output has the result as JSON, and standard error what people read.
+    With `--json`, standard output has the result as JSON, and standard error has all other text.
     """
 
     @wraps(command)
@@ -143,10 +143,10 @@ def print_result(command: Callable[..., CommandResult]) -> Callable[..., None]:
 
 
 def take_settings_file(default: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator: the command takes a settings file as FILE or with `--config FILE`.
+    """Return a decorator that adds a settings file, as FILE or `--config FILE`, to a command.
 
     Args:
-        default: Name of the file that is read if neither is given.
+        default: Name of the file that is read by default.
     """
 
     def decorate(command: AnyFunction) -> AnyFunction:
@@ -176,7 +176,11 @@ def add_yes_option(command: AnyFunction) -> AnyFunction:
 
 
 def confirm(question: str, *, yes: bool) -> bool:
-    """Ask a question that is answered with yes or no, on standard error.
+    """Ask a question on standard error; return whether the answer is yes.
+
+    Args:
+        question: Text of the question.
+        yes: Whether the question is skipped, and the answer is yes.
 
     Raises:
         ConfigurationError: Standard input has no answer.
@@ -188,7 +192,7 @@ def confirm(question: str, *, yes: bool) -> bool:
             return True
     except click.Abort:
         raise errors.ConfigurationError(
-            "Nothing was done, as the question has no answer. Add --yes to go on without it."
+            "Nothing was done, since the question has no answer. Add --yes to skip the question."
         ) from None
     echo("Nothing was done.", err=True)
     return False
@@ -198,7 +202,7 @@ def write_template(path: Path, text: str) -> None:
     """Write a settings file to start from.
 
     Raises:
-        ConfigurationError: A file of this name exists, or none can be written there.
+        ConfigurationError: A file of this name exists, or the file cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -223,7 +227,7 @@ def show_deletion(done: "DeletionResult", *, seconds: float | None = None) -> in
     """Show the result of a deletion, and return the exit code."""
     show_failures(done.failures)
     if done.has_given_up:
-        echo("So many could not be deleted that the rest was not tried.", err=True)
+        echo("Too many objects could not be deleted, so the others were not tried.", err=True)
     for reason, count in sorted(done.skipped.items()):
         echo(f"{count} stay: {reason}")
     deleted = f"{format_count(done.deleted_objects, 'object')}, {format_size(done.deleted_bytes)}"
@@ -246,18 +250,18 @@ def read_store(location: str) -> "StoreSpec":
 
 
 def _end_on_sigterm() -> None:
-    """End on SIGTERM as on Ctrl-C, unless the process was told to treat SIGTERM otherwise."""
+    """Handle SIGTERM like Ctrl-C, unless the process has another handler for SIGTERM."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _can_print() -> bool:
-    """Print an empty line, and return whether standard output takes it; if not, close it."""
+    """Print an empty line; return whether that succeeds. On failure, close standard output."""
     try:
         print(flush=True)
     except OSError:
-        # The interpreter would write the rest at its end, and fail with a traceback.
+        # Otherwise the interpreter would write the rest at its end, and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True

@@ -1,4 +1,4 @@
-"""``millrace dataset``: shard a source, and look after the shards."""
+"""``millrace dataset``: shard a source, verify the shards, and delete garbage."""
 
 from datetime import timedelta
 from importlib.util import find_spec
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 _FILE = "millrace.yaml"
 _TEMPLATE = """\
-# A dataset, from its source to its shards. `millrace run THIS_FILE` shards it, and goes on where
-# it was stopped. ${NAME} is filled in from the environment, ${NAME:-value} with a default.
+# A dataset, from its source to its shards. `millrace run THIS_FILE` makes the shards, and continues
+# a run that was stopped. ${NAME} is a variable of the environment, ${NAME:-value} has a default.
 
 dataset: my-dataset             # a prefix below the store's URL
 
 source:
   url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
-  kind: jsonl                   # a sample a line; `files` makes one of each file
+  kind: jsonl                   # a sample of each line; `files` makes a sample of each file
   include: ["*.jsonl"]
-  columns: {txt: text}          # field: column; leave it out to keep each row whole, as json
-  # credentials:                # left out: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
+  columns: {txt: text}          # field: column; without `columns`, each row is kept as json
+  # credentials:                # by default AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
   #   access_key_id: ${R2_DATASET_READ_ACCESS_KEY_ID}
   #   secret_access_key: ${R2_DATASET_READ_SECRET_ACCESS_KEY}
 
-# Where the shards go. Left out: what STORAGE_BACKEND and its companions say (.env.example):
-# LOCAL_STORAGE_PATH, or with STORAGE_BACKEND=s3 CHECKPOINT_BUCKET.
+# Destination of the shards. By default the environment names it (.env.example):
+# LOCAL_STORAGE_PATH, or STORAGE_BACKEND=s3 with CHECKPOINT_BUCKET.
 # store:
 #   url: r2://${R2_DATASET_ACCOUNT_ID}/${R2_DATASET_BUCKET_NAME}
 #   credentials:
@@ -58,14 +58,14 @@ source:
 sharding:                       # pinned by the plan: cannot change under the same name
   shard_bytes: 64MiB
   partition_bytes: 512MiB       # one worker at a time works on a partition
-  # partition_files: 10000      # of kind files: at most about so many files a partition
-  seed: 0                       # of the shuffle; null keeps the source's order
-  holdout: 0.0                  # the share held out as the split `val`
+  # partition_files: 10000      # of kind `files`: approximate number of files in a partition
+  seed: 0                       # seed of the shuffle; null keeps the source's order
+  holdout: 0.0                  # share of the bytes that is held out as the split `val`
 
-execution:                      # never changes what comes out
+execution:                      # never changes the shards
   workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
   uploads: 2
-  # max_quarantined: 0.01       # share of rows that may make no sample; above it the run fails
+  # max_quarantined: 0.01       # largest share of rows that make no sample; else the run fails
   # allow_empty: false          # true completes a dataset that has no samples
 """
 
@@ -114,10 +114,10 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
     \b
     Example: millrace plan job.yaml
     """
-    from millrace.datasets import check_destination
+    from millrace.datasets import preflight_dataset
 
     config = _read_settings(settings, prefix)
-    plan, found = check_destination(config)
+    plan, found = preflight_dataset(config)
     _show_plan(plan, config, found.largest_sample)
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in found.unchecked:
@@ -148,7 +148,9 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
     "--use-vast", is_flag=True, help="Shard on rented machines, by the section `vast` of the file."
 )
 @click.option(
-    "--repair", is_flag=True, help="Then verify all shards, and make missing or damaged ones again."
+    "--repair",
+    is_flag=True,
+    help="Then verify all shards, and make missing or damaged shards again.",
 )
 @add_yes_option
 @print_result
@@ -168,8 +170,8 @@ def run(
     config = _read_settings(settings, prefix)
     if use_vast and repair:
         raise errors.ConfigurationError(
-            "--repair works on this machine, and --use-vast on rented ones. Shard with --use-vast "
-            "first, then run --repair alone."
+            "--repair works on this machine, and --use-vast on rented machines. Shard with "
+            "--use-vast first, then run --repair alone."
         )
     if use_vast:
         from millrace.cli.machine import run_rental
@@ -216,7 +218,7 @@ def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
 @click.option("--quick", is_flag=True, help="Compare sizes only; read no shard.")
 @print_result
 def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
-    r"""Compare every shard with the manifest. Exit code 1 if one is missing or differs.
+    r"""Compare every shard with the manifest. Exit code 1 if a shard is missing or differs.
 
     \b
     Example: millrace verify r2://ACCOUNT/BUCKET my-dataset
@@ -264,7 +266,7 @@ def status(target: str, name: str | None) -> CommandResult:
         except errors.CorruptError as error:
             if len(names) == 1:
                 raise
-            echo(f"{each} cannot be read: {error}", err=True)  # hides no other one
+            echo(f"{each} cannot be read: {error}", err=True)  # other datasets are still shown
     return CommandResult(found)
 
 
@@ -321,7 +323,7 @@ def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":
 
 
 def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
-    """Open the store of a settings file, URL or folder; return the name of the dataset, too."""
+    """Open the store of a settings file, URL or folder; return the store and the dataset's name."""
     from millrace.storage import open_store
 
     if Path(target).is_dir():
@@ -330,7 +332,9 @@ def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
         config = _read_settings(Path(target), name)
         return open_store(config.store, make_folder=False), config.dataset
     if not name:
-        raise errors.ConfigurationError("After a URL, name the dataset: URL DATASET.")
+        raise errors.ConfigurationError(
+            f"{target} names no dataset. After a URL, name the dataset: URL DATASET."
+        )
     return open_store(target, make_folder=False), name
 
 
@@ -356,11 +360,15 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         f"{format_count(workers, 'worker')}."
     )
     if largest is None:
-        echo("A larger row is a shard of its own: each worker may hold one, five times.")
+        echo(
+            "A larger row is a shard of its own. A worker holds at most one such row at a time, in "
+            "memory of up to five times its size."
+        )
     elif largest > plan.layout.shard_bytes:
         echo(
-            f"The largest sample has {format_size(largest)}, and is a shard of its own: with one "
-            f"such in each worker it is at most {format_size(memory + workers * largest)}."
+            f"The largest sample has {format_size(largest)}, and is a shard of its own. With one "
+            "such sample in each worker it is at most "
+            f"{format_size(memory + workers * largest)}."
         )
 
 
@@ -379,20 +387,26 @@ def _show_offers(settings: Path, config: "PipelineSettings") -> None:
 
 def _show_report(report: "ShardReport") -> None:
     manifest = report.manifest
-    rate = report.new_bytes / report.seconds / 1e6
-    echo(
-        f"{report.url}: {format_count(report.samples, 'sample')} in "
-        f"{format_count(len(manifest.shards), 'shard')}, {format_size(manifest.size)}, from "
-        f"{format_count(report.partitions, 'partition')}."
+    contents = (
+        f"{format_count(report.samples, 'sample')} in "
+        f"{format_count(len(manifest.shards), 'shard')}, {format_size(manifest.size)}"
     )
+    if report.was_complete:
+        echo(
+            f"{report.url} is complete already: {contents}. The manifest is "
+            f"{report.manifest_url}. This run made 0 shards."
+        )
+        return
+    rate = report.new_bytes / report.seconds / 1e6
+    echo(f"{report.url}: {contents}, from {format_count(report.partitions, 'partition')}.")
     echo(
         f"This run made {format_count(report.new_shards, 'shard')}, "
         f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
     if manifest.quarantined:
         echo(
-            f"{format_count(manifest.quarantined, 'row')} made no sample, and every such "
-            f"row is kept with its reason below {report.url}/quarantine/."
+            f"{format_count(manifest.quarantined, 'row')} made no sample. Each is kept with its "
+            f"reason below {report.url}/quarantine/."
         )
     echo(f"Finalized by {report.manifest_key}.")
 

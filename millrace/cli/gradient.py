@@ -1,4 +1,4 @@
-"""``millrace gradient``: merge the pseudo-gradients of a run, and follow what was merged."""
+"""``millrace gradient``: merge the pseudo-gradients of a run, and save its newest weights."""
 
 from pathlib import Path
 
@@ -68,9 +68,9 @@ def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
 @click.option("--to", required=True, metavar="URL", help="URL of the store for the weights.")
 @print_result
 def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
-    r"""Save the newest weights of a run: a checkpoint of its chain, and all later merges.
+    r"""Save the newest weights of a run, from a checkpoint of its chain and all later merges.
 
-    The weights are saved as a checkpoint of the job RUN below the URL of --to. Its tensors are in
+    The weights are saved as a checkpoint of the job RUN below the URL of --to. The tensors are in
     `weights` and, if the outer optimizer has momentum, in `moments`.
 
     \b

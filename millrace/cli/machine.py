@@ -88,7 +88,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
         cost = rental.cost
     if running:
         release_command = f"millrace machine release {rental_settings.name} {settings}"
-        echo(f"It has cost about ${cost:.2f} so far; release them with `{release_command}`.")
+        echo(f"The machines have cost about ${cost:.2f}; release them with `{release_command}`.")
     else:
         echo(
             f"All programs of {rental_settings.name} have ended: no machine is rented. To run them "
@@ -122,7 +122,7 @@ def list_machines(settings: Path) -> CommandResult:
 @_take_settings
 @print_result
 def release(settings: Path, rental: str) -> CommandResult:
-    r"""Release all machines of a rental, and check that they are gone.
+    r"""Release all machines of a rental, and check that the provider lists none of them.
 
     \b
     Example: millrace machine release wiki rent.yaml
@@ -163,7 +163,8 @@ def reap(settings: Path, *, dry_run: bool) -> CommandResult:
     if result.closed_attempts:
         echo(f"Closed: {format_count(result.closed_attempts, 'attempt')} without a machine.")
     if result.foreign_attempts:
-        echo(f"Another account pays for {result.foreign_attempts} more: run this with its API key.")
+        count = format_count(result.foreign_attempts, "machine")
+        echo(f"Another account pays for {count}: run this command with its API key, too.")
     return CommandResult(result)
 
 
@@ -180,7 +181,7 @@ def show_offers(settings: "RentalSettings") -> "list[Offer]":
 
 
 def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
-    """Rent machines until all of their programs have ended."""
+    """Rent machines, wait until all programs have ended, and release the machines."""
     from millrace.rentals import Rental
 
     if not _confirm_rental(settings, yes=yes):
@@ -194,7 +195,7 @@ def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
 
 
 def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
-    """Show the offers, and ask whether machines are to be rented."""
+    """Show the offers, and ask whether to rent machines."""
     if yes:
         return True
     show_offers(settings)
@@ -204,13 +205,13 @@ def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
 
 
 def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
-    """Interrupt this process at the first signal to end; ignore others during a release.
+    """Interrupt this process at the first signal, and ignore further signals during a release.
 
     A second interrupt could end the process before its machines are released.
 
     Args:
-        has_machines: Function that tells whether the process has machines. While it has none, each
-            signal interrupts.
+        has_machines: Function that decides whether the process has machines. Without machines,
+            each signal interrupts the process.
     """
     was_interrupted = False
 
@@ -231,7 +232,7 @@ def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
 
 
 def format_offers(offers: "Sequence[Offer]") -> str:
-    """Return offers as a table, a line each."""
+    """Return a table with a line for each offer."""
     lines = [f"{'offer':>10}  {'gpu':24}  {'$/h':>7}  {'in all':>8}  {'reliable':>8}  location"]
     for one in offers:
         gpu = f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB"

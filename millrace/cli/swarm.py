@@ -91,8 +91,9 @@ def node(root: Path, host: str, port: int) -> int:
     key = os.environ.get("MILLRACE_NODE_KEY", "")
     if len(key) < 16:
         raise errors.ConfigurationError(
-            "Set MILLRACE_NODE_KEY to a secret of 16 characters or more, the same on every node "
-            "and in the driver's settings: whoever has it may write files here."
+            "The key of the node is too short. Set MILLRACE_NODE_KEY to a secret of 16 characters "
+            "or more, the same on every node and in the driver's settings. A holder of the secret "
+            "may write files here."
         )
     serve(root, key.encode(), host, port, lambda at: echo(f"Listening at {at}"))
     return 0
@@ -123,11 +124,12 @@ def _show_report(report: "PrewarmReport") -> None:
         echo(f"Nodes also read from the store what others had: {report.direct}.")
     if report.unverified:
         echo(
-            f"{format_count(report.unverified, 'file')} unverified at the source: nothing "
-            "says what the digest should be."
+            f"{format_count(report.unverified, 'file')} unverified at the source: no record has "
+            "the digest."
         )
     if report.unconfirmed:
         echo(
-            f"Of {report.unconfirmed} of them a part was read by one node alone, which no other "
-            "read has confirmed. Give their `sha256`, or run it on two nodes."
+            f"A part of {format_count(report.unconfirmed, 'file')} was read by one node alone, and "
+            "no other read has confirmed the bytes. Give the `sha256` of these files, or use two "
+            "nodes."
         )

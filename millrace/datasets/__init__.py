@@ -4,10 +4,9 @@ from millrace.datasets.garbage import GarbagePlan, GarbageResult, delete_garbage
 from millrace.datasets.pipeline import (
     Preflight,
     ShardReport,
-    check_destination,
     plan_dataset,
+    preflight_dataset,
     run_from_file,
-    run_pipeline,
     shard_dataset,
 )
 from millrace.datasets.repair import Repair, repair_dataset
@@ -41,16 +40,15 @@ __all__ = [
     "ShardingSettings",
     "SourceLocation",
     "Verification",
-    "check_destination",
     "delete_garbage",
     "find_datasets",
     "plan_dataset",
     "plan_garbage",
+    "preflight_dataset",
     "read_manifest",
     "read_status",
     "repair_dataset",
     "run_from_file",
-    "run_pipeline",
     "shard_dataset",
     "verify_dataset",
 ]

@@ -1,4 +1,4 @@
-"""Finalize a dataset: make its manifest from the ledger, when every partition has ended."""
+"""Finalize a dataset: make the manifest from the ledger after all partitions have ended."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +7,10 @@ from typing import NamedTuple
 import orjson
 
 from millrace import errors
-from millrace.datasets.partition import check_contiguous, check_plan
+from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.partition import check_contiguous
+from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import IndexUploaded, ManifestCommitted, ManifestComputed
-from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -21,12 +22,16 @@ from millrace.schemas.dataset import (
     PartitionEnd,
     ShardCommit,
 )
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, list_objects, put
 
 
 class LostShard(NamedTuple):
-    """A committed shard that is missing from the store or has another size there."""
+    """Committed shard that is missing from the store or has another size.
+
+    Attributes:
+        entry: Commit of the shard.
+        reason: Short text about the difference.
+    """
 
     entry: ShardCommit
     reason: str
@@ -43,21 +48,21 @@ def finalize_dataset(
 ) -> Manifest:
     """Commit the manifest, and write the index that readers of WebDataset use.
 
-    A run that removed a replaced plan, and was suspended meanwhile, may have deleted shards that
-    were committed afterwards. So the shards are listed once, and compared with the ledger.
+    A run that removes a replaced plan may be suspended meanwhile. Then that run may delete shards
+    that were committed afterwards. So this function lists the shards once, and compares them with
+    the ledger.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
-        plan: The dataset's plan.
+        plan: Plan of the dataset.
         progress: Called at each boundary.
-        check: Called with the ledger before anything is written; an error that it raises
-            prevents the commit.
-        remake: Makes lost shards again. Called with the committed shards that the store lacks,
-            if there are any.
+        check: Function that checks the ledger before the first write. An error prevents the commit.
+        remake: Function that makes lost shards again. Called only if the store lacks committed
+            shards.
 
     Raises:
-        ConflictError: The ledger has gaps, or another manifest is there.
+        ConflictError: The ledger has gaps, or another manifest was committed.
     """
     entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
     with ThreadPoolExecutor(32) as pool:
@@ -66,7 +71,7 @@ def finalize_dataset(
             return fetch(store, keys.end(partition.name), PartitionEnd)
 
         ends = list(pool.map(read_end, plan.partitions))
-    check_plan([*entries, *ends], compute_plan_digest(plan))
+    check_plan_digest([*entries, *ends], compute_plan_digest(plan))
     _check_ledger(entries, ends)
     check(entries)
     _check_still_pinned(store, keys, plan)
@@ -124,16 +129,12 @@ def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
     return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
-def compute_plan_digest(plan: DatasetPlan) -> str:
-    """Return the SHA-256 of a plan, which the records made by the plan contain."""
-    return compute_sha256(dump_canonical_json(plan.model_dump(mode="json")))
-
-
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
     """Refuse to complete a dataset whose plan was replaced after this run had read it.
 
-    A run that replaces a plan deletes it first, and then looks for commits. All commits of this
-    plan are made by now. So either this run finds the deletion, or the other run finds the commits.
+    A run that replaces a plan deletes the plan first, and then looks for commits. All commits of
+    this plan are made by now. So either this run finds that the plan is deleted, or the other run
+    finds the commits.
     """
     try:
         pinned = fetch(store, keys.plan, DatasetPlan)

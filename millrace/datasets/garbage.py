@@ -1,4 +1,4 @@
-"""Garbage of a dataset: objects below its name that no record of the dataset names."""
+"""Find and delete the garbage of a dataset: objects that no record of the dataset names."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from millrace import errors
+from millrace.dataset_ledger import find_referenced_keys
 from millrace.deletion import (
     DeletionResult,
     PlannedObject,
@@ -20,7 +21,6 @@ from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acq
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
-from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import DeleteFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
@@ -70,7 +70,7 @@ def plan_garbage(
 ) -> GarbagePlan:
     """Find the objects that no entry of the ledger names, and delete none.
 
-    Garbage is: shards and quarantines without a commit, listings of a plan that was never
+    Garbage is: shards and quarantined rows without a commit, sample lists of a plan that was never
     committed, unfinished uploads, and the leases of a complete dataset.
 
     Args:
@@ -144,7 +144,7 @@ class _HeldDataset:
         """Yield the objects that no record names."""
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
-        prefixes = [keys.shards, keys.quarantined, keys.listings]
+        prefixes = [keys.shards, keys.quarantined, keys.sample_lists]
         if exists(self.store, keys.manifest):
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
@@ -155,7 +155,7 @@ class _HeldDataset:
 
 @contextmanager
 def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
-    """Hold the leases of the unfinished partitions: a run that resumes could commit the garbage.
+    """Hold the leases of the unfinished partitions, since a run could commit the garbage.
 
     Raises:
         NotFoundError: There is no plan under this name.
@@ -167,7 +167,7 @@ def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
     except errors.NotFoundError:
         raise errors.NotFoundError(
             f"{store.make_url(dataset)} has no plan, so garbage cannot be identified. Correct the "
-            "name, or inspect the objects yourself."
+            "name of the dataset, or delete the objects by hand."
         ) from None
     holder = Holder.this_process()
     clock = StoreClock.read(store, dataset, holder)
@@ -192,10 +192,10 @@ class _GarbageCheck:
         self._unreferenced = {stat.key for stat in held.iterate_unreferenced()}
 
     def refresh_leases(self) -> None:
-        """Refuse to continue if another process holds a lease, or a lease of this one has ended.
+        """Refuse to continue if another process holds a lease, or a lease of this process ended.
 
-        A lease ends when this process is suspended for longer than its timeout. Another run may
-        have continued since, and committed objects that were garbage.
+        A lease ends if this process is suspended for longer than the lease's timeout. Another run
+        may have continued since, and committed objects that were garbage.
 
         Raises:
             ConflictError: Another process holds a lease, or a lease of this process has ended.

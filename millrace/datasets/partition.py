@@ -1,12 +1,11 @@
-"""Shard one partition: read → encode → hash → put → commit, in overlapping stages.
+"""Shard one partition: read, encode, hash, upload and commit, in overlapping stages.
 
-A shard is a pure function of the partition's samples and the plan's layout. So a machine that
-continues after another was killed makes the same bytes. The next shard is encoded while earlier
-ones are hashed and uploaded. Commits are made in order, so the ledger has no gaps.
+A shard is a pure function of the partition's samples and the plan's layout. If a machine is killed
+and another machine continues, the other machine makes the same bytes. The next shard is encoded
+while earlier shards are hashed and uploaded. Commits are made in order, so the ledger has no gaps.
 """
 
 import queue
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,8 +14,10 @@ from typing import Self
 import orjson
 
 from millrace import errors
+from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.formats.base import BadSampleError, ShardEncoder
 from millrace.datasets.formats.webdataset import EXTENSION, TarEncoder
+from millrace.datasets.plan_digest import check_plan_digest
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionEnding,
@@ -32,11 +33,10 @@ from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit, ShardLayout
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, create, exists, list_objects, stream
 
 
-def run_partition(
+def shard_partition(
     store: Store,
     source: Source,
     keys: DatasetKeys,
@@ -57,7 +57,7 @@ def run_partition(
         partition: Partition to shard.
         plan_digest: Digest of the dataset's plan.
         uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)``, and one
-            sample, if it is larger than ``shard_bytes``.
+            sample if a sample is larger than ``shard_bytes``.
         progress: Called at each boundary, in the thread that reached it.
 
     Raises:
@@ -66,10 +66,10 @@ def run_partition(
     """
     if exists(store, keys.end(partition.name)):
         end = fetch(store, keys.end(partition.name), PartitionEnd)
-        check_plan([end], plan_digest)
+        check_plan_digest([end], plan_digest)
         return end
     last = _read_last_commit(store, keys, partition.name)
-    check_plan([last] if last else [], plan_digest)
+    check_plan_digest([last] if last else [], plan_digest)
     cursor, number = (last.next_cursor, last.number + 1) if last else (0, 0)
     progress(
         PartitionOpened(
@@ -82,51 +82,61 @@ def run_partition(
     with _ShardUploader(
         store, keys, partition, layout, plan_digest, number, uploads, progress
     ) as uploader:
-        batch = uploader.begin_batch(cursor)
+        pending = uploader.wait_for_encoder(cursor)
         rows = iter(source.iterate_rows(partition.source_range, cursor))
         for row in rows:
-            batch = _add_row(batch, row, layout, uploader)
+            pending = _add_row(pending, row, layout, uploader)
             del row  # a large row is not held while the next is read
-        uploader.finish(batch)
+        uploader.finish(pending)
     return _commit_end(
         store, keys, partition.name, plan_digest, uploader.commit_count, uploader.cursor, progress
     )
 
 
 def _add_row(
-    batch: "_Batch", row: Row, layout: ShardLayout, uploader: "_ShardUploader"
-) -> "_Batch":
-    """Add a row to a batch; return the batch of the next row."""
+    pending: "_PendingCommit", row: Row, layout: ShardLayout, uploader: "_ShardUploader"
+) -> "_PendingCommit":
+    """Add a row to a pending commit; return the pending commit for the next row."""
     if not isinstance(row, BadRow):
         try:
-            if not batch.encoder.add(row, layout.shard_bytes):
-                batch = uploader.upload(batch)
-                batch.encoder.add(row, layout.shard_bytes)
+            if not pending.encoder.add(row, layout.shard_bytes):
+                pending = uploader.upload(pending)
+                pending.encoder.add(row, layout.shard_bytes)
         except BadSampleError as error:
             row = BadRow(row.key, str(error), b"", row.next_cursor)
     if isinstance(row, BadRow):
-        batch.quarantine(row)
-    batch.next_cursor = row.next_cursor
-    if not batch.is_halfway and 2 * batch.encoder.size >= layout.shard_bytes:
-        batch.is_halfway = True
+        pending.quarantine(row)
+    pending.next_cursor = row.next_cursor
+    if not pending.is_halfway and 2 * pending.encoder.size >= layout.shard_bytes:
+        pending.is_halfway = True
         uploader.progress(
             ShardHalfEncoded(
-                partition=batch.name.partition,
-                number=batch.name.number,
-                samples=batch.encoder.samples,
+                partition=pending.name.partition,
+                number=pending.name.number,
+                samples=pending.encoder.samples,
             )
         )
-    if batch.encoder.samples >= layout.shard_samples or batch.bad_bytes >= _MAX_BAD_BYTES:
-        return uploader.upload(batch)
-    return batch
+    if pending.encoder.samples >= layout.shard_samples or pending.bad_bytes >= _MAX_BAD_BYTES:
+        return uploader.upload(pending)
+    return pending
 
 
 _MAX_BAD_BYTES = 4 << 20  # bytes of bad rows in one commit
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Rows of one commit: the shard being encoded, and the quarantined rows."""
+class _PendingCommit:
+    """Rows of the next commit: the shard that is being encoded, and the quarantined rows.
+
+    Attributes:
+        name: Name of the shard.
+        encoder: Encoder of the shard.
+        start_cursor: Cursor of the first row.
+        next_cursor: Cursor after the last row.
+        bad_rows: Quarantined rows, each as one line of JSON.
+        bad_bytes: Bytes of the quarantined rows.
+        is_halfway: Whether the shard has reached half of its largest size.
+    """
 
     name: ShardName
     encoder: ShardEncoder
@@ -137,6 +147,7 @@ class _Batch:
     is_halfway: bool = False
 
     def quarantine(self, row: BadRow) -> None:
+        """Add a row that makes no sample."""
         line = orjson.dumps(
             {
                 "where": row.where,
@@ -149,10 +160,10 @@ class _Batch:
 
 
 class _ShardUploader:
-    """Threads that hash, upload and commit, and the buffers that they share.
+    """Threads that hash, upload and commit shards, and a fixed number of encoders.
 
-    A buffer is free again when its shard is committed. So there are never more unfinished shards
-    than buffers.
+    Each encoder has its own buffer. An encoder is free again when its shard is committed.
+    Therefore there are never more unfinished shards than encoders.
 
     Attributes:
         commit_count: Number of commits of the partition, unfinished ones included.
@@ -191,50 +202,52 @@ class _ShardUploader:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        # Also after a read error: the shards before it are valid, so their commits are finished.
+        # After a read error, the shards before the error are valid: their commits are finished.
         self._upload_pool.shutdown(wait=True)
         self._commit_pool.shutdown(wait=True)
         if error is None:
             self._raise_fault()
 
-    def begin_batch(self, cursor: int) -> _Batch:
-        """Wait for a free buffer, and return a new batch."""
+    def wait_for_encoder(self, cursor: int) -> _PendingCommit:
+        """Wait for a free encoder, and return a new pending commit with the encoder."""
         encoder = self._free_encoders.get()
         self._raise_fault()
         self.cursor = cursor
-        return _Batch(ShardName(self._partition.name, self.commit_count), encoder, cursor, cursor)
+        name = ShardName(self._partition.name, self.commit_count)
+        return _PendingCommit(name, encoder, cursor, cursor)
 
-    def upload(self, batch: _Batch) -> _Batch:
-        """Start the upload of a batch; return the next batch.
+    def upload(self, pending: _PendingCommit) -> _PendingCommit:
+        """Start the upload of a commit; return the next pending commit.
 
-        A shard larger than the limit is waited for: only one such shard is in memory at a time.
+        A shard larger than the limit is committed before the call returns. So only one such shard
+        is in memory at a time.
         """
-        large = batch.encoder.size > self._shard_bytes
-        committed = self._submit(batch)
+        large = pending.encoder.size > self._shard_bytes
+        committed = self._submit(pending)
         if large:
             committed.result()
-        return self.begin_batch(batch.next_cursor)
+        return self.wait_for_encoder(pending.next_cursor)
 
-    def finish(self, batch: _Batch) -> None:
-        """Start the upload of the last batch, unless the batch is empty."""
-        if batch.encoder.samples or batch.bad_rows:
-            self._submit(batch)
-            self.cursor = batch.next_cursor
+    def finish(self, pending: _PendingCommit) -> None:
+        """Start the upload of the last commit, unless the commit has no rows."""
+        if pending.encoder.samples or pending.bad_rows:
+            self._submit(pending)
+            self.cursor = pending.next_cursor
 
-    def _submit(self, batch: _Batch) -> Future[None]:
+    def _submit(self, pending: _PendingCommit) -> Future[None]:
         self.commit_count += 1
-        put = self._upload_pool.submit(self._upload_shard, batch)
-        return self._commit_pool.submit(self._commit_or_record_fault, batch, put)
+        put = self._upload_pool.submit(self._upload_shard, pending)
+        return self._commit_pool.submit(self._commit_or_record_fault, pending, put)
 
     def _raise_fault(self) -> None:
         """Raise the first fault, in the order of the commits. Each later call raises it again."""
         if self._fault is not None:
             raise self._fault
 
-    def _upload_shard(self, batch: _Batch) -> ShardCommit:
-        name, samples, key, size, digest = batch.name, batch.encoder.samples, None, 0, ""
+    def _upload_shard(self, pending: _PendingCommit) -> ShardCommit:
+        name, samples, key, size, digest = pending.name, pending.encoder.samples, None, 0, ""
         if samples:
-            shard = batch.encoder.close()
+            shard = pending.encoder.close()
             key, size, digest = self._keys.shard(name, EXTENSION), len(shard), compute_sha256(shard)
             self.progress(
                 ShardEncoded(
@@ -246,7 +259,7 @@ class _ShardUploader:
                 )
             )
             _create_same(self._store, key, shard, digest)
-        quarantine = self._upload_quarantine(batch)
+        quarantine = self._upload_quarantine(pending)
         self.progress(
             ShardUploaded(partition=name.partition, number=name.number, samples=samples, size=size)
         )
@@ -257,47 +270,48 @@ class _ShardUploader:
             size=size,
             sha256=digest,
             samples=samples,
-            start_cursor=batch.start_cursor,
-            next_cursor=batch.next_cursor,
+            start_cursor=pending.start_cursor,
+            next_cursor=pending.next_cursor,
             quarantine_key=quarantine,
-            quarantined=len(batch.bad_rows),
+            quarantined=len(pending.bad_rows),
             plan_digest=self._plan_digest,
         )
 
-    def _upload_quarantine(self, batch: _Batch) -> str | None:
-        """Upload a batch's bad rows; return their key, None if there are none."""
-        if not batch.bad_rows:
+    def _upload_quarantine(self, pending: _PendingCommit) -> str | None:
+        """Upload the bad rows of a commit; return their key, or None if there are no bad rows."""
+        if not pending.bad_rows:
             return None
-        key, body = self._keys.quarantine(batch.name), b"\n".join(batch.bad_rows)
+        key, body = self._keys.quarantine(pending.name), b"\n".join(pending.bad_rows)
         _create_same(self._store, key, body, compute_sha256(body))
         return key
 
-    def _restore_missing(self, batch: _Batch, commit: ShardCommit) -> None:
-        """Upload the objects of a commit again, if they are missing.
+    def _restore_missing(self, pending: _PendingCommit, commit: ShardCommit) -> None:
+        """Upload the objects of a commit again if they are missing.
 
         A process may be suspended between its uploads and its commit for longer than its lease
-        timeout. Garbage collection may then have deleted the objects, which no commit named.
+        timeout. Garbage collection may then have deleted the objects, since no commit named them.
         """
         if commit.key is not None and not exists(self._store, commit.key):
-            _create_same(self._store, commit.key, batch.encoder.close(), commit.sha256)
+            _create_same(self._store, commit.key, pending.encoder.close(), commit.sha256)
         if commit.quarantine_key is not None and not exists(self._store, commit.quarantine_key):
-            self._upload_quarantine(batch)
+            self._upload_quarantine(pending)
 
-    def _commit_or_record_fault(self, batch: _Batch, put: Future[ShardCommit]) -> None:
+    def _commit_or_record_fault(self, pending: _PendingCommit, put: Future[ShardCommit]) -> None:
         try:
-            if self._fault is None:  # else an earlier commit failed, and the ledger has no gaps
-                self._commit(batch, put.result())
+            if self._fault is None:  # after a failed commit, a later one would leave a gap
+                self._commit(pending, put.result())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
             self._fault = error
         finally:
             try:
-                batch.encoder.reset()
+                pending.encoder.reset()
             finally:
-                self._free_encoders.put(batch.encoder)  # else `begin_batch` would wait for ever
+                # Without this encoder, `wait_for_encoder` could wait for ever.
+                self._free_encoders.put(pending.encoder)
 
-    def _commit(self, batch: _Batch, commit: ShardCommit) -> None:
-        self._restore_missing(batch, commit)
-        commit_same(self._store, self._keys.commit(batch.name), commit)
+    def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:
+        self._restore_missing(pending, commit)
+        commit_same(self._store, self._keys.commit(pending.name), commit)
         self.progress(
             ShardCommitted(
                 partition=commit.partition,
@@ -342,20 +356,6 @@ def _read_last_commit(store: Store, keys: DatasetKeys, partition: str) -> ShardC
     )
 
 
-def check_plan(records: Iterable[ShardCommit | PartitionEnd], plan_digest: str) -> None:
-    """Refuse records that were made by another plan.
-
-    Raises:
-        ConflictError: A run with a replaced plan has committed since.
-    """
-    for record in records:
-        if record.plan_digest not in {"", plan_digest}:
-            raise errors.ConflictError(
-                f"{record.partition} has a commit of another plan: a run that began before "
-                "the plan was replaced was still working. Shard the source under another name."
-            )
-
-
 def check_contiguous(entries: list[ShardCommit], partition: str) -> None:
     """Refuse a ledger with a gap.
 
@@ -383,7 +383,7 @@ def _commit_end(
 ) -> PartitionEnd:
     """Compare the ledger with the rows that were read, and commit the partition's end."""
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
-    check_plan(entries, plan_digest)
+    check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
     if len(entries) != commits or (entries and entries[-1].next_cursor != cursor):
         raise errors.ConflictError(

@@ -1,4 +1,4 @@
-"""Shard a dataset: plan it, shard its partitions, finalize it."""
+"""Plan, shard and finalize a dataset."""
 
 import os
 import time
@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from millrace import errors, settings
-from millrace.datasets.finalize import compute_plan_digest, finalize_dataset
+from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import check_pinned, make_plan, pin_plan
-from millrace.datasets.pool import run_partitions
+from millrace.datasets.plan_digest import compute_plan_digest
+from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.repair import remake_shards
@@ -25,7 +26,7 @@ from millrace.storage import Backend, Location, Store, exists, open_store
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """A complete dataset, and the work that this run did for it.
+    """A complete dataset, and the work of this run.
 
     Attributes:
         url: URL of the dataset.
@@ -36,6 +37,7 @@ class ShardReport:
         new_shards: Number of shards that this run committed. Other runs committed the rest.
         new_samples: Number of samples in the new shards.
         new_bytes: Bytes of the new shards.
+        was_complete: Whether the dataset was complete before this run.
     """
 
     url: str
@@ -46,15 +48,21 @@ class ShardReport:
     new_shards: int
     new_samples: int
     new_bytes: int
+    was_complete: bool = False
+
+    @property
+    def manifest_url(self) -> str:
+        """URL of the manifest."""
+        return f"{self.url.removesuffix(self.manifest.dataset)}{self.manifest_key}"
 
     @property
     def samples(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset."""
         return sum(self.manifest.samples.values())
 
 
 def plan_dataset(config: PipelineSettings) -> DatasetPlan:
-    """Plan the partitions of a dataset. Reads the source's listing, writes nothing.
+    """Plan the partitions of a dataset. Lists the source, writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
@@ -67,14 +75,15 @@ def plan_dataset(config: PipelineSettings) -> DatasetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """State of the location where a dataset's shards will be, as far as reading shows it.
+    """Result of the checks before a dataset is made. The checks only read.
 
     Attributes:
         url: URL of the dataset.
-        state: Whether the dataset is new there, begun or complete; empty if that is not known.
-        unchecked: Sentences about checks that were not possible.
-        refusals: Sentences about why `shard_dataset` will refuse; empty if it will not.
-        largest_sample: Bytes of the largest sample; None where only reading the source shows it.
+        state: State of the dataset: new, begun or complete; empty if the state is unknown.
+        unchecked: A sentence for each check that was not possible.
+        refusals: A sentence for each reason why `shard_dataset` will refuse the settings.
+        largest_sample: Bytes of the largest sample; None if only a read of the source would show
+            the size.
     """
 
     url: str
@@ -84,11 +93,11 @@ class Preflight:
     largest_sample: int | None = None
 
 
-_PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # of the destination's answers
+_PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # longest wait for an answer of the destination
 
 
-def check_destination(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
-    """Plan a dataset, and check by reading whether it can be made. Writes nothing.
+def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
+    """Plan a dataset, and check whether `shard_dataset` can make the shards. Writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
@@ -101,13 +110,15 @@ def check_destination(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
     location = Location.parse(spec.url, account_id=account)
     url = str(location)
-    unchecked = ["Whether the credentials may write there is not checked: planning writes nothing."]
+    unchecked = [
+        "Whether the credentials may write there is not checked, since a plan writes nothing."
+    ]
     refusals: list[str] = []
     state = ""
     try:
         store = open_store(spec, make_folder=False)
         _refuse_overlap(source, store, config.dataset)
-        begun = check_pinned(store, keys, plan, partitioned.listings)
+        begun = check_pinned(store, keys, plan, partitioned.sample_lists)
         complete = exists(store, keys.manifest)
         state = "complete" if complete else "begun; the run continues it" if begun else "new"
     except errors.NotFoundError as error:
@@ -132,20 +143,20 @@ def shard_dataset(
     """Write the shards of a dataset to a store, each exactly once, and finalize the dataset.
 
     The process may be killed at any time. A later run, on any machine, continues from the last
-    commit. Concurrent runs share the partitions.
+    commit. Concurrent runs share the partitions. If the dataset is complete, nothing is written.
 
     Args:
         config: Settings of the dataset.
         progress: Called at each boundary, in this thread; without workers, in one thread at a
             time.
-        repair: Whether `repair_dataset` follows: then the source of a complete dataset may have
-            changed.
+        repair: Whether the caller calls `repair_dataset` next. Then a complete dataset is accepted
+            although its source has changed.
 
     Raises:
         ConflictError: The dataset was planned with other settings.
         ChangedError: The source has changed since the dataset was planned.
         QuarantineError: More rows make no sample than the settings allow, or there is no sample.
-        MillraceError: Another error stopped the run. Its message says what to do.
+        MillraceError: Another error stopped the run. The message names the remedy.
     """
     began = time.monotonic()
     store = open_store(config.store)
@@ -154,7 +165,7 @@ def shard_dataset(
     _refuse_overlap(source, store, config.dataset)
     plan, partitioned = make_plan(keys, config.source, source, config.sharding)
     try:
-        plan = pin_plan(store, keys, plan, partitioned.listings, progress)
+        plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
             raise
@@ -168,12 +179,13 @@ def shard_dataset(
         )
     )
     counter = _CommitCounter(progress)
-    if exists(store, keys.manifest):
+    was_complete = exists(store, keys.manifest)
+    if was_complete:
         manifest = fetch(store, keys.manifest, Manifest)
     else:
         limit = QuarantineLimit(store, keys, plan, config.execution)
         limit.resume(plan)
-        run_partitions(
+        shard_all_partitions(
             store,
             keys,
             _make_jobs(config, plan),
@@ -192,29 +204,28 @@ def shard_dataset(
         new_shards=counter.shards,
         new_samples=counter.samples,
         new_bytes=counter.size,
+        was_complete=was_complete,
     )
-
-
-def run_pipeline(
-    config: PipelineSettings, *, prefix: str | None = None, progress: Progress = ignore_event
-) -> ShardReport:
-    """Run `shard_dataset`, under another dataset name if one is given."""
-    if prefix is not None:
-        config = config.model_copy(update={"dataset": prefix})
-    return shard_dataset(config, progress=progress)
 
 
 def run_from_file(
-    path: str | Path, *, prefix: str | None = None, progress: Progress = ignore_event
+    path: str | Path, *, dataset: str | None = None, progress: Progress = ignore_event
 ) -> ShardReport:
-    """Run `run_pipeline` with the settings of a YAML or TOML file.
+    """Call `shard_dataset` with the settings of a YAML or TOML file.
+
+    Args:
+        path: Path of the file.
+        dataset: Name of the dataset, instead of the name in the file.
+        progress: Callback, as for `shard_dataset`.
 
     Raises:
         ConfigurationError: The file is missing, invalid, or names a variable that is not set.
+        MillraceError: The run failed, with the errors of `shard_dataset`.
     """
-    return run_pipeline(
-        settings.load_settings(Path(path), PipelineSettings), prefix=prefix, progress=progress
-    )
+    config = settings.load_settings(Path(path), PipelineSettings)
+    if dataset is not None:
+        config = config.model_copy(update={"dataset": dataset})
+    return shard_dataset(config, progress=progress)
 
 
 def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a dataset: its partitions and layout, committed once for all runs."""
+"""Make the plan of a dataset, its partitions and layout, and commit the plan once for all runs."""
 
 import contextlib
 import time
@@ -18,31 +18,32 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.settings import ShardingSettings
 from millrace.datasets.sources import PartitionedSource, SourceSettings, partition_source
 from millrace.datasets.sources.files import describe_difference
-from millrace.datasets.sources.folder import MAX_LISTING_BYTES, decode_listing
+from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES, decode_sample_list
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch, list_differences
-from millrace.schemas.dataset import DatasetPlan, FileRef, SampleListing, ShardLayout
+from millrace.schemas.dataset import DatasetPlan, FileRef, SampleList, ShardLayout
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
 _MAX_NAMED = 3  # files named in the error about a changed source
-_CONCURRENCY = 16  # concurrent uploads of listings
-# Versions of what turns a row into the bytes of a sample: a change of the bytes is a change here.
+_CONCURRENCY = 16  # concurrent uploads of sample lists
+# Versions of the code that turns a row into the bytes of a sample. A change of that code which
+# changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
 
 
 def make_plan(
     keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: ShardingSettings
 ) -> tuple[DatasetPlan, PartitionedSource]:
-    """Divide the source into partitions, and describe them. Reads the listing, writes nothing.
+    """Divide the source into partitions, and describe them. Lists the source, writes nothing.
 
     Returns:
-        The plan, and the partitioned source with the listings that the plan refers to.
+        The plan, and the partitioned source with the sample lists that the plan names.
     """
     partitioned = partition_source(
         source,
@@ -72,9 +73,9 @@ def make_plan(
 
 
 def check_pinned(
-    store: Store, keys: DatasetKeys, plan: DatasetPlan, listings: Mapping[str, bytes]
+    store: Store, keys: DatasetKeys, plan: DatasetPlan, sample_lists: Mapping[str, bytes]
 ) -> bool:
-    """Check by reading that `pin_plan` would not refuse a plan. Writes nothing.
+    """Check by read requests that `pin_plan` would not refuse a plan. Writes nothing.
 
     Returns:
         Whether this plan was committed before.
@@ -86,7 +87,7 @@ def check_pinned(
     if pinned is None:
         return False
     try:
-        _check_same_plan(store, pinned, plan, listings)
+        _check_same_plan(store, pinned, plan, sample_lists)
     except (errors.ConflictError, errors.ChangedError):
         if _has_commits(store, keys):
             raise
@@ -98,19 +99,20 @@ def pin_plan(
     store: Store,
     keys: DatasetKeys,
     plan: DatasetPlan,
-    listings: Mapping[str, bytes],
+    sample_lists: Mapping[str, bytes],
     progress: Progress = ignore_event,
 ) -> DatasetPlan:
     """Commit the plan, unless the same plan was committed before.
 
-    A different plan is replaced, as long as it has no commits and no run works by it.
+    A different plan is replaced if there are no commits by that plan and no run uses it.
 
     Returns:
-        The plan that all runs work by.
+        The committed plan, which all runs use.
 
     Raises:
         ConflictError: The dataset was planned with other settings. The message names the fields.
-        ChangedError: The source has changed since. The message names the first files.
+        ChangedError: The source has changed since the plan was committed. The message names the
+            first files.
     """
     while True:
         pinned = _find_pinned_plan(store, keys)
@@ -118,10 +120,10 @@ def pin_plan(
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
                 continue
-            _store_listings(store, listings)
+            _store_sample_lists(store, sample_lists)
             pinned = commit_once(store, keys.plan, plan).record
         try:
-            _check_same_plan(store, pinned, plan, listings)
+            _check_same_plan(store, pinned, plan, sample_lists)
         except (errors.ConflictError, errors.ChangedError) as difference:
             if not _try_remove_plan(store, keys, pinned, progress, difference):
                 raise
@@ -136,16 +138,16 @@ def _find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
         return None
 
 
-def _store_listings(store: Store, listings: Mapping[str, bytes]) -> None:
-    def store_listing(listing: tuple[str, bytes]) -> None:
-        # Its name contains its digest, and every reader checks the digest.
+def _store_sample_lists(store: Store, sample_lists: Mapping[str, bytes]) -> None:
+    def store_sample_list(sample_list: tuple[str, bytes]) -> None:
+        # The key contains the digest of the list, and every reader checks the digest.
         with contextlib.suppress(errors.ExistsError):
-            create(store, *listing)
+            create(store, *sample_list)
 
-    bodies = iter(listings.items())
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="listings") as pool:
+    bodies = iter(sample_lists.items())
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="sample-lists") as pool:
         while batch := list(islice(bodies, _CONCURRENCY)):
-            list(pool.map(store_listing, batch))
+            list(pool.map(store_sample_list, batch))
 
 
 def _try_remove_plan(
@@ -159,7 +161,8 @@ def _try_remove_plan(
 
     A suspended run of the old plan may still commit afterwards. Commits contain the digest of
     their plan, so no run uses the commits of another plan. A run completes its dataset only while
-    its plan is pinned. So the plan is deleted first, and restored if there are commits then.
+    its plan is pinned. Therefore this function deletes the plan first, and then looks for commits.
+    If there are commits, the plan is restored.
 
     Raises:
         ConflictError: Another run works on the dataset.
@@ -188,7 +191,12 @@ def _try_remove_plan(
 
 @contextlib.contextmanager
 def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, StoreClock, bool]]:
-    """Claim the removal of a plan; the last value tells whether no other run has claimed it."""
+    """Claim the removal of a plan.
+
+    Yields:
+        This process, the store's clock, and whether the claim succeeded. The claim fails while
+        another run removes the plan.
+    """
     holder = Holder.this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
@@ -199,22 +207,28 @@ def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, S
 
 
 def _try_finish_removal(store: Store, keys: DatasetKeys, progress: Progress) -> bool:
-    """Finish the removal of a plan; return False while another run does that.
+    """Finish the removal of a plan; return False while another run finishes the removal.
 
-    That run deletes shards without a commit. It would delete those of a plan committed meanwhile.
+    The other run deletes shards without a commit. If this run committed a plan meanwhile, the other
+    run would delete the first shards of that plan.
     """
-    with _claim_removal(store, keys) as (_, _, mine):
-        if mine and exists(store, keys.plan_removed) and _find_pinned_plan(store, keys) is None:
+    with _claim_removal(store, keys) as (_, _, is_claimed):
+        if (
+            is_claimed
+            and exists(store, keys.plan_removed)
+            and _find_pinned_plan(store, keys) is None
+        ):
             _delete_uncommitted_shards(store, keys, progress)
-        return mine
+        return is_claimed
 
 
 def _delete_uncommitted_shards(store: Store, keys: DatasetKeys, progress: Progress) -> None:
-    """Delete the uncommitted shards of a removed plan: new shards have the same names.
+    """Delete the uncommitted shards of a removed plan, since new shards have the same names.
 
     If this process is suspended for longer than its lease, another run may commit such a shard
-    before this one deletes it. That run compares its shards with the ledger before it completes
-    the dataset. Its dataset may be complete already, so this run looks for commits again.
+    before this process deletes the shard. The other run compares its shards with the ledger before
+    it completes the dataset. The dataset may be complete already, so this run looks for commits
+    again.
 
     Raises:
         ConflictError: Another run has committed shards meanwhile.
@@ -238,7 +252,7 @@ def _has_commits(store: Store, keys: DatasetKeys) -> bool:
 
 
 def _check_same_plan(
-    store: Store, pinned: DatasetPlan, proposed: DatasetPlan, listings: Mapping[str, bytes]
+    store: Store, pinned: DatasetPlan, proposed: DatasetPlan, sample_lists: Mapping[str, bytes]
 ) -> None:
     differing = [
         f"{name} ({_shorten(a)}, now {_shorten(b)})"
@@ -261,9 +275,11 @@ def _check_same_plan(
         )
     if pinned.source.sha256 != proposed.source.sha256:
         old_files = {
-            ref.path: ref for body in _iterate_files(pinned, _StoredListings(store)) for ref in body
+            ref.path: ref
+            for files in _iterate_files(pinned, _StoredSampleLists(store))
+            for ref in files
         }
-        new_files = (ref for body in _iterate_files(proposed, listings) for ref in body)
+        new_files = (ref for files in _iterate_files(proposed, sample_lists) for ref in files)
         raise errors.ChangedError(
             f"The source {proposed.source.url} has changed since {proposed.dataset} was planned: "
             f"{_describe_changes(old_files, new_files)} "
@@ -278,24 +294,24 @@ def _check_same_plan(
         )
 
 
-class _StoredListings:
-    """The listings of a committed plan, read from its store."""
+class _StoredSampleLists:
+    """Sample lists of a committed plan, read from its store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def __getitem__(self, key: str) -> bytes:
-        return read(self._store, key, max_size=MAX_LISTING_BYTES)
+        return read(self._store, key, max_size=MAX_SAMPLE_LIST_BYTES)
 
 
 def _iterate_files(
-    plan: DatasetPlan, listings: "Mapping[str, bytes] | _StoredListings"
+    plan: DatasetPlan, sample_lists: "Mapping[str, bytes] | _StoredSampleLists"
 ) -> Iterator[list[FileRef]]:
     """Yield the files of each partition of a plan."""
     for partition in plan.partitions:
-        if isinstance(partition.source_range, SampleListing):
+        if isinstance(partition.source_range, SampleList):
             with contextlib.suppress(errors.NotFoundError):
-                samples = decode_listing(listings[partition.source_range.listing])
+                samples = decode_sample_list(sample_lists[partition.source_range.listing])
                 yield [file for sample in samples for file in sample.files]
         else:
             yield [partition.source_range.file]

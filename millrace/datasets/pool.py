@@ -1,8 +1,8 @@
-"""Run partitions concurrently in worker processes, each partition claimed by a lease.
+"""Shard partitions concurrently in worker processes. A run holds a lease of each open partition.
 
-Runs on several machines share a dataset by these leases. A run skips partitions that another run
-holds, and takes them over when the lease ends. A worker that dies is replaced, and its partition
-continues from the ledger.
+Runs on several machines share the partitions of a dataset by these leases. A run skips a partition
+that another run holds, and takes the partition over when the lease ends. A worker that dies is
+replaced, and its partition continues from the ledger.
 """
 
 import contextlib
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of partitions that other runs hold
 _WORKER_CODE = "from millrace.datasets.worker import main; main()"
-_MAX_DEATHS = 3  # workers that may die over one partition without a commit in between
+_MAX_DEATHS = 3  # workers that may die in one partition without a commit in between
 
-# By default, glibc returns freed memory to the system at once, and a worker needs it again for the
-# next rows. Without these values, a worker spends most of its system time on page faults.
+# By default, glibc returns freed memory to the system at once, and a worker needs the memory again
+# for the next rows. Without these values, a worker spends most of its system time on page faults.
 _MALLOC_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
 
 
-def run_partitions(
+def shard_all_partitions(
     store: Store,
     keys: DatasetKeys,
     jobs: list[PartitionJob],
@@ -60,21 +60,22 @@ def run_partitions(
     lease_timeout: timedelta,
     progress: Progress,
 ) -> None:
-    """Run all partitions that have not ended, and return when every partition has ended.
+    """Shard the partitions that have not ended, and return when every partition has ended.
 
-    Partitions that other runs hold are waited for.
+    The call also waits for the partitions that other runs hold.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
         jobs: One job for each partition.
-        workers: Number of worker processes; 0 works in this process.
+        workers: Number of worker processes; 0 shards in this process.
         lease_timeout: Time after which the lease of a dead holder ends.
         progress: Called in this thread; without workers, in one thread at a time.
 
     Raises:
-        WorkerError: Workers keep dying over a partition.
-        MillraceError: Error that a worker raised. The others are stopped; a later run continues.
+        WorkerError: Several workers in a row died in one partition.
+        MillraceError: A worker raised this error. The other workers are stopped; a later run
+            continues.
     """
     pending = _PendingPartitions(store, keys, jobs)
     progress(PartitionsPending(partitions=len(pending)))
@@ -91,7 +92,7 @@ def run_partitions(
 
 @dataclass(slots=True)
 class _PartitionLeases:
-    """Leases of this process on partitions."""
+    """Leases of this process on partitions, renewed by one heartbeat."""
 
     store: Store
     keys: DatasetKeys
@@ -191,7 +192,7 @@ class _Driver:
                 if claimed is None:
                     break
                 worker.start(*claimed)
-            # No message tells when a partition of another run ends: the bucket is polled then.
+            # No worker reports the end of a partition of another run, so the bucket is polled.
             all_held_elsewhere = bool(self._pending and self._pool.list_idle())
             received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)
             if all_held_elsewhere and time.monotonic() - last_poll > _POLL_INTERVAL:
@@ -240,7 +241,7 @@ class _Driver:
 
 @dataclass(slots=True, eq=False)
 class _WorkerProcess:
-    """One worker process, as its driver sees it."""
+    """One worker process, with the partition that it shards."""
 
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
@@ -262,7 +263,7 @@ class _WorkerProcess:
 
     def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its output pipe closes, too
+        with contextlib.suppress(BrokenPipeError):  # the end of the output pipe shows the death
             self.process.stdin.write(orjson.dumps(message) + b"\n")
             self.process.stdin.flush()
 

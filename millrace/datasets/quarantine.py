@@ -1,4 +1,4 @@
-"""Fail a run when too many rows of its source make no sample."""
+"""Stop a run if too many rows of its source make no sample."""
 
 import heapq
 import re
@@ -7,35 +7,34 @@ from collections.abc import Iterable, Iterator
 import orjson
 
 from millrace import errors
-from millrace.datasets.finalize import compute_plan_digest
-from millrace.datasets.partition import check_plan
+from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.datasets.settings import ExecutionSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, list_objects, read_range
 
-_ALWAYS_ALLOWED = 10  # rows: one bad row of ten does not stop a run
-_MARGIN = 2.0  # more rows than expected may follow; beyond this factor a run stops early
-_MAX_REASONS = 3  # shown in the error
+_ALWAYS_ALLOWED = 10  # bad rows, so that one bad row of a small source does not stop a run
+_MARGIN = 2.0  # factor on the expected number of remaining rows, for an early stop
+_MAX_REASONS = 3  # reasons in the error
 _MAX_READ_BYTES = 1 << 20  # bytes of a quarantine object that are read for the reasons
 _ROW = re.compile(rb'\{"where":("(?:[^"\\]|\\.)*"),"reason":("(?:[^"\\]|\\.)*")')
 
 
 class QuarantineLimit:
-    """Counts the rows of a run, and raises when more are quarantined than the settings allow.
+    """Limit on the quarantined rows of a run.
 
-    The class gets each event of the run, and stops a run early. It does so when the limit would
-    be exceeded even if the rest of the source had twice as many rows as expected, all good.
-    `check` is the final decision. Commits stay, so a run with a higher limit continues.
+    `wrap_progress` counts the rows of each commit, and may stop the run early. The early decision
+    assumes that twice as many rows as expected remain, and that all of them are good. `check` makes
+    the final decision. Commits stay, so a run with a higher limit continues.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
-        plan: The dataset's plan.
-        settings: The limits.
+        plan: Plan of the dataset.
+        settings: Settings with the limits.
     """
 
     def __init__(
@@ -54,11 +53,11 @@ class QuarantineLimit:
 
         Raises:
             QuarantineError: The limit is exceeded already.
-            ConflictError: A run with a replaced plan has committed since.
+            ConflictError: A run with a replaced plan has committed after the replacement.
         """
         source_ranges = {p.name: p.source_range for p in plan.partitions}
         for entry in iterate_commits(self._store, self._keys):
-            check_plan([entry], self._plan_digest)
+            check_plan_digest([entry], self._plan_digest)
             self._count_rows(entry.samples, entry.quarantined)
             self._advance(
                 entry.partition, source_ranges[entry.partition].fraction_before(entry.next_cursor)
@@ -148,7 +147,9 @@ class QuarantineLimit:
         keys = (stat.key for stat in list_objects(self._store, self._keys.quarantined))
         for key in heapq.nsmallest(_MAX_REASONS, keys):
             for line in read_range(self._store, key, 0, _MAX_READ_BYTES).split(b"\n"):
-                if row := _ROW.match(line):  # else the line is truncated, or not of Millrace
+                if row := _ROW.match(
+                    line
+                ):  # otherwise the line is truncated, or was written by another program
                     yield orjson.loads(row[1]), orjson.loads(row[2])
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from millrace import errors
+from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.finalize import LostShard
 from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
@@ -17,7 +18,6 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
-from millrace.schemas.ledger import iterate_commits
 from millrace.storage import Store, create, describe_difference, open_store, put
 
 
@@ -37,19 +37,19 @@ class Repair:
 def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
-    A shard is made from the source by the pinned plan. Files that were written again since then
-    are read, too: their times and ETags do not matter. A shard is written only if its SHA-256 is
-    that of the manifest; a damaged object is replaced only then, and an intact one never. Memory:
-    one shard, and the memory of `verify_dataset`.
+    A shard is made from the source by the pinned plan. A file is also read if it was written again
+    since then, with another time or ETag. A shard is written only if its SHA-256 is that of the
+    manifest. Intact objects are never replaced. Memory: one shard, and the memory of
+    `verify_dataset`.
 
     Args:
-        config: The settings that the dataset was made with.
+        config: Settings that the dataset was made with.
         progress: Called for each shard verified, and before and after each shard made.
 
     Raises:
         NotFoundError: The dataset is not complete.
         ChangedError: The source no longer gives the same bytes.
-        ConflictError: The ledger does not have the shard.
+        ConflictError: The ledger has no commit of a faulty shard.
     """
     store, keys = open_store(config.store), DatasetKeys(config.dataset)
     found = verify_dataset(store, config.dataset, progress=progress)
@@ -82,11 +82,11 @@ def remake_shards(
     *,
     progress: Progress = ignore_event,
 ) -> None:
-    """Make shards again from the source. Each is written only if its SHA-256 is that of its commit.
+    """Make shards again from the source. A shard must have the SHA-256 of its commit.
 
     Args:
         store: Store of the dataset.
-        plan: The dataset's plan.
+        plan: Plan of the dataset.
         source_store: Store of the source.
         lost: Shards to make.
         progress: Called before and after each shard.
@@ -116,14 +116,14 @@ def _remake_shard(
         if not isinstance(row, BadRow):
             with contextlib.suppress(BadSampleError):  # the sample is quarantined
                 encoder.add(row, max(layout.shard_bytes, entry.size))
-        # Stop before the next row is read: it may be as large as this one.
+        # Stop before the next row is read, since the next row may be as large as this row.
         if row.next_cursor >= entry.next_cursor or encoder.samples == entry.samples:
             break
     return encoder.close()
 
 
 def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
-    """Write a shard whose SHA-256 is right. An object that is intact by now stays."""
+    """Write a shard that has the SHA-256 of its commit. An object that is intact by now stays."""
     if compute_sha256(data) != entry.sha256:
         raise errors.ChangedError(
             f"{store.make_url(key)} cannot be made again: the source has other bytes now. "

@@ -1,4 +1,4 @@
-"""Status of a dataset, from the bucket alone."""
+"""Read the status of a dataset, from the bucket alone."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +12,7 @@ from millrace.records import fetch, iterate_records
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 from millrace.storage import Store, exists, list_folders
 
-_DEEPEST = 4
+_DEEPEST = 4  # folders in the name of a dataset that is found
 
 
 class PartitionState(StrEnum):
@@ -25,7 +25,7 @@ class PartitionState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One partition.
+    """Status of one partition.
 
     Attributes:
         name: Name of the partition.
@@ -35,7 +35,7 @@ class PartitionStatus:
         size: Bytes of these shards.
         quarantined: Number of quarantined rows.
         host: Host that holds the partition, while it is running.
-        until: Time when the holder's lease ends unless it is renewed, by the store's clock.
+        until: End of the holder's lease without another heartbeat, by the store's clock.
     """
 
     name: str
@@ -54,10 +54,10 @@ class DatasetStatus:
 
     Attributes:
         dataset: Name of the dataset.
-        source: URL of its source.
+        source: URL of the source.
         is_complete: Whether the dataset is complete.
         partitions: Progress of each partition. Damaged records are left out.
-        damaged_records: A sentence for each damaged record of the ledger; it names the key.
+        damaged_records: A sentence for each damaged record of the ledger, with the key.
     """
 
     dataset: str
@@ -120,7 +120,7 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
     ):
         if isinstance(entry, errors.CorruptError):
             damaged.append(str(entry))
-        elif entry.partition in entries:  # else of a replaced plan, which a run refuses
+        elif entry.partition in entries:  # otherwise the plan of the commit was replaced
             entries[entry.partition].append(entry)
     clock: StoreClock | None = None
     partitions: list[PartitionStatus] = []
@@ -155,7 +155,7 @@ def _make_partition_status(
 
 
 def _read_clock(store: Store, dataset: str) -> StoreClock:
-    """Return the store's clock; this machine's clock where the credentials may only read."""
+    """Return the store's clock, or this machine's clock if the credentials may only read."""
     try:
         return StoreClock.read(store, dataset, Holder.this_process())
     except errors.DeniedError:

@@ -1,4 +1,4 @@
-"""Verify a dataset: compare its manifest with the objects in the store."""
+"""Verify a dataset by a comparison of its manifest with the objects in the store."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,12 @@ from millrace.storage import Store, describe_difference
 
 @dataclass(frozen=True, slots=True)
 class ShardFault:
-    """A shard that is missing or differs from the manifest."""
+    """Shard that is missing or differs from the manifest.
+
+    Attributes:
+        key: Key of the shard.
+        reason: Short text about the difference.
+    """
 
     key: str
     reason: str
@@ -57,9 +62,9 @@ def verify_dataset(
     Args:
         store: Store of the dataset.
         dataset: Name of the dataset.
-        digests: Whether every byte is read and digests are compared. Otherwise one HEAD for each
-            shard compares sizes.
-        concurrency: Number of shards that are read concurrently; 24 MiB of memory each.
+        digests: Whether to read every byte and compare digests. Otherwise one HEAD for each shard
+            compares sizes.
+        concurrency: Number of shards that are read concurrently. Each needs 24 MiB of memory.
         progress: Called for every shard.
 
     Raises:

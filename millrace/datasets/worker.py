@@ -1,9 +1,9 @@
-"""A worker process: shards the partitions that its driver sends, and reports each event.
+"""Worker process of a sharding run: it shards the partitions that its driver sends.
 
 Driver and worker send lines of JSON through two pipes. Nothing is unpickled, and neither the
-arguments nor the environment of the worker contain credentials.
-Every event waits for the driver's acknowledgement. When the driver's end of the pipe closes, the
-worker exits at once. A later run continues from the worker's commits.
+arguments nor the environment of the worker contain credentials. After each event, the worker waits
+for the driver's acknowledgement. When the driver's end of the pipe closes, the worker exits at
+once. A later run continues from the worker's commits.
 """
 
 import os
@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.datasets.partition import run_partition
+from millrace.datasets.partition import shard_partition
 from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
 from millrace.datasets.sources import open_source
 from millrace.keys.datasets import DatasetKeys
@@ -53,7 +53,7 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     store = open_store(job.store)
     source = open_source(job.source, open_store(job.source_store, make_folder=False), store)
     keys = DatasetKeys(job.dataset)
-    return run_partition(
+    return shard_partition(
         store,
         source,
         keys,

@@ -41,7 +41,7 @@ class CampaignKeys:
 
     @property
     def notes(self) -> str:
-        """Prefix of the objects that tell workers what to do."""
+        """Prefix of the objects with instructions for workers."""
         return f"{self.name}/{_CAMPAIGN}/"
 
     @property

@@ -52,11 +52,11 @@ class CheckpointKeys:
         return f"{self.folder(step)}metadata.json"
 
     def shares(self, step: int, attempt: str) -> str:
-        """Return the prefix of the records of what each rank saved in one attempt at a step."""
+        """Return the prefix of the ranks' shares of a step in one attempt."""
         return f"{self.folder(step)}shares/{attempt}/"
 
     def share(self, step: int, attempt: str, rank: int) -> str:
-        """Return the key of the record of what one rank saved of a step."""
+        """Return the key of the record of the files that one rank saved of a step."""
         return f"{self.shares(step, attempt)}{rank:06d}.json"
 
     def pin(self, step: int) -> str:
@@ -102,6 +102,6 @@ class CheckpointKeys:
         return (int(match[1]), match[2]) if match else None
 
     def is_share(self, key: str) -> bool:
-        """Decide whether a key is that of the record of what one rank saved."""
+        """Decide whether a key is that of the share of a rank."""
         pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
         return re.fullmatch(pattern, key) is not None

@@ -1,4 +1,4 @@
-"""Keys of cooldowns: the ends of epochs."""
+"""Keys of cooldowns, which are the ends of epochs."""
 
 import re
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ class DatasetKeys:
 
     @property
     def plan_removed(self) -> str:
-        """Key of the marker that a plan was removed. Uncommitted shards of it may remain."""
+        """Key of the marker that a plan was removed. Uncommitted shards of the plan may remain."""
         return f"{self.dataset}/plan-removed.json"
 
     @property
@@ -81,8 +81,8 @@ class DatasetKeys:
         return f"{self.dataset}/index.json"
 
     @property
-    def listings(self) -> str:
-        """Prefix of the partitions' listings."""
+    def sample_lists(self) -> str:
+        """Prefix of the sample lists, which name the source files of each partition."""
         return f"{self.dataset}/partitions/"
 
     @property
@@ -100,14 +100,14 @@ class DatasetKeys:
         """Prefix of the rows that could not become samples."""
         return f"{self.dataset}/quarantine/"
 
-    def listing(self, partition: str, digest: str) -> str:
-        """Return the key of a partition's list of source files.
+    def sample_list(self, partition: str, digest: str) -> str:
+        """Return the key of a partition's sample list.
 
         Args:
             partition: Name of the partition.
             digest: Digest of the list, in hexadecimal. The key has its first 16 digits.
         """
-        return f"{self.listings}{partition}-{digest[:16]}.jsonl"
+        return f"{self.sample_lists}{partition}-{digest[:16]}.jsonl"
 
     def shard(self, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""

@@ -86,7 +86,7 @@ class ChainKeys:
 
     @property
     def job(self) -> str:
-        """Name of the job of the aggregator's checkpoints, and prefix of all that it writes."""
+        """Name of the job of the aggregator's checkpoints, and prefix of all its objects."""
         return f"{self.run}/{GATHERS}/{self.version}"
 
     @property

@@ -1,4 +1,4 @@
-"""Classification of objects by their keys."""
+"""Classify objects by their keys."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ class ObjectKind(StrEnum):
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
     TEMPORARY = "temporary"  # a probe, a cleanup plan, a report of a rented machine
-    RECORD = "record"  # a lease, the end of an epoch, a rental: what happened
-    JUNK = "junk"  # below a worker's own prefix, with a name that is not Millrace's
+    RECORD = "record"  # a lease, the end of an epoch, a rental
+    JUNK = "junk"  # an object below a worker's own prefix, without a name of Millrace
 
 
 @dataclass(frozen=True, slots=True)

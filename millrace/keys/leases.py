@@ -59,7 +59,7 @@ def make_lease_prefix(scope: str) -> str:
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:
     """Return the keys of the lease that a key belongs to; None if the key is not a lease's.
 
-    A key below the lease of a member is none: it could have the name of another member.
+    A key below the lease of a member is not a lease's, since it could name another member.
     """
     if not is_plain(key):
         return None

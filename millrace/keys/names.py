@@ -1,4 +1,4 @@
-"""Checks of names that become part of a key."""
+"""Check names that become part of a key."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ RESERVED_FOLDERS = frozenset({"shards", "commits", "partitions", "quarantine", "
 """Folders that a dataset has. No part of a dataset's, a job's or a rental's name may equal one."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
 MAX_DEPTH = 16
-"""Largest number of folders in a name. Each folder above an object may have leases to read."""
+"""Largest number of folders in a name. A cleanup may read the leases of each folder."""
 
 _NAME = re.compile(NAME_PATTERN)
 

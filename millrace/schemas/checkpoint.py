@@ -15,7 +15,8 @@ class Part(RecordPart):
     """File of tensors.
 
     Attributes:
-        step: Step whose folder has the file: an earlier step, if that has a file of equal bytes.
+        step: Step whose folder has the file. If an earlier step has a file of equal bytes, it is
+            that step.
         sha256: Digest of the file.
         size: Size of the file in bytes.
     """
@@ -102,7 +103,7 @@ class RankShare(Record):
         world: Number of ranks.
         parts: Files of the rank.
         tensors: Tensors with boxes in these files; ``Chunk.part`` is an index of ``parts``.
-        run: Run of the job. Of this field and the next two, those of rank 0 are used.
+        run: Run of the job. Readers use this field and the next two of rank 0 only.
         position: Position in the data at which training continues.
         notes: Free text of the caller.
     """
@@ -214,7 +215,7 @@ class CooldownOutcome(StrEnum):
     LOST = "lost"  # the member uploaded, and another member committed first
     NOT_CHOSEN = "not chosen"  # other members uploaded
     CANCELLED = "cancelled"  # the caller stopped the member's part
-    FAILED = "failed"  # see the reason
+    FAILED = "failed"  # the member's part failed, for the reason in the record
     NO_DESTINATION = "no destination"  # the member has no destination
 
 

@@ -13,10 +13,10 @@ _MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 byt
 
 
 def _check_key(key: str) -> str:
-    """Refuse a key that leads out of the folder of the dataset.
+    """Refuse a key that is not a path below the dataset's folder.
 
     Raises:
-        ValueError: The key is no plain path.
+        ValueError: The key is not a plain path.
     """
     if not is_plain(key):
         raise ValueError(f"{key!r} is not the key of an object of a dataset")
@@ -24,7 +24,7 @@ def _check_key(key: str) -> str:
 
 
 ObjectKey = Annotated[str, AfterValidator(_check_key)]
-"""A key in a record. Readers use it as a path, too."""
+"""A key in a record. Readers also use the key as a path."""
 
 
 class FileRef(RecordPart):
@@ -47,10 +47,10 @@ class ByteRange(RecordPart):
 
     Attributes:
         file: The file.
-        file_index: Index of the file in the source's listing, for the samples' keys.
+        file_index: Index of the file in the source's listing. The samples' keys contain it.
         start: Offset of the first byte.
         end: Offset after the last byte.
-        reason: Why the file cannot be read by its name; empty if it can.
+        reason: Reason why the file cannot be read by its name; empty if the file can be read.
     """
 
     kind: Literal["bytes"] = "bytes"
@@ -70,12 +70,12 @@ class ByteRange(RecordPart):
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
 
-class SampleListing(RecordPart):
-    """A source range of many files: a list of samples, each of one or more files.
+class SampleList(RecordPart):
+    """A source range of many files: samples of one or more files, which a stored list names.
 
     Attributes:
-        listing: Key of the list.
-        sha256: SHA-256 of the list.
+        listing: Key of the sample list.
+        sha256: SHA-256 of the sample list.
         samples: Number of samples.
         size: Bytes of all files.
     """
@@ -91,11 +91,11 @@ class SampleListing(RecordPart):
         return cursor / self.samples
 
 
-SourceRange = Annotated[ByteRange | SampleListing, Field(discriminator="kind")]
+SourceRange = Annotated[ByteRange | SampleList, Field(discriminator="kind")]
 
 
 class Partition(RecordPart):
-    """The unit of work of a sharding run: one worker makes its shards, independent of others.
+    """The unit of work of a sharding run. One worker at a time makes the partition's shards.
 
     Attributes:
         name: Name of the partition, such as ``train-00007``.
@@ -117,7 +117,7 @@ class SourceRecord(RecordPart):
         settings: Other settings that the samples depend on.
         files: Number of files.
         size: Bytes of all files.
-        sha256: SHA-256 of the listing: paths, sizes, ETags.
+        sha256: SHA-256 of the source's listing: paths, sizes, ETags.
         markers: Number of empty objects that only show a folder. They are left out.
     """
 
@@ -147,7 +147,7 @@ class ShardLayout(RecordPart):
 
 
 class DatasetPlan(Record):
-    """Plan of a dataset: a pure function of the source at its revision and these settings.
+    """Plan of a dataset. It depends only on the source at its revision and on the settings.
 
     Attributes:
         dataset: Name of the dataset.
@@ -173,7 +173,7 @@ class DatasetPlan(Record):
 
 
 class ShardCommit(Record):
-    """One entry of the ledger.
+    """One entry of the ledger: a shard, the rows that the shard was made of, and bad rows.
 
     Attributes:
         partition: Name of the partition.
@@ -182,8 +182,8 @@ class ShardCommit(Record):
         size: Bytes of the shard.
         sha256: SHA-256 of the shard.
         samples: Number of samples in the shard.
-        start_cursor: Cursor of its first row. To make the shard again, reading starts here.
-        next_cursor: Cursor after its last row. A later run continues here.
+        start_cursor: Cursor of the first row. To make the shard again, reading starts here.
+        next_cursor: Cursor after the last row. A later run continues here.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
         plan_digest: SHA-256 of the plan. Empty in records of versions that did not store it.
@@ -227,7 +227,15 @@ class PartitionEnd(Record):
 
 
 class ManifestShard(RecordPart):
-    """A shard as a reader of the dataset needs it."""
+    """A shard in the manifest, for readers of the dataset.
+
+    Attributes:
+        key: Key of the shard.
+        split: Split of the samples, ``train`` or ``val``.
+        samples: Number of samples.
+        size: Bytes of the shard.
+        sha256: SHA-256 of the shard.
+    """
 
     key: ObjectKey
     split: str

@@ -35,7 +35,7 @@ class Codec(RecordPart):
     """Settings of the compression of a gradient.
 
     Buffers are sent whole, as float32 values and not as changes. Of each chunk of 4096 values of
-    another tensor, ``k`` values are sent: each as its index, its sign and one of
+    another tensor, ``k`` values are sent. A value is sent as an index, a sign and one of
     ``2 ** (bits - 1)`` magnitudes. Each chunk has its own smallest and largest magnitude.
     """
 
@@ -75,7 +75,7 @@ class Codec(RecordPart):
         return name in self.buffers or last_part_of(name) in self.buffers
 
     def for_tensor(self, name: str) -> "Codec":
-        """Return how one tensor is compressed: a buffer whole, in float32."""
+        """Return the settings for one tensor. A buffer is sent whole, in float32."""
         if not self.is_buffer(name):
             return self
         whole = {

@@ -1,4 +1,4 @@
-"""Objects at a URL, over obstore. Each verb is a function; each file has one group of verbs."""
+"""Read, write, list and delete objects at a URL, over obstore. Each verb is a function."""
 
 from millrace.storage.clients import make_boto3_client, open_filesystem
 from millrace.storage.list import list_fairly, list_folders, list_objects

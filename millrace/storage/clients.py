@@ -1,6 +1,6 @@
-"""Other clients for the same store and credentials: boto3 and fsspec.
+"""Open other clients for the same store and credentials: boto3 and fsspec.
 
-A function imports the client that it returns. Processes that need neither start faster.
+Each function imports its client. So a process that needs neither client starts faster.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MAX_ANSWER_SIZE = 32 << 20
-"""Bytes of an answer that is not a stream. A page of 1,000 keys has 4 MB at most."""
+"""Largest size of an unstreamed answer in bytes. A page of 1,000 keys has at most 4 MB."""
 
 
 class KeyPair(TypedDict, total=False):
@@ -65,9 +65,9 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
 
 
 def _limit_answers(client: "S3Client") -> None:
-    """Have a client read `MAX_ANSWER_SIZE` bytes of an answer at most.
+    """Limit the answers that a client reads to `MAX_ANSWER_SIZE` bytes.
 
-    botocore reads listings and the bodies of errors whole, however long they are.
+    botocore reads listings and the bodies of errors whole, without a limit.
     """
     from botocore import awsrequest  # noqa: PLC0415
     from botocore.exceptions import HTTPClientError  # noqa: PLC0415
@@ -95,7 +95,7 @@ def _limit_answers(client: "S3Client") -> None:
 
 
 class _ReadBody:
-    """Body that was read already."""
+    """Body of an answer that is in memory."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -111,7 +111,7 @@ def make_full_key(store: Store, key: str) -> str:
 
 
 def make_key_pair(store: Store) -> KeyPair:
-    """Return the store's credentials under boto3's names; empty if boto3 should find its own."""
+    """Return the store's credentials under boto3's names; empty without a key pair."""
     credentials = store.spec.credentials
     if credentials is None:
         return {}

@@ -1,8 +1,8 @@
-"""Listing of all keys of an S3-compatible bucket, exactly as the bucket holds them.
+"""List all keys of an S3-compatible bucket unchanged.
 
 obstore fails a whole page for one key with an empty segment, ``.``, ``..`` or a control character.
-It also drops the slash at the end of a key. boto3 accepts every key, but its parser takes 0.1 ms
-per key. Therefore boto3 makes the request, and this module parses the body.
+obstore also drops the slash at the end of a key. boto3 accepts every key, but its parser takes
+0.1 ms per key. Therefore boto3 makes the request, and this module parses the body.
 
 Source: "ListObjectsV2", Amazon S3 API reference.
 """
@@ -64,7 +64,7 @@ class ExactListing:
                 answer: Any = client.list_objects_v2(**self._parameters)
                 return self._parse_page(answer["Body"])
             except (ET.ParseError, HTTPError, KeyError, ValueError) as error:
-                # The answer was cut off, or is nonsense: the page is asked for again.
+                # The answer was cut off, or is not a listing. The page is requested again.
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 
         objects, folders, token = call_boto3(self._store, self._prefix, fetch, client=self._client)
@@ -75,7 +75,7 @@ class ExactListing:
         """Return objects, grouped prefixes, and the token of the next page, if there is one.
 
         Raises:
-            ParseError, KeyError, ValueError: The body is no page of a listing.
+            ParseError, KeyError, ValueError: The body is not a page of a listing.
         """
         page = ET.fromstring(body)  # noqa: S314 - as botocore itself does
         space = page.tag.rpartition("}")[0] + "}" if "}" in page.tag else ""

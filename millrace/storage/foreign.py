@@ -1,6 +1,6 @@
-"""Read from an endpoint that is not trusted: by boto3, whose answers are read up to a limit.
+"""Read from an endpoint that is not trusted. boto3 makes the requests, with limited answers.
 
-obstore allocates the length that the body of an error announces: an absurd one ends the process.
+obstore allocates the length that the body of an error announces: an absurd length ends the process.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ def read_foreign_range(
     Raises:
         NotFoundError: There is no such object.
         ChangedError: The object has another ETag.
-        CorruptError: The store sends more than was asked for. The rest is not read.
+        CorruptError: The store sends more bytes than were requested. The rest is not read.
     """
     asked: dict[str, Any] = {
         "Bucket": store.location.bucket,

@@ -1,4 +1,4 @@
-"""Listings of objects and folders."""
+"""List objects and folders."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ def list_objects(
     """List the objects whose keys start with a prefix, one page in memory at a time.
 
     Objects come in the order of their keys, except for those of a local folder. One request per
-    page of 1,000. The listing of an S3-compatible bucket has every key, also those that other
-    verbs refuse (with an empty segment, ``..`` or control characters).
+    page of 1,000. The listing of an S3-compatible bucket has every key, also keys that other verbs
+    refuse (with an empty segment, ``..`` or control characters).
 
     Args:
         store: Store to list.
         prefix: Any text that the keys start with, not only a folder's name.
         after: Key after which the listing begins.
-        exact: Keep the slash at the end of keys (S3 and R2). This imports boto3. Otherwise the
-            slash may be missing, but no key is listed twice.
+        exact: Whether to keep the slash at the end of keys (S3 and R2). This imports boto3.
+            Otherwise the slash may be missing, but no key is listed twice.
 
     Raises:
         DeniedError: The credentials may not list.
@@ -46,7 +46,7 @@ def list_objects(
         has_advanced = False
         retries.wait_for_throttle()
         try:
-            # `raw` tries once: obstore does not retry when a page's body is cut off.
+            # `raw` tries once, since obstore does not retry after a page's body was cut off.
             pages = obstore.list(  # pyright: ignore[reportUnknownMemberType] - Arrow overload
                 store.raw, folder or None, offset=offset or None, chunk_size=PAGE_SIZE
             )
@@ -77,19 +77,19 @@ def list_objects(
 
 
 def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterator[Stat]:
-    """List objects like `list_objects`, but at most so many of each folder.
+    """List objects like `list_objects`, up to a limit for each folder.
 
-    So the owner of one folder cannot make the listing long for the others. The first objects of a
-    folder are listed, and a request that begins behind the folder skips the rest.
+    So the owner of one folder cannot make the listing long for other readers. The first objects of
+    a folder are listed. The next request begins after the folder, and skips the rest.
 
     Args:
-        store: Where to look.
-        prefix: Prefix of the keys; it ends in ``/``.
-        depth: Number of folders below the prefix that have an owner.
-        limit: Most objects of a folder that are listed.
+        store: Store to list.
+        prefix: Prefix of the keys, which ends in ``/``.
+        depth: Number of folder levels below the prefix that identify an owner.
+        limit: Largest number of listed objects of a folder.
 
     Raises:
-        DeniedError, UnavailableError: As of `list_objects`.
+        DeniedError, UnavailableError: The listing failed, as in `list_objects`.
     """
     is_ordered = store.location.backend is not Backend.FILE
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Stores: their URLs, settings and credentials, opened with obstore."""
+"""Open stores with obstore, from their URLs, settings and credentials."""
 
 import os
 import re
@@ -105,7 +105,7 @@ class StoreSpec(BaseModel):
 
 
 class StoreSettings(StoreSpec):
-    """Base of settings that name a store and something in it.
+    """Base of settings that name a store and an object or a prefix of the store.
 
     A settings file has the fields of the store beside the other fields, such as
     ``source: {url: ..., job: ...}``.
@@ -205,7 +205,7 @@ class ThrottleState:
     Attributes:
         resume_at: End of the pause that the store asked for, by the monotonic clock.
         warned_at: Time of the last warning that the store does not answer, by the same clock.
-        can_list: Whether the credentials may list; None before the first check.
+        can_list: Whether the credentials may list objects; None before the first check.
         lock: Lock of the other attributes.
     """
 
@@ -225,9 +225,9 @@ class Store:
         raw: Store of obstore that tries each request once. The verbs retry by themselves.
         retrying: Store of obstore that retries, for verbs of several requests (multipart
             uploads, pages of a listing).
-        is_foreign: Whether the endpoint is not trusted. `list_objects`, `list_folders` and
-            `read_range` then use boto3, and read its answers up to a limit. obstore allocates the
-            length that a listing or an error announces, and an absurd one ends the process.
+        is_foreign: Whether the endpoint is not trusted. Then `list_objects`, `list_folders` and
+            `read_range` use boto3, and read answers up to a limit. obstore allocates the length
+            that a listing or an error announces: an absurd length ends the process.
     """
 
     spec: StoreSpec
@@ -241,8 +241,8 @@ class Store:
         """Pickle a store as its spec with credentials, so that another machine can open it."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
-                f"{self.url} is in the memory of this process, where no other can reach it: choose "
-                "a bucket, or a folder that all share."
+                f"{self.url} is in the memory of this process, which other processes cannot reach. "
+                "Choose a bucket, or a folder that all processes share."
             )
         # The spec has the endpoint and the region of the environment, but not its credentials.
         return _reopen_store, (self.spec.model_copy(update={"url": self.url}), self.is_foreign)
@@ -262,12 +262,12 @@ class Store:
 
     @property
     def endpoint(self) -> str | None:
-        """S3 endpoint of the store; None for that of Amazon in the region."""
+        """S3 endpoint of the store; None for Amazon's endpoint of the region."""
         return resolve_endpoint(self.spec, self.location)
 
     @property
     def region(self) -> str | None:
-        """Region of the signatures; None for that of the environment."""
+        """Region of the signatures; None for the region of the environment."""
         return "auto" if self.location.backend is Backend.R2 else self.spec.region
 
     @property
@@ -294,12 +294,12 @@ def open_store(
         url: ``file://``, ``s3://``, ``r2://`` (account id and bucket), ``gs://``, ``memory://``
             (for tests: one store per name and process), or a `StoreSpec`.
         credentials: Key pair. By default obstore reads the environment.
-        endpoint: S3 endpoint. That of R2 follows from the account.
-        region: S3 region. That of R2 is always ``auto``.
+        endpoint: S3 endpoint. The endpoint of R2 follows from the account.
+        region: S3 region. The region of R2 is always ``auto``.
         account_id: R2 account, if the URL does not name it.
         ca_file: PEM file of certificate authorities to trust.
         retry_timeout: Longest time that a request is retried before its error is raised.
-        make_folder: Make the folder of a ``file://`` URL if it is missing.
+        make_folder: Whether a missing folder of a ``file://`` URL is made.
         is_foreign: Whether the endpoint is not trusted; see `Store`.
 
     Raises:
@@ -347,8 +347,8 @@ def open_store(
 def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     """Return the spec with the endpoint and the region that the environment names.
 
-    obstore and boto3 read different variables. obstore also refuses plain HTTP to an endpoint that
-    it found by itself.
+    obstore and boto3 read different variables. obstore also refuses plain HTTP to an endpoint of
+    the environment.
     """
     if location.backend is Backend.S3 and not spec.endpoint:
         endpoint = read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL")
@@ -356,8 +356,8 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
         spec = spec.model_copy(update={"endpoint": endpoint, "region": region})
     if spec.endpoint and not _ENDPOINT.match(spec.endpoint):
         raise ConfigurationError(
-            f"The endpoint {spec.endpoint!r} is no URL: write https://HOST or http://HOST:PORT, in "
-            "`endpoint` or AWS_ENDPOINT_URL."
+            f"The endpoint {spec.endpoint!r} is not a URL: write https://HOST or http://HOST:PORT, "
+            "in `endpoint` or AWS_ENDPOINT_URL."
         )
     return spec
 
@@ -410,7 +410,7 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
 
 
 def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
-    """Return the S3 endpoint of a store; None for that of Amazon in the region."""
+    """Return the S3 endpoint of a store; None for Amazon's endpoint of the region."""
     if spec.endpoint:
         return spec.endpoint.rstrip("/")
     if location.backend is Backend.R2:

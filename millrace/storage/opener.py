@@ -1,4 +1,4 @@
-"""Access to private stores for webdataset.
+"""Let webdataset read shards from private stores.
 
 After `register_store`, ``webdataset.WebDataset([store.make_url(key), ...])`` reads shards from the
 store. The credentials stay in this process. Forked workers of a DataLoader inherit them. Spawned
@@ -26,7 +26,7 @@ def register_store(store: Store) -> None:
 
 
 class _BlockReader(io.RawIOBase):
-    """File over a stream of blocks, which is read once from the beginning."""
+    """File object over a stream of blocks. The stream is read once, from the beginning."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks

@@ -68,7 +68,7 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
         store: Store of the object.
         key: Key of the object.
         etag: ETag that the object must have.
-        max_size: Largest size in bytes. Give one for objects that others may write.
+        max_size: Largest size in bytes. Pass a limit for objects that others may write.
 
     Raises:
         NotFoundError: There is no such object.
@@ -94,7 +94,7 @@ def read_into(store: Store, key: str, buffer: memoryview) -> int:
     """Read an object into a buffer. One request. A file is read without another copy.
 
     Returns:
-        Size of the object. If the buffer is smaller, nothing is written into it.
+        Size of the object. If the buffer is smaller, the buffer is not changed.
 
     Raises:
         NotFoundError: There is no such object.
@@ -144,7 +144,7 @@ def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None
 
 
 def _read_body(store: Store, key: str, found: "GetResult", max_size: int) -> bytes:
-    """Read a body up to a limit, without trust in the length that its headers announce.
+    """Read a body up to a limit. The length in the headers is not trusted.
 
     Raises:
         CorruptError: The body is longer than ``max_size``.
@@ -157,7 +157,7 @@ def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) 
     """Join the blocks of an object's body up to a limit.
 
     Raises:
-        CorruptError: The body is longer.
+        CorruptError: The body is longer than ``max_size``.
     """
     parts: list[bytes] = []
     size = 0
@@ -239,7 +239,7 @@ def describe_difference(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Describe how an object differs from the one that was written.
+    """Describe the difference between an object and the expected size and digest.
 
     Args:
         store: Store of the object.

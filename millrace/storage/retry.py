@@ -1,4 +1,4 @@
-"""Retries of requests with full jitter, within a time budget.
+"""Retry requests with full jitter, within a time budget.
 
 obstore's own retries have no full jitter and ignore ``Retry-After``, since obstore exposes only
 the status and the body of an answer. Therefore obstore tries each request once, and this module
@@ -52,7 +52,7 @@ _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delet
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET|Get)")
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
-"""Codes of refused reads of archived objects, and of objects with keys of their own (SSE-C)."""
+"""Codes of refused reads of archived objects, and of objects with customer keys (SSE-C)."""
 _REFUSALS = {
     "InvalidAccessKeyId": "The store does not know the access key id.",
     "SignatureDoesNotMatch": "The secret does not belong to the access key id.",
@@ -167,8 +167,8 @@ def call_boto3(
         store: Store that is compatible with S3.
         key: Key of the request.
         call: Function that makes the request.
-        client: Client that tries each request once. Give one for many requests, since a client is
-            slow to make.
+        client: Client that tries each request once. Pass the same client for many requests,
+            since the construction of a client is slow.
 
     Raises:
         MillraceError: The request failed, with the errors of `call_with_retries`.
@@ -209,7 +209,7 @@ def _draw_backoff(attempt: int) -> float:
 
 
 def _find_cause(error: BaseException) -> str:
-    """Return the innermost cause of an error: the system's message, if obstore's dump has one."""
+    """Return the innermost cause of an error, such as the system's message in obstore's dump."""
     system = _SYSTEM.findall(str(error))
     return system[-1] if system else errors.format_error(error).rpartition(" - ")[2]
 
@@ -239,7 +239,7 @@ def _translate_final_error(
         case OSError():
             return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if "DeleteObjects request failed for key" in str(error):
-            # The store has answered for one key. A caller may delete each key by itself.
+            # The store has refused one key. A caller may delete each key with its own request.
             return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if is_key_error(error):
             return errors.ConfigurationError(
@@ -264,7 +264,10 @@ def _translate_backend_error(
 
 
 def is_key_error(error: BaseException) -> bool:
-    """Decide whether obstore refuses a key: an empty segment, ``..`` or a control character."""
+    """Decide whether obstore refuses a key.
+
+    obstore refuses keys with an empty segment, ``..`` or a control character.
+    """
     words = ("Error parsing Path", "Could not parse path")
     return isinstance(error, InvalidPathError) or any(word in str(error) for word in words)
 
@@ -298,8 +301,8 @@ def _translate_status(
             )
         case 400 | 403 if _is_unreadable(error):
             return errors.CorruptError(
-                f"{where} cannot be read: its writer encrypted it with another key, or archived "
-                "it. Delete it, or write it again."
+                f"{where} cannot be read: the object is archived, or encrypted with another key. "
+                "Delete the object, or write it again."
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)

@@ -1,4 +1,4 @@
-"""Temporary credentials for some prefixes of a bucket, and signed URLs.
+"""Make temporary credentials for some prefixes of a bucket, and signed URLs.
 
 Credentials for R2 are made without a request: a JWT that is signed with the parent's secret
 (https://developers.cloudflare.com/r2/api/s3/tokens/, temporary access credentials). Credentials
@@ -89,9 +89,9 @@ def open_scoped_store(
 
 
 def sign_url(store: Store, key: str, ttl: timedelta, *, access: Right = Right.READ) -> str:
-    """Return a URL that reads or writes one object for a while, without credentials.
+    """Return a URL by which a client without credentials can read or write one object.
 
-    The URL is made without a request. Its holder can read or write the object, and nothing else.
+    The URL is made without a request, and is valid until the end of its lifetime.
 
     Args:
         store: Store of R2, S3, or GCS with a service account.

@@ -1,4 +1,4 @@
-"""Signed requests to S3-compatible stores that obstore does not offer.
+"""Send signed requests to S3-compatible stores, which obstore does not offer.
 
 `create_with_signature` writes an object whose SHA-256 is known. obstore would compute the digest
 again, which takes 0.6 to 0.9 CPU seconds per GB. `fetch_stored_sha256` returns the digest that a
@@ -37,7 +37,7 @@ _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obs
 def can_sign(store: Store) -> bool:
     """Decide whether this module can sign requests to a store.
 
-    The store needs a key pair, and must not have options or proxies, which only obstore supports.
+    The store needs a key pair. Options and proxies are supported by obstore only.
     """
     given = store.spec.credentials is not None and bool(store.endpoint or store.region)
     special = store.spec.options or not _PROXIES.isdisjoint(map(str.lower, os.environ))
@@ -65,7 +65,7 @@ def create_with_signature(
     Raises:
         StoppedError: ``is_stopped`` returned true. The request leaves no object.
         AlreadyExistsError: There is an object, or another create is undecided (409).
-        GenericError: The request failed otherwise, or the key has relative segments.
+        GenericError: The request failed for another reason, or the key has relative segments.
     """
     if not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise GenericError(f"Error parsing Path: {key!r} has an empty or a relative segment")
@@ -87,8 +87,8 @@ def create_with_signature(
 def fetch_stored_sha256(store: Store, key: str) -> str:
     """Return the SHA-256 that the store keeps with an object. One try of one request.
 
-    A store keeps the digest that an object was uploaded with, such as by ``create``. A digest of
-    the digests of parts is not returned.
+    A store keeps the digest of an upload, such as that of ``create``. A digest of the digests of
+    parts is not returned.
 
     Args:
         store: Store of the object.

@@ -1,4 +1,4 @@
-"""Older versions of objects and delete markers, which a versioned bucket keeps and bills.
+"""List and delete older versions and delete markers, which a versioned bucket keeps and bills.
 
 Listings of objects do not show them. Only S3 is supported: R2, folders and memory keep one
 version of an object, and GCS deletes older versions by a lifecycle rule.

@@ -1,4 +1,4 @@
-"""Verbs that write, copy and delete objects, and that abort unfinished uploads."""
+"""Write, copy and delete objects, and abort unfinished uploads."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -46,9 +46,9 @@ def create(
     sha256: str | None = None,
     is_stopped: Callable[[], bool] | None = None,
 ) -> None:
-    """Write an object if there is none under its key. Of several concurrent calls, one succeeds.
+    """Write an object if there is none under its key. One request.
 
-    One request.
+    One of several concurrent calls succeeds.
 
     Args:
         store: Store to write to.
@@ -60,8 +60,8 @@ def create(
             S3-compatible store, it also decides while the body is sent.
 
     Raises:
-        ExistsError: There is an object. An earlier try may have written it, if its answer was
-            lost. `millrace.records.commit_once` compares the content.
+        ExistsError: There is an object. If an answer was lost, an earlier try of this call may have
+            written the object. `millrace.records.commit_once` compares the content.
         DeniedError: The credentials may not write here.
         StoppedError: ``is_stopped`` returned true. The call leaves no object.
     """
@@ -91,7 +91,7 @@ def create(
 
 
 def _make_body(store: Store, data: Bytes) -> Bytes:
-    """Return a body for obstore. Its store in memory needs a copy, as it keeps the given buffer."""
+    """Return a body for obstore. The store in memory keeps the given buffer, so it gets a copy."""
     return bytes(data) if store.location.backend is Backend.MEMORY else data
 
 
@@ -200,7 +200,7 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
 class LinkFinder:
     """Finds objects of a folder that are reached through a link to another folder.
 
-    Whoever writes into the folder can make such a link, and it may lead anywhere.
+    Any writer of the folder can make a link, and the link may lead to any other folder.
 
     Args:
         store: Store of the objects; buckets have no links.
@@ -212,7 +212,7 @@ class LinkFinder:
         self._linked: dict[str, bool] = {}  # by the folder below the root
 
     def is_linked(self, key: str) -> bool:
-        """Tell whether an object is reached through a link."""
+        """Decide whether an object is reached through a link."""
         if self._root is None:
             return False
         folder = key.rpartition("/")[0]

@@ -7,7 +7,7 @@ import millrace.swarm
 
 
 def test_the_names_of_the_package():
-    assert millrace.__all__ == ["PipelineSettings", "run_from_file", "run_pipeline"]
+    assert millrace.__all__ == ["PipelineSettings", "run_from_file", "shard_dataset"]
     for name in millrace.__all__:
         assert getattr(millrace, name).__name__ == name
 
@@ -77,14 +77,13 @@ def test_the_names_of_shards():
         "PartitionState",
         "PartitionStatus",
         "Verification",
-        "check_destination",
+        "preflight_dataset",
         "delete_garbage",
         "find_datasets",
         "plan_dataset",
         "plan_garbage",
         "repair_dataset",
         "run_from_file",
-        "run_pipeline",
         "read_manifest",
         "read_status",
         "shard_dataset",

@@ -1,16 +1,16 @@
-"""Interface of a format, which encodes samples as the bytes of a shard."""
+"""Interface of a format. A format encodes samples as the bytes of a shard."""
 
 from typing import Protocol
 
-from millrace.schemas.sample import Sample
+from millrace.datasets.sample import Sample
 
 
 class BadSampleError(Exception):
-    """The format cannot hold this sample; the message is the reason for the quarantine."""
+    """The format cannot hold a sample. The message is the reason for the quarantine."""
 
 
 class ShardEncoder(Protocol):
-    """One shard being encoded into a buffer of its own.
+    """Encoder of one shard at a time, into a buffer of its own.
 
     Attributes:
         samples: Number of samples in the shard.
@@ -38,9 +38,9 @@ class ShardEncoder(Protocol):
         ...
 
     def close(self) -> memoryview:
-        """Finish the shard: return a view of the buffer, valid until the next `reset`."""
+        """Finish the shard, and return a view of the buffer. `reset` makes the view invalid."""
         ...
 
     def reset(self) -> None:
-        """Begin the next shard in the same buffer; memory for a large sample is freed."""
+        """Begin the next shard in the same buffer, and free the memory of a large sample."""
         ...

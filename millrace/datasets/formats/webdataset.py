@@ -1,22 +1,21 @@
-"""WebDataset: shards are tar files, a sample is the members that share a key.
+"""The format WebDataset: a shard is a tar file, and a sample is the members that share a key.
 
-The bytes are those of webdataset's own ``TarWriter(mtime=0)``: the same on every run and
-machine. Headers (ustar, POSIX.1-1988) are made from a template. The buffer is used again for the
-next shard.
+The bytes are those of webdataset's own ``TarWriter(mtime=0)``, the same on every run and machine.
+Headers (ustar, POSIX.1-1988) are made from a template. The next shard uses the same buffer.
 """
 
 import tarfile
 from functools import lru_cache
 
 from millrace.datasets.formats.base import BadSampleError
+from millrace.datasets.sample import LargeFile, Sample
 from millrace.memory import map_anonymous
-from millrace.schemas.sample import LargeFile, Sample
 
 EXTENSION = "tar"
 WRITER = {"webdataset": "ustar-1"}  # changes whenever the bytes change
 
 _BLOCK = 512
-_RECORD = 10240  # tar's end is padded to a whole record, as tarfile does
+_RECORD = 10240  # the end of a tar file is padded to a whole record, as `tarfile` does
 _ZEROS = bytes(_RECORD + 2 * _BLOCK)
 _NAME = 100
 _LARGEST = 8**11 - 1
@@ -28,10 +27,10 @@ _CONSTANT = sum(_TAIL) + 8 * ord(" ")
 
 
 class TarEncoder:
-    """A tar file in a buffer.
+    """Encoder of tar files in a buffer.
 
     Args:
-        capacity: Initial bytes of the buffer. A larger sample makes it grow until `reset`.
+        capacity: Initial bytes of the buffer. A larger sample enlarges the buffer until `reset`.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -42,7 +41,7 @@ class TarEncoder:
 
     @property
     def size(self) -> int:
-        """Bytes of the shard if it were closed now, its two empty blocks and padding included."""
+        """Bytes of the shard if it were closed now, with its two empty blocks and the padding."""
         return _round_up(self._end + 2 * _BLOCK, _RECORD)
 
     def add(self, sample: Sample, limit: int) -> bool:
@@ -58,7 +57,7 @@ class TarEncoder:
         closed = _round_up(end + 2 * _BLOCK, _RECORD)
         if self.samples and closed > limit:
             return False
-        self._reserve(closed)  # the end included: else `close` would copy a large sample
+        self._reserve(closed)  # includes the end, so that `close` does not copy a large sample
         at, buffer = self._end, self._buffer
         for header, data in members:
             body = at + len(header)
@@ -75,14 +74,14 @@ class TarEncoder:
         return True
 
     def close(self) -> memoryview:
-        """Finish the tar file, and return it."""
+        """Finish the tar file, and return its bytes."""
         size = self.size
         self._reserve(size)
         self._buffer[self._end : size] = _ZEROS[: size - self._end]
         return memoryview(self._buffer)[:size]
 
     def reset(self) -> None:
-        """Begin the next tar file in the same buffer; a buffer that has grown is freed."""
+        """Begin the next tar file in the same buffer, and free the memory of a large sample."""
         if len(self._buffer) > self._capacity:
             self._buffer = map_anonymous(self._capacity)
         self._end = 0
@@ -90,7 +89,7 @@ class TarEncoder:
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
-            # A new buffer, not a longer one: an upload may still read the old one.
+            # The old buffer is not resized, since an upload may still read it.
             larger = map_anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
@@ -110,7 +109,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def _make_header(name: str, size: int) -> bytes:
-    """Return a member's header: 512 bytes, more for a name that ustar cannot hold."""
+    """Return a member's header: 512 bytes, or more if ustar cannot hold the name or the size."""
     if len(name) > _NAME or not name.isascii() or size > _LARGEST:
         return _make_pax_header(name, size)
     raw = name.encode()
@@ -120,7 +119,7 @@ def _make_header(name: str, size: int) -> bytes:
 
 @lru_cache(1 << 12)
 def _make_header_middle(size: int) -> tuple[bytes, int]:
-    """Return a header between its name and its checksum, and the checksum of all but the name."""
+    """Return the header's bytes between name and checksum, and the checksum without the name."""
     middle = b"%b%011o\x00%b" % (_MODE_OWNER, size, _MTIME)
     return middle, _CONSTANT + sum(middle)
 

@@ -10,14 +10,15 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace import errors
+from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Source
 from millrace.datasets.sources.files import is_local, list_files
 from millrace.datasets.sources.folder import (
-    MAX_LISTING_BYTES,
+    MAX_SAMPLE_LIST_BYTES,
     RESERVED,
     FolderSource,
     SampleTable,
-    encode_listing,
+    encode_sample_list,
 )
 from millrace.datasets.sources.jsonl import JsonLinesSource, divide_file, divide_range
 from millrace.datasets.sources.table import (
@@ -28,8 +29,7 @@ from millrace.datasets.sources.table import (
 )
 from millrace.digest import compute_sha256
 from millrace.keys.datasets import DatasetKeys, make_partition_name
-from millrace.schemas.dataset import ByteRange, Partition, SampleListing, SourceRange, SourceRecord
-from millrace.schemas.sample import BadRow, Row, Sample
+from millrace.schemas.dataset import ByteRange, Partition, SampleList, SourceRange, SourceRecord
 from millrace.storage import Store
 
 __all__ = [
@@ -96,31 +96,37 @@ class PartitionedSource:
     Attributes:
         record: The source at its revision.
         partitions: Partitions in the order of their names.
-        listings: Objects that must be stored before the plan: key → body. A body is made on
-            access.
-        largest_sample: Bytes of the largest sample; None where only reading the files shows it.
+        sample_lists: Objects that must be stored before the plan, by their keys. Each body is made
+            on access.
+        largest_sample: Bytes of the largest sample; None if only a read of the files would show
+            the size.
     """
 
     record: SourceRecord
     partitions: tuple[Partition, ...]
-    listings: Mapping[str, bytes]
+    sample_lists: Mapping[str, bytes]
     largest_sample: int | None = None
 
 
-class _LazyListings(Mapping[str, bytes]):
-    """Listings of the partitions of a source of many files, each made on access."""
+class _LazySampleLists(Mapping[str, bytes]):
+    """Sample lists of the partitions of a source of many files, each made on access.
 
-    def __init__(self, samples: SampleTable, batches: Mapping[str, Sequence[int]]) -> None:
-        self._samples, self._batches = samples, batches
+    Args:
+        samples: Samples of the source.
+        indices: Indices of each list's samples, by the key of the list.
+    """
+
+    def __init__(self, samples: SampleTable, indices: Mapping[str, Sequence[int]]) -> None:
+        self._samples, self._indices = samples, indices
 
     def __getitem__(self, key: str) -> bytes:
-        return encode_listing(self._samples[index] for index in self._batches[key])
+        return encode_sample_list(self._samples[index] for index in self._indices[key])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._batches)
+        return iter(self._indices)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._indices)
 
 
 def partition_source(
@@ -133,7 +139,7 @@ def partition_source(
     seed: int | None,
     holdout: float,
 ) -> PartitionedSource:
-    """Divide a source into partitions: a pure function of its files and these arguments.
+    """Divide a source into partitions. The result depends only on its files and the arguments.
 
     Args:
         settings: Settings that choose the samples.
@@ -141,8 +147,8 @@ def partition_source(
         keys: Names of the dataset.
         partition_bytes: Approximate bytes of the source in a partition.
         partition_files: Approximate maximum of files in a partition, for a source of many files.
-        seed: Seed of the shuffle: of the ranges for JSON lines, of all samples for files. None
-            keeps the source's order.
+        seed: Seed of the shuffle. For JSON lines, byte ranges are shuffled; for files, the
+            samples. None keeps the source's order.
         holdout: Share of the bytes that becomes the split ``val``.
 
     Raises:
@@ -172,29 +178,29 @@ def partition_source(
             return PartitionedSource(record, tuple(partitions), {})
         case SourceKind.FILES:
             samples = SampleTable(files, local=local)
-            batches: dict[str, Sequence[int]] = {}
+            indices_by_key: dict[str, Sequence[int]] = {}
             for split, order in _assign_samples(samples, seed, holdout).items():
-                for i, batch in enumerate(
-                    _iterate_batches(samples, order, partition_bytes, partition_files)
+                for i, indices in enumerate(
+                    _divide_samples(samples, order, partition_bytes, partition_files)
                 ):
-                    listing = encode_listing(samples[index] for index in batch)
-                    if len(listing) > MAX_LISTING_BYTES:
+                    sample_list = encode_sample_list(samples[index] for index in indices)
+                    if len(sample_list) > MAX_SAMPLE_LIST_BYTES:
                         raise errors.ConfigurationError(
-                            f"The names of {len(batch)} samples of {split} take "
-                            f"{len(listing):,} bytes; the limit is {MAX_LISTING_BYTES:,} for a "
-                            "partition. Choose a smaller `partition_files`."
+                            f"The names of {len(indices)} samples of {split} take "
+                            f"{len(sample_list):,} bytes. The limit for a partition is "
+                            f"{MAX_SAMPLE_LIST_BYTES:,}. Choose a smaller `partition_files`."
                         )
-                    digest = compute_sha256(listing)
-                    key = keys.listing(make_partition_name(split, i), digest)
-                    size = sum(samples.sizes[index] for index in batch)
-                    source_range = SampleListing(
-                        listing=key, sha256=digest, samples=len(batch), size=size
+                    digest = compute_sha256(sample_list)
+                    key = keys.sample_list(make_partition_name(split, i), digest)
+                    size = sum(samples.sizes[index] for index in indices)
+                    source_range = SampleList(
+                        listing=key, sha256=digest, samples=len(indices), size=size
                     )
-                    batches[key] = batch
+                    indices_by_key[key] = indices
                     partitions.append(_make_partition(split, i, source_range))
             largest = max(samples.sizes, default=0)
             return PartitionedSource(
-                record, tuple(partitions), _LazyListings(samples, batches), largest
+                record, tuple(partitions), _LazySampleLists(samples, indices_by_key), largest
             )
 
 
@@ -207,8 +213,8 @@ def open_source(
         record: Source of the plan.
         store: Store of the source.
         dataset_store: Store of the dataset.
-        any_version: Whether files are also read that were written again since the plan was made.
-            Only for bytes that are then compared with a digest.
+        any_version: Whether a file is also read if it was written again after the plan was made.
+            The caller must then compare the bytes with a digest.
     """
     match SourceKind(record.kind):
         case SourceKind.JSONL:
@@ -266,10 +272,10 @@ def _assign_samples(
     return {"train": order, "val": held_out}
 
 
-def _iterate_batches(
+def _divide_samples(
     samples: SampleTable, order: "array[int]", size: int, files: int
 ) -> Iterator["array[int]"]:
-    """Divide samples, in their order, into batches of about `size` bytes or `files` files."""
+    """Yield the samples of each partition, in order: about `size` bytes or `files` files."""
     begin = bytes_left = files_left = 0
     for position, index in enumerate(order):
         if bytes_left <= 0 or files_left <= 0:

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+from millrace.datasets.sample import Row
 from millrace.schemas.dataset import SourceRange
-from millrace.schemas.sample import Row
 
 
 class Source(Protocol):
-    """Interface between the sharding engine and a source."""
+    """Source of samples, as the sharding engine reads it."""
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
-        """Yield the rows of a source range from a cursor on; 0 is its beginning.
+        """Yield the rows of a source range from a cursor on; 0 is the beginning of the range.
 
-        Seeking takes constant time: no byte before the cursor is read.
+        A seek takes constant time: no byte before the cursor is read.
 
         Raises:
             ChangedError: A file has changed since the plan was made.

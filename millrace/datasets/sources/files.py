@@ -1,4 +1,4 @@
-"""List and read the files of a source, and detect changes of them."""
+"""List and read the files of a source, and detect changes of the files."""
 
 import os
 import stat
@@ -15,8 +15,8 @@ from millrace.schemas.dataset import FileRef
 from millrace.storage import Backend, Store, head, list_objects, read, stream
 from millrace.storage.read import BLOCK_SIZE
 
-# Bytes read of a local file at a time. Larger blocks are newly allocated each time, and their page
-# faults take longer than the copy.
+# Bytes of a local file that are read at a time. A larger block is newly allocated each time, and
+# its page faults take longer than the copy.
 _LOCAL_BLOCK = 1 << 20
 _READ_AHEAD_BYTES = 64 * 1024 * 1024
 
@@ -26,15 +26,15 @@ def list_files(
 ) -> FileTable:
     """List the files of a source, in the order of their paths.
 
-    Empty objects that consoles make to show a folder are left out, and counted.
+    Consoles make empty objects to show a folder. These objects are left out, and counted.
 
     Args:
-        store: The source's store: its URL is the folder.
-        include: Patterns of paths to take (``*.py`` takes it in every folder).
-        exclude: Patterns of paths to leave.
+        store: Store of the source.
+        include: Patterns of paths to take. ``*.py`` takes such files of every folder.
+        exclude: Patterns of paths to leave out.
 
     Raises:
-        NotFoundError: There are no files, or none that match the patterns.
+        NotFoundError: No file matches the patterns.
     """
     include, exclude = list(include), list(exclude)
 
@@ -78,7 +78,7 @@ def read_file(store: Store, file: FileRef) -> bytes:
 
 
 def read_ahead(store: Store, files: Iterable[FileRef], *, concurrency: int = 16) -> Iterator[bytes]:
-    """Yield the contents of files in order; from a store, several are fetched at once.
+    """Yield the contents of files in order. From a bucket, several files are fetched at once.
 
     Memory: 64 MiB, or the largest of the files.
 
@@ -112,8 +112,7 @@ def iterate_file_blocks(
     """Yield the blocks of a file between two offsets, as it was when it was listed.
 
     Raises:
-        ChangedError: The file has changed or is gone. Raised before the first block that may
-            have other content is returned.
+        ChangedError: The file has changed or is gone. No block with other content is returned.
     """
     try:
         if not is_local(store):
@@ -136,7 +135,7 @@ def iterate_file_blocks(
 
 
 def drop_etag(file: FileRef) -> FileRef:
-    """Return a reference without an ETag: the file is then read as it is now."""
+    """Return a reference without an ETag, by which any version of the file is read."""
     return file.model_copy(update={"etag": ""})
 
 
@@ -144,8 +143,8 @@ def make_changed_error(store: Store, file: FileRef, difference: str) -> errors.C
     """Return the error for a source that differs from the plan.
 
     Args:
-        store: The source's store.
-        file: The file in the plan.
+        store: Store of the source.
+        file: File as the plan has it.
         difference: Description of the difference.
     """
     return errors.ChangedError(
@@ -156,7 +155,12 @@ def make_changed_error(store: Store, file: FileRef, difference: str) -> errors.C
 
 
 def describe_difference(file: FileRef, size: int | None) -> str:
-    """Describe the change of a file by its present size; None if the file is gone."""
+    """Describe the change of a file.
+
+    Args:
+        file: File as the plan has it.
+        size: Present size of the file; None if the file is gone.
+    """
     if size is None:
         return "is gone"
     if size != file.size:
@@ -210,7 +214,7 @@ def _raise_unlistable(error: OSError) -> None:
 
 
 def _is_first_visit(folder: str, seen: set[tuple[int, int]]) -> bool:
-    """Return whether a folder is visited for the first time: links may form a cycle."""
+    """Return whether a folder is visited for the first time, since links may form a cycle."""
     found = os.stat(folder)  # noqa: PTH116 - a Path costs more than the call
     identity = found.st_dev, found.st_ino
     if identity in seen:

@@ -1,7 +1,8 @@
-"""A folder or prefix of files as samples: files that share their name up to the first dot.
+"""Samples from the files of a folder or prefix.
 
-The rule is webdataset's own: ``a/cat.jpg`` and ``a/cat.json`` are the sample ``a/cat`` with the
-fields ``jpg`` and ``json``. So readers of the shards see the names that the files had.
+Files that share their name up to the first dot are one sample. The rule is webdataset's own:
+``a/cat.jpg`` and ``a/cat.json`` are the sample ``a/cat`` with the fields ``jpg`` and ``json``. So
+readers of the shards see the names of the files.
 """
 
 import re
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from millrace import errors
+from millrace.datasets.sample import BadRow, LargeFile, Row, Sample
 from millrace.datasets.sources.files import drop_etag, iterate_file_blocks, read_ahead
 from millrace.datasets.sources.table import (
     FileTable,
@@ -21,16 +23,15 @@ from millrace.datasets.sources.table import (
     find_unreadable_reason,
 )
 from millrace.digest import compute_sha256
-from millrace.schemas.dataset import FileRef, SampleListing, SourceRange
-from millrace.schemas.sample import BadRow, LargeFile, Row, Sample
+from millrace.schemas.dataset import FileRef, SampleList, SourceRange
 from millrace.storage import Store, read
 
-# Bytes of a sample from which its files are read while its shard is encoded. Smaller ones are read
-# ahead, whole and several at once.
+# Size in bytes above which the files of a sample are read block by block during the encoding. The
+# files of smaller samples are read ahead: whole, and several at once.
 _LARGE = 32 * 1024 * 1024
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-MAX_LISTING_BYTES = 64 << 20
-"""Largest listing of a partition, in bytes: 10,000 files (`partition_files`) have 1 to 15 MiB."""
+MAX_SAMPLE_LIST_BYTES = 64 << 20
+"""Largest sample list of a partition, in bytes. A list of 10,000 files has 1 to 15 MiB."""
 RESERVED = re.compile(r"__[^/]*__")  # extensions that readers reserve
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 
@@ -38,7 +39,11 @@ _SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 class SampleFiles(NamedTuple):
     """The files of one sample, in the order in which they are written.
 
-    ``reason`` says why the files make no sample; it is empty for a good sample.
+    Attributes:
+        key: Key of the sample.
+        extensions: Extension of each file.
+        files: The files.
+        reason: Reason why the files make no sample; empty for a good sample.
     """
 
     key: str
@@ -58,7 +63,7 @@ class SampleTable(Sequence[SampleFiles]):
     Memory: that of `FileTable`, and 12 bytes for each sample.
 
     Args:
-        files: The files. Their rows are packed again, in place.
+        files: The files. The table packs their rows again, in place.
         local: Whether the files are in a folder of this machine.
     """
 
@@ -144,7 +149,7 @@ def _make_sample_files(
     return SampleFiles(key, extensions, tuple(files), reason)
 
 
-def encode_listing(samples: Iterable[SampleFiles]) -> bytes:
+def encode_sample_list(samples: Iterable[SampleFiles]) -> bytes:
     """Encode a partition's samples as JSON lines."""
     lines = [
         orjson.dumps(
@@ -159,8 +164,8 @@ def encode_listing(samples: Iterable[SampleFiles]) -> bytes:
     return b"\n".join(lines)
 
 
-def decode_listing(body: bytes) -> list[SampleFiles]:
-    """Return the samples of a partition's listing."""
+def decode_sample_list(body: bytes) -> list[SampleFiles]:
+    """Return the samples of a partition's sample list."""
     samples: list[SampleFiles] = []
     for line in body.split(b"\n"):
         key, reason, members = orjson.loads(line)
@@ -174,8 +179,8 @@ class FolderSource:
 
     Args:
         store: Store of the files.
-        dataset_store: Store of the partitions' listings.
-        any_version: Whether files are read that were written again since the plan was made.
+        dataset_store: Store of the partitions' sample lists.
+        any_version: Whether a file is also read if it was written again after the plan was made.
     """
 
     def __init__(self, store: Store, dataset_store: Store, *, any_version: bool = False) -> None:
@@ -186,20 +191,20 @@ class FolderSource:
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the samples of a source range from number `cursor` on.
 
-        The files of a sample of more than 32 MiB are `LargeFile`: the encoder reads them.
+        The files of a sample of more than 32 MiB are `LargeFile`: the encoder reads their blocks.
         """
-        if not isinstance(source_range, SampleListing):
+        if not isinstance(source_range, SampleList):
             raise errors.ConfigurationError(
                 f"A folder is divided by files, not {source_range.kind}."
             )
-        body = read(self._dataset_store, source_range.listing, max_size=MAX_LISTING_BYTES)
+        body = read(self._dataset_store, source_range.listing, max_size=MAX_SAMPLE_LIST_BYTES)
         if compute_sha256(body) != source_range.sha256:
             raise errors.CorruptError(
                 f"{self._dataset_store.make_url(source_range.listing)} does not have the digest "
                 "of the plan: another program has written under this dataset's name. Shard the "
                 "source under another name."
             )
-        samples = decode_listing(body)[cursor:]
+        samples = decode_sample_list(body)[cursor:]
         if self._any_version:
             samples = [s._replace(files=tuple(map(drop_etag, s.files))) for s in samples]
         small_files = (
@@ -227,5 +232,5 @@ class FolderSource:
 
 
 def _is_large(sample: SampleFiles, file: FileRef) -> bool:
-    """Return whether a file is read block by block: an empty one has no block to check."""
+    """Return whether a file is read block by block. An empty file has no block to check."""
     return file.size > 0 and sample.size > _LARGE

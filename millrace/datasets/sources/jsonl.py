@@ -1,7 +1,7 @@
-"""JSON lines: each line is a sample, and files are divided into byte ranges.
+"""Samples from files of JSON lines, which are divided into byte ranges. Each line is a sample.
 
-A range contains the rows that begin in it, so every row is in exactly one range.
-The cursor is a byte offset: a run that continues seeks to it.
+A range contains the rows whose first byte is in the range, so every row is in exactly one range.
+The cursor is a byte offset: a run that continues seeks to the offset.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from millrace import errors
+from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import drop_etag, iterate_file_blocks
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
-from millrace.schemas.sample import BadRow, Row, Sample
 from millrace.storage import Store
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
@@ -32,10 +32,10 @@ class JsonLinesSource:
 
     Args:
         store: Store of the files.
-        columns: Column of each field: extension → column. Text is written as it is, other values
-            as JSON. None writes each row whole, as ``json``.
+        columns: Column of each field, by the field's extension. Text is written unchanged, and
+            other values as JSON. None writes each row whole, as ``json``.
         block: Bytes read at a time.
-        any_version: Whether files are read that were written again since the plan was made.
+        any_version: Whether a file is also read if it was written again after the plan was made.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class JsonLinesSource:
         """
         position = max(cursor, source_range.start)
         # A cursor is the first byte of a row. The start of the range may be inside a row of the
-        # previous range: the search for its end begins one byte earlier.
+        # previous range. The search for the end of that row begins one byte earlier.
         seeking = cursor <= source_range.start and source_range.start > 0
         if seeking:
             position -= 1
@@ -123,7 +123,7 @@ class JsonLinesSource:
         begun: list[bytes] = []  # parts of a row that continues in the next block
         for block in self._iterate_blocks(source_range, position):
             at = 0
-            while (end := block.find(b"\n", at)) >= 0:  # much faster than `split`
+            while (end := block.find(b"\n", at)) >= 0:  # faster than `split`
                 line = block[at:end]
                 if begun:
                     line = b"".join((*begun, line))
@@ -154,7 +154,7 @@ class JsonLinesSource:
             yield position, after, held
 
     def _iterate_blocks(self, source_range: ByteRange, position: int) -> Iterator[bytes]:
-        """Yield the blocks of a range, and then the blocks after it, for its last row."""
+        """Yield the blocks of a range, then the blocks that the last row continues in."""
         end, size = max(source_range.end, position), source_range.file.size
         yield from iterate_file_blocks(
             self._store, source_range.file, position, end, block=self._block
@@ -185,7 +185,10 @@ def _make_fields(
 
 
 def _encode_column(value: object, line: bytes, column: str) -> bytes:
-    """Return a column's value as JSON. orjson reads an integer of more than 64 bits as a float."""
+    """Return a column's value as JSON.
+
+    orjson reads an integer of more than 64 bits as a float. Then `json` parses the line again.
+    """
     if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
         exact = json.loads(line)[column]
         return json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode()
@@ -201,11 +204,11 @@ def divide_file(
         file: The file.
         file_index: Index of the file in the source's listing.
         partition_bytes: Approximate bytes of a range.
-        reason: Why the file cannot be read by its name: the file becomes one range with one bad
-            row. Empty if it can be read.
+        reason: Reason why the file cannot be read by its name. Then the file becomes one range
+            with one bad row. Empty if the file can be read.
 
     Raises:
-        ConfigurationError: The file is compressed, so it has no seekable rows.
+        ConfigurationError: The file is compressed, so no run could seek to a row.
     """
     if reason and file.size:
         return [ByteRange(file=file, file_index=file_index, start=0, end=file.size, reason=reason)]

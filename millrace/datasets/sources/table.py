@@ -1,7 +1,7 @@
-"""The files of a source in little memory: one packed ``bytes`` for each file.
+"""Table of the files of a source, with one packed ``bytes`` for each file to save memory.
 
-A row is ``path NUL size NUL etag``. `bytes` sort as their UTF-8 text does, so a sorted list of rows
-is in the order of the paths. A name that is not UTF-8 keeps its bytes.
+A row is ``path NUL size NUL etag``. The order of UTF-8 bytes is that of the text, so a sorted list
+of rows is in the order of the paths. A name that is not UTF-8 keeps its bytes.
 """
 
 import re
@@ -15,7 +15,7 @@ from millrace.schemas.dataset import FileRef
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NUL = b"\0"
-_NUL_IN_PATH = b"\xc0\x80"  # no UTF-8 text has it: bytes of an overlong NUL
+_NUL_IN_PATH = b"\xc0\x80"  # an overlong NUL, which no UTF-8 text contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FileTable:
     Attributes:
         rows: Packed files, in the order of their paths.
         size: Bytes of all files.
-        markers: Empty objects that only show a folder; they are not among the rows.
+        markers: Number of empty objects that only show a folder. The rows do not have them.
     """
 
     rows: list[bytes]
@@ -48,7 +48,7 @@ class FileTable:
             if length == 0:
                 empty.append(row)
         rows.sort()
-        # Some stores drop the final slash of a marker's key: then it has the name of a folder.
+        # Some stores drop the final slash of a marker's key. Then the key is the name of a folder.
         for row in empty:
             folder = row.partition(_NUL)[0] + b"/"
             below = bisect_left(rows, folder)
@@ -61,7 +61,7 @@ class FileTable:
         return len(self.rows)
 
     def compute_sha256(self) -> str:
-        """Return the digest of the listing. It depends on every path, size and ETag."""
+        """Return the digest of every path, size and ETag."""
         digest = sha256()
         for row in self.rows:
             digest.update(row + b"\n")
@@ -98,11 +98,11 @@ def escape_path(path: str) -> str:
 
 
 def find_unreadable_reason(path: str, *, local: bool) -> str:
-    """Return why a file, or the file in a shard, cannot be read by its name; empty if it can.
+    """Return the reason why a file cannot be read by its name; empty if the file can be read.
 
-    Webdataset reads names with spaces of any kind, joiners and marks. Names with control
-    characters and with bytes that are not UTF-8 cannot be read. A bucket's clients refuse keys
-    with empty segments.
+    The reason may be the file in the source, or the member of a shard. Webdataset reads names with
+    spaces of any kind, joiners and marks. Webdataset cannot read names with control characters, or
+    with bytes that are not UTF-8. Clients of buckets refuse keys with empty segments.
     """
     if not path.isprintable():
         kinds = {unicodedata.category(character) for character in path}

@@ -10,7 +10,7 @@ import webdataset
 
 from millrace.datasets import PipelineSettings, shard_dataset, verify_dataset
 from millrace.datasets.formats.webdataset import TarEncoder
-from millrace.schemas.sample import LargeFile, Sample
+from millrace.datasets.sample import LargeFile, Sample
 from millrace.storage import list_objects, open_store, read
 
 MIB = 1 << 20

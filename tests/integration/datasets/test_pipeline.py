@@ -16,8 +16,9 @@ import pytest
 import webdataset
 from click.testing import CliRunner
 
-from millrace import deletion, errors, run_from_file, run_pipeline
+from millrace import deletion, errors, run_from_file
 from millrace.cli import main
+from millrace.dataset_ledger import find_referenced_keys
 from millrace.datasets import (
     PartitionState,
     PipelineSettings,
@@ -50,7 +51,6 @@ from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
-from millrace.schemas.ledger import find_referenced_keys
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import spec_of
 
@@ -626,9 +626,8 @@ def test_a_dataset_reads_back_through_its_index(settings, tmp_path):
 
 def test_a_run_in_memory_needs_no_processes(settings):
     memory = f"memory://{secrets.token_hex(8)}"
-    report = run_pipeline(
-        changed(settings, store={"url": memory}, execution={"workers": 0}), prefix="another"
-    )
+    own = {"dataset": "another", "store": {"url": memory}, "execution": {"workers": 0}}
+    report = shard_dataset(changed(settings, **own))
     assert report.url == f"{memory}/another"
     assert report.samples == 2000
 
@@ -656,7 +655,7 @@ def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
         "sharding: {shard_bytes: 512KiB, partition_bytes: 100000}\nexecution: {workers: 2}\n"
     )
     assert run_from_file(path).manifest == shard_dataset(settings).manifest
-    assert run_from_file(path, prefix="two").manifest.dataset == "two"
+    assert run_from_file(path, dataset="two").manifest.dataset == "two"
 
 
 def test_a_dataset_is_never_finalized_over_a_failed_upload(settings, request, r2):

@@ -163,7 +163,7 @@ def build_names():
     dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
-    yield from (dataset.listing("train-00000", SHA256), dataset.shard(name, "tar"))
+    yield from (dataset.sample_list("train-00000", SHA256), dataset.shard(name, "tar"))
     yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
     yield from (lease.epoch(1), lease.beat(1), lease.end(1))
     job = CheckpointKeys("jobs/one")

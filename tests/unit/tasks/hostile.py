@@ -91,7 +91,7 @@ def _windows(text: str, last: bool) -> None:
     """Publish as `tasks.merging.report_windows` does, but of windows that are in no chain."""
     windows = made(list[ChainLink], text, last)
     reports.publish_report(
-        merging.describe(text, windows, skipped_windows=3), key="windows", description=text
+        merging.describe_windows(text, windows, skipped_windows=3), key="windows", description=text
     )
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 from millrace.gradients import ChainLink, Codec, OuterOptimizer, Refusal
 from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
-from tasks.merging import describe
+from tasks.merging import describe_windows
 from tasks.plot import draw_windows
 
 
@@ -29,7 +29,7 @@ def link(
 def test_each_window_and_each_worker_has_a_row():
     late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
     missing = ExcludedWorker(reason=Refusal.MISSING, sentence="Nothing came.")
-    report = describe(
+    report = describe_windows(
         "s3://bucket/runs/one",
         [
             link(7, {"a": 1.0, "b": 3.0, "c": 2.0}),
@@ -49,12 +49,14 @@ def test_each_window_and_each_worker_has_a_row():
 
 
 def test_a_run_that_merged_nothing_says_so():
-    assert describe("s3://bucket/runs/one", []).endswith("no window was merged in this run.\n")
+    assert describe_windows("s3://bucket/runs/one", []).endswith(
+        "no window was merged in this run.\n"
+    )
 
 
 def test_a_sentence_does_not_break_the_table():
     late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
-    report = describe("here", [link(1, {}, {"b": late})])
+    report = describe_windows("here", [link(1, {}, {"b": late})])
     assert r"It \| was late." in report
 
 

@@ -28,7 +28,7 @@ def report(**changes: object) -> ShardReport:
 
 
 def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
-    text = sharding.describe(ShardingResult(report(), {0: 20_000_000}))
+    text = sharding.describe_shards(ShardingResult(report(), {0: 20_000_000}))
     assert text.startswith("**words** is complete: 15 samples in 3 shards, 27.0 MB. This run made ")
     assert "2 shards of them in 2.0 s, 10.0 MB/s." in text
     assert "| Rows in quarantine | 2 (below `s3://bucket/words/quarantine/`) |" in text
@@ -36,7 +36,7 @@ def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
 
 
 def test_a_run_that_found_all_done_says_so_without_a_picture() -> None:
-    text = sharding.describe(ShardingResult(report(new_shards=0, new_bytes=0), {}))
+    text = sharding.describe_shards(ShardingResult(report(new_shards=0, new_bytes=0), {}))
     assert "All shards were there before this run." in text
     assert "data:image" not in text
 
@@ -48,7 +48,7 @@ def test_a_verification_names_each_shard_at_fault() -> None:
         ),
         "others": Verification(1, 9, (), includes_digests=True),
     }
-    text = verifying.describe("s3://bucket", found)
+    text = verifying.describe_verifications("s3://bucket", found)
     assert text.startswith("`s3://bucket`: 2 complete datasets, 1 shard at fault.")
     assert "| `words/shards/1.tar` | missing |" in text
 
@@ -73,7 +73,7 @@ def test_the_report_of_a_swarm_names_every_node() -> None:
         files=2, size=10_000_000, unverified=1, unconfirmed=1, driver_bytes=0,
         seconds=4.0, startup=1.0, nodes=(node("n0"), lost), direct="it gave more", curve=(),
     )  # fmt: skip
-    text = warming.describe(PrewarmResult(report, {0: 20_000_000}))
+    text = warming.describe_nodes(PrewarmResult(report, {0: 20_000_000}))
     assert text.startswith("**1 of 2 nodes** has all of 2 files, 10.0 MB, after 4.0 s. 6.0 MB left")
     assert "| `n0` | yes | 0 bytes | 3.0 MB | 7.0 MB | 1 | 2.5 |" in text
     assert "| `n1` | no: it no longer answers (gave wrong bytes) |" in text

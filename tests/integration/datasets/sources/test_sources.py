@@ -10,7 +10,8 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import PipelineSettings, errors, run_pipeline
+from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets.sample import BadRow, Sample
 from millrace.datasets.sources import (
     SourceKind,
     SourceSettings,
@@ -19,7 +20,6 @@ from millrace.datasets.sources import (
     partition_source,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.schemas.sample import BadRow, Sample
 from millrace.storage import create, delete, open_store, put
 from tests.stores import spec_of
 
@@ -36,7 +36,7 @@ def rows_of(
         partition_bytes=partition_bytes, partition_files=partition_files, seed=seed,
         holdout=holdout,
     )  # fmt: skip
-    for key, body in partitioned.listings.items():
+    for key, body in partitioned.sample_lists.items():
         create(dataset, key, body)
     source = open_source(partitioned.record, store, dataset)
     rows = {}
@@ -228,7 +228,7 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
     store = open_store(spec_of(kind, request))
     for number, name in enumerate(NAMES):
         put(store, f"in/{name}/{name}.png", str(number).encode())
-    report = run_pipeline(
+    report = shard_dataset(
         PipelineSettings.model_validate(
             {
                 "dataset": "d",
@@ -356,7 +356,7 @@ def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request,
         partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0,
     )  # fmt: skip
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    for key, body in partitioned.listings.items():
+    for key, body in partitioned.sample_lists.items():
         create(dataset, key, body)
     match change:
         case "rewritten":

@@ -1,4 +1,4 @@
-"""A sample between its source and its format."""
+"""Samples and bad rows, which a source yields and a format encodes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class LargeFile:
-    """A part of a sample that is read only while its shard is encoded.
+    """Large part of a sample, whose blocks are read only while the shard is encoded.
 
     Attributes:
         size: Bytes of the file.
-        blocks: Function that reads the file from its beginning. It raises `ChangedError` if the
-            file has changed by then.
+        blocks: Function that yields the blocks of the file. The function raises `ChangedError` if
+            the file has changed.
     """
 
     size: int
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
     Attributes:
         key: Name of the sample, unique in the dataset.
-        fields: Parts by extension (``txt``, ``json``), in the order in which they are written.
+        fields: Parts by their extensions (``txt``, ``json``), in the order of writing.
         next_cursor: Cursor after the sample.
     """
 
@@ -40,9 +40,9 @@ class BadRow(NamedTuple):
     """A row that makes no sample.
 
     Attributes:
-        where: Location in the source.
-        reason: Why the row makes no sample.
-        data: Bytes of the row, or their beginning.
+        where: Location of the row in the source.
+        reason: Reason why the row makes no sample.
+        data: Bytes of the row, or the first of them.
         next_cursor: Cursor after the row.
     """
 

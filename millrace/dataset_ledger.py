@@ -1,15 +1,18 @@
-"""Read the ledger of a dataset, and the keys that it names."""
+"""Read the ledger of a dataset, and find the keys that the dataset's records name.
+
+The ledger is the list of all commits of shards. Sharding and cleanup both use this module.
+"""
 
 from collections.abc import Iterator
 
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import iterate_records, require_intact
-from millrace.schemas.dataset import DatasetPlan, SampleListing, ShardCommit
+from millrace.schemas.dataset import DatasetPlan, SampleList, ShardCommit
 from millrace.storage import Store
 
 
 def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Iterator[ShardCommit]:
-    """Yield the commits of a partition, or of the whole dataset, in the listing's order.
+    """Yield the commits of a partition, or of the whole dataset, in the order of a listing.
 
     Raises:
         CorruptError: Commits are damaged. Raised after all intact commits were yielded.
@@ -22,14 +25,14 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
 
 
 def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:
-    """Return the keys of all shards, quarantines and listings that a dataset's records name.
+    """Return all keys of shards, quarantined rows and sample lists in a dataset's records.
 
     Raises:
-        CorruptError: Commits are damaged, so it is unknown what they name.
+        CorruptError: Commits are damaged, so the keys that they name are unknown.
     """
     names: set[str] = set()
     for entry in iterate_commits(store, keys):
         names.update(key for key in (entry.key, entry.quarantine_key) if key)
     source_ranges = (partition.source_range for partition in plan.partitions)
-    names.update(r.listing for r in source_ranges if isinstance(r, SampleListing))
+    names.update(r.listing for r in source_ranges if isinstance(r, SampleList))
     return names
