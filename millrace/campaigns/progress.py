@@ -7,7 +7,8 @@ from typing import Protocol
 from millrace import gradients
 from millrace.campaigns.campaign import Training
 from millrace.campaigns.workers import CampaignWorkers
-from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
+from millrace.checkpoints.cooldown.epoch_records import read_epoch
+from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
 from millrace.formatting import format_count
 from millrace.gradients import FollowSettings

@@ -18,14 +18,9 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from millrace import errors
-from millrace.checkpoints.cooldown.membership import (
-    VoteTally,
-    commit_roster,
-    find_epoch_end,
-    has_checkpoint,
-    make_roster,
-    read_roster,
-)
+from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_checkpoint
+from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
+from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import commit_checkpoint, compute_root
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
@@ -89,20 +84,20 @@ class Collector:
         return read_roster(self._store, self._job, self._epoch)
 
     def advance(
-        self, roster: Roster, heard: VoteTally, living: Collection[str]
+        self, roster: Roster, tally: VoteTally, living: Collection[str]
     ) -> EpochRecord | None:
         """Commit as much as is possible now, and return the epoch's end or None.
 
         Args:
             roster: Roster of the epoch.
-            heard: Current votes of the members.
+            tally: Current votes of the members.
             living: Names of the members that live.
         """
-        said = heard.find_majority(roster.members, living)
-        if said is not None and self._try_commit(roster, heard, said):
+        said = tally.find_majority(roster.members, living)
+        if said is not None and self._try_commit(roster, tally, said):
             by = self._draft[0] if self._draft else said.member
             return self.commit(said.make_epoch_record(self._job, self._epoch, by))
-        if heard.has_late_majority(roster.members, living):
+        if tally.has_late_majority(roster.members, living):
             return self.end_without_checkpoint(
                 "most members voted to go on without a checkpoint", said
             )
@@ -114,14 +109,14 @@ class Collector:
         record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
         return self.commit(record)
 
-    def finish_checkpoint(self, roster: Roster, heard: VoteTally, living: Collection[str]) -> bool:
+    def finish_checkpoint(self, roster: Roster, tally: VoteTally, living: Collection[str]) -> bool:
         """Commit the checkpoint of an epoch that ended without one, if possible.
 
         Returns:
             Whether the checkpoint is committed.
         """
-        said = heard.find_majority(roster.members, living)
-        return said is not None and self._try_commit(roster, heard, said)
+        said = tally.find_majority(roster.members, living)
+        return said is not None and self._try_commit(roster, tally, said)
 
     def commit(self, record: EpochRecord) -> EpochRecord:
         """Commit the epoch's end. An invalid record is replaced."""
@@ -146,12 +141,12 @@ class Collector:
 
     # -- the checkpoint
 
-    def _try_commit(self, roster: Roster, heard: VoteTally, said: Vote) -> bool:
+    def _try_commit(self, roster: Roster, tally: VoteTally, said: Vote) -> bool:
         """Try to commit the checkpoint, and return whether it is committed."""
         if has_checkpoint(self._store, self._job, said.step, said.root):
             return True
         if self._draft is None:
-            self._draft = self._find_draft(roster, heard, said)
+            self._draft = self._find_draft(roster, tally, said)
         if self._draft is None or not self._collect_parts(roster, self._draft[1]):
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
@@ -164,14 +159,14 @@ class Collector:
         return True
 
     def _find_draft(
-        self, roster: Roster, heard: VoteTally, said: Vote
+        self, roster: Roster, tally: VoteTally, said: Vote
     ) -> tuple[str, Checkpoint] | None:
         """Return the first member whose metadata matches the votes, and the metadata.
 
         Fields that the votes do not prove are replaced: notes, the time, and the steps of files.
         """
         for member in roster.members:
-            vote = heard.claims.get(member)
+            vote = tally.votes.get(member)
             if member in self._refused or vote is None or vote.agreement_key != said.agreement_key:
                 continue
             key = self._cooldown.draft(member)

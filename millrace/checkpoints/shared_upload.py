@@ -30,7 +30,7 @@ class SharedUpload:
         reads: Store from which files of other members are read.
         uploads: Number of files that are uploaded at once.
         check: Depth of the verification of other members' files.
-        news: Function that other threads call when the upload is complete or has failed.
+        on_change: Function that other threads call when the upload is complete or has failed.
         progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each sent file. Calls
             come from other threads, one at a time.
     """
@@ -44,12 +44,12 @@ class SharedUpload:
         reads: Store,
         uploads: int,
         check: VerifyDepth,
-        news: Callable[[], None],
+        on_change: Callable[[], None],
         progress: Progress = ignore_event,
     ) -> None:
         self._store, self._content, self._make_key = store, content, make_key
         self._reads = reads
-        self._uploads, self._check, self._news = uploads, check, news
+        self._uploads, self._check, self._on_change = uploads, check, on_change
         self._progress, self._telling = progress, threading.Lock()
         self._changed = threading.Condition()
         self._numbers: dict[str, int] = {}
@@ -132,7 +132,7 @@ class SharedUpload:
         with self._changed:
             self.error, self._stopped = self.error or error, True
             self._changed.notify_all()
-        self._news()
+        self._on_change()
 
     def _is_stopped(self) -> bool:
         return self._stopped
@@ -222,4 +222,4 @@ class SharedUpload:
         self._good.add(digest)
         if len(self._good) == len(self._numbers):
             self._changed.notify_all()
-            self._news()
+            self._on_change()
