@@ -8,7 +8,7 @@ from millrace.checkpoints import HubSpec, SavedSource
 from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
-from tasks.checkpointing import check_destination, report_saved, transfer_checkpoint
+from tasks.checkpointing import check_checkpoint_destination, report_saved, transfer_checkpoint
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 
@@ -66,7 +66,7 @@ def save_checkpoint(
     """
     if hub is not None and bucket is None:
         target = hub.make_spec()
-        check_destination(target, job)
+        check_checkpoint_destination(target, job)
     elif bucket is not None and hub is None:
         target = make_store_spec(bucket, Right.WRITE)
         check_right(bucket, Right.WRITE, job)

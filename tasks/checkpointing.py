@@ -90,7 +90,7 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
 
 
 @retried_task
-def check_destination(target: StoreSpec | HubSpec, job: str) -> None:
+def check_checkpoint_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
     audit.check_destination(open_destination(target), job)
 

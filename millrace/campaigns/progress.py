@@ -114,7 +114,8 @@ def merge_epoch(
             raise HeldError(
                 f"{training.keys.run} is aggregated by another process, which is alive."
             )
-        # The aggregator ends early after a window in which no gradient was taken.
+        # The aggregator stops after each window without a gradient, so that the failure of all
+        # workers is noticed. If it merged only that window, the row of idle windows continues.
         idle_windows = idle_windows + 1 if done.windows == 1 else 1
         last_window = done.last_window
         if last_window < end and idle_windows >= training.rules.aggregation.idle:

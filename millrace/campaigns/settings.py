@@ -14,7 +14,16 @@ from millrace.rentals import OfferRequest, RentalTimeouts
 from millrace.settings import Duration
 
 
-class RentedWorkerRules(CodeRepository, RentalTimeouts):
+class WorkerTimeouts(RentalTimeouts):
+    """Time limits and retries of the rental of the workers' machines."""
+
+    retry_failed: bool = Field(
+        default=True,
+        description="Run a worker that fails again and again on another machine.",
+    )
+
+
+class RentedWorkerRules(CodeRepository):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
@@ -25,9 +34,8 @@ class RentedWorkerRules(CodeRepository, RentalTimeouts):
     role_arn: str | None = Field(
         default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
-    retry_failed: bool = Field(
-        default=True,
-        description="Run a worker that fails again and again on another machine.",
+    timeouts: WorkerTimeouts = Field(
+        default=WorkerTimeouts(), description="Time limits and retries."
     )
     prewarm: bool = Field(
         default=True,

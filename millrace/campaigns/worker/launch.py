@@ -65,7 +65,7 @@ def _await_prewarm(settings: WorkerSettings, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         try:
-            if not exists(store, keys.warming):
+            if not exists(store, keys.prewarm_marker):
                 return
         except errors.UnavailableError as error:
             log.warning(

@@ -178,7 +178,7 @@ def build_names():
     yield CheckpointKeys(chain.job).metadata(1)
     yield LeaseKeys(chain.job, "aggregator").beat(1)
     campaign = CampaignKeys("camp")
-    yield from (campaign.plan, campaign.warming, campaign.lease.epoch(1))
+    yield from (campaign.pinned_training, campaign.prewarm_marker, campaign.lease.epoch(1))
     yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
     rental = RentalKeys("fleet")
     yield from (INSTALLATION, rental.owner, rental.lease.epoch(1), rental.intent(1))
