@@ -1,4 +1,7 @@
-"""``millrace campaign run``: a campaign from a file, as a flow run of this process."""
+"""Command line of the flow `campaign`: ``millrace campaign run`` runs a plan from a file here.
+
+The command is in this package, since `millrace` never imports prefect.
+"""
 
 import logging
 from pathlib import Path
@@ -41,7 +44,7 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     """
     from flows.campaign import run_campaign
     from millrace.rentals import RentalSupervisor
-    from tasks.campaigning import describe
+    from tasks.campaigning import describe_campaign
 
     release_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():
@@ -53,7 +56,7 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
         if not confirm_machines(plan.name, plan.training, yes=yes):
             return CommandResult({"campaign": plan.name}, 1)
         found = run_campaign(plan)
-    echo_text(describe(found, with_picture=False))
+    echo_text(describe_campaign(found, with_picture=False))
     return CommandResult(found)
 
 

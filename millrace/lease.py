@@ -1,6 +1,6 @@
 """Leases in a store: their holders, and their ends by the store's clock.
 
-Each new holder of a lease creates an epoch, and only one process can create an epoch. The holder
+Each new holder of a lease begins a term, and only one process can begin a term. The holder
 overwrites a heartbeat. After the lease's time without a heartbeat, another process may take the
 lease. Leases only save duplicate work. They are not locks: `commit_once` decides what happens once.
 """
@@ -75,7 +75,7 @@ class Holder(BaseModel):
         )
 
 
-class LeaseEpoch(Record):
+class LeaseTerm(Record):
     """Record of one holder of a lease."""
 
     record_kind: ClassVar[str] = "lease"
@@ -128,17 +128,25 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Lease that this holder acquired. It may have ended since."""
+    """Lease that this holder acquired. It may have ended since.
+
+    Attributes:
+        store: Store of the lease.
+        keys: Keys of the lease.
+        term: Number of the holder's term.
+        holder: Holder of the lease.
+        ttl: Time after the last heartbeat at which the lease ends.
+    """
 
     store: Store = field(repr=False)
     keys: LeaseKeys
-    epoch: int
+    term: int
     holder: Holder
     ttl: timedelta
 
     def beat(self) -> None:
         """Write a heartbeat. One request. Call at most once a second."""
-        put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
+        put(self.store, self.keys.beat(self.term), self.holder.id.encode())
 
     def is_superseded(self) -> bool:
         """Decide whether another holder has taken the lease since. One listing.
@@ -146,7 +154,7 @@ class Lease:
         Raises:
             UnavailableError: The store does not answer.
         """
-        return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
+        return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.term
 
     def with_timeout(self, timeout: timedelta) -> "Lease":
         """Return the same lease with another limit on the time for retries."""
@@ -155,7 +163,7 @@ class Lease:
     def release(self) -> None:
         """Give the lease back, so that the next holder need not wait."""
         try:
-            create(self.store, self.keys.end(self.epoch), self.holder.id.encode())
+            create(self.store, self.keys.end(self.term), self.holder.id.encode())
         except errors.ExistsError:
             return
 
@@ -186,7 +194,7 @@ def acquire(
     number, held = _find_current(store, keys, clock)
     if held is not None:
         return held
-    commit = commit_once(store, keys.epoch(number + 1), LeaseEpoch(holder=holder, ttl=ttl))
+    commit = commit_once(store, keys.term(number + 1), LeaseTerm(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
     return HeldLease(commit.record.holder, clock.now() + commit.record.ttl)
@@ -229,15 +237,15 @@ def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease |
 
 
 def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
-    """Return the newest epoch's number (-1 before the first), and its live holder or None."""
+    """Return the newest term's number (-1 before the first), and its live holder or None."""
     number, newest = _find_newest(keys, list_objects(store, keys.prefix))
     if not _is_taken(newest):
         return number, None
-    return number, _find_live_holder(fetch(store, keys.epoch(number), LeaseEpoch), newest, clock)
+    return number, _find_live_holder(fetch(store, keys.term(number), LeaseTerm), newest, clock)
 
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
-    """Return the newest epoch's number (-1 before the first), and its objects by kind."""
+    """Return the newest term's number (-1 before the first), and its objects by kind."""
     number, newest = -1, dict[str, Stat]()
     for stat in stats:
         number, newest = _keep_newest(keys, stat, number, newest)
@@ -247,7 +255,7 @@ def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str,
 def _keep_newest(
     keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
 ) -> tuple[int, dict[str, Stat]]:
-    """Return the newer one of an epoch and that of an object: its number, and its objects."""
+    """Return the newer one of a term and the term of an object: its number, and its objects."""
     parsed = keys.parse(stat.key)
     if parsed is None or parsed[0] < number:
         return number, newest
@@ -255,14 +263,14 @@ def _keep_newest(
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
-    """Decide whether an epoch has a holder that has not released it."""
+    """Decide whether a term has a holder that has not released it."""
     return "json" in newest and "end" not in newest
 
 
 def _find_live_holder(
-    record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
+    record: LeaseTerm, newest: Mapping[str, Stat], clock: StoreClock
 ) -> HeldLease | None:
-    """Return the holder of the newest epoch; None if the lease has ended or the holder is dead."""
+    """Return the holder of the newest term; None if the lease has ended or the holder is dead."""
     until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
@@ -270,7 +278,7 @@ def _find_live_holder(
 
 
 def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
-    """Return when an epoch ends by the store's clock, should nothing more be heard of it."""
+    """Return the end of a term by the store's clock, if no other heartbeat comes."""
     heard = max(stat.last_modified for stat in newest.values())
     return heard.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
 
@@ -293,12 +301,12 @@ class Census:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
         self._depth = 1 if group else 2  # folders of a lease's name below the prefix
-        self._records: dict[str, LeaseEpoch] = {}
+        self._records: dict[str, LeaseTerm] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
         """Return the holder of each held lease, by the last part of the lease's name.
 
-        One listing, and one GET for each new epoch.
+        One listing, and one GET for each new term.
 
         Raises:
             UnavailableError: The store does not answer.
@@ -312,20 +320,20 @@ class Census:
                 found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
         for keys, (number, newest) in found.items():
-            record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
+            record = self._read_term(keys.term(number), newest) if _is_taken(newest) else None
             if record is not None and (who := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = who
         return held
 
-    def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
-        """Return the record of an epoch; None if it says nothing of a holder.
+    def _read_term(self, key: str, newest: Mapping[str, Stat]) -> LeaseTerm | None:
+        """Return the record of a term; None if it says nothing of a holder.
 
         Raises:
             CorruptError: What stands there is no lease.
         """
         try:
             if key not in self._records:
-                self._records[key] = fetch(self._store, key, LeaseEpoch)
+                self._records[key] = fetch(self._store, key, LeaseTerm)
         except errors.NotFoundError:  # deleted since the listing
             return None
         except errors.CorruptError:

@@ -108,13 +108,15 @@ def report_failure(campaign: Campaign) -> Generator[None]:
 def report_campaign(found: CampaignSummary, fault: str = "") -> None:
     """Publish the report."""
     publish_report(
-        describe(found, fault),
+        describe_campaign(found, fault),
         key=make_artifact_key("campaign", found.name),
         description="Result of the campaign so far",
     )
 
 
-def describe(found: CampaignSummary, fault: str = "", *, with_picture: bool = True) -> Markdown:
+def describe_campaign(
+    found: CampaignSummary, fault: str = "", *, with_picture: bool = True
+) -> Markdown:
     """Return the report.
 
     Args:

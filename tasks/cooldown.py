@@ -85,13 +85,13 @@ def _watch_with_progress(
 def report_epoch(url: str, job: str, epoch: int, ended: EpochEnd) -> None:
     """Publish the report."""
     publish_report(
-        describe(url, job, epoch, ended),
+        describe_epoch_end(url, job, epoch, ended),
         key="cooldown",
         description="Result of the end of an epoch",
     )
 
 
-def describe(url: str, job: str, epoch: int, ended: EpochEnd) -> Markdown:
+def describe_epoch_end(url: str, job: str, epoch: int, ended: EpochEnd) -> Markdown:
     """Return the report."""
     status = ended.status
     names = sorted({*status.members, *ended.faults})

@@ -1,4 +1,7 @@
-"""Settings of a campaign's training, except where its checkpoints, accounts and data are."""
+"""Settings of a campaign's training, except where its checkpoints, accounts and data are.
+
+An epoch is a number of windows (`TrainingRules.windows_per_epoch`), and no pass over the data.
+"""
 
 from datetime import timedelta
 from pathlib import Path

@@ -81,7 +81,7 @@ class StoreDestination:
         """Return the damage of a checkpoint."""
         return find.verify(self.store, checkpoint, check=check)
 
-    def publish(
+    def write_copy(
         self,
         checkpoint: Checkpoint,
         content: Content,

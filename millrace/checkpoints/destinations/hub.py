@@ -119,7 +119,7 @@ class HubDestination:
 
     # -- writing
 
-    def publish(
+    def write_copy(
         self,
         checkpoint: Checkpoint,
         content: Content,

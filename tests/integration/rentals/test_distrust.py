@@ -85,7 +85,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
-    create(open_store(account.store), keys.lease.epoch(1), there)
+    create(open_store(account.store), keys.lease.term(1), there)
     with pytest.raises(errors.HeldError, match="Another process has taken over fleet") as caught:
         rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)

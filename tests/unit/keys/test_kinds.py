@@ -45,7 +45,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
         )
     for key in [
         *proofs[:2],
-        LeaseKeys("team/c/model", "members/worker-7").epoch(0),
+        LeaseKeys("team/c/model", "members/worker-7").term(0),
         CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
         CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
     ]:
