@@ -93,19 +93,19 @@ class Collector:
             tally: Current votes of the members.
             living: Names of the members that live.
         """
-        said = tally.find_majority(roster.members, living)
-        if said is not None and self._try_commit(roster, tally, said):
-            by = self._draft[0] if self._draft else said.member
-            return self.commit(said.make_epoch_record(self._job, self._epoch, by))
+        favourite = tally.find_majority(roster.members, living)
+        if favourite is not None and self._try_commit(roster, tally, favourite):
+            by = self._draft[0] if self._draft else favourite.member
+            return self.commit(favourite.make_epoch_record(self._job, self._epoch, by))
         if tally.has_late_majority(roster.members, living):
             return self.end_without_checkpoint(
-                "most members voted to go on without a checkpoint", said
+                "most members voted to go on without a checkpoint", favourite
             )
         return None
 
-    def end_without_checkpoint(self, why: str, said: Vote | None = None) -> EpochRecord:
+    def end_without_checkpoint(self, why: str, favourite: Vote | None = None) -> EpochRecord:
         """End the epoch without a checkpoint."""
-        step = said.step if said is not None else -1
+        step = favourite.step if favourite is not None else -1
         record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
         return self.commit(record)
 
@@ -115,8 +115,8 @@ class Collector:
         Returns:
             Whether the checkpoint is committed.
         """
-        said = tally.find_majority(roster.members, living)
-        return said is not None and self._try_commit(roster, tally, said)
+        favourite = tally.find_majority(roster.members, living)
+        return favourite is not None and self._try_commit(roster, tally, favourite)
 
     def commit(self, record: EpochRecord) -> EpochRecord:
         """Commit the epoch's end. An invalid record is replaced."""
@@ -141,17 +141,17 @@ class Collector:
 
     # -- the checkpoint
 
-    def _try_commit(self, roster: Roster, tally: VoteTally, said: Vote) -> bool:
+    def _try_commit(self, roster: Roster, tally: VoteTally, favourite: Vote) -> bool:
         """Try to commit the checkpoint, and return whether it is committed."""
-        if has_checkpoint(self._store, self._job, said.step, said.root):
+        if has_checkpoint(self._store, self._job, favourite.step, favourite.root):
             return True
         if self._draft is None:
-            self._draft = self._find_draft(roster, tally, said)
+            self._draft = self._find_draft(roster, tally, favourite)
         if self._draft is None or not self._collect_parts(roster, self._draft[1]):
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
-        if there.root != said.root:
-            where = self._store.make_url(self._keys.metadata(said.step))
+        if there.root != favourite.root:
+            where = self._store.make_url(self._keys.metadata(favourite.step))
             raise errors.ConflictError(
                 f"{where} is a checkpoint of the same step with another content: it was saved "
                 "before this epoch ended. Give this job another name, or resume from that one."
@@ -159,7 +159,7 @@ class Collector:
         return True
 
     def _find_draft(
-        self, roster: Roster, tally: VoteTally, said: Vote
+        self, roster: Roster, tally: VoteTally, favourite: Vote
     ) -> tuple[str, Checkpoint] | None:
         """Return the first member whose metadata matches the votes, and the metadata.
 
@@ -167,7 +167,11 @@ class Collector:
         """
         for member in roster.members:
             vote = tally.votes.get(member)
-            if member in self._refused or vote is None or vote.agreement_key != said.agreement_key:
+            if (
+                member in self._refused
+                or vote is None
+                or vote.agreement_key != favourite.agreement_key
+            ):
                 continue
             key = self._cooldown.draft(member)
             try:
@@ -183,7 +187,7 @@ class Collector:
             )
             step, root = draft.step, compute_root(draft.parts, draft.tensors)
             named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
-            if (step, root, rest) != said.agreement_key or not named:
+            if (step, root, rest) != favourite.agreement_key or not named:
                 self._refused.add(member)
                 continue
             parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)

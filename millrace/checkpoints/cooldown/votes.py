@@ -96,8 +96,8 @@ class VoteTally:
         votes = Counter(vote.agreement_key for vote in self.votes.values() if vote.root)
         if not votes:
             return None, 0
-        said, count = votes.most_common(1)[0]
-        return next(vote for vote in self.votes.values() if vote.agreement_key == said), count
+        key, count = votes.most_common(1)[0]
+        return next(vote for vote in self.votes.values() if vote.agreement_key == key), count
 
     def find_majority(self, members: Collection[str], living: Collection[str]) -> Vote | None:
         """Return the vote of more than half of the members; None without such a majority."""
@@ -137,7 +137,7 @@ def derive_epoch(store: Store, job: str, epoch: int) -> EpochRecord | None:
         return None
     tally = VoteTally(store, CooldownKeys(job, epoch))
     tally.read_new(roster.members)
-    said = tally.find_majority(roster.members, roster.members)
-    if said is None or not has_checkpoint(store, job, said.step, said.root):
+    favourite = tally.find_majority(roster.members, roster.members)
+    if favourite is None or not has_checkpoint(store, job, favourite.step, favourite.root):
         return None
-    return said.make_epoch_record(job, epoch)
+    return favourite.make_epoch_record(job, epoch)

@@ -177,8 +177,10 @@ class _EpochWatcher:
 
     def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
         """End the epoch for its dead members, if its checkpoint is committed."""
-        said = self._tally.find_majority(members, members)
+        favourite = self._tally.find_majority(members, members)
         job, number = self._keys.job, self._cooldown.epoch
-        if said is None or not has_checkpoint(self._store, job, said.step, said.root):
+        if favourite is None or not has_checkpoint(
+            self._store, job, favourite.step, favourite.root
+        ):
             return None
-        return commit_epoch(self._store, said.make_epoch_record(job, number))
+        return commit_epoch(self._store, favourite.make_epoch_record(job, number))
