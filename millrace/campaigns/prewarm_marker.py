@@ -1,4 +1,4 @@
-"""Mark of a campaign whose machines wait for their files."""
+"""Marker in the store: the machines of a campaign wait for their files."""
 
 from typing import ClassVar
 
