@@ -1,4 +1,4 @@
-"""Launch a worker of a campaign: serve its node of the swarm before training, then run its training script.
+"""Launch a worker of a campaign: serve its node of the swarm, then run its training script.
 
 A script that fails is started again, and joins the run at the current window. The variable
 ``MILLRACE_WORKER`` names its settings file.
