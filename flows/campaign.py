@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from prefect import flow
 
 from flows.aggregate_gradients import aggregate_gradients
-from flows.campaign_plan import CampaignPlan, find_rental, make_run_name
+from flows.campaign_plan import CampaignPlan, find_campaign_rental, make_run_name
 from flows.clean_bucket import clean_bucket
 from flows.cooldown import run_cooldown
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
@@ -24,16 +24,16 @@ from tasks.locations import check_right
 from tasks.merging import begin_chain
 from tasks.renting import RentalReference, make_release_hook, require_ledger
 
-hook = make_release_hook(find_rental)
+hook = make_release_hook(find_campaign_rental)
 
 
 @draw_form
 @flow(name="campaign", flow_run_name=make_run_name, on_crashed=[hook], on_cancellation=[hook])
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
-    """Shard, rent, prewarm, train, release, publish and clean, by the flows that also run alone.
+    """Run all stages of a campaign, by the flows that also run alone.
 
-    A campaign that was killed or cancelled is resumed by starting it again. It finds the finished
-    stages and continues with the rest. Machines are released in every case.
+    Another start resumes a campaign that was killed or cancelled, with the stages that are not
+    finished. Machines are released in every case.
 
     Args:
         plan: Plan of the campaign. A stage that is left out is skipped.
@@ -70,7 +70,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign, training: Training | None
 
 def train(plan: CampaignPlan, training: Training) -> None:
     """Train the epochs that have not ended yet."""
-    campaigning.pin_plan(training.write_store, training.plan)
+    campaigning.pin_training(training.write_store, training.plan)
     progress, rental = campaigning.read_training_progress(training), plan.rental
     if progress.has_ended(training):
         if rental is not None and campaigning.has_unreleased_machines(training):
@@ -82,13 +82,11 @@ def train(plan: CampaignPlan, training: Training) -> None:
             begin_chain(training.make_aggregator_settings(plan.find_initial_weights()))
             campaigning.await_workers(training, workers)
         for epoch in range(training.rules.epochs):
-            train_epoch(plan, training, epoch, workers)
+            run_epoch(plan, training, epoch, workers)
         workers.wait_until_done(training.cooldown_timeout)
 
 
-def train_epoch(
-    plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers
-) -> None:
+def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
     """Merge the windows of an epoch, and end the epoch."""
     progress = campaigning.read_training_progress(training)
     campaigns.merge_epoch(
@@ -108,15 +106,14 @@ def train_epoch(
 def rent_workers(training: Training, rental: RentalReference) -> Generator[CampaignWorkers]:
     """Rent machines that train, and release them when the block ends, whatever happens."""
     name, bucket, vast = rental
-    ledger = require_ledger(bucket, vast)
-    campaigning.begin_warming(training)
-    with campaigning.supervise_machines(training, ledger) as workers:
-        await_machines(workers)
-        if campaigning.is_warming(training):
+    campaigning.begin_prewarm(training)
+    with campaigning.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
+        await_machines(supervisor)
+        if campaigning.awaits_prewarm(training):
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
                 files = [FilesRequest(bucket=bucket, dataset=training.dataset)]
                 # The root is not used: the agents of the workers have a folder of their own.
                 prewarm(files, "/", RentedMachines(rental=name, bucket=bucket, vast=vast))
-            campaigning.end_warming(training)
-        yield workers
-    release_machines(*rental)  # the exit has released all machines; this run reports it
+            campaigning.end_prewarm(training)
+        yield supervisor
+    release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

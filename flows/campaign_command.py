@@ -1,4 +1,7 @@
-"""``millrace campaign run``: a campaign from a file, as a flow run of this process."""
+"""Command line of the flow `campaign`: ``millrace campaign run`` runs a plan from a file here.
+
+The command is in this package, since `millrace` never imports prefect.
+"""
 
 import logging
 from pathlib import Path

@@ -175,7 +175,7 @@ class CampaignPlan(_PlanModel):
         return InitialWeightsInput.model_validate({**dict(weights), "bucket": location})
 
 
-def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
+def find_campaign_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None if the run rents nothing."""
     plan: CampaignPlan = parameters["plan"]
     return plan.rental

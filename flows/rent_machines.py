@@ -28,7 +28,7 @@ from tasks.renting import (
 from tasks.reports import format_bold, format_markdown
 
 
-def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
+def find_requested_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None for a dry run."""
     if parameters["dry_run"]:
         return None
@@ -39,8 +39,8 @@ def find_rental(parameters: dict[str, Any]) -> RentalReference | None:
 @flow(
     name="rent-machines",
     flow_run_name="rent-{name}",
-    on_crashed=[make_release_hook(find_rental)],
-    on_cancellation=[make_release_hook(find_rental)],
+    on_crashed=[make_release_hook(find_requested_rental)],
+    on_cancellation=[make_release_hook(find_requested_rental)],
 )
 def rent_machines(
     name: str,
@@ -68,7 +68,7 @@ def rent_machines(
     return _report_machines(rental, start_rental(rental))
 
 
-@flow(name="rent-machines", flow_run_name="rent-{rental.name}")
+@flow(name="await-machines", flow_run_name="await-{rental.name}")
 def await_machines(rental: RentalSupervisor) -> list[MachineStatus]:
     """Wait until the programs of a rental run that the caller owns.
 

@@ -8,7 +8,7 @@ from millrace.checkpoints import HubSpec, SavedSource
 from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
-from tasks.checkpointing import check_checkpoint_destination, report_saved, transfer_checkpoint
+from tasks.checkpointing import check_checkpoint_destination, copy_checkpoint, report_copy
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 
@@ -74,6 +74,6 @@ def save_checkpoint(
         raise ConfigurationError("Name either a bucket or a hub repository as the destination.")
     check_right(source.location, Right.READ, source.prefix)
     wanted = SavedSource(**dict(source.make_spec()), job=source.job, step=source.step)
-    saved = transfer_checkpoint(wanted, target, job)
-    report_saved(saved, target)
+    saved = copy_checkpoint(wanted, target, job)
+    report_copy(saved, target)
     return saved.checkpoint

@@ -1,6 +1,6 @@
 """Leases in a store: their holders, and their ends by the store's clock.
 
-Each new holder of a lease creates an epoch, and only one process can create an epoch. The holder
+Each new holder of a lease begins a term, and only one process can begin a term. The holder
 overwrites a heartbeat. After the lease's time without a heartbeat, another process may take the
 lease. Leases only save duplicate work. They are not locks: `commit_once` decides what happens once.
 """
@@ -75,11 +75,11 @@ class Holder(BaseModel):
         )
 
 
-class LeaseEpoch(Record):
+class LeaseTerm(Record):
     """Record of one holder of a lease.
 
     Attributes:
-        holder: Holder of the lease in this epoch.
+        holder: Holder of the lease in this term.
         ttl: Time after the last heartbeat at which the lease ends.
     """
 
@@ -143,20 +143,20 @@ class Lease:
     Attributes:
         store: Store of the lease.
         keys: Keys of the lease.
-        epoch: Number of the epoch that this holder created.
+        term: Number of the term that this holder created.
         holder: This holder.
         ttl: Time after the last heartbeat at which the lease ends.
     """
 
     store: Store = field(repr=False)
     keys: LeaseKeys
-    epoch: int
+    term: int
     holder: Holder
     ttl: timedelta
 
     def beat(self) -> None:
         """Write a heartbeat. One request. Callers wait at least a second between two calls."""
-        put(self.store, self.keys.beat(self.epoch), self.holder.id.encode())
+        put(self.store, self.keys.beat(self.term), self.holder.id.encode())
 
     def is_superseded(self) -> bool:
         """Decide whether another holder has taken the lease since. One listing.
@@ -164,7 +164,7 @@ class Lease:
         Raises:
             UnavailableError: The store does not answer.
         """
-        return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.epoch
+        return _find_newest(self.keys, list_objects(self.store, self.keys.prefix))[0] > self.term
 
     def with_timeout(self, timeout: timedelta) -> "Lease":
         """Return the same lease with another limit on the time for retries."""
@@ -173,7 +173,7 @@ class Lease:
     def release(self) -> None:
         """Give the lease back, so that the next holder need not wait."""
         try:
-            create(self.store, self.keys.end(self.epoch), self.holder.id.encode())
+            create(self.store, self.keys.end(self.term), self.holder.id.encode())
         except errors.ExistsError:
             return
 
@@ -204,7 +204,7 @@ def acquire(
     number, held = _find_current(store, keys, clock)
     if held is not None:
         return held
-    commit = commit_once(store, keys.epoch(number + 1), LeaseEpoch(holder=holder, ttl=ttl))
+    commit = commit_once(store, keys.term(number + 1), LeaseTerm(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
     return HeldLease(commit.record.holder, clock.now() + commit.record.ttl)
@@ -248,15 +248,15 @@ def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease |
 
 
 def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
-    """Return the newest epoch's number (-1 before the first), and its live holder or None."""
+    """Return the newest term's number (-1 before the first), and its live holder or None."""
     number, newest = _find_newest(keys, list_objects(store, keys.prefix))
     if not _is_taken(newest):
         return number, None
-    return number, _find_live_holder(fetch(store, keys.epoch(number), LeaseEpoch), newest, clock)
+    return number, _find_live_holder(fetch(store, keys.term(number), LeaseTerm), newest, clock)
 
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
-    """Return the newest epoch's number (-1 before the first), and its objects by kind."""
+    """Return the newest term's number (-1 before the first), and its objects by kind."""
     number, newest = -1, dict[str, Stat]()
     for stat in stats:
         number, newest = _keep_newest(keys, stat, number, newest)
@@ -266,7 +266,7 @@ def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str,
 def _keep_newest(
     keys: LeaseKeys, stat: Stat, number: int, newest: dict[str, Stat]
 ) -> tuple[int, dict[str, Stat]]:
-    """Compare the newest epoch with that of an object; return the newer one and its objects."""
+    """Compare the newest term with that of an object; return the newer one and its objects."""
     parsed = keys.parse(stat.key)
     if parsed is None or parsed[0] < number:
         return number, newest
@@ -274,14 +274,14 @@ def _keep_newest(
 
 
 def _is_taken(newest: Mapping[str, Stat]) -> bool:
-    """Decide whether an epoch has a holder that has not released the lease."""
+    """Decide whether a term has a holder that has not released the lease."""
     return "json" in newest and "end" not in newest
 
 
 def _find_live_holder(
-    record: LeaseEpoch, newest: Mapping[str, Stat], clock: StoreClock
+    record: LeaseTerm, newest: Mapping[str, Stat], clock: StoreClock
 ) -> HeldLease | None:
-    """Return the holder of the newest epoch; None if the lease has ended or the holder is dead."""
+    """Return the holder of the newest term; None if the lease has ended or the holder is dead."""
     until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
@@ -289,7 +289,7 @@ def _find_live_holder(
 
 
 def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:
-    """Return when an epoch ends without another heartbeat, by the store's clock."""
+    """Return when a term ends without another heartbeat, by the store's clock."""
     last_write = max(stat.last_modified for stat in newest.values())
     return last_write.astimezone(UTC) + min(ttl, MAX_TTL) + _CLOCK_RESOLUTION
 
@@ -312,12 +312,12 @@ class Census:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
         self._depth = 1 if group else 2  # folders of a lease's name below the prefix
-        self._records: dict[str, LeaseEpoch] = {}
+        self._records: dict[str, LeaseTerm] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
         """Return the holder of each held lease, by the last part of the lease's name.
 
-        One listing, and one GET for each new epoch.
+        One listing, and one GET for each new term.
 
         Raises:
             UnavailableError: The store does not answer.
@@ -331,20 +331,20 @@ class Census:
                 found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
         for keys, (number, newest) in found.items():
-            record = self._read_epoch(keys.epoch(number), newest) if _is_taken(newest) else None
+            record = self._read_term(keys.term(number), newest) if _is_taken(newest) else None
             if record is not None and (holder := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = holder
         return held
 
-    def _read_epoch(self, key: str, newest: Mapping[str, Stat]) -> LeaseEpoch | None:
-        """Return the record of an epoch; None if the record is gone, or is damaged and ignored.
+    def _read_term(self, key: str, newest: Mapping[str, Stat]) -> LeaseTerm | None:
+        """Return the record of a term; None if the record is gone, or is damaged and ignored.
 
         Raises:
             CorruptError: The record cannot be read, and the lease may be held.
         """
         try:
             if key not in self._records:
-                self._records[key] = fetch(self._store, key, LeaseEpoch)
+                self._records[key] = fetch(self._store, key, LeaseTerm)
         except errors.NotFoundError:  # deleted since the listing
             return None
         except errors.CorruptError:

@@ -43,13 +43,13 @@ _MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's
 
 check_training = retried_task(campaigns.check_training)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
-pin_plan = retried_task(campaigns.pin_plan)
+pin_training = retried_task(campaigns.pin_training)
 read_training_progress = retried_task(campaigns.read_training_progress)
 has_unreleased_machines = retried_task(campaigns.has_unreleased_machines)
 await_workers = task(cache_policy=NO_CACHE)(campaigns.await_workers)
-begin_warming = retried_task(campaigns.begin_warming)
-is_warming = retried_task(campaigns.is_warming)
-end_warming = retried_task(campaigns.end_warming)
+begin_prewarm = retried_task(campaigns.begin_prewarm)
+awaits_prewarm = retried_task(campaigns.awaits_prewarm)
+end_prewarm = retried_task(campaigns.end_prewarm)
 summarize_campaign = retried_task(campaigns.summarize_campaign)
 
 

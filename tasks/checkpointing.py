@@ -20,7 +20,7 @@ from millrace.checkpoints import (
     survey,
     verify,
 )
-from millrace.checkpoints.destinations import TransferredCheckpoint
+from millrace.checkpoints.destinations import CopiedCheckpoint
 from millrace.storage import StoreSpec, open_store
 from tasks.formatting import (
     format_count,
@@ -96,28 +96,26 @@ def check_checkpoint_destination(target: StoreSpec | HubSpec, job: str) -> None:
 
 
 @retried_task
-def transfer_checkpoint(
-    source: SavedSource, target: StoreSpec | HubSpec, job: str
-) -> TransferredCheckpoint:
+def copy_checkpoint(source: SavedSource, target: StoreSpec | HubSpec, job: str) -> CopiedCheckpoint:
     """Copy a checkpoint into a bucket or the Hub, verified on both sides."""
     origin, wanted = source.open()
     with CheckpointProgress(make_artifact_key("progress", "save", job), wanted.size) as progress:
-        return destinations.transfer_checkpoint(
+        return destinations.copy_and_measure(
             StoreDestination(origin), wanted, open_destination(target), job, progress=progress
         )
 
 
 @task(cache_policy=NO_CACHE)
-def report_saved(saved: TransferredCheckpoint, target: StoreSpec | HubSpec) -> None:
+def report_copy(saved: CopiedCheckpoint, target: StoreSpec | HubSpec) -> None:
     """Publish the report of the copied checkpoint, with a link to the destination's page."""
     publish_report(
-        describe_saved(saved, _find_page(target)),
+        describe_copy(saved, _find_page(target)),
         key="saved-checkpoint",
         description="Saved checkpoint",
     )
 
 
-def describe_saved(saved: TransferredCheckpoint, page: str) -> Markdown:
+def describe_copy(saved: CopiedCheckpoint, page: str) -> Markdown:
     """Return the report of the copied checkpoint.
 
     Args:
@@ -157,13 +155,13 @@ def _format_destination(url: str, page: str) -> Markdown:
 def report_checkpoints(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> None:
     """Publish the report of the verified checkpoints."""
     publish_report(
-        describe_checkpoints(url, found, depth),
+        describe_verification(url, found, depth),
         key="verified-checkpoints",
         description="Result of the verification",
     )
 
 
-def describe_checkpoints(
+def describe_verification(
     url: str, found: list[CheckpointVerification], depth: VerifyDepth
 ) -> Markdown:
     """Return the report of the verified checkpoints."""

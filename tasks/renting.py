@@ -10,6 +10,7 @@ from prefect.flows import FlowStateHook
 from prefect.logging.loggers import flow_run_logger
 
 from blocks import Bucket, VastCredentials
+from millrace import rentals
 from millrace.errors import (
     ConfigurationError,
     HeldError,
@@ -34,7 +35,6 @@ from millrace.rentals import (
     list_rentals,
     open_account,
     reap,
-    release,
 )
 from millrace.storage import Right, open_store
 from millrace.swarm import Host, Hosts
@@ -200,7 +200,7 @@ def fetch_machines(ledger: LedgerSettings) -> list[MachineStatus]:
 @retried_task
 def release_rental(ledger: LedgerSettings, rental: str) -> int:
     """Release all machines of a rental."""
-    return release(ledger, rental, wait=True)
+    return rentals.release_rental(ledger, rental, wait=True)
 
 
 def make_release_hook(
@@ -229,7 +229,7 @@ def make_release_hook(
         if not list_attempts(open_store(ledger.store), name):
             return
         try:
-            released = release(ledger, name, wait=True, include_detached=False)
+            released = rentals.release_rental(ledger, name, wait=True, include_detached=False)
         except HeldError as error:
             log.info(
                 "No machine of %s was released, because another owner has the rental: %s",

@@ -8,7 +8,8 @@ from millrace.campaigns.campaign import Campaign, Training
 from millrace.campaigns.checks import check_dataset_complete, check_training
 from millrace.campaigns.lease import hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
-from millrace.campaigns.pinned_plan import check_plan, pin_plan
+from millrace.campaigns.pinned_training import check_training_plan, pin_training
+from millrace.campaigns.prewarm_marker import awaits_prewarm, begin_prewarm, end_prewarm
 from millrace.campaigns.progress import (
     MergedWindows,
     TrainingProgress,
@@ -17,7 +18,6 @@ from millrace.campaigns.progress import (
 )
 from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
 from millrace.campaigns.summary import CampaignSummary, summarize_campaign
-from millrace.campaigns.warming import begin_warming, end_warming, is_warming
 from millrace.campaigns.workers import (
     CampaignWorkers,
     await_workers,
@@ -37,17 +37,17 @@ __all__ = [
     "TrainingProgress",
     "TrainingRules",
     "await_workers",
-    "begin_warming",
+    "awaits_prewarm",
+    "begin_prewarm",
     "check_dataset_complete",
-    "check_plan",
     "check_training",
-    "end_warming",
+    "check_training_plan",
+    "end_prewarm",
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",
-    "is_warming",
     "merge_epoch",
-    "pin_plan",
+    "pin_training",
     "read_training_progress",
     "summarize_campaign",
 ]

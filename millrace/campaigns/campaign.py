@@ -11,7 +11,7 @@ from millrace.campaigns.worker import TrainingPlan, make_training_program
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregatorSettings, FollowSettings, InitialWeights, RunSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.rentals import LedgerSettings, RentalSettings, RentalTimeouts
+from millrace.rentals import LedgerSettings, RentalSettings
 from millrace.storage import StoreSpec
 
 _PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
@@ -134,9 +134,7 @@ class Training:
             machines=self.rules.workers,
             storage_grants=storage_grants,
             role_arn=machines.role_arn,
-            timeouts=RentalTimeouts(
-                **machines.model_dump(include=set(RentalTimeouts.model_fields))
-            ),
+            timeouts=machines.timeouts,
         )
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 from millrace import gradients
 from millrace.campaigns.campaign import Training
 from millrace.campaigns.workers import CampaignWorkers
-from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
+from millrace.checkpoints.cooldown.epoch_records import read_epoch
+from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
 from millrace.formatting import format_count
 from millrace.gradients import FollowSettings
@@ -113,7 +114,8 @@ def merge_epoch(
             raise HeldError(
                 f"{training.keys.run} is aggregated by another process, which is alive."
             )
-        # The aggregator ends early after a window in which no gradient was taken.
+        # The aggregator stops after each window without a gradient, so that the failure of all
+        # workers is noticed. If it merged only that window, the row of idle windows continues.
         idle_windows = idle_windows + 1 if done.windows == 1 else 1
         last_window = done.last_window
         if last_window < end and idle_windows >= training.rules.aggregation.idle:

@@ -1,4 +1,7 @@
-"""Settings of a campaign's training, except where its checkpoints, accounts and data are."""
+"""Settings of a campaign's training, except where its checkpoints, accounts and data are.
+
+An epoch is a number of windows (`TrainingRules.windows_per_epoch`), and no pass over the data.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +17,16 @@ from millrace.rentals import OfferRequest, RentalTimeouts
 from millrace.settings import Duration
 
 
-class RentedWorkerRules(CodeRepository, RentalTimeouts):
+class WorkerTimeouts(RentalTimeouts):
+    """Time limits and retries of the rental of the workers' machines."""
+
+    retry_failed: bool = Field(
+        default=True,
+        description="Run a worker that fails again and again on another machine.",
+    )
+
+
+class RentedWorkerRules(CodeRepository):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
@@ -25,9 +37,8 @@ class RentedWorkerRules(CodeRepository, RentalTimeouts):
     role_arn: str | None = Field(
         default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
-    retry_failed: bool = Field(
-        default=True,
-        description="Run a worker that fails again and again on another machine.",
+    timeouts: WorkerTimeouts = Field(
+        default=WorkerTimeouts(), description="Time limits and retries."
     )
     prewarm: bool = Field(
         default=True,

@@ -7,14 +7,12 @@ from millrace.extras import import_extra_module
 if TYPE_CHECKING:
     from millrace.checkpoints.contents import Content, open_content
     from millrace.checkpoints.cooldown.checkpointers import SelectionRule
-    from millrace.checkpoints.cooldown.cooldown import (
-        EpochResult,
-        cool_down,
-        count_epochs_without_checkpoint,
-    )
+    from millrace.checkpoints.cooldown.cooldown import cool_down
+    from millrace.checkpoints.cooldown.epoch_records import count_epochs_without_checkpoint
     from millrace.checkpoints.cooldown.epochs import EpochSaver
     from millrace.checkpoints.cooldown.member import MemberSettings, SavedSource, end_epoch
     from millrace.checkpoints.cooldown.membership import Membership
+    from millrace.checkpoints.cooldown.result import EpochResult
     from millrace.checkpoints.cooldown.watch import EpochStatus, watch_epoch_end
     from millrace.checkpoints.destinations import (
         Destination,
@@ -106,7 +104,7 @@ _MODULES = {
     "SelectionRule": "cooldown.checkpointers",
     "Content": "contents",
     "CooldownSettings": "settings",
-    "EpochResult": "cooldown.cooldown",
+    "EpochResult": "cooldown.result",
     "Destination": "destinations",
     "HubSpec": "destinations",
     "EpochSaver": "cooldown.epochs",
@@ -114,7 +112,7 @@ _MODULES = {
     "MemberSettings": "cooldown.member",
     "Membership": "cooldown.membership",
     "OnTimeout": "settings",
-    "CooldownOutcome": "cooldown.cooldown",
+    "CooldownOutcome": "cooldown.result",
     "Ranks": "ranks",
     "Removal": "retention",
     "RetentionSettings": "settings",
@@ -128,7 +126,7 @@ _MODULES = {
     "copy_checkpoint": "destinations",
     "cool_down": "cooldown.cooldown",
     "end_epoch": "cooldown.member",
-    "count_epochs_without_checkpoint": "cooldown.cooldown",
+    "count_epochs_without_checkpoint": "cooldown.epoch_records",
     "load": "loading",
     "load_into": "loading",
     "open_destination": "destinations",

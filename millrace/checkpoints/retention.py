@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from millrace import errors
-from millrace.checkpoints.cooldown.membership import derive_epoch, read_epoch
+from millrace.checkpoints.cooldown.epoch_records import read_epoch
+from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned

@@ -201,11 +201,11 @@ class _FreshnessCheck:
     def _make_job_check(self, job: str, phase: int) -> Callable[[str], str]:
         self._survey_once()
         deletable = (
-            self._planner.find_unreferenced_keys(job)
+            self._planner.checkpoints.find_unreferenced_keys(job)
             if phase
-            else self._planner.list_deletable_keys(job)
+            else self._planner.checkpoints.list_deletable_keys(job)
         )
-        present = self._planner.list_keys(job)
+        present = self._planner.checkpoints.list_keys(job)
         # Missing objects were deleted by an earlier execution of this plan.
         return lambda key: (
             "a checkpoint or a run needs it by now" if key in present - deletable else ""
@@ -215,10 +215,10 @@ class _FreshnessCheck:
         if self._planner.protection.has_pins_below(f"{dataset}/"):
             return lambda _: "it is pinned"
         if phase:
-            changed = self._planner.explain_change(dataset)
+            changed = self._planner.datasets.explain_change(dataset)
             return lambda _: changed
         try:
-            names = self._planner.list_referenced_keys(dataset)
+            names = self._planner.datasets.list_referenced_keys(dataset)
         except errors.CorruptError as error:
             reason = str(error)
             return lambda _: reason

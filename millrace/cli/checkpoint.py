@@ -114,12 +114,12 @@ def save(
     """
     from millrace.audit import check_checkpoint_destination
     from millrace.checkpoints import SavedSource, StoreDestination, open_destination
-    from millrace.checkpoints.destinations import transfer_checkpoint
+    from millrace.checkpoints.destinations import copy_and_measure
 
     origin, wanted = SavedSource(url=source, job=job, step=step).open()
     target, name = open_destination(destination), new_job or job
     check_checkpoint_destination(target, name)
-    done = transfer_checkpoint(StoreDestination(origin), wanted, target, name)
+    done = copy_and_measure(StoreDestination(origin), wanted, target, name)
     saved = done.checkpoint
     echo(
         f"Step {saved.step} of {name} is in {done.url}: {format_size(saved.size)} in "

@@ -127,8 +127,7 @@ def release(settings: Path, rental: str) -> CommandResult:
     \b
     Example: millrace machine release wiki rent.yaml
     """
-    from millrace.rentals import LedgerSettings
-    from millrace.rentals import release as release_rental
+    from millrace.rentals import LedgerSettings, release_rental
     from millrace.settings import load_settings
 
     count = release_rental(load_settings(settings, LedgerSettings), rental)

@@ -45,13 +45,13 @@ class CampaignKeys:
         return f"{self.name}/{_CAMPAIGN}/"
 
     @property
-    def warming(self) -> str:
+    def prewarm_marker(self) -> str:
         """Key of the marker that files are being copied to the machines: deleted afterwards."""
         return f"{self.notes}warming.json"
 
     @property
-    def plan(self) -> str:
-        """Key of the pinned plan: created once."""
+    def pinned_training(self) -> str:
+        """Key of the settings of the training that cannot change: created once."""
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
     def list_read_prefixes(self) -> list[str]:

@@ -11,7 +11,7 @@ MEMBERS = "members"
 
 @dataclass(frozen=True, slots=True)
 class LeaseKeys:
-    """Keys of one lease. Each new holder begins a new epoch of the lease.
+    """Keys of one lease. Each new holder begins a new term of the lease.
 
     Attributes:
         scope: Name of the dataset, job, run or rental that the lease belongs to.
@@ -26,8 +26,8 @@ class LeaseKeys:
         """Prefix of the lease's objects."""
         return f"{self.scope}/lease/{self.name}/"
 
-    def epoch(self, number: int) -> str:
-        """Return the key of the record that names an epoch's holder: created once."""
+    def term(self, number: int) -> str:
+        """Return the key of the record that names a term's holder: created once."""
         return f"{self.prefix}{number:06d}.json"
 
     def beat(self, number: int) -> str:
@@ -39,9 +39,9 @@ class LeaseKeys:
         return f"{self.prefix}{number:06d}.end"
 
     def parse(self, key: str) -> tuple[int, str] | None:
-        """Return the epoch and the kind of a key (``json``, ``beat``, ``end``); None for others."""
+        """Return the term and the kind of a key (``json``, ``beat``, ``end``); None for others."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
-        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `epoch` writes
+        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `term` writes
             return None
         return int(match[1]), match[2]
 

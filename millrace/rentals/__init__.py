@@ -2,10 +2,11 @@
 
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts
+from millrace.rentals.machine_environment import derive_node_key
 from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.owner_monitor import OwnerMonitor
-from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap, release
+from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap
 from millrace.rentals.rental import Rental
 from millrace.rentals.settings import (
     CodeRepository,
@@ -18,8 +19,8 @@ from millrace.rentals.settings import (
     VastAccount,
     open_account,
 )
-from millrace.rentals.startup import derive_node_key
 from millrace.rentals.supervisor import RentalSupervisor
+from millrace.rentals.unowned import release_rental
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 
@@ -52,5 +53,5 @@ __all__ = [
     "list_rentals",
     "open_account",
     "reap",
-    "release",
+    "release_rental",
 ]

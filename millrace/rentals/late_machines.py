@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from millrace.rentals.context import RentalContext
+from millrace.rentals.machine_starter import MachineStarter
 from millrace.rentals.machines import Machine, ReleaseDecision
-from millrace.rentals.starting import MachineStarter
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason

@@ -177,7 +177,7 @@ class Offer:
 
     Attributes:
         id: Number of the offer, which may change.
-        machine_id: Number of the host, which stays.
+        machine_id: Number of the host that has the machine, under the name that Vast.ai gives it.
         gpu: Name of the GPU.
         gpus: Number of GPUs.
         gpu_memory: Memory of each GPU, in GB.

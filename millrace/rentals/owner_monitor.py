@@ -89,13 +89,13 @@ def watch_owner(config: dict[str, Any]) -> None:
 
 def _release_rental(config: dict[str, Any]) -> None:
     from millrace import errors  # noqa: PLC0415
-    from millrace.rentals.reaper import release  # noqa: PLC0415
     from millrace.rentals.settings import LedgerSettings  # noqa: PLC0415
+    from millrace.rentals.unowned import release_rental  # noqa: PLC0415
 
     settings = LedgerSettings.model_validate(config["ledger"])
     for _ in range(_MAX_RELEASE_TRIES):
         try:
-            release(settings, config["rental"], include_detached=False)
+            release_rental(settings, config["rental"], include_detached=False)
         except (errors.HeldError, errors.NotFoundError):
             return  # another owner has the rental, or the rental never had a machine
         except Exception:  # noqa: BLE001 - machines are billed until a try succeeds

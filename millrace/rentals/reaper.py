@@ -4,11 +4,9 @@ Only machines with this installation's label are touched. If the list of machine
 completely, the reaper fails and releases nothing.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
-from millrace import errors
 from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
 from millrace.progress import Progress, ignore_event
@@ -16,22 +14,18 @@ from millrace.rentals.clock import SystemClock
 from millrace.rentals.destroy import destroy_machines, record_release
 from millrace.rentals.labels import Label, is_ours
 from millrace.rentals.ledger import (
+    MIN_LISTED_AGE,
     Attempt,
     ensure_installation,
     find_attempt,
     iterate_open_attempts,
-    list_attempts,
-    refuse_foreign_machines,
 )
-from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
-from millrace.storage import Store, delete, exists, open_store
-
-_MIN_ATTEMPT_AGE = timedelta(minutes=10)  # a younger attempt may not be listed yet
+from millrace.storage import Store, exists, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,85 +118,6 @@ def reap(
     closed = 0 if dry_run else _close_lost_attempts(store, vast, owners, instances, own_attempts)
     kept = tuple(one for one in machines if not one.release_reason)
     return ReapResult(tuple(to_release), kept, closed, len(attempts) - len(own_attempts))
-
-
-def release(
-    settings: LedgerSettings,
-    rental: str,
-    *,
-    wait: bool = False,
-    include_detached: bool = True,
-    vast: VastClient | None = None,
-    progress: Progress = ignore_event,
-) -> int:
-    """Release all machines of a rental; return their number.
-
-    Args:
-        settings: Store of the ledger, and the account.
-        rental: Name of the rental.
-        wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
-            renews its lease, or the lease expires.
-        include_detached: Whether detached machines are released, too; else they stay.
-        vast: Client of the account; by default that of the settings.
-        progress: Receives `MachineReleased` for each machine.
-
-    Raises:
-        ConfigurationError: Another account pays for some machines. The machines of this account
-            were released.
-        HeldError: The rental has a living owner, which releases its machines when it ends.
-        NotFoundError: There is no such rental.
-        UnavailableError: Some machines may still exist.
-    """
-    store, vast = open_store(settings.store), vast or open_account(settings.account)
-    with ExitStack() as stack:
-        acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
-        attempts = list_attempts(store, rental)
-        if not attempts:
-            raise errors.NotFoundError(
-                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
-            )
-        own_account = vast.identify_account()
-        unreleased = [
-            one
-            for one in attempts
-            if one.release_record is None and (include_detached or not one.is_detached)
-        ]
-        own_unreleased = [one for one in unreleased if one.intent.account == own_account]
-        by_label = {one.intent.label: one for one in own_unreleased}
-        keys = RentalKeys(rental)
-        # The reaper releases the rest if this process is killed.
-        delete(store, [keys.detached(one.number) for one in own_unreleased])
-
-        def handle_destroyed(label: str) -> None:
-            now, one = vast.clock.now(), by_label[label]
-            record_release(
-                store,
-                rental,
-                one,
-                ReleaseReason.UNNEEDED,
-                "the rental was released",
-                one.compute_cost(now),
-                now,
-            )
-            progress(
-                MachineReleased(
-                    machine=label,
-                    reason=ReleaseReason.UNNEEDED,
-                    message="the rental was released",
-                    dollars=one.compute_cost(now),
-                )
-            )
-
-        now = vast.clock.now()
-        past_listing_lag = [
-            label
-            for label, one in by_label.items()
-            if now - one.intent.started_at > _MIN_ATTEMPT_AGE
-        ]
-        numbers = {label: one.instance_id for label, one in by_label.items()}
-        destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
-    refuse_foreign_machines(rental, len(unreleased) - len(own_unreleased))
-    return len(by_label)
 
 
 def _release_machines(
@@ -332,7 +247,7 @@ def _close_lost_attempts(
     now = vast.clock.now()
     closed = 0
     for rental, attempt in attempts:
-        if now - attempt.intent.started_at <= _MIN_ATTEMPT_AGE:
+        if now - attempt.intent.started_at <= MIN_LISTED_AGE:
             continue
         if attempt.find_instance(instances) is None and not owners.find_owner(rental):
             message = "the owner was lost, and the provider does not list the machine"

@@ -19,13 +19,13 @@ from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.inspection import MachineInspector
 from millrace.rentals.late_machines import LateMachineFinder
+from millrace.rentals.machine_starter import MachineStarter
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.ownership import Ownership
 from millrace.rentals.progress_events import MachineMissing, RentalCostUpdated
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.settings import RentalSettings, open_account
-from millrace.rentals.starting import MachineStarter
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import take_over_machines
 from millrace.rentals.vast.api import VastClient
@@ -262,7 +262,7 @@ class Rental:
             self._state.done[machine.slot] = machine
             return
         self._policy.record_loss(decision)
-        self._state.excluded_machine_ids.add(machine.attempt.intent.machine_id)
+        self._state.excluded_host_ids.add(machine.attempt.intent.machine_id)
 
     def _list_instances(self) -> list[Instance] | None:
         """List the machines of the account; None if the listing cannot be read."""

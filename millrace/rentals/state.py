@@ -18,7 +18,7 @@ class RentalState:
             later listing may show them.
         released: Machines with a release record, by attempt.
         costs: Dollars of released machines, by attempt; 0 for the attempts of other machines.
-        excluded_machine_ids: Numbers of hosts that are not rented again.
+        excluded_host_ids: Numbers of hosts that are not rented again.
     """
 
     slot_count: int
@@ -27,7 +27,7 @@ class RentalState:
     unconfirmed: dict[int, Machine] = field(default_factory=dict[int, Machine])
     released: dict[int, Machine] = field(default_factory=dict[int, Machine])
     costs: dict[int, float] = field(default_factory=dict[int, float])
-    excluded_machine_ids: set[int] = field(default_factory=set[int])
+    excluded_host_ids: set[int] = field(default_factory=set[int])
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -45,9 +45,9 @@ class RentalState:
         return max(self.costs, default=-1) + 1
 
     @property
-    def unavailable_machine_ids(self) -> set[int]:
+    def unavailable_host_ids(self) -> set[int]:
         """Numbers of the hosts that are excluded, or have a machine of this rental."""
-        return self.excluded_machine_ids | {
+        return self.excluded_host_ids | {
             one.attempt.intent.machine_id for one in self.active.values()
         }
 

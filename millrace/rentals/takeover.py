@@ -66,4 +66,4 @@ def _add_released(state: RentalState, machine: Machine) -> None:
     if record.reason is ReleaseReason.DONE:
         state.done[machine.slot] = machine
     elif record.reason in _EXCLUDING_REASONS:
-        state.excluded_machine_ids.add(machine.attempt.intent.machine_id)
+        state.excluded_host_ids.add(machine.attempt.intent.machine_id)

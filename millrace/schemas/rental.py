@@ -29,7 +29,7 @@ class Intent(Record):
         slot: Number of the machine within the rental, from 0 on.
         label: Label of the machine. It identifies the machine if the answer is lost.
         offer_id: Number of the offer, which may later belong to another machine.
-        machine_id: Number of the host.
+        machine_id: Number of the host that has the machine, under the name that Vast.ai gives it.
         account: Identity of the account that pays, as from `VastClient.identify_account`.
         dollars_per_hour: Price of the machine with its disk.
         upload_dollars_per_gb: Price of the bytes that the machine sends.

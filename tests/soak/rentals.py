@@ -32,8 +32,8 @@ from millrace.rentals import (
     VastAccount,
     VastClient,
     destroy,
+    machine_starter,
     reap,
-    starting,
 )
 from millrace.rentals.destroy import LISTING_LAG
 from millrace.storage import StoreSpec
@@ -266,7 +266,7 @@ def _kill_at(which: str, at: int) -> None:
         if name == which and passed[name] == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    asked, commit = VastClient._send_once, starting.commit_once
+    asked, commit = VastClient._send_once, machine_starter.commit_once
 
     def ask(vast: VastClient, work: Any) -> Any:
         method = work.__qualname__.split(".")[1]
@@ -284,7 +284,7 @@ def _kill_at(which: str, at: int) -> None:
         return done
 
     VastClient._send_once = ask  # type: ignore[method-assign]
-    starting.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
+    machine_starter.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
 
 
 def main(runs: int, seed: int) -> int:

@@ -58,13 +58,13 @@ def test_of_many_at_once_one_gets_it(store, clock):
     assert sum(isinstance(lease, Lease) for lease in taken) == 1
 
 
-def test_given_back_it_is_free_and_the_epoch_moves_on(store, clock):
+def test_given_back_it_is_free_and_a_new_term_begins(store, clock):
     first = acquire(store, KEYS, Holder.this_process(), TTL, clock)
     first.release()
     first.release()
     assert find_holder(store, KEYS, clock) is None
     second = acquire(store, KEYS, Holder.this_process(), TTL, clock)
-    assert (first.epoch, second.epoch) == (0, 1)
+    assert (first.term, second.term) == (0, 1)
 
 
 def test_a_holder_that_is_not_heard_of_is_followed(store, clock):
@@ -114,7 +114,7 @@ def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
 @pytest.mark.parametrize(
     "key",
     [
-        "b/0000005.json",  # whose epoch would be at another key
+        "b/0000005.json",  # whose term would be at another key
         "b/a/000009.json",  # with the name of another member
         "b/ghost/000000.json",
         "b/000005.json",

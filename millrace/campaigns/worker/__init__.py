@@ -2,11 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.campaigns.worker.command import (
-    check_local_command,
-    check_repository_command,
-    make_worker_path,
-)
 from millrace.campaigns.worker.launch import launch_worker
 from millrace.campaigns.worker.plan import (
     make_training_program,
@@ -15,6 +10,11 @@ from millrace.campaigns.worker.plan import (
 )
 from millrace.campaigns.worker.reports import find_joined_workers, read_median_metric
 from millrace.campaigns.worker.settings import TrainingPlan, WorkerSettings
+from millrace.campaigns.worker.training_command import (
+    check_local_command,
+    check_repository_command,
+    make_worker_path,
+)
 from millrace.extras import import_extra_module
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Launch a worker: serve its node of the swarm before training, then run its training script.
+"""Launch a worker of a campaign: serve its node of the swarm, then run its training script.
 
 A script that fails is started again, and joins the run at the current window. The variable
 ``MILLRACE_WORKER`` names its settings file.
@@ -65,7 +65,7 @@ def _await_prewarm(settings: WorkerSettings, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         try:
-            if not exists(store, keys.warming):
+            if not exists(store, keys.prewarm_marker):
                 return
         except errors.UnavailableError as error:
             log.warning(

@@ -1,4 +1,4 @@
-"""Reports of workers: joined workers, and metrics of the weights."""
+"""Reports of the workers of a campaign: joined workers, and metrics of the weights."""
 
 import statistics
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Settings of a worker, which a campaign writes into a file on the worker's machine."""
+"""Settings of a campaign's worker, which the campaign writes into a file on its machine."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -18,14 +18,9 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from millrace import errors
-from millrace.checkpoints.cooldown.membership import (
-    VoteTally,
-    commit_roster,
-    find_epoch_end,
-    has_checkpoint,
-    make_roster,
-    read_roster,
-)
+from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_checkpoint
+from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
+from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import commit_checkpoint, compute_root
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
@@ -89,39 +84,39 @@ class Collector:
         return read_roster(self._store, self._job, self._epoch)
 
     def advance(
-        self, roster: Roster, heard: VoteTally, living: Collection[str]
+        self, roster: Roster, tally: VoteTally, living: Collection[str]
     ) -> EpochRecord | None:
         """Commit as much as is possible now, and return the epoch's end or None.
 
         Args:
             roster: Roster of the epoch.
-            heard: Current votes of the members.
+            tally: Current votes of the members.
             living: Names of the members that live.
         """
-        said = heard.find_majority(roster.members, living)
-        if said is not None and self._try_commit(roster, heard, said):
-            by = self._draft[0] if self._draft else said.member
-            return self.commit(said.make_epoch_record(self._job, self._epoch, by))
-        if heard.has_late_majority(roster.members, living):
+        favourite = tally.find_majority(roster.members, living)
+        if favourite is not None and self._try_commit(roster, tally, favourite):
+            by = self._draft[0] if self._draft else favourite.member
+            return self.commit(favourite.make_epoch_record(self._job, self._epoch, by))
+        if tally.has_late_majority(roster.members, living):
             return self.end_without_checkpoint(
-                "most members voted to go on without a checkpoint", said
+                "most members voted to go on without a checkpoint", favourite
             )
         return None
 
-    def end_without_checkpoint(self, why: str, said: Vote | None = None) -> EpochRecord:
+    def end_without_checkpoint(self, why: str, favourite: Vote | None = None) -> EpochRecord:
         """End the epoch without a checkpoint."""
-        step = said.step if said is not None else -1
+        step = favourite.step if favourite is not None else -1
         record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
         return self.commit(record)
 
-    def finish_checkpoint(self, roster: Roster, heard: VoteTally, living: Collection[str]) -> bool:
+    def finish_checkpoint(self, roster: Roster, tally: VoteTally, living: Collection[str]) -> bool:
         """Commit the checkpoint of an epoch that ended without one, if possible.
 
         Returns:
             Whether the checkpoint is committed.
         """
-        said = heard.find_majority(roster.members, living)
-        return said is not None and self._try_commit(roster, heard, said)
+        favourite = tally.find_majority(roster.members, living)
+        return favourite is not None and self._try_commit(roster, tally, favourite)
 
     def commit(self, record: EpochRecord) -> EpochRecord:
         """Commit the epoch's end. An invalid record is replaced."""
@@ -146,17 +141,17 @@ class Collector:
 
     # -- the checkpoint
 
-    def _try_commit(self, roster: Roster, heard: VoteTally, said: Vote) -> bool:
+    def _try_commit(self, roster: Roster, tally: VoteTally, favourite: Vote) -> bool:
         """Try to commit the checkpoint, and return whether it is committed."""
-        if has_checkpoint(self._store, self._job, said.step, said.root):
+        if has_checkpoint(self._store, self._job, favourite.step, favourite.root):
             return True
         if self._draft is None:
-            self._draft = self._find_draft(roster, heard, said)
+            self._draft = self._find_draft(roster, tally, favourite)
         if self._draft is None or not self._collect_parts(roster, self._draft[1]):
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
-        if there.root != said.root:
-            where = self._store.make_url(self._keys.metadata(said.step))
+        if there.root != favourite.root:
+            where = self._store.make_url(self._keys.metadata(favourite.step))
             raise errors.ConflictError(
                 f"{where} is a checkpoint of the same step with another content: it was saved "
                 "before this epoch ended. Give this job another name, or resume from that one."
@@ -164,15 +159,19 @@ class Collector:
         return True
 
     def _find_draft(
-        self, roster: Roster, heard: VoteTally, said: Vote
+        self, roster: Roster, tally: VoteTally, favourite: Vote
     ) -> tuple[str, Checkpoint] | None:
         """Return the first member whose metadata matches the votes, and the metadata.
 
         Fields that the votes do not prove are replaced: notes, the time, and the steps of files.
         """
         for member in roster.members:
-            vote = heard.claims.get(member)
-            if member in self._refused or vote is None or vote.agreement_key != said.agreement_key:
+            vote = tally.votes.get(member)
+            if (
+                member in self._refused
+                or vote is None
+                or vote.agreement_key != favourite.agreement_key
+            ):
                 continue
             key = self._cooldown.draft(member)
             try:
@@ -188,7 +187,7 @@ class Collector:
             )
             step, root = draft.step, compute_root(draft.parts, draft.tensors)
             named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
-            if (step, root, rest) != said.agreement_key or not named:
+            if (step, root, rest) != favourite.agreement_key or not named:
                 self._refused.add(member)
                 continue
             parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)

@@ -5,8 +5,9 @@ from contextlib import suppress
 from threading import Event as Flag
 from typing import Any, Self
 
-from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
+from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.membership import Membership
+from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.progress import Progress, ignore_event

@@ -6,8 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.checkpoints.contents import open_content
-from millrace.checkpoints.cooldown.cooldown import EpochResult, cool_down
+from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.membership import Membership
+from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.progress import Progress, ignore_event

@@ -8,14 +8,14 @@ from datetime import timedelta
 
 from millrace import errors
 from millrace.checkpoints.cooldown.collector import Collector
-from millrace.checkpoints.cooldown.membership import (
-    VoteTally,
+from millrace.checkpoints.cooldown.epoch_records import (
     commit_epoch,
     find_epoch_end,
     has_checkpoint,
-    make_census,
-    read_roster,
 )
+from millrace.checkpoints.cooldown.membership import make_census
+from millrace.checkpoints.cooldown.rosters import read_roster
+from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import read_checkpoint
 from millrace.checkpoints.progress_events import CooldownProgressed
 from millrace.keys.checkpoints import CheckpointKeys
@@ -102,7 +102,7 @@ class _EpochWatcher:
         self._store, self._keys = store, CheckpointKeys(job)
         self._cooldown = CooldownKeys(job, epoch)
         self._census = make_census(store, job, clock)
-        self._heard = VoteTally(store, self._cooldown)
+        self._tally = VoteTally(store, self._cooldown)
         self._collector = Collector(store, job, epoch, members) if members else None
         self._roster: Roster | None = None
 
@@ -115,31 +115,31 @@ class _EpochWatcher:
         """
         held = frozenset(self._census.find_holders())
         members = self._list_members(held)
-        self._heard.read_new(members, late=self._collector is not None)
+        self._tally.read_new(members, late=self._collector is not None)
         living = held & frozenset(members)
         job, number = self._keys.job, self._cooldown.epoch
         epoch = find_epoch_end(self._store, job, number)
         if self._collector is not None:
             epoch = self._collect(self._collector, living, epoch, last=last)
         else:
-            working = living - self._heard.ended.keys()
+            working = living - self._tally.ended.keys()
             epoch = epoch or (None if working else self._end_for_dead_members(members))
         checkpoint = None
         if epoch is not None and epoch.root is not None:
             with suppress(errors.NotFoundError, errors.CorruptError):
                 checkpoint = read_checkpoint(self._store, self._keys.job, epoch.step)
-        going = living - self._heard.ended.keys()
+        going = living - self._tally.ended.keys()
         return EpochStatus(
-            epoch, checkpoint, members, going, dict(self._heard.ended), round(seconds, 1)
+            epoch, checkpoint, members, going, dict(self._tally.ended), round(seconds, 1)
         )
 
     def measure_progress(self) -> tuple[int, int]:
         """Return the bytes of the uploaded files, and those of all files."""
-        claim, _ = self._heard.find_favourite()
-        if claim is None:
+        vote, _ = self._tally.find_favourite()
+        if vote is None:
             return 0, 0
-        stats = list_objects(self._store, self._keys.parts(claim.step))
-        return min(claim.size, sum(stat.size for stat in stats)), claim.size
+        stats = list_objects(self._store, self._keys.parts(vote.step))
+        return min(vote.size, sum(stat.size for stat in stats)), vote.size
 
     def delete_uploads(self) -> None:
         """Delete the uploads of confined members."""
@@ -165,9 +165,9 @@ class _EpochWatcher:
     ) -> EpochRecord | None:
         if self._roster is not None:
             if epoch is None:
-                epoch = collector.advance(self._roster, self._heard, living)
+                epoch = collector.advance(self._roster, self._tally, living)
             elif epoch.root is None:  # members may go on in the background
-                collector.finish_checkpoint(self._roster, self._heard, living)
+                collector.finish_checkpoint(self._roster, self._tally, living)
         if epoch is None and last:
             epoch = collector.end_without_checkpoint(
                 "it had not ended within the owner's time limit"
@@ -176,8 +176,10 @@ class _EpochWatcher:
 
     def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
         """End the epoch for its dead members, if its checkpoint is committed."""
-        said = self._heard.find_majority(members, members)
+        favourite = self._tally.find_majority(members, members)
         job, number = self._keys.job, self._cooldown.epoch
-        if said is None or not has_checkpoint(self._store, job, said.step, said.root):
+        if favourite is None or not has_checkpoint(
+            self._store, job, favourite.step, favourite.root
+        ):
             return None
-        return commit_epoch(self._store, said.make_epoch_record(job, number))
+        return commit_epoch(self._store, favourite.make_epoch_record(job, number))

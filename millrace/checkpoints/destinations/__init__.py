@@ -1,10 +1,10 @@
 """Destinations of checkpoints: a store, or a repository of the Hugging Face Hub."""
 
 from millrace.checkpoints.destinations.base import (
+    CopiedCheckpoint,
     Destination,
-    TransferredCheckpoint,
+    copy_and_measure,
     copy_checkpoint,
-    transfer_checkpoint,
 )
 from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.checkpoints.destinations.spec import HubSpec
@@ -13,13 +13,13 @@ from millrace.errors import ConfigurationError
 from millrace.storage import StoreSpec, open_store
 
 __all__ = [
+    "CopiedCheckpoint",
     "Destination",
     "HubSpec",
     "StoreDestination",
-    "TransferredCheckpoint",
+    "copy_and_measure",
     "copy_checkpoint",
     "open_destination",
-    "transfer_checkpoint",
 ]
 
 

@@ -72,7 +72,7 @@ class Destination(Protocol):
         """Return a sentence about the damage of each damaged file, by the file's digest."""
         ...
 
-    def publish(
+    def write_copy(
         self,
         checkpoint: Checkpoint,
         content: Content,
@@ -81,7 +81,7 @@ class Destination(Protocol):
         uploads: int = 4,
         progress: Progress = ignore_event,
     ) -> Checkpoint:
-        """Upload a checkpoint to this destination, and commit it under the same step.
+        """Upload a copy of a checkpoint to this destination, and commit it under the same step.
 
         Files that the destination has are not sent again. After a kill, another call continues. Of
         several callers one commits, and all return the committed checkpoint.
@@ -132,13 +132,13 @@ def copy_checkpoint(
     uploads: int = 4,
     progress: Progress = ignore_event,
 ) -> Checkpoint:
-    """Copy a checkpoint to another destination, verified on both sides. See `publish`."""
+    """Copy a checkpoint to another destination, verified on both sides."""
     content = source.open_content(checkpoint)
-    return destination.publish(checkpoint, content, job, uploads=uploads, progress=progress)
+    return destination.write_copy(checkpoint, content, job, uploads=uploads, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
-class TransferredCheckpoint:
+class CopiedCheckpoint:
     """Checkpoint that was copied to a destination.
 
     Attributes:
@@ -154,14 +154,14 @@ class TransferredCheckpoint:
     seconds: float
 
 
-def transfer_checkpoint(
+def copy_and_measure(
     source: Destination,
     checkpoint: Checkpoint,
     destination: Destination,
     job: str,
     *,
     progress: Progress = ignore_event,
-) -> TransferredCheckpoint:
+) -> CopiedCheckpoint:
     """Copy a checkpoint as `copy_checkpoint` does, and measure the copy."""
     began, sent = time.monotonic(), 0
 
@@ -172,4 +172,4 @@ def transfer_checkpoint(
         progress(event)
 
     saved = copy_checkpoint(source, checkpoint, destination, job, progress=count_bytes)
-    return TransferredCheckpoint(destination.url, saved, sent, time.monotonic() - began)
+    return CopiedCheckpoint(destination.url, saved, sent, time.monotonic() - began)

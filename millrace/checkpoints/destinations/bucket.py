@@ -12,10 +12,10 @@ from datetime import timedelta
 from millrace import errors
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, open_content
-from millrace.checkpoints.cooldown.shared_upload import SharedUpload
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import CheckpointSaved
+from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
@@ -82,7 +82,7 @@ class StoreDestination:
         """Return the damage of a checkpoint."""
         return find.verify(self.store, checkpoint, check=check)
 
-    def publish(
+    def write_copy(
         self,
         checkpoint: Checkpoint,
         content: Content,
@@ -93,15 +93,15 @@ class StoreDestination:
     ) -> Checkpoint:
         """Copy the files that are missing, and commit the checkpoint."""
         store, keys = self.store, CheckpointKeys(job)
-        news = threading.Event()
-        upload = SharedUpload(
+        ended = threading.Event()
+        upload = SharedUpload(  # by a single member, which uploads all files
             store,
             content,
             keys.part,
             reads=store,
             uploads=uploads,
             check=VerifyDepth.DIGESTS,
-            news=news.set,
+            on_change=ended.set,
             progress=progress,
         )
         stats = list_objects(store, keys.parts(checkpoint.step))
@@ -109,7 +109,7 @@ class StoreDestination:
         upload.note_files((part[1], key) for part, key in parts if part is not None)
         upload.start(0, 1)
         try:
-            news.wait()
+            ended.wait()
         finally:
             upload.stop()
         if upload.error is not None:

@@ -31,7 +31,7 @@ class Instance:
     Attributes:
         id: Number of the contract.
         label: Label of the machine.
-        machine_id: Number of the host.
+        machine_id: Number of the host that has the machine, under the name that Vast.ai gives it.
         status: ``created``, ``loading``, ``running``, ``exited``, ...; ``created`` while null.
         states: Current, intended and next state.
         message: Message of the host.

@@ -35,7 +35,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
     lease = LeaseKeys(RUN.chain.job, "aggregator")
-    until(lambda: exists(store, lease.epoch(0)), "the first to have the lease")
+    until(lambda: exists(store, lease.term(0)), "the first to have the lease")
 
     second = deployed.start(AGGREGATE, watch=False, **parameters)
     held = deployed.wait(second.run, "Completed", "Failed", "Crashed")

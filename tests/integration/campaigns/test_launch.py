@@ -75,7 +75,7 @@ def test_a_machine_is_warmed_before_its_script_runs(
     make: Make, store: Store, place: StoreSpec, tmp_path: Path
 ) -> None:
     put(store, "models/weights.bin", b"w" * 100_000)
-    put(store, CampaignKeys("small").warming, b"{}")
+    put(store, CampaignKeys("small").prewarm_marker, b"{}")
     brought = tmp_path / "data/weights.bin"
     settings = make(
         prewarm_timeout="PT5M",
@@ -92,7 +92,7 @@ def test_a_machine_is_warmed_before_its_script_runs(
         )
         assert [node.ready for node in report.nodes] == [True]
         assert not (tmp_path / "ran").exists()
-        delete(store, [CampaignKeys("small").warming])
+        delete(store, [CampaignKeys("small").prewarm_marker])
         assert process.wait() == 0
     finally:
         process.kill()

@@ -11,7 +11,7 @@ from millrace.campaigns.worker import render_worker_settings
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.rentals import derive_node_key
-from millrace.rentals.startup import make_environment
+from millrace.rentals.machine_environment import make_environment
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW, Key
 from tests.stores import credentials

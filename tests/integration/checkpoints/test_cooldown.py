@@ -26,7 +26,7 @@ from millrace.checkpoints import (
     watch_epoch_end,
 )
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
-from millrace.checkpoints.cooldown.membership import commit_roster, obtain_roster
+from millrace.checkpoints.cooldown.rosters import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
-from millrace.campaigns import pin_plan
+from millrace.campaigns import pin_training
 from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
@@ -69,7 +69,7 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
         windows_per_epoch=2,
         dataset="small-text",
     )
-    pin_plan(StoreSpec(url=store.as_uri()), pinned)
+    pin_training(StoreSpec(url=store.as_uri()), pinned)
     make_text(tmp_path / "text")
     with pytest.raises((MillraceError, ValidationError), match=said):
         run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))

@@ -95,7 +95,7 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
     begin(open_store(store.as_uri()), "hung-up/first")
     machines = {
         "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
-        "repo_url": "https://example.org/x", "poll_interval": "PT1S",
+        "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT1S"},
     }  # fmt: skip
     plan = tmp_path / "campaign.yaml"
     plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))

@@ -30,7 +30,7 @@ from millrace.rentals import (
     VastClient,
     list_rentals,
     reap,
-    release,
+    release_rental,
 )
 from millrace.storage import StoreSpec
 from millrace.testing.vast import StandInClock, VastServer
@@ -279,7 +279,9 @@ def release_machines(site: Site) -> Any:
     """Release what was left."""
     with _world(site) as world:
         _left(world)
-        world.attempt(lambda: release(world.stand, "fleet", vast=world.vast, progress=site.heard))
+        world.attempt(
+            lambda: release_rental(world.stand, "fleet", vast=world.vast, progress=site.heard)
+        )
         end, left = world.server.now(), world.left()
         _reap_all(world)
         return world.judge(left, end + 2 * REAPED)
@@ -292,7 +294,7 @@ def list_machines(site: Site) -> Any:
         found = list_rentals(world.stand, vast=world.vast)
         site.said += [f"{one.rental} {one.instance.label} {one.release_reason}" for one in found]
         rentals = sorted({one.rental for one in found})
-        world.attempt(lambda: release(world.stand, "fleet", vast=world.vast))
+        world.attempt(lambda: release_rental(world.stand, "fleet", vast=world.vast))
         end, left = world.server.now(), world.left()
         _reap_all(world)
         return world.judge([rentals, left], end + 2 * REAPED)

@@ -17,10 +17,10 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder
-from millrace.rentals import Rental, VastClient, reap, release, reports, starting
+from millrace.rentals import Rental, VastClient, machine_starter, reap, release_rental, reports
 from millrace.rentals.ledger import list_attempts
+from millrace.rentals.machine_environment import make_environment
 from millrace.rentals.progress_events import OutputPrinted
-from millrace.rentals.startup import make_environment
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
 from millrace.testing.process import REPOSITORY
@@ -86,7 +86,7 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
-    create(open_store(account.store), keys.lease.epoch(1), there)
+    create(open_store(account.store), keys.lease.term(1), there)
     with pytest.raises(errors.HeldError, match="Another process has taken over fleet") as caught:
         rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)
@@ -96,14 +96,14 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
 
 def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
     account = world()
-    commit = starting.commit_once
+    commit = machine_starter.commit_once
 
     def second(store: Any, key: str, record: Any) -> Any:
         if key.endswith("-intent.json"):  # another was a moment earlier
             commit(store, key, record.model_copy(update={"offer_id": 1}))
         return commit(store, key, record)
 
-    monkeypatch.setattr(starting, "commit_once", second)
+    monkeypatch.setattr(machine_starter, "commit_once", second)
     rental = Rental(account.settings(), vast=account.vast)
     with pytest.raises(errors.HeldError, match="Another process"), rental:
         rental.wait_until_ready()
@@ -197,7 +197,7 @@ def test_a_release_that_failed_is_gone_on_with_by_the_reaper(world: Reset) -> No
     leave(account)
     account.server.fail_next(10_000, "error500", "delete")
     with pytest.raises(errors.UnavailableError, match="millrace machine reap"):
-        release(account.stand(), "fleet", vast=account.vast)
+        release_rental(account.stand(), "fleet", vast=account.vast)
     account.server.fail_next(0, "error500", "delete")
     account.server.ask("calm", {})
     assert len(reap(account.stand(), vast=account.vast).released) == 1
@@ -209,7 +209,7 @@ def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) 
     leave(account)
     (one,) = account.server.alive()
     account.server.ask("label", {"instance": one["id"], "label": "mine"})
-    assert release(account.stand(), "fleet", vast=account.vast) == 1
+    assert release_rental(account.stand(), "fleet", vast=account.vast) == 1
     assert account.server.alive() == []
     abandoned = Rental(account.settings("other"), vast=account.vast)
     abandoned.__enter__()

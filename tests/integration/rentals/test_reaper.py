@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from millrace import errors
-from millrace.rentals import Rental, list_rentals, reap, release
+from millrace.rentals import Rental, list_rentals, reap, release_rental
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import ensure_installation, list_attempts
 from millrace.rentals.progress_events import MachineReleased
@@ -140,14 +140,14 @@ def test_a_rental_is_released_by_name(world: Reset) -> None:
     with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
         rental.wait_until_ready()
         with pytest.raises(errors.HeldError, match="is held by"):
-            release(account.stand(), "fleet", vast=account.vast)
+            release_rental(account.stand(), "fleet", vast=account.vast)
     with pytest.raises(errors.NotFoundError, match="has no rental 'other'"):
-        release(account.stand(), "other", vast=account.vast)
-    assert release(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
+        release_rental(account.stand(), "other", vast=account.vast)
+    assert release_rental(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
     assert len(account.server.alive()) == 2  # its owner has left both to work
-    assert release(account.stand(), "fleet", vast=account.vast) == 2
+    assert release_rental(account.stand(), "fleet", vast=account.vast) == 2
     assert account.server.alive() == []
-    assert release(account.stand(), "fleet", vast=account.vast) == 0
+    assert release_rental(account.stand(), "fleet", vast=account.vast) == 0
 
 
 def other_account(account: Account_) -> Account_:
@@ -165,7 +165,7 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
     found = reap(other.stand(), vast=other.vast)
     assert (found.released, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
     with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
-        release(other.stand(), "fleet", vast=other.vast)
+        release_rental(other.stand(), "fleet", vast=other.vast)
     with (
         pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"),
         Rental(other.settings(machines=2), vast=other.vast),
@@ -177,7 +177,7 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
     }
 
     assert len(list_rentals(account.stand(), vast=account.vast)) == 2
-    assert release(account.stand(), "fleet", vast=account.vast) == 2
+    assert release_rental(account.stand(), "fleet", vast=account.vast) == 2
     assert account.server.alive() == []
 
 

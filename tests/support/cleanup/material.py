@@ -13,7 +13,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.leases import LeaseKeys
-from millrace.lease import Holder, LeaseEpoch
+from millrace.lease import Holder, LeaseTerm
 from millrace.records import commit_once, encode_record
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Pin
@@ -74,8 +74,8 @@ class Place:
     def lease(self, scope: str, name: str, *, ended: bool = False) -> None:
         """A lease that another machine holds for an hour from now, or has given back."""
         keys = LeaseKeys(scope, name)
-        epoch = LeaseEpoch(holder=ELSEWHERE, ttl=timedelta(hours=1))
-        commit_once(self.store, keys.epoch(0), epoch)
+        term = LeaseTerm(holder=ELSEWHERE, ttl=timedelta(hours=1))
+        commit_once(self.store, keys.term(0), term)
         put(self.store, keys.beat(0), b"elsewhere")
         if ended:
             put(self.store, keys.end(0), b"elsewhere")

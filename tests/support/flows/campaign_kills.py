@@ -67,8 +67,7 @@ class Site:
             "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
             "vast": name,
             "repo_url": repository.as_uri(),
-            "poll_interval": "PT1S",
-            "heartbeat_timeout": "PT2M",
+            "timeouts": {"poll_interval": "PT1S", "heartbeat_timeout": "PT2M"},
             "prewarm": real,
         }
         self.log = folder / "leader.log"

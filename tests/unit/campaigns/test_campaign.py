@@ -7,9 +7,10 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from millrace.campaigns import Campaign
+from millrace.campaigns.settings import WorkerTimeouts
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import FollowRules, InitialWeights
-from millrace.rentals import LedgerSettings, RentalTimeouts, VastAccount
+from millrace.rentals import LedgerSettings, VastAccount
 from millrace.storage import StoreSpec
 from tests.support.campaigns.training import RENTED, MakeTraining
 
@@ -38,11 +39,12 @@ def test_rented_workers_wait_for_the_prewarm_if_there_is_one(
 
 
 def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place: StoreSpec) -> None:
-    machines = RENTED | {"role_arn": "arn:x", "startup_timeout": "7m", "max_attempts": 2}
+    timeouts = {"startup_timeout": "7m", "max_attempts": 2}
+    machines = RENTED | {"role_arn": "arn:x", "timeouts": timeouts}
     account = VastAccount(api_key=SecretStr("key"))
     ledger = LedgerSettings(store=place, account=account)
     rental = make_training(machines=machines).make_rental(ledger)
-    limits = RentalTimeouts(startup_timeout="7m", max_attempts=2, retry_failed=True)
+    limits = WorkerTimeouts(startup_timeout="7m", max_attempts=2, retry_failed=True)
     assert rental.timeouts == limits
     assert (rental.name, rental.machines, rental.role_arn) == ("small", 2, "arn:x")
     assert rental.ledger == ledger

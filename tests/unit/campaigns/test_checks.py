@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.campaigns import check_dataset_complete, check_training, pin_plan
+from millrace.campaigns import check_dataset_complete, check_training, pin_training
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
 from millrace.gradients import InitialWeights, begin_run, select_weights
 from millrace.storage import Store, StoreSpec
@@ -36,7 +36,7 @@ def test_the_weights_are_checked_until_the_run_has_begun(
 
 def test_a_plan_that_has_changed_is_refused_first(make_training: MakeTraining) -> None:
     training = make_training()
-    pin_plan(training.write_store, training.plan)
+    pin_training(training.write_store, training.plan)
     with pytest.raises(ConflictError, match=r"training\.workers was 2, and is 3 now"):
         check_training(make_training(workers=3), refuse)
 

@@ -6,11 +6,11 @@ import torch
 from millrace.campaigns import (
     Training,
     await_workers,
-    begin_warming,
-    end_warming,
+    awaits_prewarm,
+    begin_prewarm,
+    end_prewarm,
     has_joined_worker,
     has_unreleased_machines,
-    is_warming,
 )
 from millrace.errors import UnavailableError, WorkerError
 from millrace.gradients import begin_run, select_weights
@@ -74,10 +74,10 @@ def test_rented_machines_wait_while_files_are_copied(make_training: MakeTraining
     training = make_training(machines=RENTED)
     assert not has_unreleased_machines(training)
     for _ in range(2):  # a leader that was killed is followed by another
-        begin_warming(training)
-        assert is_warming(training)
-    end_warming(training)
-    assert not is_warming(training)
+        begin_prewarm(training)
+        assert awaits_prewarm(training)
+    end_prewarm(training)
+    assert not awaits_prewarm(training)
 
 
 @pytest.mark.parametrize("machines", [{"kind": "local"}, RENTED | {"prewarm": False}])
@@ -85,5 +85,5 @@ def test_workers_without_a_prewarm_wait_for_none(
     make_training: MakeTraining, machines: dict[str, object]
 ) -> None:
     training = make_training(machines=machines)
-    begin_warming(training)
-    assert not is_warming(training)
+    begin_prewarm(training)
+    assert not awaits_prewarm(training)

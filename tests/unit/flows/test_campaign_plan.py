@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from flows.campaign_command import read_campaign_plan
 from flows.campaign_plan import CampaignPlan, RentedWorkers
-from millrace.campaigns import check_plan, pin_plan
+from millrace.campaigns import check_training_plan, pin_training
 from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
@@ -65,7 +65,7 @@ def pin(store: Path, **change: Any) -> None:
         command=("true",),
         **{"workers": 2, "run": RUN, "dataset": "text", **change},
     )
-    for check in (check_plan, pin_plan):
+    for check in (check_training_plan, pin_training):
         check(StoreSpec(url=store.as_uri()), plan)
 
 
@@ -97,5 +97,5 @@ def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
     plan = TrainingPlan(campaign="small", command=("true",), workers=2, run=RUN)
     store = tmp_path / "none"
-    check_plan(StoreSpec(url=store.as_uri()), plan)
+    check_training_plan(StoreSpec(url=store.as_uri()), plan)
     assert not store.exists()

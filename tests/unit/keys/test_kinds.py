@@ -17,7 +17,7 @@ def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
 def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk():
     keys, cooldown = GradientKeys("runs/one", "1"), CooldownKeys("jobs/a", 3)
     workers = WorkerPrefixes()
-    proofs = [keys.gradient("w1", 3), cooldown.vote("m"), CampaignKeys("team/c").plan]
+    proofs = [keys.gradient("w1", 3), cooldown.vote("m"), CampaignKeys("team/c").pinned_training]
     for key in proofs:
         workers.learn(key)
     mine = ClassifiedKey(ObjectKind.JUNK, "runs/one", worker="w1")
@@ -45,7 +45,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
         )
     for key in [
         *proofs[:2],
-        LeaseKeys("team/c/model", "members/worker-7").epoch(0),
+        LeaseKeys("team/c/model", "members/worker-7").term(0),
         CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
         CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
     ]:

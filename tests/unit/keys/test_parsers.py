@@ -20,7 +20,7 @@ WORDS = [
 ]  # fmt: skip
 OURS = [
     MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
-    LeaseKeys("a", "owner").epoch(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
+    LeaseKeys("a", "owner").term(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
     CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "a" * 64),
     GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
 ]  # fmt: skip

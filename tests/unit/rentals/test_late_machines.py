@@ -7,7 +7,7 @@ import pytest
 from millrace.rentals.late_machines import LateMachineFinder
 from millrace.schemas.rental import ReleaseReason
 from tests.support.rentals.parts import make_attempt, make_machine
-from tests.unit.rentals.test_starting import Bench
+from tests.unit.rentals.test_machine_starter import Bench
 
 
 @pytest.fixture

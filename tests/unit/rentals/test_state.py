@@ -43,6 +43,6 @@ def test_a_machine_without_an_answer_leaves_its_slot_and_is_remembered(tmp_path:
 
 
 def test_hosts_that_are_excluded_or_in_use_are_not_rented(tmp_path: Path) -> None:
-    state = RentalState(slot_count=2, excluded_machine_ids={7})
+    state = RentalState(slot_count=2, excluded_host_ids={7})
     state.active[0] = make_machine(tmp_path, make_attempt(machine_id=8))
-    assert state.unavailable_machine_ids == {7, 8}
+    assert state.unavailable_host_ids == {7, 8}

@@ -46,7 +46,7 @@ def test_machines_get_their_slots_and_costs_are_summed(context: RentalContext) -
     assert {slot: one.attempt.instance_id for slot, one in state.active.items()} == {0: 12}
     assert set(state.done) == {1}
     assert state.costs == {0: 2.0, 1: 2.0, 2: 0.0}
-    assert state.excluded_machine_ids == {100}
+    assert state.excluded_host_ids == {100}
     assert state.find_missing_slots() == []
 
 

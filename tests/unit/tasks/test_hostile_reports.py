@@ -26,7 +26,7 @@ REPORTS = [
     "tasks.auditing.report_audit",
     "tasks.campaigning.report_campaign",
     "tasks.checkpointing.report_checkpoints",
-    "tasks.checkpointing.report_saved",
+    "tasks.checkpointing.report_copy",
     "tasks.cleaning.report_cleaning",
     "tasks.cleaning.report_contents",
     "tasks.cleaning.report_plan",

@@ -10,13 +10,13 @@ from millrace.rentals.clock import Clock
 from millrace.rentals.context import RentalContext
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import Attempt, ensure_installation
+from millrace.rentals.machine_environment import make_environment, read_onstart_script, upload_files
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.offers import Offer, find_offers
 from millrace.rentals.ownership import Ownership
 from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import RETRY_INTERVAL, ReplacementPolicy
-from millrace.rentals.startup import make_environment, read_onstart_script, upload_files
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.api import CreatedInstance
 from millrace.schemas.rental import Contract, Intent, ReleaseReason
@@ -79,11 +79,11 @@ class OfferSource:
         self._offers: list[Offer] = []
         self._searched_at = 0.0
 
-    def iterate(self, excluded_machine_ids: Set[int]) -> Iterator[Offer]:
+    def iterate(self, excluded_host_ids: Set[int]) -> Iterator[Offer]:
         """Yield the remaining offers of a recent search, then the offers of a new search.
 
         Args:
-            excluded_machine_ids: Numbers of hosts whose offers are left out.
+            excluded_host_ids: Numbers of hosts whose offers are left out.
 
         Raises:
             UnavailableError, DeniedError: As in `VastClient.search_offers`.
@@ -91,16 +91,16 @@ class OfferSource:
         clock = self._context.clock
         if clock.monotonic() - self._searched_at > _OFFERS_MAX_AGE:
             self._offers = []
-        yield from self._take_offers(excluded_machine_ids)
+        yield from self._take_offers(excluded_host_ids)
         request = self._context.settings.effective_request
-        self._offers = find_offers(self._context.vast, request, exclude=excluded_machine_ids)
+        self._offers = find_offers(self._context.vast, request, exclude=excluded_host_ids)
         self._searched_at = clock.monotonic()
-        yield from self._take_offers(excluded_machine_ids)
+        yield from self._take_offers(excluded_host_ids)
 
-    def _take_offers(self, excluded_machine_ids: Set[int]) -> Iterator[Offer]:
+    def _take_offers(self, excluded_host_ids: Set[int]) -> Iterator[Offer]:
         while self._offers:
             offer = self._offers.pop(0)
-            if offer.machine_id not in excluded_machine_ids:
+            if offer.machine_id not in excluded_host_ids:
                 yield offer
 
 
@@ -149,7 +149,7 @@ class MachineStarter:
         """
         self._policy.refuse_exhausted(slot)
         self.pacer.refuse_during_pause()
-        for offer in self._offers.iterate(self._state.unavailable_machine_ids):
+        for offer in self._offers.iterate(self._state.unavailable_host_ids):
             self._ownership.refuse_if_superseded()
             self._releaser.enforce_budget(self._budget)
             if self._take_offer(slot, offer):

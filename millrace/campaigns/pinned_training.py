@@ -29,7 +29,7 @@ class PinnedTraining(Record):
     dataset: str | None
 
 
-def check_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
+def check_training_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
     """Refuse a plan that differs from the pinned one, before anything is created or rented.
 
     Raises:
@@ -37,16 +37,18 @@ def check_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
     """
     with suppress(NotFoundError):  # nothing is pinned yet
         store = open_store(spec, make_folder=False)
-        _refuse_changes(plan, fetch(store, CampaignKeys(plan.campaign).plan, PinnedTraining))
+        _refuse_changes(
+            plan, fetch(store, CampaignKeys(plan.campaign).pinned_training, PinnedTraining)
+        )
 
 
-def pin_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
+def pin_training(spec: StoreSpec, plan: TrainingPlan) -> None:
     """Commit the settings that cannot change, or refuse a plan that differs from the pinned one.
 
     Raises:
         ConflictError: The plan differs in what cannot change; the message names the values.
     """
-    key = CampaignKeys(plan.campaign).plan
+    key = CampaignKeys(plan.campaign).pinned_training
     _refuse_changes(plan, commit_once(open_store(spec), key, _make_pinned_training(plan)).record)
 
 

@@ -10,11 +10,11 @@ from millrace import errors
 from millrace.progress import Event
 from millrace.rentals import list_attempts
 from millrace.rentals.budget import Budget
+from millrace.rentals.machine_starter import CreatePacer, MachineStarter, OfferSource
 from millrace.rentals.ownership import Ownership
 from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
-from millrace.rentals.starting import CreatePacer, MachineStarter, OfferSource
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import Intent, ReleaseReason
 from millrace.storage import put

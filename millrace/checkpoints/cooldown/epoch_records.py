@@ -1,0 +1,87 @@
+"""Records of the ends of epochs: read, find, commit and count them.
+
+A record that cannot be read, or that does not match its key or its checkpoint, counts as missing.
+"""
+
+from contextlib import suppress
+
+from millrace import errors
+from millrace.checkpoints.find import read_checkpoint
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.records import commit_once, fetch
+from millrace.schemas.checkpoint import EpochRecord
+from millrace.storage import Store
+
+
+def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
+    """Return the record of an epoch's end, without a check of its checkpoint.
+
+    Raises:
+        NotFoundError: There is no record.
+        CorruptError: The record is damaged, or belongs to another epoch.
+    """
+    key = CheckpointKeys(job).epoch(epoch)
+    found = fetch(store, key, EpochRecord)
+    if (found.job, found.epoch) != (job, epoch):
+        raise errors.CorruptError(
+            f"{store.make_url(key)} is not the end of epoch {epoch} of {job}."
+        )
+    return found
+
+
+def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
+    """Return the valid record of an epoch's end, or None.
+
+    A record is not valid if it cannot be read, or names a checkpoint that does not exist.
+    """
+    try:
+        found = read_epoch(store, job, epoch)
+    except (errors.NotFoundError, errors.CorruptError):
+        return None
+    if found.root is None or has_checkpoint(store, job, found.step, found.root):
+        return found
+    return None
+
+
+def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
+    """Decide whether a checkpoint with this content is committed at a step."""
+    try:
+        return read_checkpoint(store, job, step).root == root
+    except (errors.NotFoundError, errors.CorruptError):
+        return False
+
+
+def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:
+    """Commit the end of an epoch, and return the valid record of its end.
+
+    If an invalid record exists, the new record counts without a commit, since every reader can
+    derive it from the checkpoint and the votes.
+    """
+    try:
+        commit = commit_once(store, CheckpointKeys(record.job).epoch(record.epoch), record)
+    except errors.CorruptError:
+        return record
+    return record if commit.mine else find_epoch_end(store, record.job, record.epoch) or record
+
+
+def count_epochs_without_checkpoint(store: Store, job: str, epoch: int) -> int:
+    """Count the epochs in a row before this one that ended without a checkpoint.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    count = 0
+    for before in range(epoch - 1, -1, -1):
+        try:
+            record = read_epoch(store, job, before)
+        except errors.NotFoundError:
+            break  # the job began after this epoch
+        except errors.CorruptError:
+            continue  # unknown: neither counts nor ends the row
+        if record.root is not None:
+            break
+        with suppress(errors.NotFoundError, errors.CorruptError):
+            read_checkpoint(store, job, record.step)
+            break  # its checkpoint was committed later, in the background
+        count += 1
+    return count

@@ -1,0 +1,258 @@
+"""Requests to a repository of the Hugging Face Hub, with retries, and errors of Millrace."""
+
+import os
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from httpx2 import TransportError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile, RepoFolder
+
+from millrace import errors
+from millrace.checkpoints.destinations.spec import HubSpec
+
+T = TypeVar("T")
+ProbeOperation = CommitOperationAdd | CommitOperationDelete
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+
+
+class HubClient:
+    """Client of one repository. Requests are retried, unless their name says otherwise.
+
+    Args:
+        spec: Repository and token.
+
+    Attributes:
+        spec: Repository and token.
+    """
+
+    def __init__(self, spec: HubSpec) -> None:
+        self.spec = spec
+        self._api = HfApi(
+            endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"),
+            token=spec.token.get_secret_value() if spec.token else None,
+        )
+
+    @property
+    def url(self) -> str:
+        """URL of the repository and its branch."""
+        return f"hf://{self.spec.repo}@{self.spec.revision}"
+
+    def make_url(self, key: str) -> str:
+        """Return the URL of a file."""
+        return f"{self.url}/{key}"
+
+    def read_head(self) -> str:
+        """Return the commit of the branch's head."""
+        spec = self.spec
+        info = self._call_with_retries(
+            "", lambda: self._api.repo_info(spec.repo, revision=spec.revision)
+        )
+        if info.sha is None:
+            raise errors.UnavailableError(
+                f"{self.url}: the Hub does not name the branch's commit. Try again later."
+            )
+        return info.sha
+
+    def list_files(self, prefix: str, head: str) -> dict[str, RepoFile]:
+        """Return the files below a prefix, by their keys."""
+        entries = self.list_tree(prefix, head, recursive=True)
+        return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+    def list_tree(self, prefix: str, head: str, *, recursive: bool) -> list[RepoFile | RepoFolder]:
+        """Return the entries below a prefix; none if it does not exist.
+
+        Args:
+            prefix: Prefix that ends with a slash.
+            head: Commit to list.
+            recursive: Whether to list folders below the prefix too.
+        """
+        try:
+            return self._call_with_retries(
+                prefix,
+                lambda: list(
+                    self._api.list_repo_tree(
+                        self.spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
+                    )
+                ),
+            )
+        except errors.NotFoundError:
+            return []
+
+    def download(self, key: str, head: str, largest: int) -> bytes:
+        """Return the bytes of a file.
+
+        Args:
+            key: Key of the file.
+            head: Commit that has the file.
+            largest: Largest size in bytes.
+
+        Raises:
+            NotFoundError: There is no such file.
+            CorruptError: The file is larger.
+        """
+        with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
+            # The library resumes an interrupted download only into a file.
+            path = self._call_with_retries(
+                key,
+                lambda: self._api.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
+                    self.spec.repo, key, revision=head, local_dir=folder
+                ),
+            )
+            if (size := Path(path).stat().st_size) > largest:
+                raise errors.CorruptError(
+                    f"{self.make_url(key)} has {size:,} bytes, more than the {largest:,} that are "
+                    "expected."
+                )
+            return Path(path).read_bytes()
+
+    def upload(self, key: str, body: bytes) -> CommitOperationAdd:
+        """Upload a file for a later commit, and return its operation."""
+        operation = CommitOperationAdd(key, body)
+        self._call_with_retries(
+            key,
+            lambda: self._api.preupload_lfs_files(
+                self.spec.repo, [operation], revision=self.spec.revision
+            ),
+        )
+        return operation
+
+    def commit_once(
+        self, key: str, operations: list[CommitOperationAdd], message: str, head: str
+    ) -> None:
+        """Commit files after a commit, without retries.
+
+        Args:
+            key: Key for messages.
+            operations: Files of the commit.
+            message: Message of the commit.
+            head: Commit that must be the head of the branch.
+
+        Raises:
+            ChangedError: Another commit came first.
+            UnavailableError: The Hub does not answer. The commit may exist.
+        """
+        self._call_once(
+            key,
+            lambda: self._api.create_commit(
+                self.spec.repo,
+                operations,
+                commit_message=message,
+                revision=self.spec.revision,
+                parent_commit=head,
+            ),
+        )
+
+    @contextmanager
+    def open_probe_branch(self, key: str, head: str) -> Generator[Callable[[ProbeOperation], str]]:
+        """Make a temporary branch, which is deleted at the end of the context.
+
+        Args:
+            key: Key for messages.
+            head: Commit that the branch begins with.
+
+        Yields:
+            Function that commits an operation to the branch, and returns the commit.
+        """
+        repo, branch = self.spec.repo, f"probe-{secrets.token_hex(8)}"
+
+        def commit(operation: ProbeOperation) -> str:
+            made = self._call_with_retries(
+                key,
+                lambda: self._api.create_commit(
+                    repo, [operation], commit_message="A probe", revision=branch
+                ),
+            )
+            return made.oid
+
+        def make_branch() -> None:
+            self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)
+
+        self._call_with_retries(key, make_branch)
+        try:
+            yield commit
+        finally:
+            self._call_with_retries(key, lambda: self._api.delete_branch(repo, branch=branch))
+
+    def compute_deadline(self) -> float:
+        """Return the time by `time.monotonic` at which retries from now end."""
+        return time.monotonic() + self.spec.retry_timeout.total_seconds()
+
+    def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
+        """Make a request to the Hub, with retries of transient errors and full jitter."""
+        deadline, pause = self.compute_deadline(), _FIRST_PAUSE
+        while True:
+            try:
+                return self._call_once(key, call)
+            except errors.UnavailableError:
+                wait = random.uniform(0, pause)
+                if time.monotonic() + wait > deadline:
+                    raise
+                time.sleep(wait)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _call_once(self, key: str, call: Callable[[], T]) -> T:
+        """Make a request to the Hub once, and translate its errors.
+
+        Raises:
+            NotFoundError, DeniedError, ChangedError: The Hub answers with such an error.
+            UnavailableError: The error is transient.
+            MillraceError: The request failed for another reason.
+        """
+        where = self.make_url(key) if key else self.url
+        try:
+            return call()
+        except EntryNotFoundError as error:
+            if not isinstance(error, LocalEntryNotFoundError):  # a download could not begin
+                raise errors.NotFoundError(f"There is no {where}.") from error
+            raise self._translate_error(where, error.__cause__ or error) from error
+        except (HfHubHTTPError, TransportError, OSError) as error:
+            raise self._translate_error(where, error) from error
+        except RuntimeError as error:  # the library wraps errors of uploads
+            raise self._translate_error(where, error.__cause__ or error) from error
+
+    def _translate_error(self, where: str, error: BaseException) -> errors.MillraceError:
+        match error:
+            case HfHubHTTPError():
+                return self._translate_status(where, error)
+            case TransportError() | ConnectionError() | LocalEntryNotFoundError():
+                return self._make_unavailable_error(where, error)
+            case _:
+                return errors.MillraceError(f"{where}: {errors.format_error(error)}")
+
+    def _translate_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
+        match error.response.status_code:
+            case 401 | 403:
+                return errors.DeniedError(
+                    f"{where}: the Hub refuses this token. Give a token that may write this "
+                    "repository, or read it if nothing is written."
+                )
+            case 404:
+                return errors.NotFoundError(f"There is no {where}, or this token may not read it.")
+            case 409 | 412:
+                return errors.ChangedError(f"{where}: another commit came first. Try again.")
+            case status if status == 429 or status >= 500:
+                return self._make_unavailable_error(where, error)
+            case _:
+                return errors.MillraceError(f"{where}: {errors.format_error(error)}")
+
+    def _make_unavailable_error(self, where: str, error: BaseException) -> errors.UnavailableError:
+        spent = errors.UnavailableError(
+            f"{where}: the Hub failed ({errors.format_error(error)}). Run it again later; nothing "
+            "that was committed is lost."
+        )
+        if isinstance(error, HfHubHTTPError):
+            spent.status = error.response.status_code
+        return spent

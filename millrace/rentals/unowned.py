@@ -1,0 +1,92 @@
+"""Release of a rental from outside: a detached one, or one whose owner is gone."""
+
+from contextlib import ExitStack
+
+from millrace import errors
+from millrace.keys.rentals import RentalKeys
+from millrace.progress import Progress, ignore_event
+from millrace.rentals.destroy import destroy_machines, record_release
+from millrace.rentals.ledger import MIN_LISTED_AGE, list_attempts, refuse_foreign_machines
+from millrace.rentals.ownership import acquire_ownership
+from millrace.rentals.progress_events import MachineReleased
+from millrace.rentals.settings import LedgerSettings, open_account
+from millrace.rentals.vast.api import VastClient
+from millrace.schemas.rental import ReleaseReason
+from millrace.storage import delete, open_store
+
+
+def release_rental(
+    settings: LedgerSettings,
+    rental: str,
+    *,
+    wait: bool = False,
+    include_detached: bool = True,
+    vast: VastClient | None = None,
+    progress: Progress = ignore_event,
+) -> int:
+    """Release all machines of a rental that this process does not own; return their number.
+
+    Args:
+        settings: Store of the ledger, and the account.
+        rental: Name of the rental.
+        wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
+            renews its lease, or the lease expires.
+        include_detached: Whether detached machines are released, too; else they stay.
+        vast: Client of the account; by default that of the settings.
+        progress: Receives ``rental.released``, for each machine.
+
+    Raises:
+        ConfigurationError: Another account pays for some machines. The machines of this account
+            were released.
+        HeldError: The rental has a living owner, which releases its machines when it ends.
+        NotFoundError: There is no such rental.
+        UnavailableError: Some machines may still exist.
+    """
+    store, vast = open_store(settings.store), vast or open_account(settings.account)
+    with ExitStack() as stack:
+        acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
+        attempts = list_attempts(store, rental)
+        if not attempts:
+            raise errors.NotFoundError(
+                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
+            )
+        own_account = vast.identify_account()
+        unreleased = [
+            one
+            for one in attempts
+            if one.release_record is None and (include_detached or not one.is_detached)
+        ]
+        own_unreleased = [one for one in unreleased if one.intent.account == own_account]
+        by_label = {one.intent.label: one for one in own_unreleased}
+        keys = RentalKeys(rental)
+        # The reaper releases the rest if this process is killed.
+        delete(store, [keys.detached(one.number) for one in own_unreleased])
+
+        def handle_destroyed(label: str) -> None:
+            now, one = vast.clock.now(), by_label[label]
+            record_release(
+                store,
+                rental,
+                one,
+                ReleaseReason.UNNEEDED,
+                "the rental was released",
+                one.compute_cost(now),
+                now,
+            )
+            progress(
+                MachineReleased(
+                    machine=label,
+                    reason=ReleaseReason.UNNEEDED,
+                    message="the rental was released",
+                    dollars=one.compute_cost(now),
+                )
+            )
+
+        now = vast.clock.now()
+        past_listing_lag = [
+            label for label, one in by_label.items() if now - one.intent.started_at > MIN_LISTED_AGE
+        ]
+        numbers = {label: one.instance_id for label, one in by_label.items()}
+        destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
+    refuse_foreign_machines(rental, len(unreleased) - len(own_unreleased))
+    return len(by_label)

@@ -1,0 +1,168 @@
+"""Upload of a checkpoint by one of several members."""
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+
+from millrace import errors
+from millrace.checkpoints import Content, CooldownSettings, Membership, read_checkpoint
+from millrace.checkpoints.contents import make_content
+from millrace.checkpoints.cooldown.checkpoint_upload import CheckpointUpload
+from millrace.checkpoints.cooldown.result import EpochResult
+from millrace.checkpoints.progress_events import (
+    CheckpointSaved,
+    PartStored,
+    UploadCompleted,
+    UploadStarted,
+)
+from millrace.digest import compute_sha256
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.cooldowns import CooldownKeys
+from millrace.progress import Event
+from millrace.records import fetch
+from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, Part
+from millrace.storage import Store, list_objects, put
+from tests.unit.checkpoints.cooldown.conftest import JOB
+
+BODIES = [bytes([number]) * 100 for number in range(4)]
+KEYS, COOLDOWN = CheckpointKeys(JOB), CooldownKeys(JOB, 0)
+
+
+@pytest.fixture
+def content() -> Content:
+    parts = tuple(Part(step=5, sha256=compute_sha256(body), size=len(body)) for body in BODIES)
+    return make_content(5, parts, {}, lambda number: memoryview(BODIES[number]))
+
+
+@pytest.fixture
+def draft(content: Content) -> Checkpoint:
+    return Checkpoint(
+        job=JOB,
+        step=5,
+        run="r",
+        position={"sample": 9},
+        notes={},
+        saved=datetime.now(UTC),
+        root=content.root,
+        parts=content.parts,
+        tensors={},
+    )
+
+
+class Uploader:
+    """Upload of the member ``a``."""
+
+    def __init__(
+        self, folder: Store, content: Content, draft: Checkpoint, *, confined: bool = False
+    ) -> None:
+        self.changed = threading.Event()
+        self.events: list[Event] = []
+        membership = Membership(folder, JOB, "a", reads=folder if confined else None)
+        self.upload = CheckpointUpload(
+            membership,
+            folder,
+            content,
+            draft,
+            COOLDOWN,
+            CooldownSettings(),
+            on_change=self.changed.set,
+            progress=self.events.append,
+        )
+
+
+@pytest.fixture
+def uploader_of(folder: Store, content: Content, draft: Checkpoint):
+    made: list[Uploader] = []
+
+    def make(*, confined: bool = False) -> Uploader:
+        made.append(Uploader(folder, content, draft, confined=confined))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.upload.stop()
+
+
+def test_a_member_that_is_no_uploader_sends_nothing(
+    folder: Store, uploader_of: Callable[..., Uploader]
+) -> None:
+    one = uploader_of()
+    one.upload.start(["b", "c"])
+    assert not one.upload.has_begun
+    assert not list(list_objects(folder, ""))
+
+
+def test_an_uploader_sends_all_files_and_commits(
+    folder: Store, uploader_of: Callable[..., Uploader], draft: Checkpoint
+) -> None:
+    one = uploader_of()
+    assert not one.upload.find_files(["a"])
+    one.upload.start(["b", "a"])
+    assert one.changed.wait(30)
+    assert one.upload.find_files(["a"])
+    assert one.upload.commit()
+    assert not one.upload.commit()  # it is committed
+    assert read_checkpoint(folder, JOB, 5).root == draft.root
+    assert [type(event) for event in one.events] == [
+        UploadStarted,
+        *[PartStored] * 4,
+        *[UploadCompleted, CheckpointSaved] * 2,
+    ]
+    assert one.events[0] == UploadStarted(member="a", rank=1, checkpointers=2)
+    result = one.upload.add_counts(EpochResult(CooldownOutcome.COMMITTED, "", None))
+    assert (result.sent, result.checked, result.replaced) == (400, 0, 0)
+
+
+def test_the_metadata_of_another_member_completes_the_upload(
+    uploader_of: Callable[..., Uploader],
+) -> None:
+    one, other = uploader_of(), uploader_of()
+    one.upload.start(["a"])
+    assert one.changed.wait(30)
+    one.upload.commit()
+    assert other.upload.find_files([])
+    assert not other.upload.commit()
+
+
+def test_another_position_at_the_same_step_is_a_conflict(
+    folder: Store, content: Content, draft: Checkpoint, uploader_of: Callable[..., Uploader]
+) -> None:
+    uploader_of().upload.commit()
+    moved = Uploader(folder, content, draft.model_copy(update={"position": {"sample": 8}}))
+    with pytest.raises(errors.ConflictError, match="another content or position"):
+        moved.upload.commit()
+    assert [type(event) for event in moved.events] == [UploadCompleted]
+
+
+def test_a_confined_member_uploads_below_its_prefix_with_its_metadata(
+    folder: Store, draft: Checkpoint, uploader_of: Callable[..., Uploader]
+) -> None:
+    one = uploader_of(confined=True)
+    one.upload.start(["a"])
+    assert one.changed.wait(30)
+    keys = {stat.key for stat in list_objects(folder, "")}
+    parts = {COOLDOWN.part("a", part.sha256) for part in draft.parts}
+    assert keys == {COOLDOWN.draft("a"), *parts}
+    assert fetch(folder, COOLDOWN.draft("a"), Checkpoint).root == draft.root
+    assert not one.upload.find_files(["a"])  # the owner has not committed
+    uploader_of().upload.commit()
+    assert one.upload.find_files(["a"])
+
+
+def test_files_of_another_confined_member_are_verified_and_not_sent_again(
+    folder: Store, draft: Checkpoint, uploader_of: Callable[..., Uploader]
+) -> None:
+    for part, body in zip(draft.parts[:3], BODIES, strict=False):
+        put(folder, COOLDOWN.part("b", part.sha256), body)
+    put(folder, COOLDOWN.part("b", draft.parts[0].sha256), b"x" * 100)  # damaged
+    one = uploader_of(confined=True)
+    one.upload.find_files(["b"])
+    one.upload.start(["b", "a"])
+    assert one.changed.wait(30)
+    one.upload.stop()
+    result = one.upload.add_counts(EpochResult(CooldownOutcome.LOST, "", None))
+    assert (result.sent, result.checked, result.replaced) == (100, 300, 1)
+    own = {stat.key for stat in list_objects(folder, COOLDOWN.parts("a"))}
+    assert own == {COOLDOWN.part("a", draft.parts[number].sha256) for number in (0, 3)}

@@ -1,0 +1,94 @@
+"""The first rule that fits an object takes it."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from millrace.cleanup import CleanupKind, Rule
+from millrace.cleanup.protection import BucketSurvey
+from millrace.cleanup.rule_matching import RuleMatcher
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.gradients import GradientKeys
+from millrace.keys.kinds import classify_key
+from millrace.storage import Stat
+
+NOW = datetime(2026, 1, 10, tzinfo=UTC)
+DAY = timedelta(days=1)
+
+
+def matcher_of(*rules: Rule) -> RuleMatcher:
+    return RuleMatcher(rules, NOW, BucketSurvey())
+
+
+def stat_of(key: str, age: timedelta = 10 * DAY) -> Stat:
+    return Stat(key=key, size=1, last_modified=NOW - age, etag="")
+
+
+def find_object_rule(matcher: RuleMatcher, stat: Stat) -> int | None:
+    return matcher.find_object_rule(stat, classify_key(stat.key))
+
+
+GRADIENT = GradientKeys("run", "1").gradient("worker", 8)
+
+
+def test_the_first_rule_for_the_kind_that_fits_takes_an_object() -> None:
+    young = Rule(kinds=(CleanupKind.GRADIENTS,), older_than=20 * DAY)
+    other = Rule(kinds=(CleanupKind.OTHER,), older_than=DAY, prefix="notes")
+    old = Rule(kinds=(CleanupKind.GRADIENTS,), older_than=DAY)
+    matcher = matcher_of(young, other, old, old)
+    assert find_object_rule(matcher, stat_of(GRADIENT)) == 2
+    assert find_object_rule(matcher, stat_of("notes.txt")) == 1
+    assert find_object_rule(matcher, stat_of(GRADIENT, age=timedelta(hours=1))) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "index"),
+    [
+        ({"name": "run"}, 0),
+        ({"name": "another"}, None),
+        ({"version": "1"}, 0),
+        ({"version": "2"}, None),
+        ({"keep_every": 3}, 0),
+        ({"keep_every": 4}, None),
+        ({"prefix": GRADIENT[:5]}, 0),
+        ({"prefix": "another/"}, None),
+        ({"suffix": ".json"}, None),
+    ],
+)
+def test_each_option_of_a_rule_limits_it(options: dict[str, object], index: int | None) -> None:
+    rule = Rule.model_validate({"kinds": [CleanupKind.GRADIENTS], "older_than": DAY, **options})
+    assert find_object_rule(matcher_of(rule), stat_of(GRADIENT)) == index
+
+
+def test_a_checkpoint_is_kept_by_its_rank_and_its_step() -> None:
+    rule = Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=DAY, keep_last=2, keep_every=10)
+    matcher = matcher_of(rule)
+    stat = stat_of(CheckpointKeys("job").metadata(5))
+    assert matcher.find_step_rule("job", 1, 5, stat) is None
+    assert matcher.find_step_rule("job", 2, 5, stat) == 0
+    assert matcher.find_step_rule("job", 2, 20, stat) is None
+
+
+def test_a_dataset_is_as_old_as_its_youngest_object() -> None:
+    listings = 0
+
+    def list_with(age: timedelta) -> Callable[[], list[Stat]]:
+        def iterate() -> list[Stat]:
+            nonlocal listings
+            listings += 1
+            return [stat_of("data/a"), stat_of("data/b", age)]
+
+        return iterate
+
+    other = Rule(kinds=(CleanupKind.DATASETS,), older_than=DAY, name="another")
+    matcher = matcher_of(other, Rule(kinds=(CleanupKind.DATASETS,), older_than=DAY))
+    assert matcher.find_dataset_rule("data", list_with(2 * DAY)) == 1
+    assert matcher.find_dataset_rule("data", list_with(timedelta(hours=1))) is None
+    assert listings == 2  # the rule for another dataset lists nothing
+
+
+def test_an_object_is_new_if_it_was_written_after_the_plan() -> None:
+    matcher = matcher_of()
+    assert not matcher.is_new(stat_of("a", timedelta(0)))
+    assert matcher.is_new(stat_of("a", -timedelta(seconds=3)))
