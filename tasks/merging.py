@@ -56,9 +56,9 @@ def find_last_window(settings: AggregatorSettings) -> int:
 
 
 @retried_task
-def begin_chain(settings: AggregatorSettings) -> None:
+def ensure_run_begun(settings: AggregatorSettings) -> None:
     """Commit the first link of a run, which workers wait for; open no window."""
-    gradients.begin_chain(settings)
+    gradients.ensure_run_begun(settings)
 
 
 @retried_task

@@ -20,9 +20,15 @@ from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimi
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
 
 if TYPE_CHECKING:
-    from millrace.gradients.codec.compress import Decoder, Feedback, GradientEncoder, decode, encode
+    from millrace.gradients.codec.compress import (
+        Decoder,
+        ErrorFeedback,
+        GradientEncoder,
+        decode,
+        encode,
+    )
     from millrace.gradients.codec.payload import (
-        Expected,
+        ExpectedGradient,
         Payload,
         PayloadError,
         check_payload,
@@ -32,26 +38,31 @@ if TYPE_CHECKING:
     from millrace.gradients.codec.shared_indices import Mask
     from millrace.gradients.codec.tensors import CodeError
     from millrace.gradients.state import WeightState, copy_state
-    from millrace.gradients.sync.aggregator import aggregate_run, begin_chain
+    from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
     from millrace.gradients.sync.chain import (
         ChainError,
         catch_up,
+        commit_first_link,
         find_newest_window,
         iterate_links,
-        start_chain,
     )
     from millrace.gradients.sync.follow import follow
     from millrace.gradients.sync.gather import (
         GatheredWindow,
+        GatherWindow,
         QuorumError,
         RejectedWorker,
         Sender,
-        Window,
         gather,
     )
-    from millrace.gradients.sync.merge import MergedRun, MergeWeights, compute_merge_weights, merge
+    from millrace.gradients.sync.merge import (
+        MergedChunks,
+        MergeWeights,
+        compute_merge_weights,
+        merge,
+    )
     from millrace.gradients.sync.participant import Participant, TrainingWindow, select_weights
-    from millrace.gradients.sync.window import ChainStep, aggregate
+    from millrace.gradients.sync.window_merge import ChainStep, aggregate
     from millrace.gradients.weights import (
         begin_run,
         check_weights,
@@ -68,11 +79,12 @@ __all__ = [
     "CodeError",
     "Codec",
     "Decoder",
-    "Expected",
-    "Feedback",
+    "ErrorFeedback",
+    "ExpectedGradient",
     "FollowRules",
     "FollowSettings",
     "GatherSettings",
+    "GatherWindow",
     "GatheredWindow",
     "GradientEncoder",
     "GradientHeader",
@@ -81,7 +93,7 @@ __all__ = [
     "MergeRule",
     "MergeSettings",
     "MergeWeights",
-    "MergedRun",
+    "MergedChunks",
     "OuterKind",
     "OuterOptimizer",
     "Participant",
@@ -98,20 +110,20 @@ __all__ = [
     "Transform",
     "WeightState",
     "WeightsSource",
-    "Window",
     "WindowRules",
     "aggregate",
     "aggregate_run",
-    "begin_chain",
     "begin_run",
     "catch_up",
     "check_payload",
     "check_weights",
+    "commit_first_link",
     "compute_merge_weights",
     "copy_state",
     "decode",
     "encode",
     "encode_payload",
+    "ensure_run_begun",
     "find_newest_window",
     "follow",
     "gather",
@@ -121,7 +133,6 @@ __all__ = [
     "merge",
     "read_payload",
     "select_weights",
-    "start_chain",
 ]
 
 _MODULES = {
@@ -129,26 +140,26 @@ _MODULES = {
     "CodeError": "codec.tensors",
     "Decoder": "codec.compress",
     "GradientEncoder": "codec.compress",
-    "Expected": "codec.payload",
-    "Feedback": "codec.compress",
+    "ExpectedGradient": "codec.payload",
+    "ErrorFeedback": "codec.compress",
     "GatheredWindow": "sync.gather",
     "Mask": "codec.shared_indices",
-    "MergedRun": "sync.merge",
+    "MergedChunks": "sync.merge",
     "RejectedWorker": "sync.gather",
     "Participant": "sync.participant",
     "Payload": "codec.payload",
     "PayloadError": "codec.payload",
     "QuorumError": "sync.gather",
     "WeightState": "state",
-    "ChainStep": "sync.window",
+    "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
     "MergeWeights": "sync.merge",
-    "Window": "sync.gather",
+    "GatherWindow": "sync.gather",
     "Sender": "sync.gather",
-    "aggregate": "sync.window",
+    "aggregate": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
-    "start_chain": "sync.chain",
-    "begin_chain": "sync.aggregator",
+    "commit_first_link": "sync.chain",
+    "ensure_run_begun": "sync.aggregator",
     "begin_run": "weights",
     "catch_up": "sync.chain",
     "check_payload": "codec.payload",

@@ -31,7 +31,7 @@ class MergeRule(StrEnum):
     TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
 
 
-BY_PLACE = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
+COORDINATE_WISE_RULES = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
 """Rules that judge each coordinate by itself, and need the same coordinates of all workers."""
 
 
@@ -246,8 +246,8 @@ class RunRules(WindowRules):
     @model_validator(mode="after")
     def _merge_can_work(self) -> Self:
         codec = self.codec
-        own_places = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
-        if self.merge.rule in BY_PLACE and own_places:
+        own_indices = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
+        if self.merge.rule in COORDINATE_WISE_RULES and own_indices:
             raise ValueError(
                 f"{self.merge.rule} judges each index by itself, and the workers send different "
                 "indices: set `codec` to `support: shared`, or choose `mean`, `centered clip` or "

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from millrace import cluster, errors
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import (
-    Expected,
+    ExpectedGradient,
     Payload,
     PayloadError,
     Shapes,
@@ -22,8 +22,8 @@ from millrace.gradients.codec.payload import (
     read_header,
 )
 from millrace.gradients.state import WeightState, combine_digests
-from millrace.gradients.sync.chain import check_state, check_tensors
-from millrace.gradients.sync.gather import Window
+from millrace.gradients.sync.chain import check_link_tensors, check_state
+from millrace.gradients.sync.gather import GatherWindow
 from millrace.gradients.sync.merge import Gradients, MergeRequest, Vector, group_tensors
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
@@ -112,27 +112,27 @@ class ShardedWeights:
         Raises:
             ChainError: The link is missing or broken, or the weights have another digest.
         """
-        check_tensors(link, self.shapes)
+        check_link_tensors(link, self.shapes)
         self._call_all(WeightShard.fetch, store, link)
         self._call_all(WeightShard.apply, link)
         self.check(link)
 
     # -- a window
 
-    def open(self, window: Window) -> None:
+    def open(self, window: GatherWindow) -> None:
         """Begin a window, and drop the gradients of other windows."""
         self._call_all(WeightShard.open, window.number)
 
-    def read(self, uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def read(self, uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         """Read a worker's gradient. Each shard reads and keeps its own tensors.
 
         Raises:
             PayloadError: The gradient does not meet the conditions.
         """
-        opened = read_header(store, stat, expected)
+        checked = read_header(store, stat, expected)
         try:
-            parts = self._call_all(WeightShard.receive, uid, store, stat, opened, expected)
-            return assemble_payload(opened, parts, expected)
+            parts = self._call_all(WeightShard.receive, uid, store, stat, checked, expected)
+            return assemble_payload(checked, parts, expected)
         except PayloadError:
             self._call_all(WeightShard.forget, uid)
             raise
@@ -143,14 +143,14 @@ class ShardedWeights:
         return {worker: [one for part in answers for one in part[worker]] for worker in workers}
 
     def compute_products(self, workers: Sequence[str], codec: Codec) -> list[Vector]:
-        """Return inner products of the workers' gradients for each tensor: see `merge`."""
+        """Return inner products of the gradients for each tensor: see `merge.compute_products`."""
         return [
             one
             for part in self._call_all(WeightShard.compute_products, workers, codec)
             for one in part
         ]
 
-    def merge(
+    def merge_and_apply(
         self,
         store: Store,
         keys: ChainKeys,
@@ -158,8 +158,8 @@ class ShardedWeights:
         request: MergeRequest,
         outer: OuterOptimizer,
     ) -> tuple[Update, ...]:
-        """Merge, store and apply the gradients of all shards: see `WeightShard.merge`."""
-        parts = self._call_all(WeightShard.merge, store, keys, step, request, outer)
+        """Merge, store and apply the gradients of all shards: see `WeightShard.merge_and_apply`."""
+        parts = self._call_all(WeightShard.merge_and_apply, store, keys, step, request, outer)
         return tuple(update for part in parts for update in part)
 
     # -- checkpoints
@@ -192,7 +192,7 @@ class ShardedWeights:
         return whole
 
 
-def hold_state(
+def make_single_shard(
     state: WeightState, gradients: Gradients | None = None, *, threads: int | None = None
 ) -> ShardedWeights:
     """Return weights of this process as one shard.

@@ -13,7 +13,7 @@ from millrace.gradients.codec import kernels
 from millrace.gradients.codec.device import fill_dense_on_device, select_on_device
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
-    Sparse,
+    SparseChunks,
     decode_values,
     fill_dense,
     pack_tensor,
@@ -71,7 +71,7 @@ class GradientEncoder:
 
     def select(
         self, tensor: torch.Tensor, mask: Mask | None = None
-    ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
+    ) -> tuple[torch.Tensor, tuple[SparseChunks, ...]]:
         """Return a tensor's values in the order of its chunks, and the selected values.
 
         Args:
@@ -147,7 +147,7 @@ def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> to
     return Decoder(codec).decode(body, shape)
 
 
-class Feedback:
+class ErrorFeedback:
     """Error feedback of a sender: values that were not sent are added to the next change.
 
     With a decay of 1, every value is sent at some time.
@@ -199,7 +199,7 @@ class Feedback:
         self._mask = mask
         return self._sent[name]
 
-    def give_back(self) -> None:
+    def restore_sent(self) -> None:
         """Add the last sent values to the residuals again, as no worker has received them."""
         decoder = Decoder(self.codec, self._encoder.threads)
         for name, body in self._sent.items():
@@ -241,7 +241,7 @@ class Feedback:
         self._mask = None if state["mask"] is None else Mask(**state["mask"])
 
 
-def _subtract_sent(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
+def _subtract_sent(values: np.ndarray[Any, Any], run: SparseChunks, codec: Codec) -> None:
     chunks = run.chunks
     table = values[chunks.first : chunks.first + chunks.values]
     kernels.subtract(

@@ -13,7 +13,7 @@ import torch
 from millrace.gradients.codec.chunks import make_chunks
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
-    Sparse,
+    SparseChunks,
     decode_values,
     find_shared_indices,
     make_not_finite_error,
@@ -31,7 +31,7 @@ def select_on_device(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Select and quantise values on another device, as `tensors.select_values` does.
 
     Args:
@@ -46,7 +46,7 @@ def select_on_device(
     """
     if not torch.isfinite(values).all():
         raise make_not_finite_error()
-    found: list[Sparse] = []
+    found: list[SparseChunks] = []
     for run in make_chunks(shape, codec):
         table = values[run.first : run.first + run.values].view(torch.int32)
         table = table.view(run.count, run.size)
@@ -67,7 +67,7 @@ def select_on_device(
     return tuple(found)
 
 
-def fill_dense_on_device(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None:
+def fill_dense_on_device(runs: Sequence[SparseChunks], codec: Codec, out: torch.Tensor) -> None:
     """Fill values on another device, as `tensors.fill_dense` does."""
     out.zero_()
     for run in runs:

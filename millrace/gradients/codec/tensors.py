@@ -48,7 +48,7 @@ class CodeError(errors.CorruptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class SparseChunks:
     """Selected values of a run of equal chunks, with their indices.
 
     Attributes:
@@ -75,7 +75,7 @@ def select_values(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Select and quantise the values of each chunk that are sent.
 
     Args:
@@ -94,7 +94,7 @@ def select_values(
     )
 
 
-def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
+def decode_values(sparse: SparseChunks, codec: Codec) -> npt.NDArray[np.float32]:
     """Return the values of the codes: (count, k), float32."""
     if codec.bits == 32:
         return sparse.codes.view(np.float32)
@@ -109,20 +109,22 @@ def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
 
 
 def fill_dense(
-    runs: tuple[Sparse, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
+    runs: tuple[SparseChunks, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
 ) -> None:
     """Fill a tensor's values in the order of its chunks, with zeros where none was sent."""
     for run in runs:
         chunks, sent = run.chunks, decode_values(run, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
 
-        def fill_rows(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
+        def fill_rows(
+            rows: slice, run: SparseChunks = run, sent: Any = sent, table: Any = table
+        ) -> None:
             kernels.spread(run.indices[rows], sent[rows], table[rows])
 
         map_blocks(fill_rows, chunks.count, threads)
 
 
-def pack_tensor(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
+def pack_tensor(runs: tuple[SparseChunks, ...], codec: Codec) -> bytes:
     """Pack a tensor into bytes."""
     return b"".join(piece for run in runs for piece in _pack_runs(run, codec))
 
@@ -133,7 +135,7 @@ def unpack_tensor(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Unpack the bytes of `pack_tensor`, and check all of them.
 
     Args:
@@ -147,7 +149,7 @@ def unpack_tensor(
         CodeError: The bytes are not a compressed tensor of this shape.
     """
     rest = np.frombuffer(body, np.uint8)
-    found: list[Sparse] = []
+    found: list[SparseChunks] = []
     for run in make_chunks(shape, codec):
         sparse, rest = _unpack_run(rest, run, codec, threads, find_shared_indices(run, codec, mask))
         found.append(sparse)
@@ -196,7 +198,7 @@ def _select_block(
     codec: Codec,
     threads: int,
     shared: Indices | None,
-) -> Sparse:
+) -> SparseChunks:
     table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
     indices = np.empty((run.count, run.k), np.uint16)
     picked = np.empty((run.count, run.k), np.int32)
@@ -230,7 +232,7 @@ def quantise_sparse(
     picked: npt.NDArray[np.int32],
     codec: Codec,
     threads: int,
-) -> Sparse:
+) -> SparseChunks:
     """Quantise selected values.
 
     Args:
@@ -242,7 +244,7 @@ def quantise_sparse(
     """
     if codec.bits == 32:
         none = np.empty(0, np.uint16), np.empty(0, np.uint8)
-        return Sparse(run, indices, *none, picked.view(np.uint32))
+        return SparseChunks(run, indices, *none, picked.view(np.uint32))
     high = np.empty(run.count, np.uint16)
     half = codec.bits == 16
     ratio = np.empty(0 if half else run.count, np.uint8)
@@ -256,7 +258,7 @@ def quantise_sparse(
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
     map_blocks(process_rows, run.count, threads)
-    return Sparse(run, indices, high, ratio, codes)
+    return SparseChunks(run, indices, high, ratio, codes)
 
 
 def _halve(
@@ -283,7 +285,7 @@ def _find_shortest_code(indices: npt.NDArray[np.uint16], chunks: Chunks) -> tupl
     return rice, costs[rice]
 
 
-def _pack_runs(run: Sparse, codec: Codec) -> Iterator[bytes]:
+def _pack_runs(run: SparseChunks, codec: Codec) -> Iterator[bytes]:
     if codec.support is Support.LARGEST:
         yield from _pack_indices(run)
     yield _pack_codes(run.codes.reshape(-1), codec.bits)
@@ -291,7 +293,7 @@ def _pack_runs(run: Sparse, codec: Codec) -> Iterator[bytes]:
     yield run.ratio.tobytes()
 
 
-def _pack_indices(run: Sparse) -> Iterator[bytes]:
+def _pack_indices(run: SparseChunks) -> Iterator[bytes]:
     rice, bits = _find_shortest_code(run.indices, run.chunks)
     room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
@@ -307,7 +309,7 @@ def _pack_indices(run: Sparse) -> Iterator[bytes]:
 
 def _unpack_run(
     rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Indices | None
-) -> tuple[Sparse, Bytes]:
+) -> tuple[SparseChunks, Bytes]:
     if shared is None:
         indices, rest = _unpack_indices(rest, run, threads)
     else:
@@ -319,7 +321,7 @@ def _unpack_run(
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
     codes = _unpack_codes(packed, run.sent, codec.bits).reshape(run.count, run.k)
-    return Sparse(run, indices, high, ratio.copy(), codes), rest
+    return SparseChunks(run, indices, high, ratio.copy(), codes), rest
 
 
 def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, Bytes]:

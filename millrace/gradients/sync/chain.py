@@ -19,7 +19,7 @@ from millrace import errors
 from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import MergedRun
+from millrace.gradients.sync.merge import MergedChunks
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Event, Progress, ignore_event
@@ -40,15 +40,15 @@ _UNREADABLE = (
     zipfile.BadZipFile,
 )
 
-MergedTensors = Mapping[str, tuple[MergedRun, ...]]
+MergedTensors = Mapping[str, tuple[MergedChunks, ...]]
 
 
 class ChainError(errors.CorruptError):
     """A link is missing or broken, so no later link can be applied."""
 
 
-def start_chain(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
-    """Commit the first link of a run, or return the existing one.
+def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
+    """Commit the first link of a run, or return the existing equal one.
 
     Raises:
         ConflictError: The run began with other weights.
@@ -168,7 +168,7 @@ def read_link_after(
     return link
 
 
-def check_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_link_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a link has the same tensors as the weights, before its updates are read.
 
     Args:
@@ -207,7 +207,7 @@ def check_state(link: ChainStart | ChainLink, digest: str) -> None:
 
 def iterate_merged(
     store: Store, link: ChainLink, names: Container[str] | None = None
-) -> Iterator[dict[str, tuple[MergedRun, ...]]]:
+) -> Iterator[dict[str, tuple[MergedChunks, ...]]]:
     """Yield the checked merged gradients of a link, one object at a time.
 
     Args:
@@ -244,7 +244,7 @@ def _read_update(
     update: Update,
     tensors: Mapping[str, tuple[int, tuple[int, ...]]],
     most: int,
-) -> dict[str, tuple[MergedRun, ...]]:
+) -> dict[str, tuple[MergedChunks, ...]]:
     """Read tensors of an update.
 
     Args:
@@ -305,7 +305,7 @@ def apply_link(
         ChainError: An update is missing or broken, or the weights have another digest afterwards.
             In the latter case, do not use them.
     """
-    check_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
+    check_link_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
     for merged in list(iterate_merged(store, link)):  # all updates are read before one is applied
         for name, runs in merged.items():
             state.apply(name, runs, link.codec, link.outer)
@@ -353,19 +353,19 @@ def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainErro
 
 def _parse_runs(
     arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
-) -> tuple[MergedRun, ...]:
+) -> tuple[MergedChunks, ...]:
     counts, indices, values = (
         arrays[f"{number}.{part}"] for part in ("counts", "places", "values")
     )
     types = (counts.dtype, indices.dtype, values.dtype)
     if types != (np.uint16, np.uint16, np.float32):
         raise ValueError("an array is of another type")
-    found: list[MergedRun] = []
+    found: list[MergedChunks] = []
     at = row = 0
     for chunks in make_chunks(shape, codec):
         its = counts[row : row + chunks.count]
         size = int(its.sum())
-        run = MergedRun(chunks, its, indices[at : at + size], values[at : at + size])
+        run = MergedChunks(chunks, its, indices[at : at + size], values[at : at + size])
         _check(run, chunks)
         found.append(run)
         at, row = at + size, row + chunks.count
@@ -374,7 +374,7 @@ def _parse_runs(
     return tuple(found)
 
 
-def _check(run: MergedRun, chunks: Chunks) -> None:
+def _check(run: MergedChunks, chunks: Chunks) -> None:
     size = int(run.counts.sum())
     if (len(run.counts), len(run.indices), len(run.values)) != (chunks.count, size, size):
         raise ValueError("its arrays do not fit the tensors")

@@ -7,13 +7,13 @@ time. The time begins with that record, by the store's clock. Workers read only 
 
 from collections.abc import Iterator, Sequence
 
-from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
+from millrace.gradients.backends.sharded_weights import ShardedWeights, make_single_shard
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
-from millrace.gradients.sync.gather import QuorumError, Sender, Window, gather
-from millrace.gradients.sync.window import ChainStep, aggregate
+from millrace.gradients.sync.gather import GatherWindow, QuorumError, Sender, gather
+from millrace.gradients.sync.window_merge import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once
@@ -25,7 +25,7 @@ def follow(
     store: Store,
     settings: RunSettings,
     workers: Sequence[Sender],
-    model: WeightState | ShardedWeights,
+    weights: WeightState | ShardedWeights,
     *,
     reserves: Sequence[Sender] = (),
     after: int = 0,
@@ -43,9 +43,9 @@ def follow(
         store: Bucket of the aggregator. The chain has begun.
         settings: Settings of the run.
         workers: Workers that are read first in each window.
-        model: Weights after window ``after``, which are changed in place.
+        weights: Weights after window ``after``, which are changed in place.
         reserves: Workers that replace missing ones.
-        after: Number of the window of ``model``.
+        after: Number of the window of ``weights``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
         progress: Receives the events of `gather` and `aggregate`, and ``chain.applied`` and
@@ -59,8 +59,8 @@ def follow(
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
     """
-    if isinstance(model, WeightState):
-        model = hold_state(model, threads=threads)
+    if isinstance(weights, WeightState):
+        weights = make_single_shard(weights, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
     number, last = after, find_newest_window(store, settings.chain)
     before = read_link(store, settings.chain, number)
@@ -68,26 +68,26 @@ def follow(
         number += 1
         if number <= last:
             before = read_link_after(store, settings.chain, number, before)
-            model.replay(store, before)
+            weights.replay(store, before)
             figures = {"window": number, "step": before.step}
             progress(Event("chain.applied", settings.run, figures))
             continue
-        rules, window = _open(store, settings, model.shapes, number, before.step, clock)
-        model.open(window)
+        rules, window = _open(store, settings, weights.shapes, number, before.step, clock)
+        weights.open(window)
         try:
             gathered = gather(
                 window,
                 workers,
                 rules.gather,
                 reserves=reserves,
-                reading=model.read,
+                reading=weights.read,
                 clock=clock,
                 progress=progress,
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, window, gathered, step, model, progress=progress)
+        before = aggregate(store, window, gathered, step, weights, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
         progress(Event("window.merged", settings.run, figures))
         yield before
@@ -100,7 +100,7 @@ def _open(
     number: int,
     base: int,
     clock: StoreClock,
-) -> tuple[WindowOpening, Window]:
+) -> tuple[WindowOpening, GatherWindow]:
     """Open a window, and return its record. An open window keeps its earlier rules."""
     keys = settings.chain
     ours = WindowOpening(
@@ -111,7 +111,7 @@ def _open(
     opened = head(store, keys.opening(number)).last_modified
     now = clock.now()
     over = opened + rules.window <= now  # no aggregator was running: the time begins again
-    return rules, Window(
+    return rules, GatherWindow(
         keys=settings.gradients,
         number=number,
         base=base,

@@ -21,7 +21,7 @@ from typing import Any
 
 from millrace import errors
 from millrace.gradients.codec.payload import (
-    Expected,
+    ExpectedGradient,
     Payload,
     PayloadError,
     Shapes,
@@ -59,7 +59,7 @@ class Sender:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class GatherWindow:
     """Window whose gradients are gathered.
 
     Attributes:
@@ -82,9 +82,9 @@ class Window:
     closes: datetime
     norm: float | None = None
 
-    def make_expected(self, uid: str) -> Expected:
+    def make_expected(self, uid: str) -> ExpectedGradient:
         """Return the conditions that a worker's gradient must meet."""
-        return Expected(
+        return ExpectedGradient(
             run=self.keys.run,
             uid=uid,
             window=self.number,
@@ -139,18 +139,18 @@ class QuorumError(errors.UnavailableError):
         self.gathered = gathered
 
 
-Reading = Callable[[str, Store, Stat, Expected], Payload]
+Reading = Callable[[str, Store, Stat, ExpectedGradient], Payload]
 """Function that reads a worker's gradient, and raises the errors of `read_payload`.
 
 A `WorkerError` or a `ConfigurationError` ends the gathering."""
 
 
-def _read_here(_uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+def _read_here(_uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
     return read_payload(store, stat, expected)
 
 
 def gather(
-    window: Window,
+    window: GatherWindow,
     workers: Sequence[Sender],
     settings: GatherSettings | None = None,
     *,
@@ -222,7 +222,7 @@ class _Listing:
 class _Gathering:
     def __init__(
         self,
-        window: Window,
+        window: GatherWindow,
         workers: Sequence[Sender],
         reserves: Sequence[Sender],
         settings: GatherSettings,

@@ -20,15 +20,15 @@ from millrace.digest import compute_stream_sha256
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
-from millrace.gradients.codec.tensors import BLOCK, Sparse, decode_values, map_blocks
-from millrace.gradients.settings import BY_PLACE, MergeRule, MergeSettings
+from millrace.gradients.codec.tensors import BLOCK, SparseChunks, decode_values, map_blocks
+from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 from millrace.schemas.gradient import Codec
 
 Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class MergedRun:
+class MergedChunks:
     """Merged values of a run of equal chunks.
 
     Attributes:
@@ -104,7 +104,7 @@ def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
     return [*found, tuple(now)] if now else found
 
 
-Gradients = Mapping[str, Mapping[str, tuple[Sparse, ...]]]
+Gradients = Mapping[str, Mapping[str, tuple[SparseChunks, ...]]]
 """Tensors of several workers, by the names of the workers and of the tensors."""
 
 Products = Callable[[Sequence[str]], Iterable[Vector]]
@@ -181,7 +181,7 @@ def merge(
     weights: MergeWeights | None = None,
     *,
     threads: int = 1,
-) -> Iterator[tuple[str, tuple[MergedRun, ...]]]:
+) -> Iterator[tuple[str, tuple[MergedChunks, ...]]]:
     """Merge gradients, tensor by tensor.
 
     Memory: the gradients, and one merged tensor.
@@ -207,7 +207,7 @@ def merge(
 
 def merge_tensor(
     name: str, gradients: Gradients, request: MergeRequest, *, threads: int = 1
-) -> tuple[MergedRun, ...]:
+) -> tuple[MergedChunks, ...]:
     """Merge one tensor.
 
     Args:
@@ -291,10 +291,12 @@ def _iterate_products(
         yield compute_products(name, gradients, workers, codec, threads=threads)
 
 
-def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads: int) -> MergedRun:
+def _merge_run(
+    name: str, run: Sequence[SparseChunks], request: MergeRequest, threads: int
+) -> MergedChunks:
     codec, settings, weights = request.codec, request.settings, request.weights.weights
     chunks = run[0].chunks
-    by_index = settings.rule in BY_PLACE
+    by_index = settings.rule in COORDINATE_WISE_RULES
     if by_index and any(not np.array_equal(run[0].indices, one.indices) for one in run[1:]):
         raise errors.ConfigurationError(
             f"The workers send different indices of {name}, so that most have one sender, and "
@@ -324,10 +326,12 @@ def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads:
 
     blocks = map_blocks(process_rows, chunks.count, threads, BLOCK)
     counts, indices, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return MergedRun(chunks, counts, indices, values)
+    return MergedChunks(chunks, counts, indices, values)
 
 
-def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tuple[MergedRun, ...]:
+def _merge_buffer(
+    name: str, gradients: Gradients, request: MergeRequest
+) -> tuple[MergedChunks, ...]:
     """Average a buffer, after values far from the coordinate-wise median are moved towards it.
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
@@ -349,7 +353,7 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
         ],
         np.float64,
     )
-    if settings.rule in BY_PLACE:
+    if settings.rule in COORDINATE_WISE_RULES:
         merged = _sum_by_index(values, settings)
     else:
         center = np.median(values, axis=0)
@@ -362,7 +366,7 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
             merged += share * (near * one + (1.0 - near) * center)
     made = merged.astype(np.float32)
     return tuple(
-        MergedRun(
+        MergedChunks(
             run,
             np.full(run.count, run.size, np.uint16),
             np.tile(np.arange(run.size, dtype=np.uint16), run.count),
@@ -373,7 +377,7 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
 
 
 def _stack(
-    run: Sequence[Sparse], rows: slice, codec: Codec
+    run: Sequence[SparseChunks], rows: slice, codec: Codec
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
     """Return the indices and the values of all workers for some chunks: (workers, chunks, k)."""
     parts = [_slice_sparse(one, rows) for one in run]
@@ -381,7 +385,7 @@ def _stack(
     return indices, np.stack([decode_values(part, codec) for part in parts])
 
 
-def _slice_sparse(sparse: Sparse, rows: slice) -> Sparse:
+def _slice_sparse(sparse: SparseChunks, rows: slice) -> SparseChunks:
     return replace(
         sparse,
         indices=sparse.indices[rows],
@@ -468,7 +472,7 @@ def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
 
 
 def make_dense(
-    runs: Sequence[MergedRun], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
+    runs: Sequence[MergedChunks], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float32]:
     """Return the dense values of a merged tensor in the order of its chunks."""
     values = np.empty(prod(shape), np.float32) if out is None else out

@@ -19,7 +19,7 @@ from millrace.checkpoints.tensor_shards import is_distributed
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.compress import Feedback, GradientEncoder
+from millrace.gradients.codec.compress import ErrorFeedback, GradientEncoder
 from millrace.gradients.codec.payload import Shapes, compute_identity, encode_payload
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.settings import RunSettings, WindowOpening
@@ -135,7 +135,7 @@ class Participant:
             weights = RankedWeights(shapes, ranks, weights, threads=threads)
         self._model = weights
         self._before = ranks.run_on_each(lambda: read_link(aggregator, settings.chain, after))
-        self._feedback = Feedback(settings.codec, decay=settings.decay, threads=threads)
+        self._feedback = ErrorFeedback(settings.codec, decay=settings.decay, threads=threads)
         self._threads, self._warned = threads, False
         self._submitted, self._sha256 = 0, ""
 
@@ -417,7 +417,7 @@ class Participant:
         """Add the submitted values to the residuals again, unless the link has merged them."""
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
         if taken is None or taken.sha256 != self._sha256:
-            self._feedback.give_back()
+            self._feedback.restore_sent()
 
 
 def select_weights(model: torch.nn.Module, *, buffers: Sequence[str] = BUFFER_NAMES) -> WeightState:

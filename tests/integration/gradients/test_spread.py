@@ -18,6 +18,7 @@ from millrace.gradients import (
     ChainLink,
     Codec,
     GatherSettings,
+    GatherWindow,
     GradientEncoder,
     MergeRule,
     MergeSettings,
@@ -30,7 +31,6 @@ from millrace.gradients import (
     Support,
     Transform,
     WeightState,
-    Window,
     begin_run,
     catch_up,
     copy_state,
@@ -166,7 +166,9 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
     store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
     now, codec = datetime.now(UTC), run.codec
-    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).make_expected("a")
+    expected = GatherWindow(
+        run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now
+    ).make_expected("a")
     models = [
         in_portions(weights(), names)
         for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])

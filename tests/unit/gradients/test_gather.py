@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
-from millrace.gradients.codec.payload import Expected, Payload, read_payload
+from millrace.gradients import GatherSettings, GatherWindow, QuorumError, Refusal, Sender, gather
+from millrace.gradients.codec.payload import ExpectedGradient, Payload, read_payload
 from millrace.gradients.sync import gather as gathering
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
@@ -25,7 +25,7 @@ from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, m
 KEYS = GradientKeys("runs/one", "1")
 NOW = datetime.now(UTC)
 QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10))
-OPEN = Window(
+OPEN = GatherWindow(
     keys=KEYS,
     number=3,
     base=120,
@@ -38,7 +38,7 @@ HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
 OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
 
 
-def now_over(window: Window = OPEN) -> Window:
+def now_over(window: GatherWindow = OPEN) -> GatherWindow:
     """A window that ends now."""
     return replace(window, closes=datetime.now(UTC))
 
@@ -206,7 +206,7 @@ def test_whoever_was_asked_first_counts_before_reserves(store):
 def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
     asked: list[str] = []
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         asked.append(uid)
         if uid == "2" or (uid == "1" and asked.count(uid) == 1):
             raise KeyError(uid)
@@ -291,7 +291,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
             over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
             return OPEN.closes + timedelta(seconds=1 if over else -1)
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         asked.append(uid)
         return read_payload(store, stat, expected)
 
@@ -314,7 +314,7 @@ def test_requests_that_fail_do_not_count_as_reads(store):
     """A bucket that recovers costs its worker nothing."""
     asked = 0
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         nonlocal asked
         asked += 1
         if asked < 6:
@@ -372,7 +372,7 @@ def test_the_grace_counts_once(store, monkeypatch):
     monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 
-    def hangs(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def hangs(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         answered.wait()
         return read_payload(store, stat, expected)
 
