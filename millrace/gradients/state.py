@@ -40,7 +40,7 @@ class WeightState:
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
     def apply(
-        self, name: str, runs: Sequence[MergedChunks], codec: Codec, outer: OuterOptimizer
+        self, name: str, groups: Sequence[MergedChunks], codec: Codec, outer: OuterOptimizer
     ) -> None:
         """Apply the merged values of a tensor in place. A buffer is set to its merged values.
 
@@ -52,7 +52,7 @@ class WeightState:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = compute_dense_change(runs, weight.shape, codec.for_tensor(name))
+        change = compute_dense_change(groups, weight.shape, codec.for_tensor(name))
         if codec.is_buffer(name):
             weight[...] = change
             if outer.kind is OuterKind.NESTEROV:
@@ -116,10 +116,10 @@ def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -
 
 
 def compute_dense_change(
-    runs: Sequence[MergedChunks], shape: tuple[int, ...], codec: Codec
+    groups: Sequence[MergedChunks], shape: tuple[int, ...], codec: Codec
 ) -> Array:
     """Return the dense values of a merged tensor: the same bytes on every machine."""
-    values = make_dense(runs, shape)
+    values = make_dense(groups, shape)
     if codec.transform is Transform.NONE:
         return values.reshape(shape)
     matrix = np.empty(view_as_matrix(shape), np.float32)

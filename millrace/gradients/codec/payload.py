@@ -381,29 +381,29 @@ def check_tensors(
         piece = body[begin - at : end - at]
         digests[name] = compute_sha256(piece)
         try:
-            runs = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
+            groups = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
-                _check_range(name, runs, codec.for_tensor(name))
+                _check_range(name, groups, codec.for_tensor(name))
         except CodeError as error:
             fault = fault or f"{name}: {error}"
             continue
-        tensors[name] = runs
+        tensors[name] = groups
         if codec.is_buffer(name):  # a buffer is a value, not a change: the norm excludes it
             continue
-        each = (kernels.sum_squares(decode_values(run, codec).reshape(-1)) for run in runs)
+        each = (kernels.sum_squares(decode_values(sparse, codec).reshape(-1)) for sparse in groups)
         squares[name] = float(sum(each))
     return CheckedTensors(tensors, digests, squares, fault)
 
 
-def _check_range(name: str, runs: Sequence[SparseChunks], codec: Codec) -> None:
+def _check_range(name: str, groups: Sequence[SparseChunks], codec: Codec) -> None:
     """Check the values of a buffer, such as a variance that cannot be negative.
 
     Raises:
         CodeError: A value is out of the buffer's range.
     """
     least, most = range_of(name)
-    for run in runs:
-        values = decode_values(run, codec)
+    for sparse in groups:
+        values = decode_values(sparse, codec)
         if (values < least).any() or (values > most).any():
             raise CodeError(f"A value is not between {least:g} and {most:g}.")
 
@@ -434,7 +434,7 @@ def assemble_payload(
     most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
     if not norm <= most:
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
-    tensors = {name: runs for part in parts for name, runs in part.sparse.items()}
+    tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
     return Payload(checked.header, tensors, norm, checked.sha256, checked.size)
 
 

@@ -68,12 +68,12 @@ def encode_update(merged: MergedTensors) -> bytes:
     """Encode merged gradients as an ``.npz`` file. Equal gradients give equal bytes.
 
     The arrays are named by the tensor's index and their content: ``0.counts``, ``0.places``
-    (indices) and ``0.values``. Each array has all runs of chunks of the tensor.
+    (indices) and ``0.values``. Each array has all groups of equal chunks of the tensor.
     """
     arrays: dict[str, Any] = {}
-    for number, runs in enumerate(merged.values()):
+    for number, groups in enumerate(merged.values()):
         for part, attribute in (("counts", "counts"), ("places", "indices"), ("values", "values")):
-            pieces = [getattr(run, attribute) for run in runs]
+            pieces = [getattr(group, attribute) for group in groups]
             empty = np.empty(0, np.float32 if part == "values" else np.uint16)
             arrays[f"{number}.{part}"] = np.concatenate(pieces) if pieces else empty
     file = io.BytesIO()
@@ -281,7 +281,7 @@ def _read_update(
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
                 raise ValueError("it is compressed")
             return {
-                name: _parse_runs(arrays, number, shape, link.codec.for_tensor(name))
+                name: _parse_groups(arrays, number, shape, link.codec.for_tensor(name))
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
@@ -307,8 +307,8 @@ def apply_link(
     """
     check_link_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
     for merged in list(iterate_merged(store, link)):  # all updates are read before one is applied
-        for name, runs in merged.items():
-            state.apply(name, runs, link.codec, link.outer)
+        for name, groups in merged.items():
+            state.apply(name, groups, link.codec, link.outer)
     check_state(link, state.digest())
     progress(Event("chain.applied", link.run, {"window": link.window, "step": link.step}))
 
@@ -351,7 +351,7 @@ def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainErro
     )
 
 
-def _parse_runs(
+def _parse_groups(
     arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
 ) -> tuple[MergedChunks, ...]:
     counts, indices, values = (
@@ -365,23 +365,24 @@ def _parse_runs(
     for chunks in make_chunks(shape, codec):
         its = counts[row : row + chunks.count]
         size = int(its.sum())
-        run = MergedChunks(chunks, its, indices[at : at + size], values[at : at + size])
-        _check(run, chunks)
-        found.append(run)
+        group = MergedChunks(chunks, its, indices[at : at + size], values[at : at + size])
+        _check_group(group, chunks)
+        found.append(group)
         at, row = at + size, row + chunks.count
     if (at, at, row) != (len(indices), len(values), len(counts)):
         raise ValueError("its arrays do not fit the tensors")
     return tuple(found)
 
 
-def _check(run: MergedChunks, chunks: Chunks) -> None:
-    size = int(run.counts.sum())
-    if (len(run.counts), len(run.indices), len(run.values)) != (chunks.count, size, size):
+def _check_group(group: MergedChunks, chunks: Chunks) -> None:
+    size = int(group.counts.sum())
+    if (len(group.counts), len(group.indices), len(group.values)) != (chunks.count, size, size):
         raise ValueError("its arrays do not fit the tensors")
-    ascends = np.diff(run.indices.astype(np.int32)) > 0
-    begins = np.cumsum(run.counts.astype(np.int64))[:-1]
+    ascends = np.diff(group.indices.astype(np.int32)) > 0
+    begins = np.cumsum(group.counts.astype(np.int64))[:-1]
     ascends[begins[(begins > 0) & (begins < size)] - 1] = True
-    if (run.indices >= chunks.size).any() or not ascends.all() or not np.isfinite(run.values).all():
+    beyond, finite = group.indices >= chunks.size, np.isfinite(group.values)
+    if beyond.any() or not ascends.all() or not finite.all():
         raise ValueError("an index is beyond its chunk or repeated, or a value is not finite")
 
 
