@@ -72,7 +72,7 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
     planned = _count_planned(settings, after)
     if planned is not None:  # a second try must not count from the start
         settings = settings.model_copy(update={"windows": None, "until": after + planned})
-    key = make_artifact_key("progress", "aggregate", settings.run.run)
+    key = make_artifact_key("progress", "aggregate", settings.run.name)
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
         def handle_event(event: Event) -> None:

@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.extras import import_extra_module
 from millrace.gradients.settings import (
+    AggregationOptions,
     AggregatorSettings,
-    FollowRules,
     FollowSettings,
     GatherSettings,
     InitialWeights,
     MergeRule,
     MergeSettings,
-    RunRules,
+    RunOptions,
     RunSettings,
     WeightsSource,
-    WindowRules,
+    WindowOptions,
 )
 from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
@@ -47,21 +47,17 @@ if TYPE_CHECKING:
         iterate_links,
     )
     from millrace.gradients.sync.follow import follow
-    from millrace.gradients.sync.gather import (
-        GatheredWindow,
-        GatherWindow,
-        QuorumError,
-        RejectedWorker,
-        Sender,
-        gather,
-    )
+    from millrace.gradients.sync.gather import gather
+    from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
+    from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender
     from millrace.gradients.sync.merge import (
         MergedChunks,
         MergeWeights,
         compute_merge_weights,
         merge,
     )
-    from millrace.gradients.sync.participant import Participant, TrainingWindow, select_weights
+    from millrace.gradients.sync.model_tensors import select_weights
+    from millrace.gradients.sync.participant import Participant, TrainingWindow
     from millrace.gradients.sync.window_merge import ChainStep, aggregate
     from millrace.gradients.weights import (
         begin_run,
@@ -71,6 +67,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AggregationOptions",
     "AggregatorSettings",
     "ChainError",
     "ChainLink",
@@ -81,7 +78,6 @@ __all__ = [
     "Decoder",
     "ErrorFeedback",
     "ExpectedGradient",
-    "FollowRules",
     "FollowSettings",
     "GatherSettings",
     "GatherWindow",
@@ -102,7 +98,7 @@ __all__ = [
     "QuorumError",
     "Refusal",
     "RejectedWorker",
-    "RunRules",
+    "RunOptions",
     "RunSettings",
     "Sender",
     "Support",
@@ -110,7 +106,7 @@ __all__ = [
     "Transform",
     "WeightState",
     "WeightsSource",
-    "WindowRules",
+    "WindowOptions",
     "aggregate",
     "aggregate_run",
     "begin_run",
@@ -142,20 +138,20 @@ _MODULES = {
     "GradientEncoder": "codec.compress",
     "ExpectedGradient": "codec.payload",
     "ErrorFeedback": "codec.compress",
-    "GatheredWindow": "sync.gather",
+    "GatheredWindow": "sync.gather_results",
     "Mask": "codec.shared_indices",
     "MergedChunks": "sync.merge",
-    "RejectedWorker": "sync.gather",
+    "RejectedWorker": "sync.gather_window",
     "Participant": "sync.participant",
     "Payload": "codec.payload",
     "PayloadError": "codec.payload",
-    "QuorumError": "sync.gather",
+    "QuorumError": "sync.gather_results",
     "WeightState": "state",
     "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
     "MergeWeights": "sync.merge",
-    "GatherWindow": "sync.gather",
-    "Sender": "sync.gather",
+    "GatherWindow": "sync.gather_window",
+    "Sender": "sync.gather_window",
     "aggregate": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
     "commit_first_link": "sync.chain",
@@ -177,7 +173,7 @@ _MODULES = {
     "copy_state": "state",
     "load_checkpoint_state": "weights",
     "compute_merge_weights": "sync.merge",
-    "select_weights": "sync.participant",
+    "select_weights": "sync.model_tensors",
 }
 
 

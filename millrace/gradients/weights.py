@@ -21,13 +21,9 @@ from millrace.checkpoints.find import (
 from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
+from millrace.gradients.backends.local import allocate_locally, make_single_shard
 from millrace.gradients.backends.rank_group import RankGroup
-from millrace.gradients.backends.sharded_weights import (
-    AllocateWeights,
-    ShardedWeights,
-    allocate_locally,
-    make_single_shard,
-)
+from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState

@@ -114,7 +114,7 @@ def run_windows(
             found.stops += sum(not blow.kill for blow in run.struck)
             found.together += run.together
             found.ends += run.ends
-            found.wrong += [f"{run.settings.run.run}: {what}" for what in run.wrong]
+            found.wrong += [f"{run.settings.run.name}: {what}" for what in run.wrong]
             if found.runs % 20 == 0:
                 blows = found.blows.total()
                 tell(f"runs {found.runs}, blows {blows}, wrong {len(found.wrong)}")
@@ -230,7 +230,7 @@ class _Run:
         deadline = time.monotonic() + _HANGS
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.settings.run.run} hangs")
+                raise TimeoutError(f"{self.settings.run.name} hangs")
             at_work = sum(
                 process.is_alive() and not stopped(process) for process, _ in self._started
             )

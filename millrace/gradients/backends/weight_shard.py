@@ -135,8 +135,8 @@ class WeightShard:
         """Apply the fetched values of a link."""
         fetched, self._fetched = self._fetched, []
         for merged in fetched:
-            for name, runs in merged.items():
-                self._state.apply(name, runs, link.codec, link.outer)
+            for name, groups in merged.items():
+                self._state.apply(name, groups, link.codec, link.outer)
 
     # -- a window
 
@@ -208,8 +208,8 @@ class WeightShard:
                 for name in names
             }
             made.append(store_update(store, keys, step, encode_update(merged), len(names)))
-            for name, runs in merged.items():
-                self._state.apply(name, runs, request.codec, outer)
+            for name, groups in merged.items():
+                self._state.apply(name, groups, request.codec, outer)
         return made
 
     # -- checkpoints

@@ -9,16 +9,13 @@ from millrace import errors
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.retention import apply_retention, plan_retention
 from millrace.checkpoints.settings import RetentionSettings
-from millrace.gradients.backends.sharded_weights import (
-    AllocateWeights,
-    ShardedWeights,
-    allocate_locally,
-    allocate_on_ray,
-)
+from millrace.gradients.backends.local import allocate_locally
+from millrace.gradients.backends.ray_cluster import allocate_on_ray
+from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.follow import follow
-from millrace.gradients.sync.gather import Sender
+from millrace.gradients.sync.gather_window import Sender
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys

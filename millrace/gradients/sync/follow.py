@@ -1,18 +1,21 @@
 """Windows of a run from the aggregator's side.
 
 A window begins with the commit of the previous link. The aggregator opens the window with a record
-of its rules. It merges the window when the gradients are complete, or at the end of the window's
+of its options. It merges the window when the gradients are complete, or at the end of the window's
 time. The time begins with that record, by the store's clock. Workers read only the chain.
 """
 
 from collections.abc import Iterator, Sequence
 
-from millrace.gradients.backends.sharded_weights import ShardedWeights, make_single_shard
+from millrace.gradients.backends.local import make_single_shard
+from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
-from millrace.gradients.sync.gather import GatherWindow, QuorumError, Sender, gather
+from millrace.gradients.sync.gather import gather
+from millrace.gradients.sync.gather_results import QuorumError
+from millrace.gradients.sync.gather_window import GatherWindow, Sender
 from millrace.gradients.sync.window_merge import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Event, Progress, ignore_event
@@ -70,17 +73,17 @@ def follow(
             before = read_link_after(store, settings.chain, number, before)
             weights.replay(store, before)
             figures = {"window": number, "step": before.step}
-            progress(Event("chain.applied", settings.run, figures))
+            progress(Event("chain.applied", settings.name, figures))
             continue
-        rules, window = _open(store, settings, weights.shapes, number, before.step, clock)
+        options, window = _open(store, settings, weights.shapes, number, before.step, clock)
         weights.open(window)
         try:
             gathered = gather(
                 window,
                 workers,
-                rules.gather,
+                options.gather,
                 reserves=reserves,
-                reading=weights.read,
+                read_gradient=weights.read,
                 clock=clock,
                 progress=progress,
             )
@@ -89,7 +92,7 @@ def follow(
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
         before = aggregate(store, window, gathered, step, weights, progress=progress)
         figures = {"window": number, "taken": len(before.taken), "out": len(before.out)}
-        progress(Event("window.merged", settings.run, figures))
+        progress(Event("window.merged", settings.name, figures))
         yield before
 
 
@@ -101,23 +104,26 @@ def _open(
     base: int,
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
-    """Open a window, and return its record. An open window keeps its earlier rules."""
+    """Open a window, and return its record. An open window keeps its earlier options."""
     keys = settings.chain
     ours = WindowOpening(
-        run=settings.run, number=number, window=settings.window, gather=settings.gather
+        run=settings.name,
+        number=number,
+        window=settings.window_length,
+        gather=settings.gather,
     )
-    rules = commit_once(store, keys.opening(number), ours).record
+    options = commit_once(store, keys.opening(number), ours).record
     began = head(store, keys.link(number - 1)).last_modified  # workers may send from this time on
     opened = head(store, keys.opening(number)).last_modified
     now = clock.now()
-    over = opened + rules.window <= now  # no aggregator was running: the time begins again
-    return rules, GatherWindow(
+    over = opened + options.window_length <= now  # no aggregator was running: the time begins again
+    return options, GatherWindow(
         keys=settings.gradients,
         number=number,
         base=base,
         codec=settings.codec,
         shapes=shapes,
         opens=began,
-        closes=(now if over else opened) + rules.window,
-        norm=rules.gather.max_norm,
+        closes=(now if over else opened) + options.window_length,
+        norm=options.gather.max_norm,
     )

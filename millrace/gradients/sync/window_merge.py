@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace import errors
-from millrace.gradients.backends.sharded_weights import ShardedWeights, make_single_shard
+from millrace.gradients.backends.local import make_single_shard
+from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
-from millrace.gradients.sync.gather import GatheredWindow, GatherWindow
+from millrace.gradients.sync.gather_results import GatheredWindow
+from millrace.gradients.sync.gather_window import GatherWindow
 from millrace.gradients.sync.merge import (
     MergeRequest,
     MergeWeights,

@@ -15,7 +15,7 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, GatherWindow, QuorumError, Refusal, Sender, gather
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, read_payload
-from millrace.gradients.sync import gather as gathering
+from millrace.gradients.sync import bucket_lister
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
@@ -137,7 +137,7 @@ def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_a
 
 def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypatch):
     """It sorts before the others, and its own gradient behind its other objects."""
-    monkeypatch.setattr(gathering, "_MOST_LISTED", 20)
+    monkeypatch.setattr(bucket_lister, "_MOST_LISTED", 20)
     store = open_store(f"memory://{secrets.token_hex(8)}")
     for number in range(2000):
         put(store, f"{KEYS.worker('0')}a{number:04d}", b"")
@@ -150,7 +150,7 @@ def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypat
             listed.append(stat.key)
             yield stat
 
-    monkeypatch.setattr(gathering, "list_fairly", count)
+    monkeypatch.setattr(bucket_lister, "list_fairly", count)
     found = gather(OPEN, workers(store, 0, 1, 2), QUICK)
     assert set(found.taken) == {"0", "1", "2"}
     assert len(listed) < 100
@@ -214,7 +214,7 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
 
     for uid in range(3):
         send(store, str(uid))
-    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reading=reading)
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, read_gradient=reading)
     assert set(found.taken) == {"0", "1"}
     assert found.out["2"].reason is Refusal.FORMAT
     assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
@@ -300,7 +300,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
         OPEN,
         workers(store, 0, 1),
         QUICK,
-        reading=reading,
+        read_gradient=reading,
         clock=Clock(NOW, 0.0),
         progress=heard.append,
     )
@@ -322,7 +322,7 @@ def test_requests_that_fail_do_not_count_as_reads(store):
         return read_payload(store, stat, expected)
 
     send(store, "0")
-    found = gather(OPEN, workers(store, 0), QUICK, reading=reading)
+    found = gather(OPEN, workers(store, 0), QUICK, read_gradient=reading)
     assert set(found.taken) == {"0"}
 
 
@@ -369,6 +369,7 @@ def test_the_grace_counts_once(store, monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
     monkeypatch.setattr("millrace.gradients.sync.gather.time", clock)
+    monkeypatch.setattr("millrace.gradients.sync.gather_window.time", clock)
     monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 
@@ -382,7 +383,7 @@ def test_the_grace_counts_once(store, monkeypatch):
         now_over(),
         workers(store, 0, 1),
         GatherSettings(grace_period=grace, quorum=0),
-        reading=hangs,
+        read_gradient=hangs,
     )
     answered.set()
     assert waited == grace.total_seconds()
