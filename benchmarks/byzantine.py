@@ -35,7 +35,7 @@ from benchmarks.losses import draw
 from millrace.gradients import (
     ChainStart,
     Codec,
-    Feedback,
+    ErrorFeedback,
     GatherSettings,
     GradientEncoder,
     MergeRule,
@@ -43,10 +43,10 @@ from millrace.gradients import (
     RunSettings,
     Sender,
     WeightState,
+    commit_first_link,
     encode_payload,
     follow,
     select_weights,
-    start_chain,
 )
 from millrace.gradients.codec.chunks import make_chunks
 from millrace.gradients.codec.tensors import pack_tensor, select_values
@@ -162,7 +162,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
     )
     state = select_weights(teachers.first)
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    kept = [Feedback(CODEC, decay=settings.decay) for _ in range(WORKERS)]
+    kept = [ErrorFeedback(CODEC, decay=settings.decay) for _ in range(WORKERS)]
     before: list[deque[Change]] = [deque(maxlen=10) for _ in range(WORKERS)]
     encoder = GradientEncoder(CODEC, 1)
 
@@ -178,7 +178,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
 
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        start_chain(
+        commit_first_link(
             store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
         )
         workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]

@@ -35,7 +35,7 @@ from benchmarks.corpus import text
 from millrace.gradients import (
     Codec,
     Decoder,
-    Expected,
+    ExpectedGradient,
     GradientEncoder,
     MergeRule,
     MergeSettings,
@@ -222,14 +222,14 @@ def real(steps: int) -> dict[str, torch.Tensor]:
     }
 
 
-def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expected]:
+def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, ExpectedGradient]:
     """Return the object that a worker puts into the bucket, and what is expected of it."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
     said = {"run": "run", "uid": uid, "window": 0, "base": 0}
     body = encode_payload(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
-    return body, Expected(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
+    return body, ExpectedGradient(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
 
 
 def payload_of(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
@@ -271,7 +271,7 @@ def torch_off(tensor: torch.Tensor, sent: torch_codec.Sent) -> float:
 
 def merge_of_a_model(file: str) -> dict[str, float]:
     """Merge an object 20 times with itself, tensor by tensor; in a process of its own."""
-    expected = Expected(run="run", uid="w", window=0, base=0, codec=CODEC, shapes=GPT2)
+    expected = ExpectedGradient(run="run", uid="w", window=0, base=0, codec=CODEC, shapes=GPT2)
     body = Path(file).read_bytes()
     payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
     merged = 0

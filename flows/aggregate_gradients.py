@@ -95,7 +95,7 @@ def aggregate_gradients(
         **(aggregation or FollowSettings()).model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)
-    check_right(shared, Right.READ, run.run)
+    check_right(shared, Right.READ, run.name)
     for each in worker_buckets or ():
         try:
             check_right(each.bucket, Right.READ, run.gradients.worker(each.uid))

@@ -21,7 +21,7 @@ from millrace.storage import Right
 from tasks import campaigning
 from tasks.forms import draw_form
 from tasks.locations import check_right
-from tasks.merging import begin_chain
+from tasks.merging import ensure_run_begun
 from tasks.renting import RentalReference, make_release_hook, require_ledger
 
 hook = make_release_hook(find_campaign_rental)
@@ -79,7 +79,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
     group = rent_workers(training, rental) if rental else campaigning.run_local_workers(training)
     with group as workers:
         if not progress.has_merged_windows:
-            begin_chain(training.make_aggregator_settings(plan.find_initial_weights()))
+            ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
             campaigning.await_workers(training, workers)
         for epoch in range(training.rules.epochs):
             run_epoch(plan, training, epoch, workers)

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from millrace.cleanup import Rule
 from millrace.gradients import FollowSettings, RunSettings
-from millrace.gradients.settings import FollowRules, RunRules
+from millrace.gradients.settings import AggregationOptions, RunOptions
 from millrace.rentals import OfferRequest, Program, RentSettings
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
@@ -43,18 +43,18 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     Program: frozenset(),
     RentSettings: frozenset({"machines"}),
     Rule: frozenset({"older_than", "name"}),
-    RunRules: frozenset({"window", "steps"}),
+    RunOptions: frozenset({"window", "steps"}),
     RunSettings: frozenset({"window", "steps", "windows"}),
 }
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""
 
 _MODEL_TITLES: Mapping[type[BaseModel], str] = {
-    FollowRules: "Aggregation settings",
+    AggregationOptions: "Aggregation settings",
     FollowSettings: "Aggregation settings",
     OuterOptimizer: "Optimizer settings",
     Codec: "Codec settings",
     RentSettings: "Rental settings",
-    RunRules: "Run settings",
+    RunOptions: "Run settings",
 }
 """Titles of models whose names say little to a person who has not read the code."""
 

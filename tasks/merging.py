@@ -57,9 +57,9 @@ def find_last_window(settings: AggregatorSettings) -> int:
 
 
 @retried_task
-def begin_chain(settings: AggregatorSettings) -> None:
+def ensure_run_begun(settings: AggregatorSettings) -> None:
     """Commit the first link of a run, for which workers wait. No window is opened."""
-    gradients.begin_chain(settings)
+    gradients.ensure_run_begun(settings)
 
 
 @retried_task
@@ -73,7 +73,7 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
     planned = _count_planned(settings, after)
     if planned is not None:  # a second try must not count from the start
         settings = settings.model_copy(update={"windows": None, "until": after + planned})
-    key = make_artifact_key("progress", "aggregate", settings.run.run)
+    key = make_artifact_key("progress", "aggregate", settings.run.name)
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
         def handle_event(event: Event) -> None:

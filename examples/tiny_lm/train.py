@@ -43,7 +43,7 @@ def main(threads: int) -> None:
                 optimizer.step()
             participant.submit(model, tokens=turn.steps * ROWS * LENGTH)
             participant.apply(model)
-        begin(participant.turn)
+        begin(participant.open_window)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from millrace.campaigns.worker import TrainingPlan
 from millrace.errors import ConflictError, NotFoundError
-from millrace.gradients import RunSettings, WindowRules
+from millrace.gradients import RunSettings, WindowOptions
 from millrace.keys.campaigns import CampaignKeys
 from millrace.records import Record, commit_once, fetch, find_changes
 from millrace.storage import StoreSpec, open_store
@@ -58,7 +58,7 @@ def _make_pinned_training(plan: TrainingPlan) -> PinnedTraining:
 
 def _refuse_changes(plan: TrainingPlan, pinned: PinnedTraining) -> None:
     found = find_changes(pinned, _make_pinned_training(plan))
-    free = [f"run.{name}" for name in WindowRules.model_fields]
+    free = [f"run.{name}" for name in WindowOptions.model_fields]
     changes = [
         f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
         for path, (old, new) in found.items()

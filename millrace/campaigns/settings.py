@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.campaigns.worker import TrainingPlan
 from millrace.checkpoints import CooldownSettings
-from millrace.gradients import FollowRules, RunRules, WeightsSource
+from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
 from millrace.remote import CodeRepository
 from millrace.rentals import OfferRequest, RentalTimeouts
 from millrace.settings import Duration
@@ -85,12 +85,12 @@ class TrainingRules(BaseModel, frozen=True, extra="forbid"):
         default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
     )
     windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
-    run: RunRules = Field(default=RunRules(), description="Settings that all workers share.")
+    run: RunOptions = Field(default=RunOptions(), description="Settings that all workers share.")
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(), description="Settings of the end of an epoch."
     )
-    aggregation: FollowRules = Field(
-        default=FollowRules(),
+    aggregation: AggregationOptions = Field(
+        default=AggregationOptions(),
         description="Settings of the aggregator: how it follows windows, and which checkpoints "
         "the aggregator keeps.",
     )

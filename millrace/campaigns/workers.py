@@ -82,7 +82,7 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
             if found:
                 return found
             raise UnavailableError(
-                f"No worker has joined {run.run} in {timeout}: see the lines that they print. "
+                f"No worker has joined {run.name} in {timeout}: see the lines that they print. "
                 "Let the script call `Worker.join` and `begin`, or raise `training.join_timeout`."
             )
         time.sleep(_POLL_INTERVAL)

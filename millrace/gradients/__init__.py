@@ -4,25 +4,31 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.extras import import_extra_module
 from millrace.gradients.settings import (
+    AggregationOptions,
     AggregatorSettings,
-    FollowRules,
     FollowSettings,
     GatherSettings,
     InitialWeights,
     MergeRule,
     MergeSettings,
-    RunRules,
+    RunOptions,
     RunSettings,
     WeightsSource,
-    WindowRules,
+    WindowOptions,
 )
 from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
 
 if TYPE_CHECKING:
-    from millrace.gradients.codec.compress import Decoder, Feedback, GradientEncoder, decode, encode
+    from millrace.gradients.codec.compress import (
+        Decoder,
+        ErrorFeedback,
+        GradientEncoder,
+        decode,
+        encode,
+    )
     from millrace.gradients.codec.payload import (
-        Expected,
+        ExpectedGradient,
         Payload,
         PayloadError,
         check_payload,
@@ -32,26 +38,27 @@ if TYPE_CHECKING:
     from millrace.gradients.codec.shared_indices import Mask
     from millrace.gradients.codec.tensors import CodeError
     from millrace.gradients.state import WeightState, copy_state
-    from millrace.gradients.sync.aggregator import aggregate_run, begin_chain
+    from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
     from millrace.gradients.sync.chain import (
         ChainError,
         catch_up,
+        commit_first_link,
         find_newest_window,
         iterate_links,
-        start_chain,
     )
     from millrace.gradients.sync.follow import follow
-    from millrace.gradients.sync.gather import (
-        GatheredWindow,
-        QuorumError,
-        RejectedWorker,
-        Sender,
-        Window,
-        gather,
+    from millrace.gradients.sync.gather import gather
+    from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
+    from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender
+    from millrace.gradients.sync.merge import (
+        MergedChunks,
+        MergeWeights,
+        compute_merge_weights,
+        merge,
     )
-    from millrace.gradients.sync.merge import MergedRun, MergeWeights, compute_merge_weights, merge
-    from millrace.gradients.sync.participant import Participant, TrainingWindow, select_weights
-    from millrace.gradients.sync.window import ChainStep, aggregate
+    from millrace.gradients.sync.model_tensors import select_weights
+    from millrace.gradients.sync.participant import Participant, TrainingWindow
+    from millrace.gradients.sync.window_merge import ChainStep, aggregate
     from millrace.gradients.weights import (
         begin_run,
         check_weights,
@@ -60,6 +67,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AggregationOptions",
     "AggregatorSettings",
     "ChainError",
     "ChainLink",
@@ -68,11 +76,11 @@ __all__ = [
     "CodeError",
     "Codec",
     "Decoder",
-    "Expected",
-    "Feedback",
-    "FollowRules",
+    "ErrorFeedback",
+    "ExpectedGradient",
     "FollowSettings",
     "GatherSettings",
+    "GatherWindow",
     "GatheredWindow",
     "GradientEncoder",
     "GradientHeader",
@@ -81,7 +89,7 @@ __all__ = [
     "MergeRule",
     "MergeSettings",
     "MergeWeights",
-    "MergedRun",
+    "MergedChunks",
     "OuterKind",
     "OuterOptimizer",
     "Participant",
@@ -90,7 +98,7 @@ __all__ = [
     "QuorumError",
     "Refusal",
     "RejectedWorker",
-    "RunRules",
+    "RunOptions",
     "RunSettings",
     "Sender",
     "Support",
@@ -98,20 +106,20 @@ __all__ = [
     "Transform",
     "WeightState",
     "WeightsSource",
-    "Window",
-    "WindowRules",
+    "WindowOptions",
     "aggregate",
     "aggregate_run",
-    "begin_chain",
     "begin_run",
     "catch_up",
     "check_payload",
     "check_weights",
+    "commit_first_link",
     "compute_merge_weights",
     "copy_state",
     "decode",
     "encode",
     "encode_payload",
+    "ensure_run_begun",
     "find_newest_window",
     "follow",
     "gather",
@@ -121,7 +129,6 @@ __all__ = [
     "merge",
     "read_payload",
     "select_weights",
-    "start_chain",
 ]
 
 _MODULES = {
@@ -129,26 +136,26 @@ _MODULES = {
     "CodeError": "codec.tensors",
     "Decoder": "codec.compress",
     "GradientEncoder": "codec.compress",
-    "Expected": "codec.payload",
-    "Feedback": "codec.compress",
-    "GatheredWindow": "sync.gather",
+    "ExpectedGradient": "codec.payload",
+    "ErrorFeedback": "codec.compress",
+    "GatheredWindow": "sync.gather_results",
     "Mask": "codec.shared_indices",
-    "MergedRun": "sync.merge",
-    "RejectedWorker": "sync.gather",
+    "MergedChunks": "sync.merge",
+    "RejectedWorker": "sync.gather_window",
     "Participant": "sync.participant",
     "Payload": "codec.payload",
     "PayloadError": "codec.payload",
-    "QuorumError": "sync.gather",
+    "QuorumError": "sync.gather_results",
     "WeightState": "state",
-    "ChainStep": "sync.window",
+    "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
     "MergeWeights": "sync.merge",
-    "Window": "sync.gather",
-    "Sender": "sync.gather",
-    "aggregate": "sync.window",
+    "GatherWindow": "sync.gather_window",
+    "Sender": "sync.gather_window",
+    "aggregate": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
-    "start_chain": "sync.chain",
-    "begin_chain": "sync.aggregator",
+    "commit_first_link": "sync.chain",
+    "ensure_run_begun": "sync.aggregator",
     "begin_run": "weights",
     "catch_up": "sync.chain",
     "check_payload": "codec.payload",
@@ -166,7 +173,7 @@ _MODULES = {
     "copy_state": "state",
     "load_checkpoint_state": "weights",
     "compute_merge_weights": "sync.merge",
-    "select_weights": "sync.participant",
+    "select_weights": "sync.model_tensors",
 }
 
 

@@ -1,5 +1,8 @@
 """Settings of a run: how pseudo-gradients are gathered and merged, and how a run is followed.
 
+`RunOptions` and `AggregationOptions` have what the plan of a campaign may choose. `RunSettings` and
+`FollowSettings` add what the campaign derives from its plan: the name of the run, and the windows.
+
 This module imports neither numba nor torch, so that forms and settings files can be
 read without them.
 """
@@ -31,7 +34,7 @@ class MergeRule(StrEnum):
     TRIMMED = "trimmed mean"  # of each coordinate (Yin et al. 2018)
 
 
-BY_PLACE = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
+COORDINATE_WISE_RULES = frozenset({MergeRule.MEDIAN, MergeRule.TRIMMED})
 """Rules that judge each coordinate by itself, and need the same coordinates of all workers."""
 
 
@@ -173,8 +176,8 @@ class GatherSettings(BaseModel):
     )
 
 
-class WindowRules(BaseModel):
-    """Settings that may change between windows: the length of a window, and its gathering.
+class WindowOptions(BaseModel):
+    """Options that may change between windows: the length of a window, and its gathering.
 
     The merged gradients depend only on the objects that a link names, not on these settings. So a
     run that continues with other settings is the same run.
@@ -194,9 +197,14 @@ class WindowRules(BaseModel):
         description="Settings of the gathering of gradients.",
     )
 
+    @property
+    def window_length(self) -> timedelta:
+        """Length of a window, which settings files and records name ``window``."""
+        return self.window
 
-class WindowOpening(Record, WindowRules):
-    """Record of an open window, with the rules that hold until the merge.
+
+class WindowOpening(Record, WindowOptions):
+    """Record of an open window, with the options that hold until the merge.
 
     Attributes:
         run: Name of the run.
@@ -209,8 +217,8 @@ class WindowOpening(Record, WindowRules):
     number: int
 
 
-class RunRules(WindowRules):
-    """Settings of a run, except its name and the number of its windows."""
+class RunOptions(WindowOptions):
+    """Options of a run: all settings except its name and the number of its windows."""
 
     version: str = Field(
         title="Version of the workers",
@@ -246,8 +254,8 @@ class RunRules(WindowRules):
     @model_validator(mode="after")
     def _merge_can_work(self) -> Self:
         codec = self.codec
-        own_places = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
-        if self.merge.rule in BY_PLACE and own_places:
+        own_indices = codec.support is Support.LARGEST and codec.k < CHUNK_SIZE
+        if self.merge.rule in COORDINATE_WISE_RULES and own_indices:
             raise ValueError(
                 f"{self.merge.rule} judges each index by itself, and the workers send different "
                 "indices: set `codec` to `support: shared`, or choose `mean`, `centered clip` or "
@@ -273,7 +281,7 @@ class RunRules(WindowRules):
             )
 
 
-class RunSettings(RunRules):
+class RunSettings(RunOptions):
     """Settings that the aggregator and all workers of a run share."""
 
     run: str = Field(
@@ -285,6 +293,11 @@ class RunSettings(RunRules):
         ge=1,
         description="Number of windows after which the run is over; by default the run has no end.",
     )
+
+    @property
+    def name(self) -> str:
+        """Name of the run, which settings files and records name ``run``."""
+        return self.run
 
     @property
     def gradients(self) -> GradientKeys:
@@ -339,8 +352,8 @@ class InitialWeights(WeightsSource, StoreSettings):
         return self
 
 
-class FollowRules(BaseModel):
-    """Settings of an aggregator: the end of its run, and the checkpoints to keep."""
+class AggregationOptions(BaseModel):
+    """Options of an aggregator: when an idle run ends, and which checkpoints are kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -379,8 +392,8 @@ class FollowRules(BaseModel):
     )
 
 
-class FollowSettings(FollowRules):
-    """Settings of an aggregator that also limit how many windows it merges."""
+class FollowSettings(AggregationOptions):
+    """Options of an aggregator, with limits on the windows that it merges."""
 
     windows: int | None = Field(
         title="Number of windows",
@@ -394,7 +407,7 @@ class FollowSettings(FollowRules):
 
 
 class AggregatorSettings(FollowSettings):
-    """Settings of an aggregator: the run, the workers, and their buckets."""
+    """Settings of an aggregator: its options, the run, the workers, and their buckets."""
 
     run: RunSettings = Field(description="Settings that all workers of the run share.")
     store: StoreSpec = Field(description="Bucket of the aggregator: the chain is written there.")

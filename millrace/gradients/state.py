@@ -18,7 +18,7 @@ from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import make_tiles, view_as_matrix
 from millrace.gradients.codec.transform import get_basis
-from millrace.gradients.sync.merge import MergedRun, make_dense
+from millrace.gradients.sync.merge import MergedChunks, make_dense
 from millrace.schemas.chain import OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, Transform
 
@@ -40,7 +40,7 @@ class WeightState:
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
     def apply(
-        self, name: str, runs: Sequence[MergedRun], codec: Codec, outer: OuterOptimizer
+        self, name: str, groups: Sequence[MergedChunks], codec: Codec, outer: OuterOptimizer
     ) -> None:
         """Apply the merged values of a tensor in place. A buffer is set to its merged values.
 
@@ -52,7 +52,7 @@ class WeightState:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = compute_dense_change(runs, weight.shape, codec.for_tensor(name))
+        change = compute_dense_change(groups, weight.shape, codec.for_tensor(name))
         if codec.is_buffer(name):
             weight[...] = change
             if outer.kind is OuterKind.NESTEROV:
@@ -90,7 +90,7 @@ class WeightState:
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return the digest of weights from the digests of their tensors (`WeightState.digests`)."""
+    """Return the digest of weights from the results of `WeightState.compute_digests`."""
     return compute_sha256(dump_canonical_json(dict(digests)))
 
 
@@ -115,9 +115,11 @@ def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -
     return WeightState({name: copy_array(tensors[name]) for name in (names or tensors)})
 
 
-def compute_dense_change(runs: Sequence[MergedRun], shape: tuple[int, ...], codec: Codec) -> Array:
+def compute_dense_change(
+    groups: Sequence[MergedChunks], shape: tuple[int, ...], codec: Codec
+) -> Array:
     """Return the dense values of a merged tensor: the same bytes on every machine."""
-    values = make_dense(runs, shape)
+    values = make_dense(groups, shape)
     if codec.transform is Transform.NONE:
         return values.reshape(shape)
     matrix = np.empty(view_as_matrix(shape), np.float32)

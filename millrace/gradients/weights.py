@@ -22,17 +22,13 @@ from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.checkpoints.retention import pin
 from millrace.checkpoints.tree import parse_own_name
+from millrace.gradients.backends.local import allocate_locally, make_single_shard
 from millrace.gradients.backends.rank_group import RankGroup
-from millrace.gradients.backends.sharded_weights import (
-    AllocateWeights,
-    ShardedWeights,
-    allocate_locally,
-    hold_state,
-)
+from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.chain import ChainError, read_link, start_chain
+from millrace.gradients.sync.chain import ChainError, commit_first_link, read_link
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -46,7 +42,7 @@ S = TypeVar("S", bound=ShardedWeights)
 def begin_run(
     store: Store, keys: ChainKeys, weights: WeightState | ShardedWeights, *, step: int = 0
 ) -> ChainStart:
-    """Save the initial weights of a run, and commit its first link.
+    """Save the initial weights of a run as a checkpoint, and commit its first link.
 
     After a kill, call this function again. Concurrent calls with the same weights are safe.
 
@@ -59,17 +55,17 @@ def begin_run(
     Raises:
         ConflictError: The run began with other weights, or at another step.
     """
-    with _open_weights(weights) as model:
-        digest = model.digest()
+    with _open_weights(weights) as sharded:
+        digest = sharded.digest()
         try:
-            root = save_weights(model, store, keys.job, step=step, window=0).root
+            root = save_weights(sharded, store, keys.job, step=step, window=0).root
         except errors.ConflictError:  # other files may have the same weights
-            model.load_state(store, keys.job, step)
-            if model.digest() != digest:
+            sharded.load_state(store, keys.job, step)
+            if sharded.digest() != digest:
                 raise
             root = read_checkpoint(store, keys.job, step).root
     pin(store, keys.job, step, "The chain begins with this checkpoint.")
-    return start_chain(
+    return commit_first_link(
         store, keys, ChainStart(run=keys.run, job=keys.job, step=step, root=root, state=digest)
     )
 
@@ -89,9 +85,9 @@ def save_weights(
     Raises:
         ConflictError: The job has another checkpoint of this step.
     """
-    with _open_weights(weights) as model:
-        model.save(store, job, step=step, window=window)
-        saved = model.wait_for_save()
+    with _open_weights(weights) as sharded:
+        sharded.save(store, job, step=step, window=window)
+        saved = sharded.wait_for_save()
     assert saved is not None
     return saved
 
@@ -102,11 +98,11 @@ def _open_weights(weights: WeightState | ShardedWeights) -> Generator[ShardedWei
     if isinstance(weights, ShardedWeights):
         yield weights
         return
-    model = hold_state(weights)
+    sharded = make_single_shard(weights)
     try:
-        yield model
+        yield sharded
     finally:
-        model.close()
+        sharded.close()
 
 
 def load_newest_state(
@@ -126,8 +122,8 @@ def load_newest_state(
         NotFoundError: The run has not begun.
         ChainError: The chain has no undamaged checkpoint.
     """
-    model, window = load_newest_weights(store, keys, allocate_locally(), progress=progress)
-    return model.collect_state(), window
+    weights, window = load_newest_weights(store, keys, allocate_locally(), progress=progress)
+    return weights.collect_state(), window
 
 
 def load_newest_weights(
@@ -160,7 +156,7 @@ def load_newest_weights(
         progress(CheckpointDamaged(job=keys.job, step=step, damage=str(error)))
 
     ranks.run_on_each(lambda: read_link(store, keys, 0))
-    model: S | None = None
+    weights: S | None = None
     for step in reversed(ranks.run_on_first(lambda: list_steps(store, keys.job))):
         try:
             found = ranks.run_on_each(partial(read_checkpoint, store, keys.job, step))
@@ -172,11 +168,11 @@ def load_newest_weights(
         try:
             link = ranks.run_on_each(partial(_read_checkpoint_link, store, keys, found))
             shapes = _read_shapes(found, f"{KINDS[0]}.")
-            if model is None or model.shapes != shapes:
-                model = allocate(shapes)
-            model.load_state(store, keys.job, step)
-            model.check(link)
-            return model, link.window if isinstance(link, ChainLink) else 0
+            if weights is None or weights.shapes != shapes:
+                weights = allocate(shapes)
+            weights.load_state(store, keys.job, step)
+            weights.check(link)
+            return weights, link.window if isinstance(link, ChainLink) else 0
         except (errors.CorruptError, errors.NotFoundError) as error:
             report_skipped(step, error)
     raise ChainError(
@@ -201,10 +197,10 @@ def load_checkpoint_state(
         NotFoundError: There is no such checkpoint.
         ConfigurationError: The checkpoint has no tensors with this prefix.
     """
-    model, step = load_checkpoint_weights(
+    weights, step = load_checkpoint_weights(
         store, job, allocate_locally(), step=step, tensors=tensors
     )
-    return model.collect_state(), step
+    return weights.collect_state(), step
 
 
 def load_checkpoint_weights(
@@ -226,20 +222,20 @@ def load_checkpoint_weights(
         NotFoundError: There is no such checkpoint.
         ConfigurationError: The checkpoint has no tensors with this prefix.
     """
-    model: ShardedWeights | None = None
+    weights: ShardedWeights | None = None
     for found in _find_requested(store, job, step):
         shapes = _read_shapes(found, tensors)
         if not shapes:
             raise _make_mismatch_error(found, tensors)
-        if model is None or model.shapes != shapes:
-            model = allocate(shapes)
+        if weights is None or weights.shapes != shapes:
+            weights = allocate(shapes)
         try:
-            model.load_weights(store, job, found.step, tensors)
+            weights.load_weights(store, job, found.step, tensors)
         except errors.CorruptError:  # not moved away, as it belongs to another job
             if step is not None:
                 raise
             continue
-        return model, found.step
+        return weights, found.step
     raise errors.NotFoundError(
         f"{store.make_url(job)} has no undamaged checkpoint: save one, or name another job."
     )

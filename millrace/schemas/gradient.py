@@ -152,7 +152,7 @@ class Refusal(StrEnum):
     TENSORS = "tensors"  # tensors are missing or unknown
     CODES = "codes"  # the bytes are not a compressed tensor
     NORM = "norm"  # the norm is above the limit
-    PLACES = "places"  # other indices than most workers, where the rule needs equal ones
+    INDICES = "places"  # other indices than most workers, where the rule needs equal ones
     QUORUM = "quorum"  # the gradient is valid, but too few workers sent one
 
 

@@ -43,7 +43,7 @@ from millrace.gradients import (
     iterate_links,
     load_newest_state,
 )
-from millrace.gradients.sync.aggregator import open_newest_weights
+from millrace.gradients.sync.aggregator import load_or_begin_run
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.soak.blows import ANYWHERE, Blow, Struck, stopped
@@ -114,7 +114,7 @@ def run_windows(
             found.stops += sum(not blow.kill for blow in run.struck)
             found.together += run.together
             found.ends += run.ends
-            found.wrong += [f"{run.settings.run.run}: {what}" for what in run.wrong]
+            found.wrong += [f"{run.settings.run.name}: {what}" for what in run.wrong]
             if found.runs % 20 == 0:
                 blows = found.blows.total()
                 tell(f"runs {found.runs}, blows {blows}, wrong {len(found.wrong)}")
@@ -230,7 +230,7 @@ class _Run:
         deadline = time.monotonic() + _HANGS
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.settings.run.run} hangs")
+                raise TimeoutError(f"{self.settings.run.name} hangs")
             at_work = sum(
                 process.is_alive() and not stopped(process) for process, _ in self._started
             )
@@ -325,6 +325,6 @@ def _aggregate(
 def _without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
     """As if the lease had let two through."""
     store, run = open_store(settings.store), settings.run
-    state, after = open_newest_weights(settings, store)
+    state, after = load_or_begin_run(settings, store)
     workers = [Sender(uid, store) for uid in settings.workers]
     return follow(store, run, workers, state, after=after, until=settings.until)

@@ -164,7 +164,7 @@ class Worker:
         while not exists(self._read_store, run.chain.link(0)):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
-                    f"The run {run.run} has not begun in {timeout}: is there an aggregator?"
+                    f"The run {run.name} has not begun in {timeout}: is there an aggregator?"
                 )
             time.sleep(_POLL_INTERVAL)
         return Participant.join(
@@ -211,7 +211,7 @@ class Worker:
                 "Use the worker as a context: `with Worker.from_environment() ...`"
             )
         result = self._saver.end(
-            state, epoch=epoch, step=step, run=self.settings.run.run, position={"window": window}
+            state, epoch=epoch, step=step, run=self.settings.run.name, position={"window": window}
         )
         log.info("epoch %d: %s %s", epoch, result.outcome, result.reason)
         if result.epoch is None:

@@ -18,12 +18,18 @@ from millrace.checkpoints.loading import load
 from millrace.checkpoints.ranks import Ranks
 from millrace.checkpoints.saving import PendingSave, Saver
 from millrace.checkpoints.tree import flatten_state, is_skeleton
-from millrace.gradients.codec.payload import Expected, Opened, Shapes, Tensors, read_tensors
+from millrace.gradients.codec.payload import (
+    CheckedHeader,
+    CheckedTensors,
+    ExpectedGradient,
+    Shapes,
+    read_tensors,
+)
 from millrace.gradients.state import Array, WeightState, copy_state
 from millrace.gradients.sync.chain import encode_update, iterate_merged, store_update
 from millrace.gradients.sync.merge import (
     Gradients,
-    MergedRun,
+    MergedChunks,
     MergeRequest,
     compute_products,
     digest_indices,
@@ -72,7 +78,7 @@ class WeightShard:
         self._progress = progress
         self._window = -1
         self._received = dict(gradients or {})
-        self._fetched: list[dict[str, tuple[MergedRun, ...]]] = []
+        self._fetched: list[dict[str, tuple[MergedChunks, ...]]] = []
         self._lock = threading.Lock()
         self._saver: Saver | None = None
         self._saving: PendingSave | None = None
@@ -129,8 +135,8 @@ class WeightShard:
         """Apply the fetched values of a link."""
         fetched, self._fetched = self._fetched, []
         for merged in fetched:
-            for name, runs in merged.items():
-                self._state.apply(name, runs, link.codec, link.outer)
+            for name, groups in merged.items():
+                self._state.apply(name, groups, link.codec, link.outer)
 
     # -- a window
 
@@ -141,8 +147,8 @@ class WeightShard:
             self._received.clear()
 
     def receive(
-        self, uid: str, store: Store, stat: Stat, opened: Opened, want: Expected
-    ) -> Tensors:
+        self, uid: str, store: Store, stat: Stat, checked: CheckedHeader, want: ExpectedGradient
+    ) -> CheckedTensors:
         """Read and keep these tensors of a worker's gradient. Several threads may call this method.
 
         Returns:
@@ -151,7 +157,7 @@ class WeightShard:
         Raises:
             PayloadError: The gradient cannot be read.
         """
-        found = read_tensors(store, stat, opened, self._names, want)
+        found = read_tensors(store, stat, checked, self._names, want)
         with self._lock:
             if not found.fault and want.window == self._window:  # a late gradient is dropped
                 self._received[uid] = found.sparse
@@ -170,14 +176,14 @@ class WeightShard:
         }
 
     def compute_products(self, workers: Sequence[str], codec: Codec) -> list[Any]:
-        """Return inner products of the workers' gradients for each tensor: see `merge`."""
+        """Return inner products of the gradients for each tensor: see `merge.compute_products`."""
         return [
             compute_products(name, self._received, workers, codec, threads=self._threads)
             for name in self._names
             if not codec.is_buffer(name)
         ]
 
-    def merge(
+    def merge_and_apply(
         self,
         store: Store,
         keys: ChainKeys,
@@ -202,8 +208,8 @@ class WeightShard:
                 for name in names
             }
             made.append(store_update(store, keys, step, encode_update(merged), len(names)))
-            for name, runs in merged.items():
-                self._state.apply(name, runs, request.codec, outer)
+            for name, groups in merged.items():
+                self._state.apply(name, groups, request.codec, outer)
         return made
 
     # -- checkpoints

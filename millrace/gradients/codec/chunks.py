@@ -11,7 +11,7 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Consecutive chunks of a tensor that have one size.
+    """Group of equal chunks: consecutive chunks of a tensor that have one size.
 
     Attributes:
         first: Index of the first value among the tensor's values, in the order of the chunks.
@@ -60,14 +60,14 @@ class Tiles:
 def make_chunks(shape: tuple[int, ...], codec: Codec) -> tuple[Chunks, ...]:
     """Divide a tensor into chunks, without padding.
 
-    Chunks are runs of at most 4096 values, of nearly equal sizes. With a transform, chunks are
+    Chunks are at most 4096 consecutive values, of nearly equal sizes. With a transform, chunks are
     tiles.
     """
     if codec.transform is Transform.DCT:
         sizes = [
-            (count, run * tiles.height * tiles.width)
+            (count, length * tiles.height * tiles.width)
             for tiles in make_tiles(shape)
-            for count, run in _cut_evenly(
+            for count, length in _cut_evenly(
                 tiles.rows * tiles.columns, CHUNK_SIZE // (tiles.height * tiles.width)
             )
         ]

@@ -13,7 +13,7 @@ from millrace.gradients.codec import kernels
 from millrace.gradients.codec.device import fill_dense_on_device, select_on_device
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
-    Sparse,
+    SparseChunks,
     decode_values,
     fill_dense,
     pack_tensor,
@@ -71,7 +71,7 @@ class GradientEncoder:
 
     def select(
         self, tensor: torch.Tensor, mask: Mask | None = None
-    ) -> tuple[torch.Tensor, tuple[Sparse, ...]]:
+    ) -> tuple[torch.Tensor, tuple[SparseChunks, ...]]:
         """Return a tensor's values in the order of its chunks, and the selected values.
 
         Args:
@@ -130,15 +130,15 @@ class Decoder:
         Raises:
             CodeError: The bytes are not a compressed tensor of this shape.
         """
-        runs = unpack_tensor(body, shape, self.codec, self.threads, mask)
+        groups = unpack_tensor(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
         plain = self.codec.transform is Transform.NONE
         values = out.view(-1) if plain else self._scratch.take(out.numel(), out.device)
         if out.is_cpu:
-            fill_dense(runs, self.codec, values.numpy(), self.threads)
+            fill_dense(groups, self.codec, values.numpy(), self.threads)
         else:
-            fill_dense_on_device(runs, self.codec, values)
+            fill_dense_on_device(groups, self.codec, values)
         return out if plain else backward(values, shape, self.codec.transform, out)
 
 
@@ -147,7 +147,7 @@ def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> to
     return Decoder(codec).decode(body, shape)
 
 
-class Feedback:
+class ErrorFeedback:
     """Error feedback of a sender: values that were not sent are added to the next change.
 
     With a decay of 1, every value is sent at some time.
@@ -190,16 +190,16 @@ class Feedback:
                 f"{name} has the shape {list(shape)}, and before it had {list(before.shape)}."
             )
         total = change.clone() if before is None else change.add(before, alpha=self.decay)
-        values, runs = self._encoder.select(total, mask)
-        for run in runs:
-            _subtract_sent(values.numpy(), run, self.codec)
+        values, groups = self._encoder.select(total, mask)
+        for sparse in groups:
+            _subtract_sent(values.numpy(), sparse, self.codec)
         if self.codec.transform is not Transform.NONE:  # otherwise `values` is memory of `total`
             backward(values, shape, self.codec.transform, total)
-        self._kept[name], self._sent[name] = total, pack_tensor(runs, self.codec)
+        self._kept[name], self._sent[name] = total, pack_tensor(groups, self.codec)
         self._mask = mask
         return self._sent[name]
 
-    def give_back(self) -> None:
+    def restore_sent(self) -> None:
         """Add the last sent values to the residuals again, as no worker has received them."""
         decoder = Decoder(self.codec, self._encoder.threads)
         for name, body in self._sent.items():
@@ -241,11 +241,11 @@ class Feedback:
         self._mask = None if state["mask"] is None else Mask(**state["mask"])
 
 
-def _subtract_sent(values: np.ndarray[Any, Any], run: Sparse, codec: Codec) -> None:
-    chunks = run.chunks
+def _subtract_sent(values: np.ndarray[Any, Any], sparse: SparseChunks, codec: Codec) -> None:
+    chunks = sparse.chunks
     table = values[chunks.first : chunks.first + chunks.values]
     kernels.subtract(
-        table.reshape(chunks.count, chunks.size), run.indices, decode_values(run, codec)
+        table.reshape(chunks.count, chunks.size), sparse.indices, decode_values(sparse, codec)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from millrace.gradients.codec.chunks import make_chunks
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
-    Sparse,
+    SparseChunks,
     decode_values,
     find_shared_indices,
     make_not_finite_error,
@@ -31,7 +31,7 @@ def select_on_device(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Select and quantise values on another device, as `tensors.select_values` does.
 
     Args:
@@ -46,35 +46,35 @@ def select_on_device(
     """
     if not torch.isfinite(values).all():
         raise make_not_finite_error()
-    found: list[Sparse] = []
-    for run in make_chunks(shape, codec):
-        table = values[run.first : run.first + run.values].view(torch.int32)
-        table = table.view(run.count, run.size)
-        shared = find_shared_indices(run, codec, mask)
-        indices = np.empty((run.count, run.k), np.uint16)
-        picked = np.empty((run.count, run.k), np.int32)
-        step = max(1, _AT_ONCE // run.size)
-        for row in range(0, run.count, step):
+    found: list[SparseChunks] = []
+    for chunks in make_chunks(shape, codec):
+        table = values[chunks.first : chunks.first + chunks.values].view(torch.int32)
+        table = table.view(chunks.count, chunks.size)
+        shared = find_shared_indices(chunks, codec, mask)
+        indices = np.empty((chunks.count, chunks.k), np.uint16)
+        picked = np.empty((chunks.count, chunks.k), np.int32)
+        step = max(1, _AT_ONCE // chunks.size)
+        for row in range(0, chunks.count, step):
             part = table[row : row + step]
             if shared is None:
-                at = _select_largest(part, run.k)
+                at = _select_largest(part, chunks.k)
             else:
                 at = torch.from_numpy(shared.astype(np.int64)).to(values.device)  # pyright: ignore[reportUnknownMemberType]
                 at = at.expand(len(part), -1)
             indices[row : row + step] = at.to(torch.int16).cpu().numpy()
             picked[row : row + step] = part.gather(1, at).cpu().numpy()
-        found.append(quantise_sparse(run, indices, picked, codec, threads))
+        found.append(quantise_sparse(chunks, indices, picked, codec, threads))
     return tuple(found)
 
 
-def fill_dense_on_device(runs: Sequence[Sparse], codec: Codec, out: torch.Tensor) -> None:
+def fill_dense_on_device(groups: Sequence[SparseChunks], codec: Codec, out: torch.Tensor) -> None:
     """Fill values on another device, as `tensors.fill_dense` does."""
     out.zero_()
-    for run in runs:
-        chunks = run.chunks
+    for sparse in groups:
+        chunks = sparse.chunks
         table = out[chunks.first : chunks.first + chunks.values].view(chunks.count, chunks.size)
-        indices = torch.from_numpy(run.indices.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
-        sent = torch.from_numpy(decode_values(run, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
+        indices = torch.from_numpy(sparse.indices.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
+        sent = torch.from_numpy(decode_values(sparse, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
         table.scatter_(1, indices, sent)
 
 

@@ -22,7 +22,7 @@ from millrace.gradients.codec import kernels
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
     CodeError,
-    Sparse,
+    SparseChunks,
     compute_largest_size,
     decode_values,
     unpack_tensor,
@@ -57,7 +57,7 @@ class PayloadError(errors.CorruptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedGradient:
     """Conditions that a gradient must meet.
 
     Attributes:
@@ -108,14 +108,14 @@ class Payload:
     """
 
     header: GradientHeader
-    tensors: Mapping[str, tuple[Sparse, ...]] = field(repr=False)
+    tensors: Mapping[str, tuple[SparseChunks, ...]] = field(repr=False)
     norm: float
     sha256: str
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class CheckedHeader:
     """Gradient whose header passed all checks.
 
     Attributes:
@@ -133,7 +133,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class CheckedTensors:
     """Some tensors of a gradient, with the results of their checks.
 
     Attributes:
@@ -143,7 +143,7 @@ class Tensors:
         fault: Sentence about a fault of a tensor; empty if there is none.
     """
 
-    sparse: Mapping[str, tuple[Sparse, ...]] = field(repr=False)
+    sparse: Mapping[str, tuple[SparseChunks, ...]] = field(repr=False)
     digests: Mapping[str, str] = field(repr=False)
     squares: Mapping[str, float] = field(repr=False)
     fault: str = ""
@@ -171,7 +171,7 @@ def encode_payload(
     """Encode a gradient as the object that a worker uploads. Equal arguments give equal bytes.
 
     Args:
-        bodies: Compressed tensors by their names, from `GradientEncoder` or `Feedback`.
+        bodies: Compressed tensors by their names, from `GradientEncoder` or `ErrorFeedback`.
         shapes: Shapes of the tensors.
         codec: Settings of the compression.
         run: Name of the run.
@@ -211,7 +211,7 @@ def _encode_safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
     return _LENGTH.pack(len(text)) + text + b"".join(bodies[name] for name in names)
 
 
-def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
+def read_payload(store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
     """Read a worker's gradient, and check all of it.
 
     Args:
@@ -222,12 +222,12 @@ def read_payload(store: Store, stat: Stat, expected: Expected) -> Payload:
     Raises:
         PayloadError: The gradient cannot be read, or does not meet the conditions.
     """
-    opened = read_header(store, stat, expected)
-    tensors = read_tensors(store, stat, opened, sorted(expected.shapes), expected)
-    return assemble_payload(opened, [tensors], expected)
+    checked = read_header(store, stat, expected)
+    tensors = read_tensors(store, stat, checked, sorted(expected.shapes), expected)
+    return assemble_payload(checked, [tensors], expected)
 
 
-def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
+def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedHeader:
     """Read the header of a worker's gradient, and check it.
 
     Args:
@@ -245,20 +245,24 @@ def read_header(store: Store, stat: Stat, expected: Expected) -> Opened:
         )
     if is_torch_file(stat.key):
         body = _from_torch(store, stat, expected)
-        return replace(open_payload(memoryview(body), len(body), expected), size=stat.size)
+        return replace(check_header(memoryview(body), len(body), expected), size=stat.size)
     head = _read(store, stat, 0, min(stat.size, _LENGTH.size + expected.header_size))
-    return open_payload(memoryview(head), stat.size, expected)
+    return check_header(memoryview(head), stat.size, expected)
 
 
 def read_tensors(
-    store: Store, stat: Stat, opened: Opened, names: Sequence[str], expected: Expected
-) -> Tensors:
+    store: Store,
+    stat: Stat,
+    checked: CheckedHeader,
+    names: Sequence[str],
+    expected: ExpectedGradient,
+) -> CheckedTensors:
     """Read some tensors of a worker's gradient, and check them.
 
     Args:
         store: Bucket of the worker.
         stat: Description of the object from a listing.
-        opened: Checked header of the gradient.
+        checked: Checked header of the gradient.
         names: Names of contiguous tensors, in their order.
         expected: Conditions that the gradient must meet.
 
@@ -266,13 +270,13 @@ def read_tensors(
         PayloadError: The tensors cannot be read.
     """
     if not names:
-        return Tensors({}, {}, {})
+        return CheckedTensors({}, {}, {})
     if is_torch_file(stat.key):  # such a file cannot be read in parts
         body = memoryview(_from_torch(store, stat, expected))
-        return check_tensors(body, 0, opened, names, expected)
-    begin, end = opened.spans[names[0]][0], opened.spans[names[-1]][1]
+        return check_tensors(body, 0, checked, names, expected)
+    begin, end = checked.spans[names[0]][0], checked.spans[names[-1]][1]
     body = memoryview(_read(store, stat, begin, end))
-    return check_tensors(body, begin, opened, names, expected)
+    return check_tensors(body, begin, checked, names, expected)
 
 
 def is_torch_file(key: str) -> bool:
@@ -280,7 +284,7 @@ def is_torch_file(key: str) -> bool:
     return key.endswith(".pt")
 
 
-def _from_torch(store: Store, stat: Stat, expected: Expected) -> bytes:
+def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
     """Read a file of ``torch.save``, and return a safetensors file with the same content."""
     body = _read(store, stat, 0, stat.size)
     try:
@@ -317,7 +321,7 @@ def explain_failure(error: errors.MillraceError) -> str:
             return "Its bucket gives an invalid answer."
 
 
-def check_payload(body: bytes, expected: Expected) -> Payload:
+def check_payload(body: bytes, expected: ExpectedGradient) -> Payload:
     """Check all of a gradient.
 
     Args:
@@ -328,12 +332,12 @@ def check_payload(body: bytes, expected: Expected) -> Payload:
         PayloadError: The gradient does not meet the conditions.
     """
     view = memoryview(body)
-    opened = open_payload(view, len(body), expected)
-    tensors = check_tensors(view, 0, opened, sorted(expected.shapes), expected)
-    return assemble_payload(opened, [tensors], expected)
+    checked = check_header(view, len(body), expected)
+    tensors = check_tensors(view, 0, checked, sorted(expected.shapes), expected)
+    return assemble_payload(checked, [tensors], expected)
 
 
-def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
+def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> CheckedHeader:
     """Check the header of a gradient.
 
     Args:
@@ -348,63 +352,69 @@ def open_payload(head: memoryview, size: int, expected: Expected) -> Opened:
     _compare(header, expected)
     if set(spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
-    return Opened(header, spans, compute_sha256(head[:begins]), size)
+    return CheckedHeader(header, spans, compute_sha256(head[:begins]), size)
 
 
 def check_tensors(
-    body: memoryview, at: int, opened: Opened, names: Sequence[str], expected: Expected
-) -> Tensors:
+    body: memoryview,
+    at: int,
+    checked: CheckedHeader,
+    names: Sequence[str],
+    expected: ExpectedGradient,
+) -> CheckedTensors:
     """Check some tensors of a gradient.
 
     Args:
         body: Bytes of the object that include the tensors.
         at: Offset of these bytes in the object.
-        opened: Checked header of the gradient.
+        checked: Checked header of the gradient.
         names: Names of the tensors, in their order.
         expected: Conditions that the gradient must meet.
     """
     codec, mask = expected.codec, Mask(expected.run, expected.window)
-    tensors: dict[str, tuple[Sparse, ...]] = {}
+    tensors: dict[str, tuple[SparseChunks, ...]] = {}
     digests: dict[str, str] = {}
     squares: dict[str, float] = {}
     fault = ""
     for name in names:
-        begin, end = opened.spans[name]
+        begin, end = checked.spans[name]
         piece = body[begin - at : end - at]
         digests[name] = compute_sha256(piece)
         try:
-            runs = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
+            groups = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
-                _check_range(name, runs, codec.for_tensor(name))
+                _check_range(name, groups, codec.for_tensor(name))
         except CodeError as error:
             fault = fault or f"{name}: {error}"
             continue
-        tensors[name] = runs
+        tensors[name] = groups
         if codec.is_buffer(name):  # a buffer is a value, not a change: the norm excludes it
             continue
-        each = (kernels.sum_squares(decode_values(run, codec).reshape(-1)) for run in runs)
+        each = (kernels.sum_squares(decode_values(sparse, codec).reshape(-1)) for sparse in groups)
         squares[name] = float(sum(each))
-    return Tensors(tensors, digests, squares, fault)
+    return CheckedTensors(tensors, digests, squares, fault)
 
 
-def _check_range(name: str, runs: Sequence[Sparse], codec: Codec) -> None:
+def _check_range(name: str, groups: Sequence[SparseChunks], codec: Codec) -> None:
     """Check the values of a buffer, such as a variance that cannot be negative.
 
     Raises:
         CodeError: A value is out of the buffer's range.
     """
     least, most = range_of(name)
-    for run in runs:
-        values = decode_values(run, codec)
+    for sparse in groups:
+        values = decode_values(sparse, codec)
         if (values < least).any() or (values > most).any():
             raise CodeError(f"A value is not between {least:g} and {most:g}.")
 
 
-def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expected) -> Payload:
+def assemble_payload(
+    checked: CheckedHeader, parts: Sequence[CheckedTensors], expected: ExpectedGradient
+) -> Payload:
     """Return a gradient from its header and its checked tensors.
 
     Args:
-        opened: Checked header of the gradient.
+        checked: Checked header of the gradient.
         parts: Results of the checks on all machines, in the order of the tensors' names.
         expected: Conditions that the gradient must meet.
 
@@ -414,7 +424,7 @@ def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expecte
     """
     if (
         _digest_tensors(digest for part in parts for digest in part.digests.values())
-        != opened.header.body
+        != checked.header.body
     ):
         raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
     for part in parts:
@@ -424,8 +434,8 @@ def assemble_payload(opened: Opened, parts: Sequence[Tensors], expected: Expecte
     most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
     if not norm <= most:
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
-    tensors = {name: runs for part in parts for name, runs in part.sparse.items()}
-    return Payload(opened.header, tensors, norm, opened.sha256, opened.size)
+    tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
+    return Payload(checked.header, tensors, norm, checked.sha256, checked.size)
 
 
 def compute_identity(body: bytes) -> str:
@@ -444,7 +454,7 @@ def _digest_header(header: GradientHeader) -> str:
     return compute_sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
-def _compare(header: GradientHeader, expected: Expected) -> None:
+def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:
     if header.digest != _digest_header(header):
         raise PayloadError(Refusal.DIGEST, "Its header was changed: it does not match its digest.")
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))

@@ -1,6 +1,6 @@
 """Conversion of tensors to compressed bytes and back.
 
-The bytes of each run of equal chunks are, in little-endian order:
+The bytes of each group of equal chunks are, in little-endian order:
 
 - the indices, unless all workers send the same ones: the parameter of the Rice codes in one byte;
   the length of the codes of each block of 256 chunks in four bytes; the codes of each block, padded
@@ -48,11 +48,11 @@ class CodeError(errors.CorruptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
-    """Selected values of a run of equal chunks, with their indices.
+class SparseChunks:
+    """Selected values of a group of equal chunks, with their indices.
 
     Attributes:
-        chunks: Run of chunks.
+        chunks: Group of equal chunks.
         indices: Ascending indices of each chunk: (count, k), uint16.
         high: Largest magnitude of each chunk, as the bits of a bfloat16: (count,), uint16. Empty
             with 32 bits.
@@ -75,7 +75,7 @@ def select_values(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Select and quantise the values of each chunk that are sent.
 
     Args:
@@ -89,12 +89,12 @@ def select_values(
         ConfigurationError: A value is not finite, or the mask is missing.
     """
     return tuple(
-        _select_block(values, run, codec, threads, find_shared_indices(run, codec, mask))
-        for run in make_chunks(shape, codec)
+        _select_block(values, chunks, codec, threads, find_shared_indices(chunks, codec, mask))
+        for chunks in make_chunks(shape, codec)
     )
 
 
-def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
+def decode_values(sparse: SparseChunks, codec: Codec) -> npt.NDArray[np.float32]:
     """Return the values of the codes: (count, k), float32."""
     if codec.bits == 32:
         return sparse.codes.view(np.float32)
@@ -109,22 +109,24 @@ def decode_values(sparse: Sparse, codec: Codec) -> npt.NDArray[np.float32]:
 
 
 def fill_dense(
-    runs: tuple[Sparse, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
+    groups: tuple[SparseChunks, ...], codec: Codec, out: npt.NDArray[np.float32], threads: int = 1
 ) -> None:
     """Fill a tensor's values in the order of its chunks, with zeros where none was sent."""
-    for run in runs:
-        chunks, sent = run.chunks, decode_values(run, codec)
+    for sparse in groups:
+        chunks, sent = sparse.chunks, decode_values(sparse, codec)
         table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
 
-        def fill_rows(rows: slice, run: Sparse = run, sent: Any = sent, table: Any = table) -> None:
-            kernels.spread(run.indices[rows], sent[rows], table[rows])
+        def fill_rows(
+            rows: slice, sparse: SparseChunks = sparse, sent: Any = sent, table: Any = table
+        ) -> None:
+            kernels.spread(sparse.indices[rows], sent[rows], table[rows])
 
         map_blocks(fill_rows, chunks.count, threads)
 
 
-def pack_tensor(runs: tuple[Sparse, ...], codec: Codec) -> bytes:
+def pack_tensor(groups: tuple[SparseChunks, ...], codec: Codec) -> bytes:
     """Pack a tensor into bytes."""
-    return b"".join(piece for run in runs for piece in _pack_runs(run, codec))
+    return b"".join(piece for sparse in groups for piece in _pack_group(sparse, codec))
 
 
 def unpack_tensor(
@@ -133,7 +135,7 @@ def unpack_tensor(
     codec: Codec,
     threads: int = 1,
     mask: Mask | None = None,
-) -> tuple[Sparse, ...]:
+) -> tuple[SparseChunks, ...]:
     """Unpack the bytes of `pack_tensor`, and check all of them.
 
     Args:
@@ -147,9 +149,10 @@ def unpack_tensor(
         CodeError: The bytes are not a compressed tensor of this shape.
     """
     rest = np.frombuffer(body, np.uint8)
-    found: list[Sparse] = []
-    for run in make_chunks(shape, codec):
-        sparse, rest = _unpack_run(rest, run, codec, threads, find_shared_indices(run, codec, mask))
+    found: list[SparseChunks] = []
+    for chunks in make_chunks(shape, codec):
+        shared = find_shared_indices(chunks, codec, mask)
+        sparse, rest = _unpack_group(rest, chunks, codec, threads, shared)
         found.append(sparse)
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
@@ -160,10 +163,10 @@ def compute_largest_size(shape: tuple[int, ...], codec: Codec) -> int:
     """Return the largest number of bytes of a compressed tensor of a shape."""
     indices = codec.support is Support.LARGEST
     return sum(
-        indices * (1 + 5 * -(-run.count // BLOCK) + -(-run.sent * (_RICE_MOST + 1) // 8))
-        + -(-run.sent * codec.bits // 8)
-        + (_count_high_bytes(codec) + _count_ratio_bytes(codec)) * run.count
-        for run in make_chunks(shape, codec)
+        indices * (1 + 5 * -(-chunks.count // BLOCK) + -(-chunks.sent * (_RICE_MOST + 1) // 8))
+        + -(-chunks.sent * codec.bits // 8)
+        + (_count_high_bytes(codec) + _count_ratio_bytes(codec)) * chunks.count
+        for chunks in make_chunks(shape, codec)
     )
 
 
@@ -177,33 +180,34 @@ def _count_ratio_bytes(codec: Codec) -> int:
     return 0 if codec.bits >= 16 else 1
 
 
-def find_shared_indices(run: Chunks, codec: Codec, mask: Mask | None) -> Indices | None:
+def find_shared_indices(chunks: Chunks, codec: Codec, mask: Mask | None) -> Indices | None:
     """Return the indices that all workers send of each chunk; None if workers select their own."""
     if codec.support is Support.LARGEST:
         return None
-    if run.k == run.size:
-        return np.arange(run.size, dtype=np.uint16)
+    if chunks.k == chunks.size:
+        return np.arange(chunks.size, dtype=np.uint16)
     if mask is None:
         raise errors.ConfigurationError(
             "The indices that all workers send depend on the window: give its Mask."
         )
-    return mask.select_indices(run.size, run.k)
+    return mask.select_indices(chunks.size, chunks.k)
 
 
 def _select_block(
     values: npt.NDArray[np.float32],
-    run: Chunks,
+    chunks: Chunks,
     codec: Codec,
     threads: int,
     shared: Indices | None,
-) -> Sparse:
-    table = values[run.first : run.first + run.values].view(np.int32).reshape(run.count, run.size)
-    indices = np.empty((run.count, run.k), np.uint16)
-    picked = np.empty((run.count, run.k), np.int32)
+) -> SparseChunks:
+    table = values[chunks.first : chunks.first + chunks.values].view(np.int32)
+    table = table.reshape(chunks.count, chunks.size)
+    indices = np.empty((chunks.count, chunks.k), np.uint16)
+    picked = np.empty((chunks.count, chunks.k), np.int32)
 
     def process_rows(rows: slice) -> None:
         if shared is None:
-            kernels.select(table[rows], run.k, indices[rows])
+            kernels.select(table[rows], chunks.k, indices[rows])
         else:
             indices[rows] = shared
         kernels.gather(table[rows], indices[rows], picked[rows])
@@ -213,8 +217,8 @@ def _select_block(
         if not np.isfinite(seen.view(np.float32)).all():
             raise make_not_finite_error()
 
-    map_blocks(process_rows, run.count, threads)
-    return quantise_sparse(run, indices, picked, codec, threads)
+    map_blocks(process_rows, chunks.count, threads)
+    return quantise_sparse(chunks, indices, picked, codec, threads)
 
 
 def make_not_finite_error() -> errors.ConfigurationError:
@@ -225,16 +229,16 @@ def make_not_finite_error() -> errors.ConfigurationError:
 
 
 def quantise_sparse(
-    run: Chunks,
+    chunks: Chunks,
     indices: npt.NDArray[np.uint16],
     picked: npt.NDArray[np.int32],
     codec: Codec,
     threads: int,
-) -> Sparse:
+) -> SparseChunks:
     """Quantise selected values.
 
     Args:
-        run: Run of chunks.
+        chunks: Group of equal chunks.
         indices: Ascending indices of each chunk: (count, k).
         picked: Bits of the finite float32 values: (count, k).
         codec: Settings of the compression.
@@ -242,11 +246,11 @@ def quantise_sparse(
     """
     if codec.bits == 32:
         none = np.empty(0, np.uint16), np.empty(0, np.uint8)
-        return Sparse(run, indices, *none, picked.view(np.uint32))
-    high = np.empty(run.count, np.uint16)
+        return SparseChunks(chunks, indices, *none, picked.view(np.uint32))
+    high = np.empty(chunks.count, np.uint16)
     half = codec.bits == 16
-    ratio = np.empty(0 if half else run.count, np.uint8)
-    codes = np.empty((run.count, run.k), np.uint16 if half else np.uint8)
+    ratio = np.empty(0 if half else chunks.count, np.uint8)
+    codes = np.empty((chunks.count, chunks.k), np.uint16 if half else np.uint8)
 
     def process_rows(rows: slice) -> None:
         if half:
@@ -255,8 +259,8 @@ def quantise_sparse(
             levels = 1 << (codec.bits - 1)
             kernels.quantise(picked[rows], levels, high[rows], ratio[rows], codes[rows])
 
-    map_blocks(process_rows, run.count, threads)
-    return Sparse(run, indices, high, ratio, codes)
+    map_blocks(process_rows, chunks.count, threads)
+    return SparseChunks(chunks, indices, high, ratio, codes)
 
 
 def _halve(
@@ -283,21 +287,21 @@ def _find_shortest_code(indices: npt.NDArray[np.uint16], chunks: Chunks) -> tupl
     return rice, costs[rice]
 
 
-def _pack_runs(run: Sparse, codec: Codec) -> Iterator[bytes]:
+def _pack_group(sparse: SparseChunks, codec: Codec) -> Iterator[bytes]:
     if codec.support is Support.LARGEST:
-        yield from _pack_indices(run)
-    yield _pack_codes(run.codes.reshape(-1), codec.bits)
-    yield run.high.astype(_U16).tobytes()
-    yield run.ratio.tobytes()
+        yield from _pack_indices(sparse)
+    yield _pack_codes(sparse.codes.reshape(-1), codec.bits)
+    yield sparse.high.astype(_U16).tobytes()
+    yield sparse.ratio.tobytes()
 
 
-def _pack_indices(run: Sparse) -> Iterator[bytes]:
-    rice, bits = _find_shortest_code(run.indices, run.chunks)
-    room = np.empty(bits // 8 + 2 * -(-run.chunks.count // BLOCK), np.uint8)
+def _pack_indices(sparse: SparseChunks) -> Iterator[bytes]:
+    rice, bits = _find_shortest_code(sparse.indices, sparse.chunks)
+    room = np.empty(bits // 8 + 2 * -(-sparse.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
-    for row in range(0, run.chunks.count, BLOCK):
-        length = int(kernels.write_gaps(run.indices[row : row + BLOCK], rice, room[at:]))
+    for row in range(0, sparse.chunks.count, BLOCK):
+        length = int(kernels.write_gaps(sparse.indices[row : row + BLOCK], rice, room[at:]))
         lengths.append(length)
         at += length
     yield bytes([rice])
@@ -305,25 +309,25 @@ def _pack_indices(run: Sparse) -> Iterator[bytes]:
     yield room[:at].tobytes()
 
 
-def _unpack_run(
-    rest: Bytes, run: Chunks, codec: Codec, threads: int, shared: Indices | None
-) -> tuple[Sparse, Bytes]:
+def _unpack_group(
+    rest: Bytes, chunks: Chunks, codec: Codec, threads: int, shared: Indices | None
+) -> tuple[SparseChunks, Bytes]:
     if shared is None:
-        indices, rest = _unpack_indices(rest, run, threads)
+        indices, rest = _unpack_indices(rest, chunks, threads)
     else:
-        indices = np.tile(shared, (run.count, 1))
-    packed, rest = _take_bytes(rest, -(-run.sent * codec.bits // 8))
-    raw, rest = _take_bytes(rest, _count_high_bytes(codec) * run.count)
+        indices = np.tile(shared, (chunks.count, 1))
+    packed, rest = _take_bytes(rest, -(-chunks.sent * codec.bits // 8))
+    raw, rest = _take_bytes(rest, _count_high_bytes(codec) * chunks.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
-    ratio, rest = _take_bytes(rest, _count_ratio_bytes(codec) * run.count)
+    ratio, rest = _take_bytes(rest, _count_ratio_bytes(codec) * chunks.count)
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
-    codes = _unpack_codes(packed, run.sent, codec.bits).reshape(run.count, run.k)
-    return Sparse(run, indices, high, ratio.copy(), codes), rest
+    codes = _unpack_codes(packed, chunks.sent, codec.bits).reshape(chunks.count, chunks.k)
+    return SparseChunks(chunks, indices, high, ratio.copy(), codes), rest
 
 
-def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, Bytes]:
-    blocks = -(-run.count // BLOCK)
+def _unpack_indices(rest: Bytes, chunks: Chunks, threads: int) -> tuple[Indices, Bytes]:
+    blocks = -(-chunks.count // BLOCK)
     head, rest = _take_bytes(rest, 1)
     rice = int(head[0])
     if rice > _RICE_MOST:
@@ -331,20 +335,20 @@ def _unpack_indices(rest: Bytes, run: Chunks, threads: int) -> tuple[Indices, By
     raw, rest = _take_bytes(rest, 4 * blocks)
     lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
     gaps, rest = _take_bytes(rest, int(lengths.sum()))
-    indices = np.empty((run.count, run.k), np.uint16)
+    indices = np.empty((chunks.count, chunks.k), np.uint16)
     ends = np.cumsum(lengths)
 
     def process_rows(rows: slice) -> None:
         for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
             body = gaps[ends[number] - lengths[number] : ends[number]]
             wrong = kernels.read_gaps(
-                body, rice, run.size, indices[number * BLOCK : (number + 1) * BLOCK]
+                body, rice, chunks.size, indices[number * BLOCK : (number + 1) * BLOCK]
             )
             if wrong:
                 raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
-    map_blocks(process_rows, run.count, threads)
-    if _find_shortest_code(indices, run)[0] != rice:
+    map_blocks(process_rows, chunks.count, threads)
+    if _find_shortest_code(indices, chunks)[0] != rice:
         raise CodeError("Its Rice codes are longer than necessary.")
     return indices, rest
 

@@ -9,16 +9,13 @@ from millrace import errors
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.retention import apply_retention, plan_retention
 from millrace.checkpoints.settings import RetentionSettings
-from millrace.gradients.backends.sharded_weights import (
-    AllocateWeights,
-    ShardedWeights,
-    allocate_locally,
-    allocate_on_ray,
-)
+from millrace.gradients.backends.local import allocate_locally
+from millrace.gradients.backends.ray_cluster import allocate_on_ray
+from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.follow import follow
-from millrace.gradients.sync.gather import Sender
+from millrace.gradients.sync.gather_window import Sender
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
@@ -63,32 +60,32 @@ def aggregate_run(
     workers = [make_sender(uid) for uid in settings.workers]
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
-        heart = stack.enter_context(Heartbeat(settings.lease))
-        heart.keep(_acquire_run_lease(store, keys, settings.lease))
+        heartbeat = stack.enter_context(Heartbeat(settings.lease))
+        heartbeat.keep(_acquire_run_lease(store, keys, settings.lease))
         allocate = stack.enter_context(_choose_allocation(settings, progress))
-        model, window = open_newest_weights(settings, store, allocate, progress=progress)
-        keeper = stack.enter_context(_Keeper(store, keys, model, settings))
+        weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
+        saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
         merged = follow(
             store,
             run,
             workers,
-            model,
+            weights,
             reserves=reserves,
             after=window,
             until=settings.last,
             progress=progress,
         )
-        alone = 0
+        idle_windows = 0
         for count, link in enumerate(merged, start=1):
-            keeper.keep(link)
+            saver.note_link(link)
             yield link
-            alone = 0 if link.taken else alone + 1
-            if count == settings.windows or alone == settings.idle:
+            idle_windows = 0 if link.taken else idle_windows + 1
+            if count == settings.windows or idle_windows == settings.idle:
                 return
 
 
-def begin_chain(settings: AggregatorSettings, *, progress: Progress = ignore_event) -> int:
-    """Commit the first link of a run that has not begun. No window is opened.
+def ensure_run_begun(settings: AggregatorSettings, *, progress: Progress = ignore_event) -> int:
+    """Begin a run with the initial weights, unless it has begun. No window is opened.
 
     Args:
         settings: Settings of the aggregator, with the initial weights.
@@ -104,8 +101,8 @@ def begin_chain(settings: AggregatorSettings, *, progress: Progress = ignore_eve
     last = find_newest_window(store, settings.run.chain)
     if last < 0:
         with _choose_allocation(settings, progress) as allocate:
-            model, last = open_newest_weights(settings, store, allocate, progress=progress)
-            model.close()
+            weights, last = load_or_begin_run(settings, store, allocate, progress=progress)
+            weights.close()
     return last
 
 
@@ -135,20 +132,25 @@ def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     return held
 
 
-def open_newest_weights(
+def load_or_begin_run(
     settings: AggregatorSettings,
     store: Store,
     allocate: AllocateWeights | None = None,
     *,
     progress: Progress = ignore_event,
 ) -> tuple[ShardedWeights, int]:
-    """Return the weights of a run's newest checkpoint, and their window. Begin a new run.
+    """Load the newest weights of a run, or begin the run with the initial weights.
+
+    Beginning a run saves the initial weights as a checkpoint, and commits the first link.
 
     Args:
         settings: Settings of the aggregator.
         store: Bucket of the aggregator.
         allocate: Function that allocates weights; by default in this process.
         progress: Receives `CheckpointDamaged` for each skipped checkpoint.
+
+    Returns:
+        Weights, and the number of their window; 0 for those that the run begins with.
 
     Raises:
         NotFoundError: The run has not begun, and the settings have no initial weights.
@@ -164,29 +166,30 @@ def open_newest_weights(
             "`initial_weights` to begin it."
         )
     origin = open_store(initial.store, make_folder=False) if initial.url else store
-    model, step = load_checkpoint_weights(
+    weights, step = load_checkpoint_weights(
         origin, initial.job, allocate, step=initial.step, tensors=initial.tensors
     )
-    begin_run(store, keys, model, step=step)
-    return model, 0
+    begin_run(store, keys, weights, step=step)
+    return weights, 0
 
 
-class _Keeper:
+class _CheckpointSaver:
     """Context that saves the weights regularly and at its end, and removes old checkpoints."""
 
     def __init__(
-        self, store: Store, keys: ChainKeys, model: ShardedWeights, settings: AggregatorSettings
+        self, store: Store, keys: ChainKeys, weights: ShardedWeights, settings: AggregatorSettings
     ) -> None:
-        self._store, self._job, self._model = store, keys.job, model
+        self._store, self._job, self._weights = store, keys.job, weights
         self._every, self._rules = settings.every, RetentionSettings(last=settings.keep)
         self._unsaved: ChainLink | None = None
 
-    def keep(self, link: ChainLink) -> None:
+    def note_link(self, link: ChainLink) -> None:
+        """Save the weights after a link, if a checkpoint is due."""
         self._unsaved = link
         if link.window % self._every == 0:
             self._save(link)
 
-    def __enter__(self) -> "_Keeper":
+    def __enter__(self) -> "_CheckpointSaver":
         return self
 
     def __exit__(
@@ -199,22 +202,22 @@ class _Keeper:
             return  # a save would wait for the lost node
         if error is not None:  # this error is more important than one of the save
             with suppress(errors.MillraceError):
-                self._model.close()
+                self._weights.close()
             return
         try:
             if self._unsaved is not None:
                 self._save(self._unsaved)
             self._clear()
         finally:
-            self._model.close()
+            self._weights.close()
 
     def _save(self, link: ChainLink) -> None:
         self._clear()
-        self._model.save(self._store, self._job, step=link.step, window=link.window)
+        self._weights.save(self._store, self._job, step=link.step, window=link.window)
         self._unsaved = None
 
     def _clear(self) -> None:
         """Wait for the last save, and remove checkpoints that are no longer needed."""
-        if self._model.wait_for_save() is not None:
+        if self._weights.wait_for_save() is not None:
             plan = plan_retention(self._store, self._job, self._rules, check=VerifyDepth.SIZES)
             apply_retention(self._store, plan)

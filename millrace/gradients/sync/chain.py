@@ -20,7 +20,7 @@ from millrace.digest import compute_sha256, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import MergedRun
+from millrace.gradients.sync.merge import MergedChunks
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
@@ -41,15 +41,15 @@ _UNREADABLE = (
     zipfile.BadZipFile,
 )
 
-MergedTensors = Mapping[str, tuple[MergedRun, ...]]
+MergedTensors = Mapping[str, tuple[MergedChunks, ...]]
 
 
 class ChainError(errors.CorruptError):
     """A link is missing or broken, so no later link can be applied."""
 
 
-def start_chain(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
-    """Commit the first link of a run, or return the existing one.
+def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
+    """Commit the first link of a run, or return the existing equal one.
 
     Raises:
         ConflictError: The run began with other weights.
@@ -69,12 +69,12 @@ def encode_update(merged: MergedTensors) -> bytes:
     """Encode merged gradients as an ``.npz`` file. Equal gradients give equal bytes.
 
     The arrays are named by the tensor's index and their content: ``0.counts``, ``0.places``
-    (indices) and ``0.values``. Each array has all runs of chunks of the tensor.
+    (indices) and ``0.values``. Each array has all groups of equal chunks of the tensor.
     """
     arrays: dict[str, Any] = {}
-    for number, runs in enumerate(merged.values()):
+    for number, groups in enumerate(merged.values()):
         for part, attribute in (("counts", "counts"), ("places", "indices"), ("values", "values")):
-            pieces = [getattr(run, attribute) for run in runs]
+            pieces = [getattr(group, attribute) for group in groups]
             empty = np.empty(0, np.float32 if part == "values" else np.uint16)
             arrays[f"{number}.{part}"] = np.concatenate(pieces) if pieces else empty
     file = io.BytesIO()
@@ -169,7 +169,7 @@ def read_link_after(
     return link
 
 
-def check_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_link_tensors(link: ChainLink, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a link has the same tensors as the weights, before its updates are read.
 
     Args:
@@ -208,7 +208,7 @@ def check_state(link: ChainStart | ChainLink, digest: str) -> None:
 
 def iterate_merged(
     store: Store, link: ChainLink, names: Container[str] | None = None
-) -> Iterator[dict[str, tuple[MergedRun, ...]]]:
+) -> Iterator[dict[str, tuple[MergedChunks, ...]]]:
     """Yield the checked merged gradients of a link, one object at a time.
 
     Args:
@@ -245,7 +245,7 @@ def _read_update(
     update: Update,
     tensors: Mapping[str, tuple[int, tuple[int, ...]]],
     most: int,
-) -> dict[str, tuple[MergedRun, ...]]:
+) -> dict[str, tuple[MergedChunks, ...]]:
     """Read tensors of an update.
 
     Args:
@@ -282,7 +282,7 @@ def _read_update(
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
                 raise ValueError("it is compressed")
             return {
-                name: _parse_runs(arrays, number, shape, link.codec.for_tensor(name))
+                name: _parse_groups(arrays, number, shape, link.codec.for_tensor(name))
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:
@@ -306,10 +306,10 @@ def apply_link(
         ChainError: An update is missing or broken, or the weights have another digest afterwards.
             In the latter case, do not use them.
     """
-    check_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
+    check_link_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
     for merged in list(iterate_merged(store, link)):  # all updates are read before one is applied
-        for name, runs in merged.items():
-            state.apply(name, runs, link.codec, link.outer)
+        for name, groups in merged.items():
+            state.apply(name, groups, link.codec, link.outer)
     check_state(link, state.digest())
     progress(LinkApplied(run=link.run, window=link.window, step=link.step))
 
@@ -352,37 +352,38 @@ def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainErro
     )
 
 
-def _parse_runs(
+def _parse_groups(
     arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
-) -> tuple[MergedRun, ...]:
+) -> tuple[MergedChunks, ...]:
     counts, indices, values = (
         arrays[f"{number}.{part}"] for part in ("counts", "places", "values")
     )
     types = (counts.dtype, indices.dtype, values.dtype)
     if types != (np.uint16, np.uint16, np.float32):
         raise ValueError("an array is of another type")
-    found: list[MergedRun] = []
+    found: list[MergedChunks] = []
     at = row = 0
     for chunks in make_chunks(shape, codec):
         its = counts[row : row + chunks.count]
         size = int(its.sum())
-        run = MergedRun(chunks, its, indices[at : at + size], values[at : at + size])
-        _check(run, chunks)
-        found.append(run)
+        group = MergedChunks(chunks, its, indices[at : at + size], values[at : at + size])
+        _check_group(group, chunks)
+        found.append(group)
         at, row = at + size, row + chunks.count
     if (at, at, row) != (len(indices), len(values), len(counts)):
         raise ValueError("its arrays do not fit the tensors")
     return tuple(found)
 
 
-def _check(run: MergedRun, chunks: Chunks) -> None:
-    size = int(run.counts.sum())
-    if (len(run.counts), len(run.indices), len(run.values)) != (chunks.count, size, size):
+def _check_group(group: MergedChunks, chunks: Chunks) -> None:
+    size = int(group.counts.sum())
+    if (len(group.counts), len(group.indices), len(group.values)) != (chunks.count, size, size):
         raise ValueError("its arrays do not fit the tensors")
-    ascends = np.diff(run.indices.astype(np.int32)) > 0
-    begins = np.cumsum(run.counts.astype(np.int64))[:-1]
+    ascends = np.diff(group.indices.astype(np.int32)) > 0
+    begins = np.cumsum(group.counts.astype(np.int64))[:-1]
     ascends[begins[(begins > 0) & (begins < size)] - 1] = True
-    if (run.indices >= chunks.size).any() or not ascends.all() or not np.isfinite(run.values).all():
+    beyond, finite = group.indices >= chunks.size, np.isfinite(group.values)
+    if beyond.any() or not ascends.all() or not finite.all():
         raise ValueError("an index is beyond its chunk or repeated, or a value is not finite")
 
 

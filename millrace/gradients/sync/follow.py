@@ -1,20 +1,23 @@
 """Windows of a run from the aggregator's side.
 
 A window begins with the commit of the previous link. The aggregator opens the window with a record
-of its rules. It merges the window when the gradients are complete, or at the end of the window's
+of its options. It merges the window when the gradients are complete, or at the end of the window's
 time. The time begins with that record, by the store's clock. Workers read only the chain.
 """
 
 from collections.abc import Iterator, Sequence
 
-from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
+from millrace.gradients.backends.local import make_single_shard
+from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.progress_events import LinkApplied, WindowMerged
 from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
-from millrace.gradients.sync.gather import QuorumError, Sender, Window, gather
-from millrace.gradients.sync.window import ChainStep, aggregate
+from millrace.gradients.sync.gather import gather
+from millrace.gradients.sync.gather_results import QuorumError
+from millrace.gradients.sync.gather_window import GatherWindow, Sender
+from millrace.gradients.sync.window_merge import ChainStep, aggregate
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
@@ -26,7 +29,7 @@ def follow(
     store: Store,
     settings: RunSettings,
     workers: Sequence[Sender],
-    model: WeightState | ShardedWeights,
+    weights: WeightState | ShardedWeights,
     *,
     reserves: Sequence[Sender] = (),
     after: int = 0,
@@ -44,9 +47,9 @@ def follow(
         store: Bucket of the aggregator. The chain has begun.
         settings: Settings of the run.
         workers: Workers that are read first in each window.
-        model: Weights after window ``after``, which are changed in place.
+        weights: Weights after window ``after``, which are changed in place.
         reserves: Workers that replace missing ones.
-        after: Number of the window of ``model``.
+        after: Number of the window of ``weights``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
         progress: Receives the events of `gather` and `aggregate`, `LinkApplied` and
@@ -60,8 +63,8 @@ def follow(
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
     """
-    if isinstance(model, WeightState):
-        model = hold_state(model, threads=threads)
+    if isinstance(weights, WeightState):
+        weights = make_single_shard(weights, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
     number, last = after, find_newest_window(store, settings.chain)
     before = read_link(store, settings.chain, number)
@@ -69,28 +72,28 @@ def follow(
         number += 1
         if number <= last:
             before = read_link_after(store, settings.chain, number, before)
-            model.replay(store, before)
-            progress(LinkApplied(run=settings.run, window=number, step=before.step))
+            weights.replay(store, before)
+            progress(LinkApplied(run=settings.name, window=number, step=before.step))
             continue
-        rules, window = _open(store, settings, model.shapes, number, before.step, clock)
-        model.open(window)
+        options, window = _open(store, settings, weights.shapes, number, before.step, clock)
+        weights.open(window)
         try:
             gathered = gather(
                 window,
                 workers,
-                rules.gather,
+                options.gather,
                 reserves=reserves,
-                reading=model.read,
+                read_gradient=weights.read,
                 clock=clock,
                 progress=progress,
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, window, gathered, step, model, progress=progress)
+        before = aggregate(store, window, gathered, step, weights, progress=progress)
         progress(
             WindowMerged(
-                run=settings.run,
+                run=settings.name,
                 window=number,
                 accepted=len(before.taken),
                 refused=len(before.out),
@@ -106,24 +109,27 @@ def _open(
     number: int,
     base: int,
     clock: StoreClock,
-) -> tuple[WindowOpening, Window]:
-    """Open a window, and return its record. An open window keeps its earlier rules."""
+) -> tuple[WindowOpening, GatherWindow]:
+    """Open a window, and return its record. An open window keeps its earlier options."""
     keys = settings.chain
     ours = WindowOpening(
-        run=settings.run, number=number, window=settings.window, gather=settings.gather
+        run=settings.name,
+        number=number,
+        window=settings.window_length,
+        gather=settings.gather,
     )
-    rules = commit_once(store, keys.opening(number), ours).record
+    options = commit_once(store, keys.opening(number), ours).record
     began = head(store, keys.link(number - 1)).last_modified  # workers may send from this time on
     opened = head(store, keys.opening(number)).last_modified
     now = clock.now()
-    over = opened + rules.window <= now  # no aggregator was running: the time begins again
-    return rules, Window(
+    over = opened + options.window_length <= now  # no aggregator was running: the time begins again
+    return options, GatherWindow(
         keys=settings.gradients,
         number=number,
         base=base,
         codec=settings.codec,
         shapes=shapes,
         opens=began,
-        closes=(now if over else opened) + rules.window,
-        norm=rules.gather.max_norm,
+        closes=(now if over else opened) + options.window_length,
+        norm=options.gather.max_norm,
     )

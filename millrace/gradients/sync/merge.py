@@ -20,19 +20,19 @@ from millrace.digest import compute_stream_sha256
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
-from millrace.gradients.codec.tensors import BLOCK, Sparse, decode_values, map_blocks
-from millrace.gradients.settings import BY_PLACE, MergeRule, MergeSettings
+from millrace.gradients.codec.tensors import BLOCK, SparseChunks, decode_values, map_blocks
+from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 from millrace.schemas.gradient import Codec
 
 Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class MergedRun:
-    """Merged values of a run of equal chunks.
+class MergedChunks:
+    """Merged values of a group of equal chunks.
 
     Attributes:
-        chunks: Run of chunks. Its ``k`` has no meaning here.
+        chunks: Group of equal chunks. Its ``k`` has no meaning here.
         counts: Number of values of each chunk: (count,), uint16.
         indices: Ascending indices of the values of each chunk, chunk by chunk: uint16.
         values: Values in the order of the indices: float32.
@@ -104,7 +104,7 @@ def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
     return [*found, tuple(now)] if now else found
 
 
-Gradients = Mapping[str, Mapping[str, tuple[Sparse, ...]]]
+Gradients = Mapping[str, Mapping[str, tuple[SparseChunks, ...]]]
 """Tensors of several workers, by the names of the workers and of the tensors."""
 
 Products = Callable[[Sequence[str]], Iterable[Vector]]
@@ -181,7 +181,7 @@ def merge(
     weights: MergeWeights | None = None,
     *,
     threads: int = 1,
-) -> Iterator[tuple[str, tuple[MergedRun, ...]]]:
+) -> Iterator[tuple[str, tuple[MergedChunks, ...]]]:
     """Merge gradients, tensor by tensor.
 
     Memory: the gradients, and one merged tensor.
@@ -207,7 +207,7 @@ def merge(
 
 def merge_tensor(
     name: str, gradients: Gradients, request: MergeRequest, *, threads: int = 1
-) -> tuple[MergedRun, ...]:
+) -> tuple[MergedChunks, ...]:
     """Merge one tensor.
 
     Args:
@@ -221,8 +221,8 @@ def merge_tensor(
     """
     if request.codec.is_buffer(name):
         return _merge_buffer(name, gradients, request)
-    runs = zip(*(gradients[worker][name] for worker in request.weights.workers), strict=True)
-    return tuple(_merge_run(name, run, request, threads) for run in runs)
+    groups = zip(*(gradients[worker][name] for worker in request.weights.workers), strict=True)
+    return tuple(_merge_group(name, sent, request, threads) for sent in groups)
 
 
 def compute_products(
@@ -242,11 +242,11 @@ def compute_products(
     """
     every = len(workers)
     total = np.zeros((every, every))
-    for run in zip(*(gradients[worker][name] for worker in workers), strict=True):
-        chunks = run[0].chunks
+    for sent in zip(*(gradients[worker][name] for worker in workers), strict=True):
+        chunks = sent[0].chunks
 
-        def process_rows(rows: slice, run: Any = run, size: int = chunks.size) -> Vector:
-            indices, values = _stack(run, rows, codec)
+        def process_rows(rows: slice, sent: Any = sent, size: int = chunks.size) -> Vector:
+            indices, values = _stack(sent, rows, codec)
             part = np.zeros((every, every))
             kernels.compute_inner_products(indices, values, size, part)
             return part
@@ -258,7 +258,7 @@ def compute_products(
 
 def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
     """Return the digest of the indices that a worker sent of a tensor."""
-    return compute_stream_sha256(run.indices.tobytes() for run in gradients[worker][name])[0]
+    return compute_stream_sha256(sparse.indices.tobytes() for sparse in gradients[worker][name])[0]
 
 
 def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:
@@ -291,11 +291,13 @@ def _iterate_products(
         yield compute_products(name, gradients, workers, codec, threads=threads)
 
 
-def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads: int) -> MergedRun:
+def _merge_group(
+    name: str, sent: Sequence[SparseChunks], request: MergeRequest, threads: int
+) -> MergedChunks:
     codec, settings, weights = request.codec, request.settings, request.weights.weights
-    chunks = run[0].chunks
-    by_index = settings.rule in BY_PLACE
-    if by_index and any(not np.array_equal(run[0].indices, one.indices) for one in run[1:]):
+    chunks = sent[0].chunks
+    by_index = settings.rule in COORDINATE_WISE_RULES
+    if by_index and any(not np.array_equal(sent[0].indices, one.indices) for one in sent[1:]):
         raise errors.ConfigurationError(
             f"The workers send different indices of {name}, so that most have one sender, and "
             f"`{settings.rule}` cannot judge one value: choose `mean`, `centered clip` or "
@@ -303,7 +305,7 @@ def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads:
         )
 
     def process_rows(rows: slice) -> tuple[Any, Any, Any]:
-        indices, values = _stack(run, rows, codec)
+        indices, values = _stack(sent, rows, codec)
         if by_index:
             scaled = values * weights[:, None, None]
             made = _sum_by_index(scaled, settings).astype(np.float32)
@@ -313,7 +315,7 @@ def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads:
             values = np.sign(values)
         out = np.empty((2, values.size), np.float32)
         counts = np.empty(values.shape[1], np.uint16)
-        each = np.ones(len(run)) if voting else weights
+        each = np.ones(len(sent)) if voting else weights
         by_senders = settings.rule is MergeRule.SENDERS
         found = kernels.compute_weighted_sums(
             indices, values, each, chunks.size, by_senders, counts, out
@@ -324,10 +326,12 @@ def _merge_run(name: str, run: Sequence[Sparse], request: MergeRequest, threads:
 
     blocks = map_blocks(process_rows, chunks.count, threads, BLOCK)
     counts, indices, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return MergedRun(chunks, counts, indices, values)
+    return MergedChunks(chunks, counts, indices, values)
 
 
-def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tuple[MergedRun, ...]:
+def _merge_buffer(
+    name: str, gradients: Gradients, request: MergeRequest
+) -> tuple[MergedChunks, ...]:
     """Average a buffer, after values far from the coordinate-wise median are moved towards it.
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
@@ -340,16 +344,16 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
     codec, settings, weights = request.codec.for_tensor(name), request.settings, request.weights
     counted = np.flatnonzero(weights.shares)
     senders = [gradients[weights.workers[number]][name] for number in counted]
-    runs = [run.chunks for run in senders[0]]
+    groups = [sparse.chunks for sparse in senders[0]]
     empty = np.empty(0, np.float32)  # for a tensor without values
     values = np.array(
         [
-            np.concatenate([empty, *(decode_values(run, codec).ravel() for run in one)])
+            np.concatenate([empty, *(decode_values(sparse, codec).ravel() for sparse in one)])
             for one in senders
         ],
         np.float64,
     )
-    if settings.rule in BY_PLACE:
+    if settings.rule in COORDINATE_WISE_RULES:
         merged = _sum_by_index(values, settings)
     else:
         center = np.median(values, axis=0)
@@ -362,26 +366,26 @@ def _merge_buffer(name: str, gradients: Gradients, request: MergeRequest) -> tup
             merged += share * (near * one + (1.0 - near) * center)
     made = merged.astype(np.float32)
     return tuple(
-        MergedRun(
-            run,
-            np.full(run.count, run.size, np.uint16),
-            np.tile(np.arange(run.size, dtype=np.uint16), run.count),
-            made[run.first : run.first + run.values],
+        MergedChunks(
+            chunks,
+            np.full(chunks.count, chunks.size, np.uint16),
+            np.tile(np.arange(chunks.size, dtype=np.uint16), chunks.count),
+            made[chunks.first : chunks.first + chunks.values],
         )
-        for run in runs
+        for chunks in groups
     )
 
 
 def _stack(
-    run: Sequence[Sparse], rows: slice, codec: Codec
+    sent: Sequence[SparseChunks], rows: slice, codec: Codec
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
     """Return the indices and the values of all workers for some chunks: (workers, chunks, k)."""
-    parts = [_slice_sparse(one, rows) for one in run]
+    parts = [_slice_sparse(one, rows) for one in sent]
     indices = np.stack([part.indices for part in parts])
     return indices, np.stack([decode_values(part, codec) for part in parts])
 
 
-def _slice_sparse(sparse: Sparse, rows: slice) -> Sparse:
+def _slice_sparse(sparse: SparseChunks, rows: slice) -> SparseChunks:
     return replace(
         sparse,
         indices=sparse.indices[rows],
@@ -468,10 +472,12 @@ def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
 
 
 def make_dense(
-    runs: Sequence[MergedRun], shape: tuple[int, ...], out: npt.NDArray[np.float32] | None = None
+    groups: Sequence[MergedChunks],
+    shape: tuple[int, ...],
+    out: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Return the dense values of a merged tensor in the order of its chunks."""
     values = np.empty(prod(shape), np.float32) if out is None else out
-    for run in runs:
-        run.fill(values)
+    for group in groups:
+        group.fill(values)
     return values

@@ -17,6 +17,7 @@ from millrace import errors
 from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, select_weights
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.state import WeightState
+from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.storage import open_store
 from tests.ranks import leave
 
@@ -110,13 +111,13 @@ def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGr
     except errors.ConfigurationError as error:
         print(error)
     participant.load(model)
-    change = Participant._compute_change
-    Participant._compute_change = fails if rank == 0 else change  # pyright: ignore[reportPrivateUsage]
+    change = ChangeCompressor._compute_change
+    ChangeCompressor._compute_change = fails if rank == 0 else change  # pyright: ignore[reportPrivateUsage]
     try:
         participant.submit(model)
     except (errors.WorkerError, MemoryError) as error:
         print(error)
-    Participant._compute_change = change
+    ChangeCompressor._compute_change = change
     participant.submit(model)
 
 

@@ -18,6 +18,7 @@ from millrace.gradients import (
     ChainLink,
     Codec,
     GatherSettings,
+    GatherWindow,
     GradientEncoder,
     MergeRule,
     MergeSettings,
@@ -30,7 +31,6 @@ from millrace.gradients import (
     Support,
     Transform,
     WeightState,
-    Window,
     begin_run,
     catch_up,
     copy_state,
@@ -39,7 +39,8 @@ from millrace.gradients import (
     iterate_links,
     load_newest_state,
 )
-from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors, hold_locally
+from millrace.gradients.backends.local import LocalShards
+from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
@@ -80,7 +81,7 @@ def weights() -> WeightState:
 def gradient(
     run: RunSettings, uid: str, window: int, shapes: Shapes = SHAPES, cut: str = ""
 ) -> bytes:
-    mask = Mask(run.run, window)
+    mask = Mask(run.name, window)
     bodies = {
         name: GradientEncoder(run.codec.for_tensor(name), 1).encode(
             drawn(shape, 100 * window + ord(uid)), mask
@@ -89,7 +90,7 @@ def gradient(
     }
     if cut:
         bodies[cut] = bodies[cut][:-3]
-    said: dict[str, Any] = {"run": run.run, "uid": uid, "window": window, "tokens": 9}
+    said: dict[str, Any] = {"run": run.name, "uid": uid, "window": window, "tokens": 9}
     return encode_payload(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
 
 
@@ -107,8 +108,8 @@ def in_portions(state: WeightState, names: list[list[str]]) -> ShardedWeights:
     portions = []
     for number, some in enumerate(names):
         its = WeightState({name: state.weights[name] for name in some})
-        portions.append(hold_locally(WeightShard(some, its, rank=(number, len(names)))))
-    return ShardedWeights(SHAPES, portions)
+        portions.append(WeightShard(some, its, rank=(number, len(names))))
+    return ShardedWeights(SHAPES, LocalShards(portions))
 
 
 def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[ChainLink]:
@@ -166,7 +167,9 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
     store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
     now, codec = datetime.now(UTC), run.codec
-    expected = Window(run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now).make_expected("a")
+    expected = GatherWindow(
+        run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now
+    ).make_expected("a")
     models = [
         in_portions(weights(), names)
         for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])

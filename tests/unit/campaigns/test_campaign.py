@@ -9,7 +9,7 @@ from pydantic import SecretStr, ValidationError
 from millrace.campaigns import Campaign
 from millrace.campaigns.settings import WorkerTimeouts
 from millrace.cleanup import CleanupKind, Rule
-from millrace.gradients import FollowRules, InitialWeights
+from millrace.gradients import AggregationOptions, InitialWeights
 from millrace.rentals import LedgerSettings, VastAccount
 from millrace.storage import StoreSpec
 from tests.support.campaigns.training import RENTED, MakeTraining
@@ -17,7 +17,7 @@ from tests.support.campaigns.training import RENTED, MakeTraining
 
 def test_the_run_ends_with_the_last_window_of_the_last_epoch(make_training: MakeTraining) -> None:
     training = make_training(run={"steps": 7})
-    assert (training.run.run, training.run.windows, training.run.steps) == ("small/run", 6, 7)
+    assert (training.run.name, training.run.windows, training.run.steps) == ("small/run", 6, 7)
     assert [training.find_last_window(epoch) for epoch in range(2)] == [3, 6]
     assert training.uids == ["worker-0", "worker-1"]
 
@@ -58,7 +58,9 @@ def test_an_aggregator_stops_at_the_first_idle_window(
     training = make_training(aggregation={"idle": 4, "every": 5, "lease": "9s"})
     following = training.make_follow_settings(3)
     assert (following.until, following.idle, following.windows) == (3, 1, None)
-    kept = {name: getattr(following, name) for name in FollowRules.model_fields if name != "idle"}
+    kept = {
+        name: getattr(following, name) for name in AggregationOptions.model_fields if name != "idle"
+    }
     assert kept == training.rules.aggregation.model_dump(exclude={"idle"})
     weights = InitialWeights(url=place.url, job="first")
     beginning = training.make_aggregator_settings(weights)

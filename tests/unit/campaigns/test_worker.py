@@ -142,7 +142,7 @@ def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
     with pytest.raises(errors.UnavailableError, match="has not begun in 0:00:00"):
         Worker(settings).join(timeout=timedelta(0))
     begin_run(store, settings.run.chain, select_weights(model))
-    assert Worker(settings).join().turn == TrainingWindow(1, 0, 30)
+    assert Worker(settings).join().open_window == TrainingWindow(1, 0, 30)
 
 
 def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, make: Make) -> None:
@@ -154,7 +154,7 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     begin_run(store, settings.run.chain, select_weights(model))
     assert find_joined_workers(store, settings.run, uids) == set()
     with Worker(settings) as worker:
-        worker.begin_window(worker.join().turn, model.state_dict())
+        worker.begin_window(worker.join().open_window, model.state_dict())
     assert find_joined_workers(store, settings.run, uids) == {"worker-0"}
 
 

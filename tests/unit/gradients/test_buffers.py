@@ -13,7 +13,7 @@ from millrace.checkpoints import Saver, load
 from millrace.gradients import (
     AggregatorSettings,
     Codec,
-    Expected,
+    ExpectedGradient,
     GatherSettings,
     GradientEncoder,
     InitialWeights,
@@ -28,11 +28,11 @@ from millrace.gradients import (
     Refusal,
     RunSettings,
     aggregate_run,
-    begin_chain,
     begin_run,
     check_payload,
     compute_merge_weights,
     encode_payload,
+    ensure_run_begun,
     merge,
     select_weights,
 )
@@ -97,7 +97,7 @@ def begun(store: Store, **changes: object) -> AggregatorSettings:
     with Saver(store, "trained") as saver:
         saver.save({"model": model().state_dict()}, step=0).result()
     settings = aggregator(store, **changes)
-    begin_chain(settings)
+    ensure_run_begun(settings)
     return settings
 
 
@@ -212,8 +212,8 @@ CODEC = SETTINGS.codec
 MASK = Mask("runs/one", 1)
 
 
-def expected(uid: str) -> Expected:
-    return Expected(run="runs/one", uid=uid, window=1, base=0, codec=CODEC, shapes=SHAPES)
+def expected(uid: str) -> ExpectedGradient:
+    return ExpectedGradient(run="runs/one", uid=uid, window=1, base=0, codec=CODEC, shapes=SHAPES)
 
 
 def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, bytes]:

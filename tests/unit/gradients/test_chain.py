@@ -17,6 +17,7 @@ from millrace.gradients import (
     ChainStep,
     Codec,
     GatherSettings,
+    GatherWindow,
     GradientEncoder,
     MergeRule,
     MergeSettings,
@@ -26,14 +27,13 @@ from millrace.gradients import (
     Sender,
     Transform,
     WeightState,
-    Window,
     aggregate,
     catch_up,
+    commit_first_link,
     copy_state,
     encode_payload,
     gather,
     iterate_links,
-    start_chain,
 )
 from millrace.gradients.codec.tensors import decode_values, select_values
 from millrace.gradients.codec.transform import backward, forward
@@ -44,7 +44,7 @@ from millrace.gradients.sync.chain import (
     iterate_merged,
     store_update,
 )
-from millrace.gradients.sync.merge import MergedRun, make_dense
+from millrace.gradients.sync.merge import MergedChunks, make_dense
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
@@ -61,12 +61,12 @@ def weights() -> WeightState:
     return copy_state({name: drawn(shape, 50) for name, shape in SHAPES.items()})
 
 
-def whole(change: torch.Tensor, codec: Codec) -> list[MergedRun]:
+def whole(change: torch.Tensor, codec: Codec) -> list[MergedChunks]:
     """Return the weights that one worker alone trains."""
     shape = tuple(change.shape)
     values = forward(change, codec.transform).numpy().reshape(-1)
     return [
-        MergedRun(
+        MergedChunks(
             run.chunks,
             np.full(run.chunks.count, run.chunks.k, np.uint16),
             run.indices.ravel(),
@@ -83,7 +83,7 @@ class Run:
         self, store: Store, codec: Codec, outer: OuterOptimizer, state: WeightState
     ) -> None:
         self.store, self.codec, self.outer, self.state = store, codec, outer, state
-        self.before: ChainStart | ChainLink = start_chain(store, KEYS, START)
+        self.before: ChainStart | ChainLink = commit_first_link(store, KEYS, START)
         self.rule = MergeSettings(rule=MergeRule.MEAN)
 
     def window(self, number: int, workers: int = 3) -> ChainLink:
@@ -97,7 +97,7 @@ class Run:
             said = {"run": KEYS.run, "uid": str(uid), "window": number, "base": number - 1}
             body = encode_payload(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
             put(self.store, keys.gradient(str(uid), number), body)
-        window = Window(
+        window = GatherWindow(
             keys=keys,
             number=number,
             base=number - 1,
@@ -234,13 +234,13 @@ def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(stor
     other.rule = run.rule
     link = other.window(1)
     assert len(link.taken) == 1
-    assert [out.reason for out in link.out.values()] == [Refusal.PLACES] * 2
+    assert [out.reason for out in link.out.values()] == [Refusal.INDICES] * 2
 
 
 def test_another_beginning_is_refused(store):
     run_of(store)
     with pytest.raises(errors.ConflictError, match="begins with step 0 of job"):
-        start_chain(store, KEYS, START.model_copy(update={"step": 5}))
+        commit_first_link(store, KEYS, START.model_copy(update={"step": 5}))
 
 
 def test_killed_between_the_update_and_its_link_it_goes_on(store):

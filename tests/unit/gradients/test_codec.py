@@ -13,7 +13,7 @@ from millrace.gradients import (
     Codec,
     CodeError,
     Decoder,
-    Feedback,
+    ErrorFeedback,
     GradientEncoder,
     Transform,
     decode,
@@ -197,7 +197,7 @@ def test_another_type_is_refused():
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes, codec=codecs, seed=st.integers(0, 99), steps=st.integers(1, 6))
 def test_error_feedback_conserves_mass(shape, codec, seed, steps):
-    feedback = Feedback(codec)
+    feedback = ErrorFeedback(codec)
     sent, given_ = torch.zeros(shape), torch.zeros(shape)
     for step in range(steps):
         change = drawn(shape, seed + step)
@@ -207,7 +207,7 @@ def test_error_feedback_conserves_mass(shape, codec, seed, steps):
 
 
 def test_what_is_small_is_sent_later():
-    feedback, codec = Feedback(Codec(k=1)), Codec(k=1)
+    feedback, codec = ErrorFeedback(Codec(k=1)), Codec(k=1)
     change = torch.tensor([3.0, 2.0, 1.0])
     bodies = [feedback.compress("w", change * (step == 0)) for step in range(3)]
     got = [decode(body, (3,), codec).tolist() for body in bodies]
@@ -218,20 +218,20 @@ def test_what_is_small_is_sent_later():
 @pytest.mark.parametrize("transform", Transform)
 def test_what_nobody_took_is_kept(transform):
     codec = Codec(transform=transform, k=32)
-    feedback = Feedback(codec)
+    feedback = ErrorFeedback(codec)
     change = drawn((90, 70))
     body = feedback.compress("w", change)
     torch.testing.assert_close(feedback.read_residual("w") + decode(body, (90, 70), codec), change)
-    feedback.give_back()
+    feedback.restore_sent()
     torch.testing.assert_close(feedback.read_residual("w"), change)
-    feedback.give_back()  # once
+    feedback.restore_sent()  # once
     torch.testing.assert_close(feedback.read_residual("w"), change)
 
 
 def test_the_memory_decays_and_can_be_saved():
-    feedback = Feedback(Codec(k=1), decay=0.5)
+    feedback = ErrorFeedback(Codec(k=1), decay=0.5)
     feedback.compress("w", torch.tensor([4.0, 2.0]))
-    again = Feedback(Codec(k=1), decay=0.5)
+    again = ErrorFeedback(Codec(k=1), decay=0.5)
     again.load_state_dict(feedback.state_dict())
     for one in (feedback, again):
         one.compress("w", torch.tensor([0.0, 0.25]))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, QuorumError, Refusal, Sender, Window, gather
-from millrace.gradients.codec.payload import Expected, Payload, read_payload
+from millrace.gradients import GatherSettings, GatherWindow, QuorumError, Refusal, Sender, gather
+from millrace.gradients.codec.payload import ExpectedGradient, Payload, read_payload
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
-from millrace.gradients.sync import gather as gathering
+from millrace.gradients.sync import bucket_lister
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
@@ -26,7 +26,7 @@ from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, m
 KEYS = GradientKeys("runs/one", "1")
 NOW = datetime.now(UTC)
 QUICK = GatherSettings(poll_interval=timedelta(milliseconds=10))
-OPEN = Window(
+OPEN = GatherWindow(
     keys=KEYS,
     number=3,
     base=120,
@@ -39,7 +39,7 @@ HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
 OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
 
 
-def now_over(window: Window = OPEN) -> Window:
+def now_over(window: GatherWindow = OPEN) -> GatherWindow:
     """A window that ends now."""
     return replace(window, closes=datetime.now(UTC))
 
@@ -139,7 +139,7 @@ def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_a
 
 def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypatch):
     """It sorts before the others, and its own gradient behind its other objects."""
-    monkeypatch.setattr(gathering, "_MOST_LISTED", 20)
+    monkeypatch.setattr(bucket_lister, "_MOST_LISTED", 20)
     store = open_store(f"memory://{secrets.token_hex(8)}")
     for number in range(2000):
         put(store, f"{KEYS.worker('0')}a{number:04d}", b"")
@@ -152,7 +152,7 @@ def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypat
             listed.append(stat.key)
             yield stat
 
-    monkeypatch.setattr(gathering, "list_fairly", count)
+    monkeypatch.setattr(bucket_lister, "list_fairly", count)
     found = gather(OPEN, workers(store, 0, 1, 2), QUICK)
     assert set(found.taken) == {"0", "1", "2"}
     assert len(listed) < 100
@@ -208,7 +208,7 @@ def test_whoever_was_asked_first_counts_before_reserves(store):
 def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
     asked: list[str] = []
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         asked.append(uid)
         if uid == "2" or (uid == "1" and asked.count(uid) == 1):
             raise KeyError(uid)
@@ -216,7 +216,7 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
 
     for uid in range(3):
         send(store, str(uid))
-    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reading=reading)
+    found = gather(now_over(), workers(store, 0, 1, 2), QUICK, read_gradient=reading)
     assert set(found.taken) == {"0", "1"}
     assert found.out["2"].reason is Refusal.FORMAT
     assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
@@ -293,7 +293,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
             over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
             return OPEN.closes + timedelta(seconds=1 if over else -1)
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         asked.append(uid)
         return read_payload(store, stat, expected)
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
         OPEN,
         workers(store, 0, 1),
         QUICK,
-        reading=reading,
+        read_gradient=reading,
         clock=Clock(NOW, 0.0),
         progress=heard.append,
     )
@@ -316,7 +316,7 @@ def test_requests_that_fail_do_not_count_as_reads(store):
     """A bucket that recovers costs its worker nothing."""
     asked = 0
 
-    def reading(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         nonlocal asked
         asked += 1
         if asked < 6:
@@ -324,7 +324,7 @@ def test_requests_that_fail_do_not_count_as_reads(store):
         return read_payload(store, stat, expected)
 
     send(store, "0")
-    found = gather(OPEN, workers(store, 0), QUICK, reading=reading)
+    found = gather(OPEN, workers(store, 0), QUICK, read_gradient=reading)
     assert set(found.taken) == {"0"}
 
 
@@ -371,10 +371,11 @@ def test_the_grace_counts_once(store, monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
     monkeypatch.setattr("millrace.gradients.sync.gather.time", clock)
+    monkeypatch.setattr("millrace.gradients.sync.gather_window.time", clock)
     monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 
-    def hangs(uid: str, store: Store, stat: Stat, expected: Expected) -> Payload:
+    def hangs(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         answered.wait()
         return read_payload(store, stat, expected)
 
@@ -384,7 +385,7 @@ def test_the_grace_counts_once(store, monkeypatch):
         now_over(),
         workers(store, 0, 1),
         GatherSettings(grace_period=grace, quorum=0),
-        reading=hangs,
+        read_gradient=hangs,
     )
     answered.set()
     assert waited == grace.total_seconds()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from millrace.errors import ConfigurationError
 from millrace.gradients import (
     Codec,
-    Expected,
+    ExpectedGradient,
     GradientEncoder,
     MergeRule,
     MergeSettings,
@@ -42,7 +42,7 @@ def made(
         body = encode_payload(
             bodies, SHAPES, codec, run="r", uid=uid, window=0, base=0, tokens=weight
         )
-        expected = Expected(run="r", uid=uid, window=0, base=0, codec=codec, shapes=SHAPES)
+        expected = ExpectedGradient(run="r", uid=uid, window=0, base=0, codec=codec, shapes=SHAPES)
         found[uid] = check_payload(body, expected)
     return found
 

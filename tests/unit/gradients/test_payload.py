@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from millrace.gradients import (
     Codec,
-    Expected,
+    ExpectedGradient,
     GradientEncoder,
     GradientHeader,
     Payload,
@@ -43,7 +43,7 @@ from tests.unit.gradients.test_codec import drawn
 SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (64, 64), "scale": ()}
 CODEC = Codec()
 KEYS = GradientKeys("runs/one", "1")
-EXPECTED = Expected(run="runs/one", uid="7", window=3, base=120, codec=CODEC, shapes=SHAPES)
+EXPECTED = ExpectedGradient(run="runs/one", uid="7", window=3, base=120, codec=CODEC, shapes=SHAPES)
 
 
 def bodies(codec: Codec = CODEC, seed: int = 0) -> dict[str, bytes]:
@@ -57,7 +57,7 @@ def made(**changes: object) -> bytes:
     return encode_payload(**parts)  # pyright: ignore[reportArgumentType]
 
 
-def reason_of(body: bytes, expected: Expected = EXPECTED) -> Refusal:
+def reason_of(body: bytes, expected: ExpectedGradient = EXPECTED) -> Refusal:
     with pytest.raises(PayloadError) as caught:
         check_payload(body, expected)
     assert str(caught.value).endswith(".")

@@ -23,11 +23,11 @@ from millrace.gradients import (
     Sender,
     begin_run,
     check_weights,
+    commit_first_link,
     follow,
     iterate_links,
     load_checkpoint_state,
     select_weights,
-    start_chain,
 )
 from millrace.gradients.settings import WindowOpening
 from millrace.records import commit_once, fetch
@@ -73,7 +73,7 @@ def loss(one: torch.nn.Module) -> float:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     made = open_store(tmp_path.as_uri())
-    start_chain(
+    commit_first_link(
         made, settings_of().chain, ChainStart(run="runs/one", job="j", step=100, root="", state="")
     )
     return made

@@ -10,8 +10,8 @@ from millrace.errors import ConfigurationError
 from millrace.gradients import (
     Codec,
     CodeError,
-    Expected,
-    Feedback,
+    ErrorFeedback,
+    ExpectedGradient,
     GradientEncoder,
     Mask,
     MergeRule,
@@ -93,7 +93,7 @@ def test_no_place_is_sent():
 
 def test_nothing_is_lost_only_late():
     change, codec = drawn((90, 70)), Codec(support=Support.SHARED, k=512, bits=16)
-    feedback, got = Feedback(codec), torch.zeros(90, 70)
+    feedback, got = ErrorFeedback(codec), torch.zeros(90, 70)
     for window in range(CHUNK_SIZE // 512 + 1):
         mask = Mask("run", window)
         body = feedback.compress("w", change * (window == 0), mask)
@@ -103,10 +103,10 @@ def test_nothing_is_lost_only_late():
 
 def test_what_nobody_took_is_kept_also_by_whoever_starts_again():
     change, mask = drawn((90, 70)), Mask("run", 3)
-    feedback, again = Feedback(SHARED), Feedback(SHARED)
+    feedback, again = ErrorFeedback(SHARED), ErrorFeedback(SHARED)
     feedback.compress("w", change, mask)
     again.load_state_dict(feedback.state_dict())
-    again.give_back()
+    again.restore_sent()
     torch.testing.assert_close(again.read_residual("w"), change)
 
 
@@ -134,7 +134,7 @@ def payloads(gradients: list[dict[str, torch.Tensor]]) -> dict[str, Payload]:
         bodies = {name: encoder.encode(tensor, mask) for name, tensor in gradient.items()}
         said = {"run": "runs/one", "uid": f"w{number}", "window": 7, "base": 1}
         body = encode_payload(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
-        expected = Expected("runs/one", f"w{number}", 7, 1, SHARED, SHAPES)
+        expected = ExpectedGradient("runs/one", f"w{number}", 7, 1, SHARED, SHAPES)
         found[f"w{number}"] = check_payload(body, expected)
     return found
 

@@ -15,7 +15,7 @@ import pytest
 
 import millrace
 from millrace import errors
-from millrace.gradients import Codec, Expected, PayloadError, Refusal, Sender, gather
+from millrace.gradients import Codec, ExpectedGradient, PayloadError, Refusal, Sender, gather
 from millrace.gradients.codec.payload import read_header
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
@@ -210,7 +210,9 @@ def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
 def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
     endless: Endless,
 ) -> None:
-    expected = Expected(run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)})
+    expected = ExpectedGradient(
+        run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)}
+    )
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
     with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)

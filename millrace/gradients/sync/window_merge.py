@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace import errors
-from millrace.gradients.backends.sharded_weights import ShardedWeights, hold_state
+from millrace.gradients.backends.local import make_single_shard
+from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.progress_events import UpdateStored
-from millrace.gradients.settings import BY_PLACE, MergeSettings
+from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
-from millrace.gradients.sync.gather import GatheredWindow, Window
+from millrace.gradients.sync.gather_results import GatheredWindow
+from millrace.gradients.sync.gather_window import GatherWindow
 from millrace.gradients.sync.merge import (
     MergeRequest,
     MergeWeights,
@@ -52,10 +54,10 @@ class ChainStep:
 
 def aggregate(
     store: Store,
-    window: Window,
+    window: GatherWindow,
     gathered: GatheredWindow,
     step: ChainStep,
-    model: WeightState | ShardedWeights,
+    weights: WeightState | ShardedWeights,
     *,
     threads: int = 1,
     progress: Progress = ignore_event,
@@ -70,41 +72,42 @@ def aggregate(
         window: Window to merge.
         gathered: Gathered gradients, on the machines of the weights.
         step: Settings of the step.
-        model: Weights before the merge, which are changed in place.
+        weights: Weights before the merge, which are changed in place.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives `UpdateStored` for each update, before the commit of the link.
+        progress: Receives ``update.stored`` with ``window`` and ``bytes`` for each update, before
+            the commit of the link.
 
     Raises:
         ConflictError: Another aggregator merged this window differently.
         ChainError: The weights are not those of the previous link.
     """
-    if isinstance(model, WeightState):
+    if isinstance(weights, WeightState):
         tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
-        model = hold_state(model, tensors, threads=threads)
-    model.check(step.before)
+        weights = make_single_shard(weights, tensors, threads=threads)
+    weights.check(step.before)
     keys = ChainKeys(window.keys.run, window.keys.version)
     out = {
         uid: ExcludedWorker(reason=one.reason, sentence=one.sentence)
         for uid, one in gathered.out.items()
     }
     payloads = dict(gathered.taken)
-    if step.merge.rule in BY_PLACE:
-        for uid in find_deviating_workers(model.list_index_digests(sorted(payloads))):
+    if step.merge.rule in COORDINATE_WISE_RULES:
+        for uid in find_deviating_workers(weights.list_index_digests(sorted(payloads))):
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
-            out[uid] = ExcludedWorker(reason=Refusal.PLACES, sentence=sentence)
+            out[uid] = ExcludedWorker(reason=Refusal.INDICES, sentence=sentence)
             del payloads[uid]
-    weights: MergeWeights | None = None
+    merge_weights: MergeWeights | None = None
     updates: tuple[Update, ...] = ()
     try:
         if payloads:
-            products = partial(model.compute_products, codec=window.codec)
-            weights = compute_merge_weights(payloads, step.merge, products=products)
+            products = partial(weights.compute_products, codec=window.codec)
+            merge_weights = compute_merge_weights(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
             out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
-    if weights is not None:
-        request = MergeRequest(window.codec, step.merge, weights)
-        updates = model.merge(store, keys, step.step, request, step.outer)
+    if merge_weights is not None:
+        request = MergeRequest(window.codec, step.merge, merge_weights)
+        updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
     for update in updates:
         progress(UpdateStored(key=update.key, window=window.number, size=update.size))
     names, shapes = list_names_and_shapes(window.shapes)
@@ -118,11 +121,11 @@ def aggregate(
         shapes=shapes,
         outer=step.outer,
         rule=step.merge.rule,
-        taken=_list_merged_workers(payloads, weights),
+        taken=_list_merged_workers(payloads, merge_weights),
         out=out,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
-        state=model.digest(),
+        state=weights.digest(),
     )
     commit = commit_once(store, keys.link(window.number), link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
@@ -134,10 +137,10 @@ def aggregate(
 
 
 def _list_merged_workers(
-    payloads: Mapping[str, Payload], weights: MergeWeights | None
+    payloads: Mapping[str, Payload], merge_weights: MergeWeights | None
 ) -> dict[str, MergedWorker]:
     """Return the merged workers with their weights."""
-    if weights is None:
+    if merge_weights is None:
         return {}
     return {
         uid: MergedWorker(
@@ -147,5 +150,5 @@ def _list_merged_workers(
             size=payloads[uid].size,
             tokens=payloads[uid].header.tokens,
         )
-        for uid, weight in zip(weights.workers, weights.weights, strict=True)
+        for uid, weight in zip(merge_weights.workers, merge_weights.weights, strict=True)
     }

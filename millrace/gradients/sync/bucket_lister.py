@@ -1,0 +1,186 @@
+"""Listings of the workers' buckets, in which the gradients of a window are found.
+
+A bucket is listed once for all of its workers. Each bucket has a thread, since some buckets may
+stall. Of a worker with thousands of objects, only the gradient is looked for, so that the listing
+ends for the others.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from millrace import errors
+from millrace.gradients.codec.payload import explain_failure, is_torch_file
+from millrace.gradients.progress_events import QuotaExceeded
+from millrace.gradients.settings import GatherSettings
+from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, WaitLimit
+from millrace.progress import Progress
+from millrace.schemas.gradient import Refusal
+from millrace.storage import Stat, Store, list_fairly, list_objects
+from millrace.threads import DaemonThreadPool
+
+_MOST_LISTED = 10_000  # objects of one worker of many that share a bucket
+_MOST_MEASURED = 100_000  # likewise, where the settings say how many bytes a worker should store
+_MOST_NAMED = 1000  # objects of one worker whose names begin as its gradient's
+
+
+@dataclass(frozen=True, slots=True)
+class BucketListing:
+    """Objects of a bucket's workers.
+
+    Attributes:
+        found: Gradients of the window, by the workers' names.
+        objects: Number of objects below each worker's prefix; empty if the listing failed.
+        size: Bytes of these objects; empty if the listing failed.
+        failed: Reason for each requested worker, if the listing failed.
+    """
+
+    found: dict[str, Stat] = field(default_factory=dict[str, Stat])
+    objects: Counter[str] = field(default_factory=Counter[str])
+    size: Counter[str] = field(default_factory=Counter[str])
+    failed: dict[str, RejectedWorker] = field(default_factory=dict[str, RejectedWorker])
+
+
+class BucketLister:
+    """Lister of the buckets of a window's workers.
+
+    Args:
+        window: Window whose gradients are looked for.
+        stores: Buckets of all workers and reserves by their names. A shared bucket is one object.
+        settings: Settings of the gathering.
+        limit: End of the retries.
+    """
+
+    def __init__(
+        self,
+        window: GatherWindow,
+        stores: Mapping[str, Store],
+        settings: GatherSettings,
+        limit: WaitLimit,
+    ) -> None:
+        self._window, self._stores, self._limit = window, stores, limit
+        least = _MOST_LISTED if settings.max_stored is None else _MOST_MEASURED
+        self._most_listed = max(least, (settings.max_objects or 0) + 1)  # the quota needs these
+        self._pool = DaemonThreadPool(max(1, len(self._group_by_bucket(stores))), "listing")
+        self._pending: dict[int, Future[BucketListing]] = {}
+
+    @property
+    def pending(self) -> Collection[Future[Any]]:
+        """Listings that were begun and not taken."""
+        return self._pending.values()
+
+    def is_listing(self, uid: str) -> bool:
+        """Decide whether the listing of a worker's bucket was begun and not taken."""
+        return id(self._stores[uid]) in self._pending
+
+    def begin(self, uids: Sequence[str], exclude: Container[int] = frozenset()) -> set[int]:
+        """Begin to list the buckets of workers, except for those that are being listed.
+
+        Args:
+            uids: Names of the workers whose gradients are looked for.
+            exclude: Buckets to leave out, as this method returned them.
+
+        Returns:
+            Identities of the buckets whose listing was begun.
+        """
+        begun = set[int]()
+        for group in self._group_by_bucket(uids):
+            bucket = id(self._stores[group[0]])
+            if bucket not in self._pending and bucket not in exclude:
+                self._pending[bucket] = self._pool.submit(self.list_bucket, group)
+                begun.add(bucket)
+        return begun
+
+    def take_finished(self) -> list[BucketListing]:
+        """Return the listings that have ended since the last call."""
+        finished = [bucket for bucket, listing in self._pending.items() if listing.done()]
+        return [self._pending.pop(bucket).result() for bucket in finished]
+
+    def shutdown(self) -> None:
+        """Cancel the listings that have not begun, without waiting for the others."""
+        self._pool.shutdown()
+
+    def list_bucket(self, uids: Sequence[str]) -> BucketListing:
+        """List one bucket for workers that share it, in the calling thread.
+
+        A listing that fails has a reason for each worker, as the next listing may succeed.
+        """
+        keys, is_shared = self._window.keys, len(uids) > 1
+        prefix = f"{keys.run}/" if is_shared else keys.worker(uids[0])
+        bucket = self._stores[uids[0]]
+        counted = {uid for uid, store in self._stores.items() if store is bucket}
+        asked, listing, most = set(uids), BucketListing(), self._most_listed
+        store = self._limit.limit_retries(bucket)
+        try:
+            for stat in (
+                list_fairly(store, prefix, depth=1, limit=most)
+                if is_shared
+                else list_objects(store, prefix)
+            ):
+                owner = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
+                if owner in counted:
+                    listing.objects[owner] += 1
+                    listing.size[owner] += stat.size
+                self._note_gradient(listing, asked, stat)
+            for uid in sorted(asked):
+                if is_shared and listing.objects[uid] >= most:  # its other objects are not known
+                    name = f"{keys.worker(uid)}gradient-{self._window.number:09d}-"
+                    for stat in islice(list_objects(store, name), _MOST_NAMED):
+                        self._note_gradient(listing, asked, stat)
+        except errors.MillraceError as error:
+            rejected = RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error))
+            listing.failed.update(dict.fromkeys(uids, rejected))
+            listing.objects.clear()
+            listing.size.clear()
+        return listing
+
+    def _group_by_bucket(self, uids: Iterable[str]) -> list[list[str]]:
+        """Group workers by bucket, so that a shared bucket is listed once."""
+        groups: dict[int, list[str]] = {}
+        for uid in uids:
+            groups.setdefault(id(self._stores[uid]), []).append(uid)
+        return list(groups.values())
+
+    def _note_gradient(self, listing: BucketListing, asked: Container[str], stat: Stat) -> None:
+        """Note an object if it is the gradient of this window of a worker that is asked."""
+        found = listing.found
+        uid, number = self._window.keys.parse(stat.key) or ("", -1)
+        if (
+            number == self._window.number
+            and uid in asked
+            and (uid not in found or is_torch_file(found[uid].key))  # of two, the other counts
+        ):
+            found[uid] = stat
+
+
+class QuotaMonitor:
+    """Monitor of the workers' storage, which reports a worker once.
+
+    Args:
+        settings: Settings of the gathering, with the quotas.
+        progress: Receives ``quota.exceeded`` with ``objects`` and ``bytes``.
+    """
+
+    def __init__(self, settings: GatherSettings, progress: Progress) -> None:
+        self._most, self._most_objects = settings.max_stored, settings.max_objects
+        self._progress = progress
+        self._reported = set[str]()
+
+    def check(self, listing: BucketListing, uids: Iterable[str]) -> None:
+        """Report each worker of a listing that exceeds a quota.
+
+        Args:
+            listing: Listing of a bucket.
+            uids: Names of the workers, in the order of the reports.
+        """
+        for uid in uids:
+            objects, size = listing.objects[uid], listing.size[uid]
+            over = (self._most is not None and size > self._most) or (
+                self._most_objects is not None and objects > self._most_objects
+            )
+            if over and uid not in self._reported:
+                self._reported.add(uid)
+                self._progress(QuotaExceeded(uid=uid, objects=objects, size=size))

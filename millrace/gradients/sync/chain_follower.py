@@ -1,0 +1,119 @@
+"""Weights of a worker, which follow the chain of a run."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from millrace import errors
+from millrace.gradients.backends.rank_group import RankGroup
+from millrace.gradients.backends.ranks import RankedWeights
+from millrace.gradients.progress_events import LinkApplied
+from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
+from millrace.progress import Progress
+from millrace.records import fetch
+from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.storage import Store, exists
+
+
+class ChainFollower:
+    """Weights after a window of a run, to which later links are applied.
+
+    All ranks call the methods together.
+
+    Args:
+        settings: Settings of the run.
+        store: Bucket of the aggregator, which is only read.
+        weights: Weights after window ``after``.
+        ranks: Group of the worker's ranks.
+        after: Number of the window.
+        progress: Receives ``chain.applied`` with ``window`` and ``step``.
+
+    Attributes:
+        window: Number of the window of the weights.
+        link: Link of that window.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        store: Store,
+        weights: RankedWeights,
+        ranks: RankGroup,
+        *,
+        after: int,
+        progress: Progress,
+    ) -> None:
+        self._settings, self._store, self._weights = settings, store, weights
+        self._ranks, self._progress = ranks, progress
+        self.window = after
+        self.link = self.read_link(after)
+
+    def read_link(self, window: int) -> ChainStart | ChainLink:
+        """Return the link of a window, without a check against the previous one.
+
+        Raises:
+            ChainError: The link is missing.
+        """
+        return self._ranks.run_on_each(lambda: read_link(self._store, self._settings.chain, window))
+
+    def iterate_new_links(self) -> Iterator[ChainLink]:
+        """Apply all new links of the chain, and yield each after it was applied.
+
+        Raises:
+            ChainError: The chain is broken.
+        """
+        keys = self._settings.chain
+        last = self._ranks.run_on_first(lambda: find_newest_window(self._store, keys))
+        for number in range(self.window + 1, last + 1):
+            yield self._advance(number)
+
+    def _advance(self, number: int) -> ChainLink:
+        before = self.link
+        link = self._ranks.run_on_each(
+            lambda: read_link_after(self._store, self._settings.chain, number, before)
+        )
+        self._weights.replay(self._store, link)
+        self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
+        self.link, self.window = link, number
+        return link
+
+    def wait_for_next_link(self, timeout: timedelta | None = None) -> None:
+        """Wait until the next window is merged. Its link is not applied.
+
+        Args:
+            timeout: Longest wait; by default twice the length of the window.
+
+        Raises:
+            UnavailableError: The window was not merged in time.
+        """
+        number, keys = self.window + 1, self._settings.chain
+        began = time.monotonic()
+
+        def is_merged() -> bool:
+            if exists(self._store, keys.link(number)):
+                return True
+            waited = time.monotonic() - began
+            usual = 2 * self._settings.window_length if timeout is None else timeout
+            if waited <= usual.total_seconds():
+                return False
+            last = (
+                usual if timeout is not None else max(usual, 2 * self._read_window_length(number))
+            )
+            if waited > last.total_seconds():
+                raise errors.UnavailableError(
+                    f"Window {number} of {keys.run} was not merged in {last}. Check that the "
+                    "aggregator runs, and wait again, or stop; nothing is lost."
+                )
+            return False
+
+        while not self._ranks.run_on_first(is_merged):  # collectives time out
+            time.sleep(self._settings.gather.poll_interval.total_seconds())
+
+    def _read_window_length(self, number: int) -> timedelta:
+        """Return the length of a window, which the aggregator's options may have changed."""
+        try:
+            opening = self._settings.chain.opening(number)
+            return fetch(self._store, opening, WindowOpening).window_length
+        except (errors.NotFoundError, errors.CorruptError):
+            return self._settings.window_length

@@ -1,0 +1,171 @@
+"""Results of the reads of a window: valid gradients, and reasons why workers are left out."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from millrace import errors
+from millrace.gradients.codec.payload import Payload
+from millrace.gradients.progress_events import GradientAccepted, GradientRefused
+from millrace.gradients.sync.gather_window import RejectedWorker
+from millrace.gradients.sync.gradient_reader import ReadResult
+from millrace.progress import Progress
+from millrace.schemas.gradient import Refusal
+from millrace.storage import Stat
+
+_MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
+_NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
+_MOST_READS = 3  # of one worker's gradient in a window
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredWindow:
+    """Gradients of a window.
+
+    Attributes:
+        taken: Gradients to merge, by the workers' names.
+        out: Rejected workers with the reasons, without reserves that were not needed.
+        spare: Workers whose gradients were not needed. Some were not read completely.
+        size: Size of the gradients to merge, in bytes.
+        seconds: Duration of the gathering.
+    """
+
+    taken: Mapping[str, Payload] = field(repr=False)
+    out: Mapping[str, RejectedWorker]
+    spare: tuple[str, ...]
+    size: int
+    seconds: float
+
+
+class QuorumError(errors.UnavailableError):
+    """Fewer gradients than the quorum arrived in time.
+
+    Attributes:
+        gathered: Result without any gradient to merge, and with a reason for each worker.
+    """
+
+    def __init__(self, sentence: str, gathered: GatheredWindow) -> None:
+        super().__init__(sentence)
+        self.gathered = gathered
+
+
+class GatherResults:
+    """Results of the workers of a window.
+
+    A refused gradient may be overwritten until the end of the window. At most three objects of a
+    worker are read.
+
+    Args:
+        order: Names of all workers and reserves, in the order in which they are preferred.
+        progress: Receives ``gradient.taken`` or ``gradient.refused`` for each result.
+    """
+
+    def __init__(self, order: Sequence[str], progress: Progress) -> None:
+        self._order, self._progress = tuple(order), progress
+        self._results: dict[str, ReadResult] = {}
+        self._read_counts = Counter[str]()  # number of read objects of each worker
+        self._seen: dict[str, Stat] = {}  # last object of each worker
+        self._passing: dict[str, RejectedWorker] = {}  # reasons that another attempt may remove
+
+    def has_all(self, uids: Iterable[str]) -> bool:
+        """Decide whether each of some workers has a result."""
+        return all(uid in self._results for uid in uids)
+
+    def has(self, uid: str) -> bool:
+        """Decide whether a worker has a result."""
+        return uid in self._results
+
+    def get_valid(self, uid: str) -> tuple[Payload, int]:
+        """Return the valid gradient of a worker, and its size in bytes."""
+        result = self._results[uid]
+        assert result.payload is not None
+        return result.payload, result.size
+
+    def note_failed_listing(self, failed: Mapping[str, RejectedWorker]) -> None:
+        """Note the reason why workers could not be listed, until a listing succeeds."""
+        self._passing.update(failed)
+
+    def should_read(self, uid: str, stat: Stat) -> bool:
+        """Note a listed gradient of a worker, and decide whether it is read.
+
+        A worker that overwrites its gradient too often is rejected.
+        """
+        if self._seen.get(uid) == stat:
+            return False
+        self._passing.pop(uid, None)
+        self._seen[uid] = stat
+        if self._read_counts[uid] < _MOST_READS:
+            return True
+        before = self._results.get(uid)
+        if before is None or not _is_overwritten(before):
+            name = PurePosixPath(stat.key).name
+            sentence = (
+                f"{name} was overwritten after it was read {_MOST_READS} times in this window."
+            )
+            self._results[uid] = ReadResult(None, RejectedWorker(Refusal.OVERWRITTEN, sentence))
+            self._report_refused(uid, Refusal.OVERWRITTEN)
+        return False
+
+    def note(self, uid: str, result: ReadResult, *, is_last: bool) -> None:
+        """Note the result of a read.
+
+        Args:
+            uid: Name of the worker.
+            result: Result of the read.
+            is_last: Whether there is no time for another attempt. Otherwise, after an error that
+                may pass, the object is read again.
+        """
+        rejection = result.rejection
+        if rejection is None or rejection.reason not in _NOT_READ:
+            self._read_counts[uid] += 1
+        if rejection is not None and rejection.reason in _MAY_PASS and not is_last:
+            self._passing[uid] = rejection
+            del self._seen[uid]
+            return
+        self._results[uid] = result
+        if result.payload is not None:
+            self._progress(GradientAccepted(uid=uid, size=result.size, norm=result.payload.norm))
+        elif rejection is not None:
+            self._report_refused(uid, rejection.reason)
+
+    def select_valid(self) -> list[str]:
+        """Return the workers with valid gradients, in their order.
+
+        Of equal contents only the earliest counts.
+        """
+        bodies = {
+            uid: result.payload.header.body
+            for uid in self._order
+            if (result := self._results.get(uid)) and result.payload
+        }
+        first: dict[str, str] = {}
+        for uid in sorted(bodies, key=lambda uid: (str(self._results[uid].written), uid)):
+            first.setdefault(bodies[uid], uid)
+        return [uid for uid, body in bodies.items() if first[body] == uid]
+
+    def explain_rejection(self, uid: str, *, is_pending: bool) -> RejectedWorker:
+        """Return the reason why a worker is left out.
+
+        Args:
+            uid: Name of the worker.
+            is_pending: Whether a listing or a read of the worker has not ended.
+        """
+        result = self._results.get(uid)
+        if result is not None:
+            return result.rejection or RejectedWorker(
+                Refusal.DUPLICATE, "Another worker had sent the same gradient before."
+            )
+        if is_pending:
+            return RejectedWorker(
+                Refusal.UNAVAILABLE, "Its bucket had not answered by the deadline."
+            )
+        missing = RejectedWorker(Refusal.MISSING, "No gradient of it arrived before the deadline.")
+        return self._passing.get(uid, missing)
+
+    def _report_refused(self, uid: str, reason: Refusal) -> None:
+        self._progress(GradientRefused(uid=uid, reason=reason))
+
+
+def _is_overwritten(result: ReadResult) -> bool:
+    return result.rejection is not None and result.rejection.reason is Refusal.OVERWRITTEN

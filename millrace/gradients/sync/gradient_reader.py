@@ -1,0 +1,134 @@
+"""Reads of the gradients of a window, each of which ends with a gradient or with a rejection."""
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import PurePosixPath
+from typing import Any
+
+from millrace import errors
+from millrace.gradients.codec.payload import (
+    ExpectedGradient,
+    Payload,
+    PayloadError,
+    explain_failure,
+    read_payload,
+)
+from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, WaitLimit
+from millrace.schemas.gradient import Refusal
+from millrace.storage import Stat, Store
+from millrace.threads import DaemonThreadPool
+
+ReadGradient = Callable[[str, Store, Stat, ExpectedGradient], Payload]
+"""Function that reads a worker's gradient, and raises the errors of `read_payload`.
+
+A `WorkerError` or a `ConfigurationError` ends the gathering."""
+
+
+def read_in_process(_uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    """Read all tensors of a gradient into this process: a `ReadGradient`."""
+    return read_payload(store, stat, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Result of reading an object of a worker.
+
+    Attributes:
+        payload: Gradient, if it is valid.
+        rejection: Reason why it is not.
+        size: Size of a valid gradient in bytes.
+        written: Time of the upload of a valid gradient, by the store's clock.
+    """
+
+    payload: Payload | None = field(repr=False)
+    rejection: RejectedWorker | None = None
+    size: int = 0
+    written: datetime | None = None
+
+
+class GradientReader:
+    """Reader of the gradients of a window, in several threads.
+
+    Args:
+        window: Window of the gradients.
+        read_gradient: Function that reads a gradient. Several threads call it.
+        concurrency: Largest number of concurrent reads.
+        limit: End of the retries.
+    """
+
+    def __init__(
+        self, window: GatherWindow, read_gradient: ReadGradient, concurrency: int, limit: WaitLimit
+    ) -> None:
+        self._window, self._read_gradient, self._limit = window, read_gradient, limit
+        self._pool = DaemonThreadPool(concurrency, "gradient")
+        self._pending: dict[str, Future[ReadResult]] = {}
+
+    @property
+    def pending(self) -> Collection[Future[Any]]:
+        """Reads that were begun and not taken."""
+        return self._pending.values()
+
+    def is_reading(self, uid: str) -> bool:
+        """Decide whether the read of a worker's gradient was begun and not taken."""
+        return uid in self._pending
+
+    def begin(self, uid: str, store: Store, stat: Stat) -> None:
+        """Begin to read an object of a worker that has no other read."""
+        self._pending[uid] = self._pool.submit(self.read, uid, store, stat)
+
+    def take_finished(self) -> dict[str, ReadResult]:
+        """Return the results since the last call, by the workers' names.
+
+        Raises:
+            WorkerError, ConfigurationError: A read failed by a fault of the aggregator.
+        """
+        finished = [uid for uid, read in self._pending.items() if read.done()]
+        return {uid: self._pending.pop(uid).result() for uid in finished}
+
+    def shutdown(self) -> None:
+        """Cancel the reads that have not begun, without waiting for the others."""
+        self._pool.shutdown()
+
+    def read(self, uid: str, store: Store, stat: Stat, *, again: bool = True) -> ReadResult:
+        """Read an object of a worker, and check it, in the calling thread.
+
+        Args:
+            uid: Name of the worker.
+            store: Bucket of the worker.
+            stat: Description of the object from a listing.
+            again: Whether to read a second time after an unexpected error.
+
+        Raises:
+            WorkerError, ConfigurationError: The read failed by a fault of the aggregator.
+        """
+        if untimely := self._check_time(stat):
+            return untimely
+        try:
+            hurried = self._limit.limit_retries(store)
+            payload = self._read_gradient(uid, hurried, stat, self._window.make_expected(uid))
+        except PayloadError as error:
+            return _reject(error.reason, str(error))
+        except (errors.WorkerError, errors.ConfigurationError):
+            raise  # an error of the aggregator, not of the worker
+        except errors.MillraceError as error:
+            return _reject(Refusal.UNAVAILABLE, explain_failure(error))
+        except Exception as error:  # noqa: BLE001 - bytes that cause an error harm only their worker
+            if again:  # the bytes may not have caused the error
+                return self.read(uid, store, stat, again=False)
+            name = PurePosixPath(stat.key).name
+            return _reject(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
+        return ReadResult(payload, None, stat.size, stat.last_modified)
+
+    def _check_time(self, stat: Stat) -> ReadResult | None:
+        name = PurePosixPath(stat.key).name
+        if stat.last_modified < self._window.opens:
+            return _reject(Refusal.EARLY, f"{name} was written before the window began.")
+        if stat.last_modified > self._window.closes:
+            return _reject(Refusal.LATE, f"{name} was written after the deadline.")
+        return None
+
+
+def _reject(reason: Refusal, sentence: str) -> ReadResult:
+    return ReadResult(None, RejectedWorker(reason, sentence))

@@ -1,0 +1,181 @@
+"""The parts of a participant, each alone: its model, its compression, and its weights."""
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load as unpack
+
+from millrace.errors import ConfigurationError, UnavailableError
+from millrace.gradients import (
+    Codec,
+    Decoder,
+    GatherSettings,
+    Participant,
+    RunSettings,
+    Sender,
+    WeightState,
+    begin_run,
+    follow,
+    select_weights,
+)
+from millrace.gradients.backends.rank_group import RankGroup
+from millrace.gradients.backends.ranks import RankedWeights
+from millrace.gradients.sync.chain_follower import ChainFollower
+from millrace.gradients.sync.change_compressor import ChangeCompressor
+from millrace.gradients.sync.model_tensors import ModelTensors
+from millrace.progress import Event
+from millrace.storage import Store, open_store
+
+RANKS = RankGroup()
+SETTINGS = RunSettings(
+    run="runs/one",
+    codec=Codec(k=4096, bits=32),
+    gather=GatherSettings(poll_interval=timedelta(milliseconds=10)),
+    window=timedelta(minutes=1),
+    steps=2,
+)
+
+
+def model_of(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def weights_of(state: WeightState) -> RankedWeights:
+    shapes = {name: weight.shape for name, weight in state.weights.items()}
+    return RankedWeights(shapes, RANKS, state, threads=1)
+
+
+def tensors_of(weights: RankedWeights) -> ModelTensors:
+    return ModelTensors(weights, RANKS, SETTINGS.codec)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = open_store(tmp_path.as_uri())
+    begin_run(made, SETTINGS.chain, select_weights(model_of()), step=10)
+    return made
+
+
+# -- the model
+
+
+def test_loaded_weights_are_the_models_own():
+    model = model_of(2)
+    weights = weights_of(select_weights(model_of(1)))
+    tensors = tensors_of(weights)
+    assert list(tensors.select(model)) == sorted(weights.shapes)
+    tensors.load(model)
+    assert select_weights(model).digest() == weights.digest()
+
+
+@pytest.mark.parametrize(
+    "other", [torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(3, 5))]
+)
+def test_a_model_with_other_tensors_is_refused(other):
+    tensors = tensors_of(weights_of(select_weights(model_of())))
+    with pytest.raises(ConfigurationError, match=r"The model has no 0\.bias of the shape \[4\]"):
+        tensors.select(other)
+
+
+def test_buffers_that_the_run_lacks_are_named_once(caplog):
+    tensors = tensors_of(weights_of(select_weights(model_of(), buffers=())))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tensors.select(model_of())
+    assert [record.getMessage().count("1.running_mean") for record in caplog.records] == [1]
+
+
+# -- the compression
+
+
+def compressor_of(weights: RankedWeights) -> ChangeCompressor:
+    return ChangeCompressor(SETTINGS, weights, RANKS, tensors_of(weights), threads=1)
+
+
+def test_the_change_of_a_weight_and_the_values_of_a_buffer_are_packed():
+    before, model = model_of(), model_of()
+    with torch.no_grad():
+        model[0].bias += 0.5
+        model[1].running_mean += 2.0
+    packed = unpack(compressor_of(weights_of(select_weights(before))).compress(model, 1))
+    decoder = Decoder(SETTINGS.codec, 1)
+    bias = decoder.decode(packed["0.bias"].tobytes(), (4,))
+    assert torch.allclose(bias, torch.full((4,), -0.5))
+    mean = Decoder(SETTINGS.codec.for_tensor("1.running_mean"), 1).decode(
+        packed["1.running_mean"].tobytes(), (4,)
+    )
+    assert torch.equal(mean, torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+def test_values_that_are_not_finite_are_refused_and_leave_the_residuals(name):
+    weights, model = weights_of(select_weights(model_of())), model_of()
+    compressor = compressor_of(weights)
+    with torch.no_grad():
+        model.state_dict()[name].fill_(float("nan"))
+    with (
+        pytest.raises(ConfigurationError, match="not finite"),
+        compressor.feedback.restore_on_error(),
+    ):
+        compressor.compress(model, 1)
+    assert compressor.feedback.state_dict()["kept"] == {}
+
+
+# -- the weights
+
+
+def follower_of(store: Store, heard: list[Event] | None = None) -> ChainFollower:
+    return ChainFollower(
+        SETTINGS,
+        store,
+        weights_of(select_weights(model_of())),
+        RANKS,
+        after=0,
+        progress=(heard if heard is not None else []).append,
+    )
+
+
+def merge_windows(store: Store, count: int) -> list[str]:
+    """Merge windows with one worker, and return the digests of the weights after each."""
+    model = model_of()
+    participant = Participant(SETTINGS, "a", store, store, select_weights(model))
+    participant.submit(model)
+    merged = follow(store, SETTINGS, [Sender("a", store)], select_weights(model_of()), until=count)
+    digests: list[str] = []
+    for link in merged:
+        digests.append(link.state)
+        with torch.no_grad():
+            model[0].bias += 1.0
+        participant.catch_up()
+        participant.submit(model)
+    return digests
+
+
+def test_new_links_are_applied_in_order_and_yielded_after_it(store):
+    heard: list[Event] = []
+    follower = follower_of(store, heard)
+    assert (follower.window, follower.link.step) == (0, 10)
+    assert list(follower.iterate_new_links()) == []
+    digests = merge_windows(store, 2)
+    found = [(link.window, follower.window, link.state) for link in follower.iterate_new_links()]
+    assert found == [(1, 1, digests[0]), (2, 2, digests[1])]
+    assert follower.link.step == 14
+    assert [event.figures for event in heard] == [
+        {"window": 1, "step": 12},
+        {"window": 2, "step": 14},
+    ]
+
+
+def test_the_next_link_is_waited_for_and_not_applied(store):
+    follower = follower_of(store)
+    with pytest.raises(
+        UnavailableError, match=r"Window 1 of runs/one was not merged in 0:00:00\.05"
+    ):
+        follower.wait_for_next_link(timedelta(milliseconds=50))
+    merge_windows(store, 1)
+    follower.wait_for_next_link(timedelta(0))
+    assert follower.window == 0
