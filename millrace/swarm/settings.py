@@ -20,7 +20,7 @@ from millrace.settings import Duration
 from millrace.storage import StoreSpec
 from millrace.swarm.archives.unpack import Unpacking
 from millrace.swarm.cache_index import CacheCheck
-from millrace.swarm.pieces import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_destination
+from millrace.swarm.catalogue import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_relative_path
 
 
 class _Settings(BaseModel):
@@ -75,7 +75,7 @@ class Request(_Settings):
     @field_validator("destination", "into")
     @classmethod
     def _check_below_root(cls, value: str | None) -> str | None:
-        return check_destination(value) if value else value
+        return check_relative_path(value) if value else value
 
     @model_validator(mode="after")
     def _check_one_selector(self) -> "Request":

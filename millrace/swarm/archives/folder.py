@@ -217,13 +217,13 @@ class Tree:
     def _compute_file_mode(self, mode: int) -> int:
         if self._mode is None:
             return mode & 0o755 | 0o600
-        return self._mode | _search_bits_of(self._mode) if mode & 0o100 else self._mode
+        return self._mode | _compute_search_bits(self._mode) if mode & 0o100 else self._mode
 
     def _compute_folder_mode(self, mode: int) -> int:
         """Return the mode of a folder; its owner may always write, for members may still come."""
         if self._mode is None:
             return mode & 0o755 | 0o700
-        return self._mode | _search_bits_of(self._mode) | 0o700
+        return self._mode | _compute_search_bits(self._mode) | 0o700
 
     def _remove(self, name: bytes, at: int, last: bytes) -> None:
         """Make place for a later member of the same name."""
@@ -274,7 +274,7 @@ class Tree:
         return make_refusal(name, "is a hard link to what is no earlier file of it: pack it again.")
 
 
-def _search_bits_of(mode: int) -> int:
+def _compute_search_bits(mode: int) -> int:
     return (mode & 0o444) >> 2
 
 

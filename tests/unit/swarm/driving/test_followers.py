@@ -29,9 +29,9 @@ def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkey
 
     client: Any = SimpleNamespace(poll_events=poll_events, answer_timeout=1.0)
     follower = NodeFollowers(
-        run.state, client, b"", [SIZE] * 2, handle=handle, list_void=lambda: ()
+        run.state, client, b"", [SIZE] * 2, on_event=handle, list_void=lambda: ()
     )
-    thread = threading.Thread(target=follower._hear_events, args=(run["a"],))
+    thread = threading.Thread(target=follower._receive_events, args=(run["a"],))
     thread.start()
     waited: list[float] = []
     while len(handled) < 3_000:
