@@ -115,8 +115,8 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         if campaigning.is_warming(training):
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
                 files = [FilesRequest(bucket=bucket, dataset=training.dataset)]
-                # The root is not used: the agents of the workers have a folder of their own.
-                prewarm(files, "/", RentedMachines(rental=name, bucket=bucket, vast=vast))
+                machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
+                prewarm(files, cluster=machines)
             campaigning.end_warming(training)
         yield workers
     release_machines(*rental)  # the exit has released all machines; this run reports it
