@@ -33,9 +33,7 @@ class ReadQueue:
     def __init__(self, pieces: int, seed: int) -> None:
         self._unread = list(range(pieces))  # heap of the pieces that no node has or reads
         self._queued = set(self._unread)  # the pieces in this heap
-        self._vote_requests: set[int] = (
-            set()
-        )  # pieces for which a further vote is requested, and no read is ordered
+        self._vote_requests: set[int] = set()  # pieces that wait for a read for a further vote
         self._delayed: list[int] = []  # pieces whose last read failed
         self._failures = [0] * pieces
         self._not_before = [0.0] * pieces

@@ -20,9 +20,7 @@ class UploaderRanking:
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes
         self._least_fetch = 0.0  # the lowest `NodePace.fetch_pace`
-        self._paths: dict[
-            tuple[str, str], Durations
-        ] = {}  # by the zone of the uploader and the receiving node
+        self._paths: dict[tuple[str, str], Durations] = {}  # by zone of the uploader, and node
 
     def note_fetch(self, uploader: NodeState, node: NodeState, size: int, seconds: float) -> None:
         """Update the rates of a path with a completed transfer."""

@@ -550,7 +550,7 @@ def test_a_nodes_own_records_are_no_destination(store, key):
 
 
 def test_a_file_that_is_not_whole_yet_is_no_destination():
-    names = Targets(Path("/root"), build_catalogue([File("a", 1, "e", "s3://b/a")])).of
+    names = Targets(Path("/root"), build_catalogue([File("a", 1, "e", "s3://b/a")])).by_file
     with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
         Request(key="x", destination=names[0].partial.name)
 
