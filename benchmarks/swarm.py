@@ -45,7 +45,7 @@ from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
 from millrace.swarm.settings import LimitSettings
-from millrace.swarm.tracker import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, PieceOrder, Tracker
 
 MIB = 1 << 20
 SYSTEMS = ("millrace", "xenna", "naive", "ray")
@@ -219,10 +219,10 @@ def run_planner(results: Results, *, quick: bool) -> None:
 def time_tracker(results: Results, nodes: int, pieces: int) -> None:
     """Measure the processor time of each event of a run."""
     tracker = Tracker([1] * pieces, LimitSettings(store=400))
-    pending: list[tuple[float, int, Order]] = []
+    pending: list[tuple[float, int, PieceOrder]] = []
     spent: list[float] = []
 
-    def give(orders: list[Order], now: float) -> None:
+    def give(orders: list[PieceOrder], now: float) -> None:
         for order in orders:
             # A read takes as long as ten transfers, more or less.
             took = (10.0 if order.source == STORE else 1.0) * (1 + order.piece % 7 / 10)

@@ -112,8 +112,8 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         if campaigning.awaits_prewarm(training):
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
                 files = [FilesRequest(bucket=bucket, dataset=training.dataset)]
-                # The root is not used: the agents of the workers have a folder of their own.
-                prewarm(files, "/", RentedMachines(rental=name, bucket=bucket, vast=vast))
+                machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
+                prewarm(files, cluster=machines)
             campaigning.end_prewarm(training)
         yield supervisor
     release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

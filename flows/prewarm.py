@@ -143,7 +143,7 @@ class PrewarmOptions(BaseModel):
 @flow(name="prewarm", flow_run_name="prewarm")
 def prewarm(
     files: list[FilesRequest],
-    root: NodeFolder,
+    root: NodeFolder | None = None,
     cluster: RayNodes | AgentHosts | RentedMachines = RayNodes(),  # noqa: B008 - frozen
     options: PrewarmOptions | None = None,
 ) -> PrewarmReport:
@@ -155,17 +155,20 @@ def prewarm(
 
     Args:
         files: Files to put on every node.
-        root: Folder on every node; `$NAME` is filled in from the node's own environment.
+        root: Folder on every node of a Ray cluster; `$NAME` is replaced from the environment of the
+            node. Rented machines and hosts with an agent have their own folders.
         cluster: Machines: those of a Ray cluster, rented ones, or hosts with an agent.
         options: Checks, and limits on concurrent work.
     """
     if not files:
         raise ConfigurationError("Name at least one location that files come from.")
+    if root is None and isinstance(cluster, RayNodes):
+        raise ConfigurationError("Name `root`: the folder on the nodes of the Ray cluster.")
     options = options or PrewarmOptions()
     settings = PrewarmSettings(
         requests=tuple(each.make_request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.make_spec() for i, each in enumerate(files)},
-        root=Path(root),
+        root=None if root is None else Path(root),
         nodes=cluster if isinstance(cluster, RayNodes) else cluster.find_hosts(),
         check=options.cache_check,
         min_node_share=options.min_node_share,

@@ -54,7 +54,8 @@ def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
     if dry_run:
         seen = preview(config)
         for path, size, origin in seen.files:
-            echo(f"{config.root / path}  {format_size(size)}  {origin}")
+            destination = config.root / path if config.root is not None else path
+            echo(f"{destination}  {format_size(size)}  {origin}")
         files, pieces = format_count(len(seen.files), "file"), format_count(seen.pieces, "piece")
         echo(f"{files}, {format_size(seen.size)}, in {pieces}.")
         for sentence in seen.refusals:

@@ -1,4 +1,4 @@
-"""Warm every node of a cluster with the same files, with one copy out of the store."""
+"""Copy the same files to every node of a cluster, reading each byte from the store once."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: an agent needs neither the settings nor a store.
+    # Imported on first use: an agent needs neither the settings nor a store.
     if name in __all__:
         from importlib import import_module  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""An agent within a Ray worker. It imports what an agent needs, and no more: memory is counted."""
+"""Agent in a Ray worker. This module imports only the needs of an agent, to save memory."""
 
 import os
 from pathlib import Path
@@ -8,14 +8,23 @@ from millrace.swarm.agent import Agent
 
 
 class Actor:
-    """An agent within a Ray worker."""
+    """Agent in a Ray worker."""
 
     def __init__(self) -> None:
         self._agent: Agent | None = None
         self._key = b""
 
     def start(self, root: str, host: str, key: bytes) -> tuple[int, bytes]:
-        """Listen at the node's own address; returns the port, and the key of control requests."""
+        """Start the agent, unless it runs already.
+
+        Args:
+            root: Folder that all destinations are below.
+            host: Address of the node.
+            key: Key of the requests of the driver.
+
+        Returns:
+            Port of the agent, and the key that it was started with.
+        """
         if self._agent is None:
             self._key = key
             self._agent = Agent(_expand_variables(root), key, host=host)
@@ -24,7 +33,7 @@ class Actor:
 
 
 def _expand_variables(root: str) -> Path:
-    """Fill variables of this node's own environment into the root: ``$SCRATCH/models``."""
+    """Replace variables of the node's environment in the root, as in ``$SCRATCH/models``."""
     filled = os.path.expandvars(root)
     if "$" in filled:
         raise ConfigurationError(f"The root {root} names a variable that is not set here.")

@@ -1,16 +1,17 @@
-"""An agent: one process and one port that puts files on a node, and gives their pieces to others.
+"""Agent: one process with one port that writes files on a node, and sends pieces to other nodes.
 
-It decides nothing. A driver tells it over signed requests what the files are and which piece to
-fetch from where, and is told what happened. Other nodes may ask it for pieces, and for nothing
-else. Below ``/runs/{run}``:
+An agent makes no decisions. The driver sends signed requests with the files of a run, and with
+orders to fetch pieces. The agent answers with events. Other nodes can only request pieces. Requests
+below ``/runs/{run}``:
 
-- ``PUT`` starts the run (its plan), ``POST .../orders`` gives orders, ``GET .../events?after=N``
-  waits for what happened, ``DELETE`` ends it: signed with the control key;
-- ``GET .../pieces/{number}`` is for other nodes: signed with the run's own key.
+- ``PUT`` starts the run (`millrace.swarm.run_spec`), ``POST .../orders`` sends orders,
+  ``GET .../events?after=N`` waits for events, and ``DELETE`` ends the run. The control key signs
+  these requests.
+- ``GET .../pieces/{number}`` is for other nodes. The key of the run signs these requests.
 
-``GET /agent`` answers anybody with the version of the protocol and the identity of the agent, which
-every signature names. With a nonce, signed with the control key, it also proves that this is the
-agent (`millrace.swarm.tls`).
+``GET /agent`` answers every process with the version of the protocol and the identity of the agent.
+Every signature names this identity. If the request has a nonce and is signed with the control key,
+the answer also proves the identity (`millrace.swarm.tls`).
 
 One port takes TLS and plain HTTP. Plain requests are answered over loopback only.
 """
@@ -27,22 +28,26 @@ from urllib.parse import parse_qs
 
 from millrace.swarm import tls
 from millrace.swarm.protocol import VERSION, Endpoint, SignatureChecker, check_signature
-from millrace.swarm.run import Run, RunSpec
+from millrace.swarm.run import Run
+from millrace.swarm.run_spec import decode_start_body
 from millrace.swarm.server import BusyAgentError, listen
 
-_ORPHAN_TIMEOUT = (
-    120.0  # seconds without a driver after which a run is given up; what is here stays
-)
+_ORPHAN_TIMEOUT = 120.0  # seconds without a request of the driver after which a run is ended
 
 
 class Agent:
-    """The server of a node.
+    """Server of a node.
 
     Args:
-        root: The folder that files go below; a driver cannot choose another.
-        control: The key that a driver's requests are signed with.
-        host: The address to listen on.
-        port: The port; 0 takes a free one.
+        root: Folder that all destinations are below. A driver cannot choose another folder.
+        control: Control key, which signs the requests of the driver.
+        host: Address to listen on.
+        port: Port to listen on; 0 for a free port.
+
+    Attributes:
+        root: Folder that all destinations are below.
+        identity: Random name of this agent.
+        ended: Event that is set when the agent is to stop.
     """
 
     def __init__(self, root: Path, control: bytes, *, host: str = "", port: int = 0) -> None:
@@ -53,7 +58,7 @@ class Agent:
         self._run: Run | None = None
         self._starting = False
         self._lock = threading.Lock()
-        self._making = threading.Lock()
+        self._certificate_lock = threading.Lock()
         self._server = listen(host, port)
         self._server.agent = self
         self.ended = threading.Event()
@@ -64,7 +69,7 @@ class Agent:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """Port that the agent listens on."""
         return self._server.server_address[1]
 
     @cached_property
@@ -73,19 +78,19 @@ class Agent:
 
     @property
     def certificate(self) -> tls.Certificate:
-        """Its certificate; on loopback alone, made when it is asked for."""
-        with self._making:
+        """Certificate of the agent. An agent on loopback makes it for the first TLS connection."""
+        with self._certificate_lock:
             return self._certificate
 
     def start(self) -> None:
-        """Listen, in threads of its own."""
+        """Start to listen, in threads of the agent."""
         if not tls.is_loopback(str(self._server.server_address[0])):
             _ = self.certificate
         self._thread.start()
         self._watch.start()
 
     def close(self) -> None:
-        """Stop listening, and end a run."""
+        """Stop to listen, and end the current run."""
         self.ended.set()
         self._server.shutdown()
         self._thread.join()
@@ -93,15 +98,19 @@ class Agent:
         self.end_run(None)
 
     def start_run(self, name: str, body: bytes) -> list[tuple[int, str]]:
-        """Start a run. A run whose driver is gone is ended first.
+        """Start a run. End a run whose driver is dead before.
+
+        Args:
+            name: Name of the run.
+            body: Body of the request (`encode_start_body`).
 
         Returns:
-            Pieces that are on this node already, with their digests.
+            The pieces that the node has already, with their digests.
 
         Raises:
             BusyAgentError: Another driver uses this agent.
         """
-        plan = RunSpec.parse(body)
+        spec, peers = decode_start_body(body)
         with self._lock:
             if self._starting:
                 raise BusyAgentError("another run is being started on this node")
@@ -113,13 +122,13 @@ class Agent:
             self._starting = True
         try:
             self.end_run(None)
-            run = Run(name, self.root, plan)
+            run = Run(name, self.root, spec, peers)
             try:
                 have = run.open()
             except BaseException:
                 run.close()
                 raise
-            run.heard = time.monotonic()  # looking at what is here may have taken long
+            run.heard = time.monotonic()  # the check of the files may have taken long
             with self._lock:
                 self._run = run
         finally:
@@ -127,7 +136,7 @@ class Agent:
         return have
 
     def end_run(self, name: str | None) -> None:
-        """End a run; with None, whichever it is."""
+        """End a run, if it is the current one. None ends the current run."""
         with self._lock:
             run = self._run
             if run is None or name not in {None, run.name}:
@@ -139,7 +148,7 @@ class Agent:
         """Return the run of a name.
 
         Raises:
-            KeyError: There is none.
+            KeyError: The run of this name has ended, or was never started.
         """
         run = self._run
         if run is None or run.name != name:
@@ -147,28 +156,28 @@ class Agent:
         return run
 
     def check_driver(self, header: str | None, method: str, path: str) -> str:
-        """Return the SHA-256 of the body of a driver's request.
+        """Check the signature of a request of the driver, and return the SHA-256 of its body.
 
         Raises:
-            SignatureError: It is not signed with the control key for this agent.
+            SignatureError: The request is not signed with the control key for this agent.
         """
         return self._signatures.check(self._control, header, method, path)
 
     def check_peer(self, run: Run, header: str | None, path: str) -> None:
-        """Check that a node of a run asks.
+        """Check the signature of a request of another node.
 
         Raises:
-            SignatureError: It is not signed with the key of the run for this agent.
+            SignatureError: The request is not signed with the key of the run for this agent.
         """
         self._signatures.check(run.key, header, "GET", path)
 
     def introduce(self, header: str | None, path: str, *, encrypted: bool) -> dict[str, Any]:
-        """Return version and identity, and for a nonce the proof that this is the agent.
+        """Return version and identity, and a proof of the identity if the request has a nonce.
 
         Args:
             header: `AUTH_HEADER` header of the request.
             path: Path with its query.
-            encrypted: Whether it was asked over TLS: the proof is for the certificate then.
+            encrypted: Whether the request came over TLS. Then the proof includes the certificate.
 
         Raises:
             SignatureError: The nonce is not signed with the control key.
@@ -188,15 +197,17 @@ class Agent:
                 self.end_run(run.name)
 
 
-def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], None]) -> None:
-    """Run an agent until the process is asked to end (SIGTERM, SIGINT).
+def serve(
+    root: Path, key: bytes, host: str, port: int, on_listening: Callable[[str], None]
+) -> None:
+    """Run an agent until the process receives SIGTERM or SIGINT.
 
     Args:
-        root: The folder that files go below.
-        key: What a driver signs with.
-        host: The address to listen on.
-        port: The port; 0 takes a free one.
-        told: Told the address, once it listens.
+        root: Folder that all destinations are below.
+        key: Control key, which signs the requests of the driver.
+        host: Address to listen on.
+        port: Port to listen on; 0 for a free port.
+        on_listening: Called with the URL of the agent, once it listens.
     """
     agent = Agent(root, key, host=host, port=port)
 
@@ -206,6 +217,6 @@ def serve(root: Path, key: bytes, host: str, port: int, told: Callable[[str], No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle_signal)
     agent.start()
-    told(f"http://{Endpoint('http', host, agent.port).netloc}")
+    on_listening(f"http://{Endpoint('http', host, agent.port).netloc}")
     agent.ended.wait()
     agent.close()

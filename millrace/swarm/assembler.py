@@ -1,13 +1,13 @@
-"""Assembly of pieces into files: preallocated partial files, the journal, the final names.
+"""Assembly of pieces into files: preallocated partial files, the journal, and final names.
 
-Every byte is written once, at its place in the final file. A file gets its final name when all
-of it is there, is what its digest says, and is on the disk. What a killed agent leaves is found
-again by the next: the journal says which pieces were written, and hashing says whether they are.
+Every byte is written once, at its final offset. A file gets its final name when all bytes have
+arrived, have the digest of the file, and are synced to the disk. After a kill, the next agent
+reads the written pieces from the journal, and hashes them before it uses them.
 
-Below the root, ``.millrace/`` holds the journal and ``files.jsonl``: what we made, with digests.
-Nothing that is not in it is ever replaced or removed.
+The folder ``.millrace/`` below the root has the journal and ``files.jsonl``, the list of the files
+that Millrace has made. A file without a line in this list is never replaced or removed.
 
-The state lies in the parts of `millrace.swarm.assembly`. This module connects them.
+The parts in `millrace.swarm.assembly` own the state. This module connects them.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from millrace.swarm.assembly.leftovers import Leftovers
 from millrace.swarm.assembly.partial_files import PartialFiles
 from millrace.swarm.assembly.root_lock import RootLock
 from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue
 from millrace.swarm.journal import Journal
-from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue
 from millrace.swarm.targets import Targets
 
 
 class Assembler:
-    """The files of a catalogue below a root.
+    """Writes the pieces of a catalogue into files below a root.
 
     Args:
-        root: The folder that no file is written outside of.
-        catalogue: What lands.
-        check: How an earlier run's files are recognised.
-        finished: Told the numbers of files that have got their final names.
-        mismatch: Told the number of a file whose bytes are not those of its digest, and
-            `digest_of` its segments' digests.
-        fault: Told why nothing more can be written here.
+        root: Folder that no file is written outside of.
+        catalogue: Files to assemble.
+        check: Check of the files of earlier runs.
+        on_finished: Called with the numbers of files that have received their final names.
+        on_mismatch: Called with the number of a file whose bytes do not have its digest, and with
+            the combined digest of its segments (`combine_digests`).
+        on_fault: Called with an error after which the node cannot continue.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class Assembler:
         catalogue: Catalogue,
         *,
         check: CacheCheck = CacheCheck.SAMPLED,
-        finished: Callable[[list[int]], None],
-        mismatch: Callable[[int, str], None],
-        fault: Callable[[BaseException], None],
+        on_finished: Callable[[list[int]], None],
+        on_mismatch: Callable[[int, str], None],
+        on_fault: Callable[[BaseException], None],
     ) -> None:
         root = root.resolve()
-        self._catalogue, self._finished, self._fault = catalogue, finished, fault
+        self._catalogue, self._on_finished, self._on_fault = catalogue, on_finished, on_fault
         self._records = records = root / RECORDS_FOLDER
         index = records / "files.jsonl"
         self._lock = RootLock(root, records / "lock")
-        self._places = Targets(root, catalogue)
-        self._arrivals = Arrivals(catalogue, self._places.of)
+        self._targets = Targets(root, catalogue)
+        self._arrivals = Arrivals(catalogue, self._targets.by_file)
         self._journal = Journal(root, records / "partial.jsonl")
-        self._partials = PartialFiles(root, self._places, self._journal)
+        self._partials = PartialFiles(root, self._targets, self._journal)
         self._leftovers = Leftovers(
             root,
             catalogue,
             check,
             arrivals=self._arrivals,
-            places=self._places,
+            targets=self._targets,
             journal=self._journal,
             partials=self._partials,
             index=index,
@@ -75,11 +75,11 @@ class Assembler:
         self._finisher = finisher = FileFinisher(
             self._arrivals,
             hashes,
-            self._places,
+            self._targets,
             index=index,
             piece_size=catalogue.piece_size,
-            finished=finished,
-            mismatch=mismatch,
+            on_finished=on_finished,
+            on_mismatch=on_mismatch,
         )
 
         def hash_all() -> None:
@@ -91,27 +91,27 @@ class Assembler:
         ]
 
     def open(self) -> list[tuple[int, str]]:
-        """Find what is here already, and make room for the rest.
+        """Find the files and pieces of earlier runs, and allocate disk space for the others.
 
         Returns:
-            The pieces that are here, with their digests.
+            The pieces that the node has, with their digests.
 
         Raises:
             ConflictError: Another agent uses this root.
-            ConfigurationError: A destination is taken by something that we did not make.
-            NoSpaceError: The rest does not fit on the disk.
+            ConfigurationError: A file that Millrace did not make is at a destination.
+            NoSpaceError: The missing files do not fit on the disk.
         """
-        arrivals, places = self._arrivals, self._places
+        arrivals, targets = self._arrivals, self._targets
         self._records.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
-        self._finished(self._leftovers.find_final())
+        self._on_finished(self._leftovers.find_final())
         self._leftovers.find_partial()
         arrivals.note_pieces()
         self._leftovers.begin_journal()
-        places.check_space(state.place for state in arrivals.iterate_coming())
+        targets.check_space(state.target for state in arrivals.iterate_coming())
         for number, state in enumerate(arrivals.states):
             if not state.final and state.file.size >= self._catalogue.piece_size:
-                places.preallocate(state.place)
+                targets.preallocate(state.target)
             if not state.final and state.missing == 0:
                 self._finisher.submit([number])
         for thread in self._threads:
@@ -119,7 +119,7 @@ class Assembler:
         return arrivals.list_pieces()
 
     def stop(self) -> None:
-        """Give nothing a final name any more, and wake whoever waits for bytes."""
+        """Give no further final names, and end the waits for bytes."""
         self._arrivals.stop()
         self._finisher.stop()
         for thread in self._threads:
@@ -127,7 +127,7 @@ class Assembler:
                 thread.join()
 
     def close(self) -> None:
-        """Let go of the root, when nobody writes any more. What is partial stays, for later."""
+        """Release the root. Partial files stay for the next run. No thread may write after this."""
         self.stop()
         partial = any(True for _ in self._arrivals.iterate_coming())
         self._journal.close(keep=partial or self._leftovers.has_others)
@@ -138,15 +138,15 @@ class Assembler:
         return len(self._catalogue.pieces)
 
     def has(self, number: int) -> bool:
-        """Tell whether a piece is here."""
+        """Tell whether the node has a piece."""
         return self._arrivals.has(number)
 
     def write(self, number: int, data: memoryview, parts: list[bytes]) -> bool:
-        """Write a piece to its place; False if it is here already, or is being written.
+        """Write a piece; return False if it is written already, or by another thread just now.
 
         Args:
-            number: Which.
-            data: Its bytes.
+            number: Piece.
+            data: Bytes of the piece.
             parts: SHA-256 of each of its segments.
         """
         arrivals = self._arrivals
@@ -171,7 +171,7 @@ class Assembler:
         return True
 
     def drop(self, number: int) -> None:
-        """Forget a piece: its bytes were wrong."""
+        """Forget a piece, whose bytes were wrong."""
         arrivals = self._arrivals
         with arrivals.changed:
             if not arrivals.has(number):
@@ -180,21 +180,21 @@ class Assembler:
             piece = [(arrivals.states[s.file], s) for s in self._catalogue.pieces[number]]
             verified = [state for state, _ in piece if state.is_verified]
             if len(verified) == len(piece):
-                self._fault(
+                self._on_fault(
                     ConflictError(
                         f"{verified[0].file.path} is what its digest says, and the driver has "
                         "read other bytes from the store: it was left as it is. Run it again."
                     )
                 )
             for state, segment in piece:
-                if state.is_verified:  # another file of this piece is wrong
+                if state.is_verified:  # the wrong bytes are in another file of this piece
                     continue
-                if state.final:  # taken for whole, as nothing said what it should be
+                if state.final:  # a file without a digest, which could not be verified
                     self._partials.reopen(state)
                 state.drop_segment(arrivals.get_index(segment))
 
     def void_digest(self, number: int) -> None:
-        """Take a file without the digest that it was said to have: the store means another."""
+        """Ignore the digest of a file, which is not a digest of the bytes in the store."""
         with self._arrivals.changed:
             state = self._arrivals.states[number]
             state.void = True
@@ -204,10 +204,13 @@ class Assembler:
 
     @contextlib.contextmanager
     def open_piece(self, number: int) -> Generator[list[tuple[int, int, int]]]:
-        """Yield a piece as open files: descriptor, offset, bytes of each segment, for ``sendfile``.
+        """Open the files of a piece, for ``sendfile``.
+
+        Yields:
+            Descriptor, offset and number of bytes of each segment.
 
         Raises:
-            KeyError: It is not here.
+            KeyError: The node does not have the piece.
         """
         if not self.has(number):
             raise KeyError(number)
@@ -224,27 +227,27 @@ class Assembler:
                 os.close(descriptor)
 
     def open_sequential(self, number: int) -> ArrivingFile:
-        """Return a reader of a file from its beginning, while it is still arriving."""
+        """Return a reader of a file from its beginning. The reader waits for bytes to arrive."""
         return ArrivingFile(self._arrivals, number)
 
     def wait_final(self, number: int) -> None:
         """Wait until a file has its final name.
 
         Raises:
-            ChangedError: The run has ended before.
+            ChangedError: The run ended before.
         """
         self._arrivals.wait_final(number)
 
     def count_unallocated(self) -> int:
-        """Return the bytes that are still to come and for which no room was made on the disk."""
+        """Return the bytes of incomplete files that have no allocated disk space."""
         return self._arrivals.count_unallocated()
 
     def note_folder(self, folder: Path) -> None:
-        """Note a folder for the next run to remove, should this one be killed."""
+        """Note a folder that the next run removes, if this run is killed."""
         self._partials.note_folder(folder)
 
     def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - told to the run, which ends
-            self._fault(error)
+        except Exception as error:  # noqa: BLE001 - the driver is told
+            self._on_fault(error)

@@ -1,8 +1,8 @@
-"""Recognise the files that earlier runs have put on this node.
+"""Index of the files that earlier runs have put on this node, and the check of these files.
 
-``files.jsonl`` has a line for each file that got its final name. Whatever is not in it is not ours.
-A further line has the file's size, times and inode as they were once its bytes had been verified:
-only while all of these are the same, a few samples are enough to recognise the file.
+``files.jsonl`` has a line for each file that received its final name. A file without a line does
+not belong to Millrace. A further line has the file's size, times and inode after its bytes were
+verified. While these values are the same, a few sampled segments are enough to recognise the file.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.pieces import Catalogue, File
+from millrace.swarm.catalogue import Catalogue, File
 
 _SAMPLED_SEGMENTS = 8  # segments of a cached file that are read again
 
@@ -31,17 +31,17 @@ class CacheCheck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """Record of a file that was made: a line of ``files.jsonl``.
+    """Record of a file: a line of ``files.jsonl``.
 
     Attributes:
-        path: Below the root.
-        size: Bytes.
-        mtime_ns: When it was last changed.
-        etag: The store's name for the content.
-        origin: Its URL.
-        sha256: Of the whole, if it was known.
-        md5: Of the whole, if the store said it.
-        piece_size: What `hash_segments` are cut by.
+        path: Path of the file below the root.
+        size: Bytes of the file.
+        mtime_ns: Modification time of the file, in ns.
+        etag: ETag of the object.
+        origin: URL of the object.
+        sha256: SHA-256 of the object; empty if it was not known.
+        md5: MD5 of the object; empty if its ETag was none.
+        piece_size: Size of the segments of `digests`, as for `hash_file_segments`.
         digests: SHA-256 of each segment.
         seen: Size, modification time, change time (both in ns) and inode of the file after its
             bytes were verified; empty if they were not noted.
@@ -61,12 +61,12 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class CachedFile:
-    """A file of an earlier run.
+    """A file on the disk that this run can use.
 
     Attributes:
-        digests: SHA-256 of each segment, None for each one that is damaged.
-        made: Line of the record that it was recognised by; None without one.
-        hashed: Whether all of its bytes were read.
+        digests: SHA-256 of each segment; None for damaged segments.
+        made: Entry of the index for the file; None if its SHA-256 alone identified it.
+        hashed: Whether all bytes of the file were read.
     """
 
     digests: list[bytes | None]
@@ -74,8 +74,8 @@ class CachedFile:
     hashed: bool
 
 
-def identity_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written to or replaced: see `CacheEntry.seen`."""
+def read_identity(path: Path) -> tuple[int, ...]:
+    """Read the values that change when a file is written or replaced (`CacheEntry.seen`)."""
     stat = path.lstat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
@@ -83,13 +83,20 @@ def identity_of(path: Path) -> tuple[int, ...]:
 def recognise_file(
     path: Path, file: File, made: list[CacheEntry], catalogue: Catalogue, check: CacheCheck
 ) -> CachedFile | None:
-    """Recognise a file that has the name of one that is to come.
+    """Check an existing file at a destination of this run.
+
+    Args:
+        path: Path of the existing file.
+        file: File of this run with this destination.
+        made: Entries of the index for this destination, oldest first.
+        catalogue: Files of this run.
+        check: Kind of the check.
 
     Returns:
-        None if the file is ours, and of another content: it will be replaced.
+        None if the existing file is one of Millrace with another content: the run replaces it.
 
     Raises:
-        ConfigurationError: It is not ours.
+        ConfigurationError: The existing file is not one of Millrace.
     """
     stat = path.lstat()
     plain = path.is_file() and not path.is_symlink()
@@ -117,7 +124,7 @@ def _check_cached(
     recorded = [bytes.fromhex(digest) for digest in made.digests]
     count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
     was_known = file.digest in {"", made.sha256, made.md5}
-    verified = made.seen == identity_of(path) and was_known
+    verified = made.seen == read_identity(path) and was_known
     if check is CacheCheck.SAMPLED and same_pieces and verified:
         chosen = random.sample(range(count), min(count, _SAMPLED_SEGMENTS))
         if hash_file_segments(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
@@ -140,7 +147,7 @@ def _check_cached(
 def hash_file_segments(
     path: Path, file: File, piece_size: int, indexes: Iterable[int]
 ) -> list[bytes]:
-    """Hash segments of a file on the disk."""
+    """Return the SHA-256 of some segments of a file on the disk, by their indexes."""
     found: list[bytes] = []
     step = piece_size if file.size >= piece_size else max(file.size, 1)
     with path.open("rb", buffering=0) as opened:
@@ -151,7 +158,7 @@ def hash_file_segments(
 
 
 def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
-    """Return the digest of a file, of the kind that is known, and the SHA-256 of its segments."""
+    """Return the digest of a file, as for `File.digest`, and the SHA-256 of its segments."""
     whole, parts = file.make_hasher(), list[bytes]()
     with path.open("rb", buffering=0) as opened:
         while block := opened.read(piece_size):
@@ -161,36 +168,36 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:
-    """Read the lines of each file; a line that a kill has cut is passed over."""
+    """Read the entries of each file. Skip lines that a kill has cut."""
     made: dict[str, list[CacheEntry]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                said = json.loads(line)
-                seen = tuple(said.pop("seen", ()))
-                if said.keys() == {"path"}:
-                    entries = made[said["path"]]
+                row = json.loads(line)
+                seen = tuple(row.pop("seen", ()))
+                if row.keys() == {"path"}:
+                    entries = made[row["path"]]
                     entries[-1] = replace(entries[-1], seen=seen)
                 else:
-                    entry = CacheEntry(**said, seen=seen)
+                    entry = CacheEntry(**row, seen=seen)
                     made.setdefault(entry.path, []).append(entry)
     return made
 
 
 def append_entries(path: Path, made: list[CacheEntry]) -> None:
-    """Note files that are about to get their final names, on the disk."""
+    """Append entries to the index, and sync it."""
     _append(path, [{name: getattr(entry, name) for name in CacheEntry.__slots__} for entry in made])
 
 
 def append_identities(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
-    """Note `CacheEntry.seen` of files whose last line says what their bytes are."""
+    """Append `CacheEntry.seen` of files, which belongs to the last entry of each file."""
     _append(path, [{"path": name, "seen": identity} for name, identity in seen.items()])
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     with path.open("a") as file:
-        # A line that a kill has cut is ended first.
+        # A line that a kill has cut is terminated first.
         file.write(lines if file.tell() == 0 else f"\n{lines}")
         file.flush()
         os.fsync(file.fileno())

@@ -1,245 +1,246 @@
-"""Find what was requested: which objects, how large, of which content, and what they should be."""
+"""Catalogue of a run: the files for every node, and their division into pieces.
 
+Every node divides the same list of files into the same pieces, so a number identifies a piece. A
+large file is cut at multiples of the piece size. Small files share a piece.
+"""
+
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-from millrace import errors
-from millrace.digest import make_local_etag
-from millrace.keys.datasets import DatasetKeys
-from millrace.records import fetch
-from millrace.schemas.dataset import Manifest
-from millrace.storage import (
-    Backend,
-    Stat,
-    Store,
-    fetch_stored_sha256,
-    head,
-    is_etag_md5,
-    list_objects,
-    read_range,
-    sign_url,
-)
-from millrace.swarm.archives.unpack import (
-    HEAD_SIZE,
-    SINGLE_FILE_METHODS,
-    Unpacking,
-    detect,
-    detect_by_name,
-)
-from millrace.swarm.pieces import Catalogue, File, catalogue_of, check_destination
-from millrace.swarm.settings import PrewarmSettings, Request
+from millrace.errors import ConfigurationError
 
-_CONCURRENCY = 16
-_MD5_SAMPLES = 4  # objects of a store that are asked whether their ETags are MD5s
-_MD5 = re.compile('"?([0-9a-f]{32})"?')
+MIN_PIECE_SIZE = 1 << 20
+MAX_PIECE_SIZE = 4 << 20
+_WANTED_PIECES = 2000  # pieces of a run, about, if the piece size is not given
+_MAX_SHARED_FILES = 32  # files in one piece at most
+_LONGEST_NAME = 255  # bytes of a file name, the limit of common file systems
+
+RECORDS_FOLDER = ".millrace"
+"""Folder below the root with the records of the node. No file has its destination there."""
+
+# Names of files and folders that are incomplete, or are being replaced.
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}(\.[0-9a-f]{16})?\.(part|unpacking|replaced)")
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedCatalogue:
-    """A catalogue, and where a node reads each of its files.
+class File:
+    """One object of the store, and its destination on every node.
 
     Attributes:
-        catalogue: What goes on every node.
-        places: For each file, its store and key.
+        path: Destination below the root, with ``/`` between its parts.
+        size: Bytes of the object.
+        etag: ETag of the object.
+        origin: URL of the object, without credentials.
+        sha256: SHA-256 of the object, if a record, the caller or the store has one; else empty.
+        md5: MD5 of the object, if its ETag is one; else empty.
+        mode: Permission bits of the file.
+        owner: User id and group id of the file; None keeps those of the agent.
+        links: Further destinations of the same object.
+        unpack: Method of `millrace.swarm.archives.unpack`; empty for a file that is kept as it is.
+        into: Folder below the root for the unpacked content.
     """
 
-    catalogue: Catalogue
-    places: tuple[tuple[Store, str], ...]
+    path: str
+    size: int
+    etag: str
+    origin: str
+    sha256: str = ""
+    md5: str = ""
+    mode: int = 0o644
+    owner: tuple[int, int] | None = None
+    links: tuple[str, ...] = ()
+    unpack: str = ""
+    into: str = ""
 
-    def make_sources(self, ttl: timedelta) -> list[str]:
-        """For each file a URL that reads it for a while, or its path in a folder."""
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the object, or its MD5, or an empty text if both are unknown."""
+        return self.sha256 or self.md5
+
+    def make_hasher(self) -> Any:
+        """Return a new hash object of the kind of `digest`; SHA-256 if there is no digest."""
+        if self.md5 and not self.sha256:
+            return hashlib.md5(usedforsecurity=False)
+        return hashlib.sha256()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range of one file.
+
+    Attributes:
+        file: Number of the file in the catalogue.
+        start: Position of the first byte.
+        size: Number of bytes.
+    """
+
+    file: int
+    start: int
+    size: int
+
+
+Piece = tuple[Segment, ...]
+"""Segments that nodes transfer together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The files of a run, and their pieces.
+
+    Attributes:
+        id: Digest of the files, their ETags, their destinations and the piece size.
+        files: Files for every node.
+        piece_size: Bytes of a piece at most.
+        pieces: Pieces of the files. An empty file has one segment without bytes.
+    """
+
+    id: str
+    files: tuple[File, ...]
+    piece_size: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def list_piece_sizes(self) -> list[int]:
+        """Return the bytes of each piece."""
+        return [sum(segment.size for segment in piece) for piece in self.pieces]
+
+    def list_unproven_pieces(self) -> list[int]:
+        """Return the pieces with bytes of a file that has no digest."""
         return [
-            str(Path(store.location.bucket) / key)
-            if store.location.backend is Backend.FILE
-            else sign_url(store, key, ttl)
-            for store, key in self.places
+            number
+            for number, piece in enumerate(self.pieces)
+            if any(s.size and not self.files[s.file].digest for s in piece)
         ]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of the catalogue, for `from_json`."""
+        return {"piece_size": self.piece_size, "files": [_to_row(file) for file in self.files]}
 
-def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> ResolvedCatalogue:
-    """Look up every request, several at once. An object that is requested twice is found once.
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Catalogue":
+        """Return the catalogue of a JSON object of `to_json`.
+
+        Raises:
+            ConfigurationError: A destination leads out of the root.
+        """
+        return build_catalogue(map(_from_row, data["files"]), data["piece_size"])
+
+
+def build_catalogue(files: Iterable[File], piece_size: int | None = None) -> Catalogue:
+    """Divide files into pieces, and return the catalogue.
+
+    Args:
+        files: Files, in the order in which they should be ready.
+        piece_size: Bytes of a piece; by default 1 to 4 MiB, larger for more data.
 
     Raises:
-        NotFoundError: An object, or anything below a prefix, is not there.
-        ConfigurationError: A destination leads out of the root, or is taken twice.
+        ConfigurationError: A destination leads out of the root, or two files have the same one.
     """
-    for request in settings.requests:
-        _select_store(request, stores)
+    files = tuple(files)
+    _check_paths(files)
+    if piece_size is None:
+        wanted = sum(file.size for file in files) // _WANTED_PIECES
+        piece_size = min(MAX_PIECE_SIZE, max(MIN_PIECE_SIZE, 1 << max(0, wanted - 1).bit_length()))
+    listing = json.dumps([piece_size, *map(_to_row, files)])
+    name = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    return Catalogue(name, files, piece_size, tuple(_cut_pieces(files, piece_size)))
 
-    def look_up(request: Request) -> list[tuple[File, Store, str]]:
-        return list(_resolve_request(request, stores))
 
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="catalogue") as pool:
-        answers = pool.map(look_up, settings.requests)
-        files: dict[str, File] = {}
-        places: dict[str, tuple[Store, str]] = {}
-        for file, store, key in (item for answer in answers for item in answer):
-            first = files.get(file.origin)
-            if first is None:
-                files[file.origin], places[file.origin] = file, (store, key)
-            elif replace(first, path=file.path, links=()) != file:
-                raise errors.ConfigurationError(
-                    f"{file.origin} is requested twice, with different mode, owner, digest or "
-                    "unpacking. It is one file with two names: ask for both alike."
+def check_relative_path(path: str) -> str:
+    """Check that a relative path stays below the root, and return the path.
+
+    Raises:
+        ConfigurationError: The path is absolute, is no path, leads out of the root, or is reserved
+            for records of the node.
+    """
+    parts = path.split("/")
+    if not path or path.startswith("/") or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
+        raise ConfigurationError(
+            f"{path!r} cannot be a destination: it must name a file below the root, without "
+            "empty parts, . and .. in it. Rename the object, or request it by its own key."
+        )
+    if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
+        raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
+    if _fold_case(parts[0]) == RECORDS_FOLDER or any(map(is_unfinished, parts)):
+        raise ConfigurationError(
+            f"{path!r} cannot be a destination: a node keeps its own records under that name. Give "
+            "the object another destination, or request the other objects without it."
+        )
+    return path
+
+
+def is_unfinished(name: str) -> bool:
+    """Tell whether a name is one that Millrace gives to incomplete files and folders."""
+    return _UNFINISHED.fullmatch(_fold_case(name)) is not None
+
+
+def _fold_case(name: str) -> str:
+    """Return a name in the form that file systems that ignore case compare."""
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _check_paths(files: Sequence[File]) -> None:
+    taken: set[str] = set()
+    for file in files:
+        for path in (file.path, *file.links, *([file.into] if file.into else [])):
+            if check_relative_path(path) in taken:
+                raise ConfigurationError(
+                    f"Two requests have the destination {path}: give each one."
                 )
-            elif file.path not in {first.path, *first.links}:
-                files[file.origin] = replace(first, links=(*first.links, file.path))
-    found = _drop_false_md5(list(files.values()), list(places.values()))
-    catalogue = catalogue_of(found, settings.piece_size)
-    return ResolvedCatalogue(catalogue, tuple(places.values()))
+            taken.add(path)
+    for path in taken:
+        above = path
+        while above := above.rpartition("/")[0]:
+            if above in taken:
+                raise ConfigurationError(
+                    f"{path} would lie inside {above}, which is a destination itself."
+                )
 
 
-def _drop_false_md5(files: list[File], places: list[tuple[Store, str]]) -> list[File]:
-    """Take ETags for MD5s only in stores where those of a few objects are."""
-    asked: dict[str, list[tuple[Store, str]]] = {}
-    for file, place in zip(files, places, strict=True):
-        if file.md5 and not file.sha256:
-            asked.setdefault(place[0].url, []).append(place)
-    trusted: set[str] = set()
-    for url, found in asked.items():
-        step = max(1, len(found) // _MD5_SAMPLES)
-        if all(is_etag_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
-            trusted.add(url)
-    return [
-        file if store.url in trusted else replace(file, md5="")
-        for file, (store, _) in zip(files, places, strict=True)
-    ]
+def _cut_pieces(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
+    shared: list[Segment] = []
+    room = piece_size
+    for number, file in enumerate(files):
+        if file.size >= piece_size:
+            for start in range(0, file.size, piece_size):
+                yield (Segment(number, start, min(piece_size, file.size - start)),)
+            continue
+        if shared and (file.size > room or len(shared) >= _MAX_SHARED_FILES):
+            yield tuple(shared)
+            shared, room = [], piece_size
+        shared.append(Segment(number, 0, file.size))
+        room -= file.size
+    if shared:
+        yield tuple(shared)
 
 
-def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:
-    if not request.store and len(stores) == 1:
-        return next(iter(stores.values()))
-    if request.store not in stores:
-        raise errors.ConfigurationError(
-            f"The request for {request.key or request.dataset or request.prefix} names the store "
-            f"{request.store!r}: write one of {', '.join(sorted(stores))}."
-        )
-    return stores[request.store]
+def combine_digests(parts: Sequence[bytes]) -> str:
+    """Combine the SHA-256 digests of segments into one digest, in hexadecimal digits.
 
-
-def _resolve_request(
-    request: Request, stores: Mapping[str, Store]
-) -> Iterator[tuple[File, Store, str]]:
-    store = _select_store(request, stores)
-    if request.key is not None:
-        stat = head(store, request.key)
-        destination = request.destination or request.key
-        file = _make_file(request, store, stat, destination)
-        if not file.sha256:
-            known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
-            file = replace(file, sha256=known or fetch_stored_sha256(store, stat.key))
-        yield _add_unpacking(request, store, stat, file), store, stat.key
-        return
-    if request.dataset is not None:
-        yield from _resolve_shards(request, request.dataset, store)
-        return
-    folder = (request.prefix or "").strip("/")
-    below = f"{folder}/" if folder else ""
-    stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
-    if not stats:
-        raise errors.NotFoundError(f"There is nothing below {store.make_url(below)}.")
-    known = _find_digests(store, {stat.key: stat.size for stat in stats})
-    for stat in sorted(stats, key=lambda stat: stat.key):
-        inside = stat.key.removeprefix(below)
-        destination = f"{request.destination}/{inside}" if request.destination else inside
-        file = _make_file(request, store, stat, destination)
-        yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
-
-
-def _resolve_shards(
-    request: Request, dataset: str, store: Store
-) -> Iterator[tuple[File, Store, str]]:
-    """Find the shards of a dataset, as its manifest names them.
-
-    Raises:
-        NotFoundError: The dataset is not complete, or a shard is missing.
-        CorruptError: A shard has another size.
+    The digest of a single segment is its own SHA-256.
     """
-    keys = DatasetKeys(dataset)
-    manifest = fetch(store, keys.manifest, Manifest)
-    stats = {stat.key: stat for stat in list_objects(store, f"{dataset}/shards/")}
-    for shard in manifest.shards:
-        stat = stats.get(shard.key)
-        if stat is None:
-            raise errors.NotFoundError(
-                f"{store.make_url(shard.key)} is missing, and the manifest of {dataset} names it: "
-                "run `millrace verify`."
-            )
-        if stat.size != shard.size:
-            raise errors.CorruptError(
-                f"{store.make_url(shard.key)} has {stat.size} bytes, and {shard.size} by the "
-                f"manifest of {dataset}: run `millrace verify`."
-            )
-        inside = shard.key.removeprefix(f"{dataset}/")
-        destination = f"{request.destination}/{inside}" if request.destination else shard.key
-        file = _make_file(request, store, stat, destination)
-        yield replace(file, sha256=shard.sha256), store, shard.key
+    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
-    md5 = None
-    if store.location.backend is Backend.FILE:
-        etag = make_local_etag((Path(store.location.bucket) / stat.key).stat())
-    elif stat.etag:
-        etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
-    else:
-        raise errors.ConfigurationError(
-            f"{store.make_url(stat.key)} has no ETag, so that a change could not be seen: copy it "
-            "to a store that gives one."
-        )
-    return File(
-        path=check_destination(destination),
-        size=stat.size,
-        etag=etag,
-        origin=store.make_url(stat.key),
-        sha256=request.sha256 or "",
-        md5=md5.group(1) if md5 else "",
-        mode=request.mode,
-        owner=request.owner,
-    )
+def _to_row(file: File) -> list[Any]:
+    return [getattr(file, name) for name in _FIELDS]
 
 
-def _add_unpacking(request: Request, store: Store, stat: Stat, file: File) -> File:
-    if request.unpack is None:
-        return file
-    method = request.unpack
-    if method is Unpacking.AUTO:
-        method = detect_by_name(stat.key) or detect(
-            stat.key, read_range(store, stat.key, 0, HEAD_SIZE, etag=stat.etag)
-        )
-    into = request.into
-    if into is None:
-        into = _strip_ending(file.path)
-    elif method in SINGLE_FILE_METHODS:  # one file, in the folder that was asked for
-        into = f"{into}/{_strip_ending(file.path.rpartition('/')[2])}"
-    return replace(file, unpack=str(method), into=check_destination(into))
+def _from_row(row: list[Any]) -> File:
+    named = dict(zip(_FIELDS, row, strict=True))
+    named["links"] = tuple(named["links"])
+    if named["owner"] is not None:
+        named["owner"] = tuple(named["owner"])
+    return File(**named)
 
 
-def _strip_ending(path: str) -> str:
-    folder, _, name = path.rpartition("/")
-    for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip", ".gz", ".zst"):
-        if name.lower().endswith(ending) and len(name) > len(ending):
-            name = name[: -len(ending)]
-            break
-    else:
-        name = f"{name}.unpacked"
-    return f"{folder}/{name}" if folder else name
-
-
-def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the digests that objects should have, by the manifests of their datasets."""
-    known: dict[str, str] = {}
-    datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
-    for dataset in datasets:
-        try:
-            manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
-        except (errors.NotFoundError, errors.ConfigurationError, errors.CorruptError):
-            continue  # not a dataset of ours, or not complete yet
-        for shard in manifest.shards:
-            if sizes.get(shard.key) == shard.size:
-                known[shard.key] = shard.sha256
-    return known
+_FIELDS = tuple(field.name for field in fields(File))

@@ -1,59 +1,54 @@
-"""Drive a run: find what is requested, start the agents, and tell them what to do.
+"""Drive a run: look up the requested objects, start the agents, and send orders to them.
 
-The state lies in the parts of `millrace.swarm.driving`. This module connects them, and waits.
+The parts in `millrace.swarm.driving` own the state. This module connects them, and waits.
 """
 
 import time
 from datetime import timedelta
 
 from millrace import errors
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event
 from millrace.storage import open_store
-from millrace.swarm.catalogue import ResolvedCatalogue, resolve_requests
 from millrace.swarm.driving.agent_client import AgentClient
+from millrace.swarm.driving.driver_reader import DriverReader
 from millrace.swarm.driving.event_handler import EventHandler
-from millrace.swarm.driving.file_audits import FileAuditor
+from millrace.swarm.driving.file_checks import FileChecks
 from millrace.swarm.driving.followers import NodeFollowers
-from millrace.swarm.driving.own_reads import OwnReads
+from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.quorum import Quorum
 from millrace.swarm.driving.reports import PrewarmReport, ProgressRecorder, report_nodes
-from millrace.swarm.driving.run_spec import (
-    VOTES_NEEDED,
-    RunSecrets,
-    list_unproven,
-    read_authorities,
-    serialize_plan,
-)
+from millrace.swarm.driving.run_setup import VOTES_NEEDED, RunSecrets, make_run_spec
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.driving.stragglers import StragglerFinder
-from millrace.swarm.events import EventChecker
+from millrace.swarm.event_checker import EventChecker
 from millrace.swarm.nodes import connect_agents
-from millrace.swarm.referee import Referee
+from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
 from millrace.swarm.settings import PrewarmSettings
 from millrace.swarm.tracker import Tracker
 
-_URL_TTL = timedelta(hours=24)  # that signed URLs are valid
+_URL_TTL = timedelta(hours=24)  # validity of signed URLs
 _TICK_INTERVAL = 0.25
 
 
 def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> PrewarmReport:
-    """Put the same files on every node of a cluster, each byte out of the store once.
+    """Put the same files on every node of a cluster, reading each byte from the store once.
 
-    A node that is lost, full or wrong fails by itself; the others go on. Broken off at any time,
-    the next call fetches what is missing.
+    A node that is lost, full or wrong does not affect the others. After a run that was stopped,
+    the next run fetches only the missing pieces.
 
     Args:
-        settings: What, where to, and on which nodes.
+        settings: Files, their destination, and the nodes.
         progress: Receives `PrewarmProgressed` a few times a second, and `NodeReady`, `NodeLost`,
             `NodeAccused`, `NodeUntrusted` and `FileMismatched`.
 
     Raises:
-        NotFoundError: An object that was requested is not there.
-        ChangedError: One was replaced meanwhile: nothing of it was mixed, and it has no final name.
-        CorruptError: One is not what its digest says, however often it is read.
+        NotFoundError: A requested object does not exist.
+        ChangedError: An object was replaced during the run. No node has a file with parts of both.
+        CorruptError: The bytes of an object do not have its digest, also when they are read again.
         UnavailableError, DeniedError: The store kept failing or refusing for longer than
             ``store_timeout``.
-        WorkerError: Fewer than the stated share of the nodes live; each one's reason is named.
+        WorkerError: Fewer nodes live than ``min_node_share`` requires. The error has the reason of
+            each lost node.
     """
     began = time.monotonic()
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
@@ -62,40 +57,42 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
 
 class _PrewarmDriver:
     def __init__(
-        self, settings: PrewarmSettings, found: ResolvedCatalogue, progress: Progress, began: float
+        self,
+        settings: PrewarmSettings,
+        resolved: ResolvedCatalogue,
+        progress: Progress,
+        began: float,
     ) -> None:
         self._settings, self._progress, self._began = settings, progress, began
-        self._catalogue = catalogue = found.catalogue
-        self._startup = 0.0  # seconds; 0 until orders are given
+        self._catalogue = catalogue = resolved.catalogue
+        self._startup = 0.0  # seconds; 0 until the first order
         sizes, files = catalogue.list_piece_sizes(), len(catalogue.files)
         self._state = self._make_state(sizes)
-        self._reads = OwnReads(
-            self._state, catalogue, settings.store_timeout.total_seconds(), self._read_piece
+        self._piece_checks = PieceChecks(
+            self._state, catalogue, settings.store_timeout.total_seconds(), self._request_piece
         )
-        self._audits = FileAuditor(self._state, catalogue, self._audit_file)
-        sources = found.make_sources(_URL_TTL)
-        self._referee = Referee(
+        self._file_checks = FileChecks(self._state, catalogue, self._request_file)
+        secrets = RunSecrets()
+        spec = make_run_spec(settings, catalogue, resolved.make_sources(_URL_TTL), secrets.key)
+        self._reader = DriverReader(
             catalogue,
-            sources,
-            read_authorities(settings),
-            is_open=self._reads.is_useful,
-            is_doubted=self._audits.is_doubted,
-            settled=self._reads.handle_digest,
-            audited=self._audits.handle_audit,
-            failed=self._reads.handle_failure,
-            fault=self._handle_fault,
+            spec.sources,
+            spec.ca,
+            pieces=self._piece_checks,
+            files=self._file_checks,
+            on_fault=self._handle_fault,
         )
-        self._secrets = RunSecrets()
         members = self._state.members
+        handler = EventHandler(
+            self._state, self._piece_checks, self._file_checks, file_count=files, began=began
+        )
         self._followers = NodeFollowers(
             self._state,
-            AgentClient(self._secrets.name, EventChecker(sizes, files, members)),
-            serialize_plan(settings, catalogue, sources, self._secrets.key),
+            AgentClient(secrets.name, EventChecker(sizes, files, members)),
+            spec.encode(),
             sizes,
-            handle=EventHandler(
-                self._state, self._reads, self._audits, files=files, began=began
-            ).handle,
-            list_void=lambda: self._audits.void,
+            on_event=handler.handle,
+            list_void=lambda: self._file_checks.void,
         )
         self._quorum = Quorum(
             members, settings.min_node_share, settings.start_timeout.total_seconds(), began
@@ -106,6 +103,7 @@ class _PrewarmDriver:
         self._recorder = ProgressRecorder(catalogue.size, began)
 
     def run(self) -> PrewarmReport:
+        """Run until every living node is ready, and return the report."""
         settings, followers = self._settings, self._followers
         started = time.monotonic()
         try:
@@ -117,12 +115,12 @@ class _PrewarmDriver:
                 finally:
                     followers.end_runs()
         finally:
-            self._referee.close()
+            self._reader.close()
             followers.close()
         return self._make_report(seconds)
 
     def _wait(self, started: float) -> None:
-        """Wait until every living node is ready, or nothing more can come of it."""
+        """Wait until every living node has all files that it can get."""
         due, state = 0.0, self._state
         while True:
             with state.news:
@@ -130,18 +128,18 @@ class _PrewarmDriver:
                 if state.fatal is not None:
                     raise state.fatal
                 self._tick(started, time.monotonic())
-                for member, why in self._stragglers.find(time.monotonic()):
-                    state.lose(member, why)
+                for member, reason in self._stragglers.find(time.monotonic()):
+                    state.lose(member, reason)
                 self._quorum.check(time.monotonic())
                 over = self._is_over()
                 if over:
                     self._lose_incomplete()
                     self._quorum.check(time.monotonic())
-                told: list[Event] = state.take_events()
+                events = state.take_progress_events()
                 if over or time.monotonic() >= due:
                     due = time.monotonic() + _TICK_INTERVAL
-                    told.append(self._recorder.record(state, time.monotonic()))
-            for event in told:
+                    events.append(self._recorder.record(state, time.monotonic()))
+            for event in events:
                 self._progress(event)
             if over:
                 return
@@ -150,36 +148,43 @@ class _PrewarmDriver:
         state = self._state
         if not self._startup and self._quorum.can_start(now):
             self._startup = now - started
-            self._reads.select(list_unproven(self._catalogue), self._catalogue.list_piece_sizes())
+            catalogue = self._catalogue
+            self._piece_checks.request_sample(
+                catalogue.list_unproven_pieces(), catalogue.list_piece_sizes()
+            )
             state.dispatch(state.tracker.begin(now))
         state.dispatch(state.tracker.tick(now))
 
     def _is_over(self) -> bool:
         files = len(self._catalogue.files)
         ready = all(member.has_all(files) for member in self._state.members.list_living())
-        if not self._startup or not ready or self._referee.is_busy:
+        if not self._startup or not ready or self._reader.is_busy:
             return False
         return not self._quorum.awaits_latecomers(time.monotonic())
 
     def _lose_incomplete(self) -> None:
-        """Count nodes as lost that lack what was in an archive. They have given until now."""
+        """Mark nodes as lost that could not unpack an archive.
+
+        Until the end of the run, these nodes send pieces to other nodes.
+        """
         for member in self._state.members:
-            for number, why in sorted(member.unusable.items()):
+            for number, reason in sorted(member.unusable.items()):
                 origin = self._catalogue.files[number].origin
-                self._state.lose(member, f"{origin} was not unpacked, all else is there: {why}")
+                self._state.lose(member, f"{origin} was not unpacked, all else is there: {reason}")
 
     def _make_state(self, sizes: list[int]) -> RunState:
         needs = [1] * len(sizes)
-        for number in list_unproven(self._catalogue):
+        for number in self._catalogue.list_unproven_pieces():
             needs[number] = VOTES_NEEDED
-        tracker = Tracker(sizes, self._settings.limits, needs=needs)
-        return RunState(tracker, sizes, self._read_piece)
+        tracker = Tracker(sizes, self._settings.limits, votes_needed=needs)
+        return RunState(tracker, sizes, self._request_piece)
 
-    def _read_piece(self, number: int) -> None:
-        self._referee.read(number)
+    # The reader is made after the parts that request reads.
+    def _request_piece(self, number: int) -> None:
+        self._reader.request_piece(number)
 
-    def _audit_file(self, number: int) -> None:
-        self._referee.audit(number)
+    def _request_file(self, number: int) -> None:
+        self._reader.request_file(number)
 
     def _handle_fault(self, error: BaseException) -> None:
         state = self._state
@@ -189,11 +194,11 @@ class _PrewarmDriver:
 
     def _make_report(self, seconds: float) -> PrewarmReport:
         catalogue, tracker = self._catalogue, self._state.tracker
-        void = self._audits.void
+        void = self._file_checks.void
         unverified = {n for n, file in enumerate(catalogue.files) if not file.digest or n in void}
         unconfirmed = {
             segment.file
-            for number in list_unproven(catalogue)
+            for number in catalogue.list_unproven_pieces()
             if not tracker.is_decided(number)
             for segment in catalogue.pieces[number]
             if segment.size
@@ -203,7 +208,7 @@ class _PrewarmDriver:
             size=catalogue.size,
             unverified=len(unverified),
             unconfirmed=len(unverified & unconfirmed),
-            driver_bytes=self._referee.received,
+            driver_bytes=self._reader.received,
             seconds=round(seconds, 3),
             startup=round(self._startup, 3),
             nodes=report_nodes(self._state.members, set(tracker.quarantined)),

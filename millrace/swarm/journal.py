@@ -1,13 +1,13 @@
-"""Keep the list of the pieces of files that are not whole yet, for the next run on this node.
+"""Journal of the incomplete files on a node: the ranges that were written, for the next run.
 
 ``partial.jsonl`` has a JSON list in each line:
 
-- ``["file", OBJECT, PATH]``: the object's bytes land in this partial file, below the root;
-- ``["piece", OBJECT, START, SIZE, SHA256]``: this range of the object was written there;
-- ``["folder", PATH]``: an archive is unpacked into this folder, which goes with the run.
+- ``["file", OBJECT, PATH]``: the bytes of this object are in this partial file, below the root;
+- ``["piece", OBJECT, START, SIZE, SHA256]``: this range of the object was written to the file;
+- ``["folder", PATH]``: an archive is unpacked into this folder. The next run removes the folder.
 
-OBJECT names the content of an object of the store: `object_id_of`. So a piece is known again
-whatever else the next run asks for, and wherever it puts the object.
+OBJECT identifies the content of an object of the store (`compute_object_id`). So the next run can
+use the ranges, whatever else its requests are, and wherever the destination of the object is.
 """
 
 import contextlib
@@ -24,33 +24,33 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from millrace.swarm.pieces import File, is_unfinished
+from millrace.swarm.catalogue import File, is_unfinished
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _BLOCK = 1 << 20
-_KEPT_FOR = 7 * 24 * 3600.0  # seconds after its last byte that the file of another request is kept
-_DISK_BLOCK = 512  # bytes that `st_blocks` counts in
+_KEPT_FOR = 7 * 24 * 3600.0  # seconds to keep a partial file of another request, from its last byte
+_DISK_BLOCK = 512  # bytes of a unit of `st_blocks`
 
 Range = tuple[int, int]
 """First byte and number of bytes."""
 
 
-def object_id_of(file: File) -> str:
-    """Return the name of an object's content: a digest of its URL, ETag and size."""
+def compute_object_id(file: File) -> str:
+    """Return the id of an object's content: a digest of its URL, ETag and size."""
     content = json.dumps([file.origin, file.etag, file.size])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 class Journal:
-    """Files that earlier runs have left, and those that this one leaves.
+    """Partial files of earlier runs, and of this run.
 
     Args:
-        root: Folder that files go below; resolved.
+        root: Folder that all destinations are below; resolved.
         path: Path of the journal.
 
     Attributes:
-        partials: For each object the path of its partial file, below the root.
-        pieces: For each object the SHA-256 of the ranges that were written.
+        partials: Path of the partial file of each object, below the root.
+        pieces: SHA-256 of each written range, by object.
     """
 
     def __init__(self, root: Path, path: Path) -> None:
@@ -61,7 +61,7 @@ class Journal:
         self.pieces: dict[str, dict[Range, str]] = {}
 
     def read(self) -> None:
-        """Read what earlier runs have noted. Lines that a kill has cut are passed over."""
+        """Read the journal of earlier runs. Skip lines that a kill has cut."""
         with contextlib.suppress(FileNotFoundError):
             for line in self._path.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
@@ -85,17 +85,18 @@ class Journal:
     def select_other_partials(
         self, objects: Collection[str], stems: Collection[str], room: int
     ) -> dict[str, str]:
-        """Choose the partial files of other requests that are kept, for when these come again.
+        """Select the partial files of other requests that are kept, for a repetition of these.
 
-        Kept are the newest ones, for a week, while they take at most half of the disk that is left.
+        The newest files are kept for a week, up to half of the disk space that the run leaves free.
 
         Args:
-            objects: Objects of this run: whatever is left of these is its own.
-            stems: `partial_stem` of each destination of this run: an earlier content is not needed.
-            room: Bytes of the disk that are free and that this run does not need.
+            objects: Objects of this run, whose partial files are not of other requests.
+            stems: `partial_stem` of each destination of this run. Partial files of earlier contents
+                there are not kept.
+            room: Free bytes of the disk that this run does not need.
 
         Returns:
-            For each object the path of its partial file.
+            Path of the partial file of each object.
         """
         found: list[tuple[float, int, str, str]] = []
         for name, path in self.partials.items():
@@ -115,11 +116,11 @@ class Journal:
         return kept
 
     def begin(self, files: dict[str, str], pieces: Iterable[tuple[str, Range, str]]) -> None:
-        """Begin anew with what is still of use, and remove everything else that was left.
+        """Begin a new journal with the given files, and remove all other partial files.
 
         Args:
-            files: For each object that is to come the path of its partial file.
-            pieces: Ranges of them that are there.
+            files: Path of the partial file of each object that is incomplete or kept.
+            pieces: Object, range and SHA-256 of the ranges in these files.
         """
         rows: list[list[Any]] = [["file", *item] for item in files.items()]
         rows += [["piece", name, *span, digest] for name, span, digest in pieces]
@@ -131,19 +132,19 @@ class Journal:
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def note_file(self, name: str, path: str) -> None:
-        """Note that a partial file is made."""
+        """Note that a partial file is created."""
         self._append(["file", name, path])
 
     def note_folder(self, path: str) -> None:
-        """Note a folder that an archive is being unpacked into."""
+        """Note a folder that an archive is unpacked into."""
         self._append(["folder", path])
 
     def note_pieces(self, pieces: Iterable[tuple[str, Range, str]]) -> None:
-        """Note ranges that were written."""
+        """Note written ranges."""
         self._append(*(["piece", name, *span, digest] for name, span, digest in pieces))
 
     def close(self, *, keep: bool) -> None:
-        """End it; it is removed where nothing is left to be found."""
+        """Close the journal. Remove it if no partial file is left (`keep` is false)."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -157,7 +158,7 @@ class Journal:
     def _remove(self, path: str) -> None:
         left = self._root / path
         if not self._is_below_root(left):
-            return  # through a link that somebody has made since
+            return  # through a link that another program has created since
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
         else:
@@ -169,21 +170,20 @@ class Journal:
 
 
 def partial_stem(path: str) -> str:
-    """Return the part of a partial file's path that its destination alone decides."""
+    """Return the part of a partial file's path that depends only on its destination."""
     return path.rsplit(".", 2)[0]
 
 
 def verify_ranges(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) -> dict[int, bytes]:
-    """Hash ranges of a partial file that were noted, and keep those that are as noted.
+    """Hash the noted ranges of a partial file, and find the wanted ranges with correct bytes.
 
     Args:
-        path: The partial file.
-        noted: SHA-256 of the ranges that were written to it.
-        wanted: Ranges that are of use now; the pieces of the earlier run may have been of
-            another size.
+        path: Partial file.
+        noted: SHA-256 of the ranges that were written to the file.
+        wanted: Ranges that this run needs. The earlier run may have had another piece size.
 
     Returns:
-        SHA-256 of each range that is there, by its position in `wanted`.
+        SHA-256 of each wanted range that correct noted ranges cover, by its position in `wanted`.
     """
     found: dict[int, bytes] = {}
     good: dict[Range, bool] = {}
@@ -222,7 +222,7 @@ def _hash_range(opened: FileIO, span: Range) -> bytes:
 
 
 def _is_ours(path: str) -> bool:
-    """Tell whether a path is below the root, and has a name that only we give."""
+    """Tell whether a path is below the root, and has the form of a partial file's name."""
     parts = path.split("/")
     return {"", ".", ".."}.isdisjoint(parts) and is_unfinished(parts[-1])
 

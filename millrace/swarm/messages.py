@@ -1,8 +1,8 @@
 """Messages between the driver and the agents.
 
-The driver sends orders, an agent answers with events. A message is a JSON object: ``type`` names
-its class, the other members are the fields of the class. Agents import this module, so it needs
-the standard library alone.
+The driver sends orders, and an agent answers with events. A message is a JSON object: ``type``
+names its class, and the other members are the fields of the class. Agents import this module, so it
+needs only the standard library.
 """
 
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ class FetchPiece:
 
     Attributes:
         piece: Number of the piece.
-        source: Node that gives the piece; empty for the store.
+        source: Node that sends the piece; empty for the store.
         digest: SHA-256 that the piece must have; empty for a read from the store.
     """
 
@@ -28,7 +28,7 @@ class FetchPiece:
 
 @dataclass(frozen=True, slots=True)
 class DropPiece:
-    """Order to forget a piece, whose copy is wrong or cannot be confirmed."""
+    """Order to forget a piece. Its copy is wrong, or cannot be confirmed."""
 
     piece: int
 
@@ -73,7 +73,7 @@ class PieceWritten:
 
     Attributes:
         piece: Number of the piece.
-        source: Node that gave the piece; empty for the store.
+        source: Node that sent the piece; empty for the store.
         digest: SHA-256 of the piece.
         size: Bytes of the piece.
     """
@@ -86,7 +86,7 @@ class PieceWritten:
 
 @dataclass(frozen=True, slots=True)
 class PieceRedundant:
-    """A piece was there already when its transfer began or ended.
+    """The node had a piece already when the transfer of the piece began or ended.
 
     Attributes:
         piece: Number of the piece.
@@ -106,7 +106,7 @@ class PieceFailed:
     Attributes:
         piece: Number of the piece.
         source: Source of the transfer; empty for the store.
-        reason: Reason, in words.
+        reason: Reason, as a sentence.
         status: HTTP status of the source; 0 if there was none.
         is_wrong: Whether the bytes did not have the digest of the order.
     """
@@ -127,14 +127,14 @@ class ReadRetried:
 
 @dataclass(frozen=True, slots=True)
 class FilesReady:
-    """Files are complete and in place."""
+    """Files have their final names."""
 
     files: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class FileUnusable:
-    """A file cannot be put in place, such as an archive that cannot be unpacked."""
+    """A file cannot be used, such as an archive that cannot be unpacked."""
 
     file: int
     reason: str
@@ -142,11 +142,11 @@ class FileUnusable:
 
 @dataclass(frozen=True, slots=True)
 class DigestMismatch:
-    """All bytes of a file are there, and have another digest than the file.
+    """All bytes of a file have arrived, and do not have the digest of the file.
 
     Attributes:
         file: Number of the file.
-        digest: Digest of the bytes.
+        digest: Combined digest of the segments (`combine_digests`).
     """
 
     file: int
@@ -155,7 +155,7 @@ class DigestMismatch:
 
 @dataclass(frozen=True, slots=True)
 class NodeFailed:
-    """The node cannot go on."""
+    """The node cannot continue."""
 
     reason: str
 
@@ -212,11 +212,13 @@ def encode_endpoint(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def decode_order(data: dict[str, Any]) -> Order:
-    """Return the order of a JSON object. The driver is trusted, its version was compared before.
+    """Return the order of a JSON object.
+
+    The driver is trusted, and its version was compared before.
 
     Raises:
-        KeyError: There is no such order.
-        TypeError: A field is missing, or the order has no such field.
+        KeyError: The type is not one of an order.
+        TypeError: A field is missing, or is not one of the order.
     """
     content = dict(data)
     kind = ORDER_TYPES[content.pop("type")]

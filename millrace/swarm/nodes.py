@@ -1,4 +1,4 @@
-"""The agents of a run: started on the nodes of a Ray cluster, or found where they already run."""
+"""Agents of a run: the run starts them on the nodes of a Ray cluster, or uses those of hosts."""
 
 import secrets
 import threading
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace import cluster
 from millrace.digest import compute_sha256
-from millrace.errors import format_error
+from millrace.errors import ConfigurationError, format_error
 from millrace.swarm.actor import Actor
 from millrace.swarm.protocol import Endpoint
 from millrace.swarm.settings import Hosts, RayNodes
@@ -18,24 +18,24 @@ from millrace.swarm.settings import Hosts, RayNodes
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_WATCH_INTERVAL = 1.0  # seconds between two looks at who belongs to the cluster
+_WATCH_INTERVAL = 1.0  # seconds between two listings of the nodes of the cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An agent.
+    """A node with an agent.
 
     Attributes:
-        id: What tells it from all other nodes: the node's id in Ray, or the address of the host.
-        name: What the report calls it.
-        place: Where it listens.
-        key: What control requests to it are signed with.
-        zone: Its zone or rack; may be empty.
+        id: Unique id: the id of the node in Ray, or the URL of the host.
+        name: Name of the node in the report.
+        endpoint: Endpoint of the agent.
+        key: Key that the driver signs its requests to the agent with.
+        zone: Zone or rack of the node; may be empty.
     """
 
     id: str
     name: str
-    place: Endpoint
+    endpoint: Endpoint
     key: bytes
     zone: str = ""
 
@@ -45,56 +45,61 @@ class AbsentNode:
     """A node without an agent.
 
     Attributes:
-        id: As `Node.id`.
-        name: What the report calls it.
-        why: A sentence.
+        id: Unique id, as `Node.id`.
+        name: Name of the node in the report.
+        reason: Reason for the missing agent.
     """
 
     id: str
     name: str
-    why: str
+    reason: str
 
 
 NodeCallback = Callable[[Node | AbsentNode], None]
 
 
 @contextmanager
-def connect_agents(settings: RayNodes | Hosts, root: Path, came: NodeCallback) -> Generator[int]:
-    """Start the agents, or find them, and tell of each that is there; also of late ones.
+def connect_agents(
+    settings: RayNodes | Hosts, root: Path | None, on_node: NodeCallback
+) -> Generator[int]:
+    """Start the agents on a Ray cluster, or use those of hosts, until the block ends.
 
     Args:
-        settings: Which.
-        root: The folder that files go below, on every node.
-        came: Told of each, in any thread, until the block ends.
+        settings: Nodes.
+        root: Folder on every node of a Ray cluster that all destinations are below. Agents of hosts
+            have their own roots.
+        on_node: Called with each node, in any thread. Nodes that join the cluster later follow.
 
     Yields:
-        How many nodes are expected.
+        Number of expected nodes.
 
     Raises:
-        ConfigurationError: There is no cluster, or nobody in it.
+        ConfigurationError: The cluster cannot be reached, or there is no root for its nodes.
     """
     if isinstance(settings, Hosts):
         for node in _iterate_hosts(settings):
-            came(node)
+            on_node(node)
         yield len(settings.hosts)
         return
-    with _RayAgents(settings, root, came) as expected:
+    if root is None:
+        raise ConfigurationError("`root` is missing: name the folder on the nodes of the cluster.")
+    with _RayAgents(settings, root, on_node) as expected:
         yield expected
 
 
 def _iterate_hosts(settings: Hosts) -> Iterator[Node]:
     for host in settings.hosts:
         secret = host.key or settings.key
-        assert secret is not None  # the settings see to it
-        place, _ = Endpoint.parse_url(host.url)
-        yield Node(host.url, host.name, place, secret.get_secret_value().encode(), host.zone)
+        assert secret is not None  # the settings have checked it
+        endpoint, _ = Endpoint.parse_url(host.url)
+        yield Node(host.url, host.name, endpoint, secret.get_secret_value().encode(), host.zone)
 
 
 class _RayAgents:
-    """Agents on the living nodes of a Ray cluster, and on those that join while it is watched."""
+    """Agents on the nodes of a Ray cluster, with those that join until the block ends."""
 
-    def __init__(self, settings: RayNodes, root: Path, came: NodeCallback) -> None:
-        self._settings, self._root, self._came = settings, root, came
+    def __init__(self, settings: RayNodes, root: Path, on_node: NodeCallback) -> None:
+        self._settings, self._root, self._on_node = settings, root, on_node
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._ended = threading.Event()
         self._watching: list[threading.Thread] = []
@@ -118,7 +123,7 @@ class _RayAgents:
                     self._ray.kill(actor)
 
     def _start_missing(self) -> int:
-        """Start an agent on every living node that has none."""
+        """Start an agent on every living node without one; return the number of living nodes."""
         living = cluster.list_living_nodes(self._ray)
         for node in living:
             if node["NodeID"] not in self._actors:
@@ -147,16 +152,16 @@ class _RayAgents:
             }
         actor: Any = self._ray.remote(Actor).options(**options).remote()
         self._actors[identity] = actor
-        asked = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
+        answer = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
         def report_start() -> None:
             try:
-                port, its_key = self._ray.get(asked)
-            except Exception as error:  # noqa: BLE001 - a node that cannot start is a node less
-                why = f"its agent did not start: {format_error(error)}"
-                self._came(AbsentNode(identity, name, why))
+                port, agent_key = self._ray.get(answer)
+            except Exception as error:  # noqa: BLE001 - the run continues without the node
+                reason = f"its agent did not start: {format_error(error)}"
+                self._on_node(AbsentNode(identity, name, reason))
                 return
-            place = Endpoint("http", node["NodeManagerAddress"], port)
-            self._came(Node(identity, name, place, its_key, zone))
+            endpoint = Endpoint("http", node["NodeManagerAddress"], port)
+            self._on_node(Node(identity, name, endpoint, agent_key, zone))
 
         threading.Thread(target=report_start, name=f"start-{identity[:6]}", daemon=True).start()

@@ -1,10 +1,10 @@
-"""Preview of a run: what it would put where, without starting anything."""
+"""Preview of a run: its files and their destinations."""
 
 from dataclasses import dataclass
 
 from millrace import cluster, errors
 from millrace.storage import open_store
-from millrace.swarm.catalogue import resolve_requests
+from millrace.swarm.resolving import resolve_requests
 from millrace.swarm.settings import PrewarmSettings, RayNodes
 
 
@@ -13,12 +13,12 @@ class Preview:
     """Files that a run would put on every node.
 
     Attributes:
-        files: Destination, bytes and origin of each.
-        size: Bytes in all.
-        pieces: How many pieces they travel in.
+        files: Destination, bytes and origin of each file.
+        size: Bytes of all files.
+        pieces: Number of pieces.
         piece_size: Bytes of a piece at most.
-        unverified: Files of which nothing says what they should be.
-        refusals: Why `prewarm` will refuse on this machine, in sentences; empty if it will not.
+        unverified: Number of files without a digest.
+        refusals: Reasons for which `prewarm` would refuse to run on this machine.
     """
 
     files: tuple[tuple[str, int, str], ...]
@@ -30,12 +30,13 @@ class Preview:
 
 
 def preview(settings: PrewarmSettings) -> Preview:
-    """Return what a run would put where. Asks the store for names and sizes; starts nothing.
+    """Return the files that a run would copy. Read only names, sizes and digests from the store.
 
-    Whether a Ray cluster can be reached is checked; hosts may come later, and are not.
+    A Ray cluster is contacted, to check that it answers. Hosts are not contacted, since they may
+    start later.
 
     Raises:
-        NotFoundError, ConfigurationError: As `prewarm` does.
+        NotFoundError, ConfigurationError: As for `prewarm`.
     """
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
     catalogue = resolve_requests(settings, stores).catalogue

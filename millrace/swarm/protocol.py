@@ -1,7 +1,7 @@
-"""Protocol of nodes and driver: signed HTTP requests over kept connections.
+"""Protocol of nodes and driver: signed HTTP requests over persistent connections.
 
-Outside of loopback they are encrypted, see `millrace.swarm.tls`. An agent imports this, so it is
-the standard library alone: start-up is short, memory small.
+Connections between machines are encrypted (`millrace.swarm.tls`). Agents import this module, so it
+needs only the standard library: an agent starts fast and uses little memory.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ other."""
 
 AUTH_HEADER = "X-Millrace-Auth"
 MAX_CLOCK_SKEW = 300.0
-"""Seconds that two machines' clocks may differ, and so how long a request could be replayed."""
+"""Seconds that the clocks of two machines may differ. A signature is valid for as long."""
 
 _MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
-_HEAD_SIZE = 64 * 1024  # bytes of an answer that are asked for at first
+_HEAD_SIZE = 64 * 1024  # bytes of an answer that are read at first
 _MAX_HEAD_SIZE = 256 * 1024
-_BODY_SIZE = 256 * 1024  # bytes taken from the socket at a time
-_GRACE = 30.0  # seconds after which a body has failed that comes more slowly
-_LEAST_RATE = 4096  # bytes a second: a sixteenth of a link of half a Mbit/s
+_BODY_SIZE = 256 * 1024  # bytes that are read from the socket at a time
+_GRACE = 30.0  # seconds before the rate of an answer is checked
+_LEAST_RATE = 4096  # lowest rate in bytes a second: a sixteenth of a link of half a Mbit/s
 
 Headers = dict[str, str] | Callable[[], dict[str, str]]
-"""Headers of a request; a function makes them anew for each try: a signature is accepted once."""
+"""Headers of a request, or a function that makes new ones: a signature is accepted only once."""
 
 T = TypeVar("T")
 
@@ -46,11 +46,11 @@ class HttpStatusError(Exception):
     """An answer other than 2xx.
 
     Attributes:
-        status: Its HTTP status.
+        status: HTTP status of the answer.
     """
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"{status} {said}".strip())
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"{status} {body}".strip())
         self.status = status
 
 
@@ -58,8 +58,8 @@ class ProtocolVersionError(Exception):
     """A driver or an agent has another version of the protocol.
 
     Args:
-        version: Version that the other side states, which may be anything.
-        side: ``driver`` or ``agent``: the other side.
+        version: Version that the other side states; any JSON value.
+        side: Name of the other side: ``driver`` or ``agent``.
     """
 
     def __init__(self, version: object, side: str) -> None:
@@ -71,7 +71,7 @@ class ProtocolVersionError(Exception):
 
 
 class SignatureError(Exception):
-    """A request is not signed as it must be; the text says what is wrong."""
+    """A request has no valid signature; the text has the reason."""
 
 
 def sign(
@@ -85,16 +85,16 @@ def sign(
 ) -> str:
     """Return the `AUTH_HEADER` header of a request.
 
-    It has the time, a random number, SHA-256 of the body, and HMAC-SHA256 over these, the request
-    and its recipient.
+    The header has the time, a random number, the SHA-256 of the body, and an HMAC-SHA256 over these
+    values, the request and its recipient.
 
     Args:
-        key: Secret that sender and recipient share.
+        key: Secret of sender and recipient.
         method: HTTP method.
         path: Path with its query.
         body: Body of the request.
-        to: Identity of the agent that the request is for: no other agent accepts it.
-        now: Seconds since the epoch; by default the clock's.
+        to: Identity of the recipient. No other agent accepts the signature.
+        now: Seconds since the epoch; by default the current time.
     """
     moment = f"{time.time() if now is None else now:.3f}"
     digest = hashlib.sha256(body).hexdigest()
@@ -103,20 +103,20 @@ def sign(
 
 
 def check_signature(key: bytes, header: str | None, method: str, path: str, *, to: str) -> str:
-    """Return the SHA-256 that the body of a request must have, in hexadecimal digits.
+    """Check the signature of a request, and return the SHA-256 that its body must have.
 
-    The body need not be read for it, so that nothing is read of an unsigned request.
+    The check does not need the body, so the body of an unsigned request is never read.
 
     Args:
-        key: Secret that sender and recipient share.
-        header: `AUTH_HEADER` header of the request, if it has one.
+        key: Secret of sender and recipient.
+        header: `AUTH_HEADER` header of the request; None if there is none.
         method: HTTP method.
         path: Path with its query.
         to: Identity of the agent that checks.
 
     Raises:
-        SignatureError: There is no signature, it was made with another key or for another agent,
-            or at a time that differs by more than `MAX_CLOCK_SKEW`.
+        SignatureError: The signature is missing, has another key or another recipient, or its
+            time differs by more than `MAX_CLOCK_SKEW`.
     """
     if (header or "").count(":") != 3:
         raise SignatureError("the request is not signed")
@@ -141,7 +141,7 @@ def check_signature(key: bytes, header: str | None, method: str, path: str, *, t
 
 
 class SignatureChecker:
-    """Checks signatures for one agent, and accepts each of them once.
+    """Checks signatures for one agent, and accepts each signature once.
 
     Args:
         to: Identity of the agent.
@@ -155,17 +155,16 @@ class SignatureChecker:
         self._lock = threading.Lock()
 
     def check(self, key: bytes, header: str | None, method: str, path: str) -> str:
-        """Return what `check_signature` does.
+        """Check a signature, and return the SHA-256 of the body, as `check_signature` does.
 
         Raises:
-            SignatureError: As there, or the signature came before.
+            SignatureError: The signature is not valid, or was used before.
         """
         digest = check_signature(key, header, method, path, to=self._to)
         mac = bytes.fromhex((header or "").rpartition(":")[2])[:16]
         with self._lock:
-            if (
-                time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW
-            ):  # by the clock none of them is valid
+            # After this time, the older signatures are no longer valid.
+            if time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW:
                 self._older, self._seen, self._since = self._seen, set(), time.monotonic()
             if mac in self._seen or mac in self._older:
                 raise SignatureError("the request was sent before: each signature is for one")
@@ -184,10 +183,11 @@ class Endpoint:
 
     Attributes:
         scheme: ``http`` or ``https``.
-        host: Its name or address.
-        port: Its port.
-        identity: Identity of the agent there, which signatures name; empty if it is no agent.
-        fingerprint: Fingerprint of its certificate; empty if it is no agent, or one on loopback.
+        host: Name or IP address of the host.
+        port: Port of the server.
+        identity: Identity of the agent, which signatures name; empty if the server is no agent.
+        fingerprint: Fingerprint of the agent's certificate; empty if the server is no agent, or an
+            agent on loopback.
     """
 
     scheme: str
@@ -198,13 +198,13 @@ class Endpoint:
 
     @property
     def netloc(self) -> str:
-        """As the ``Host`` header names it."""
+        """Host and port, as in the ``Host`` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
     @classmethod
     def parse_url(cls, url: str) -> "tuple[Endpoint, str]":
-        """Split a URL into the endpoint, and the path and query that follow it."""
+        """Split a URL into the endpoint, and the path with its query."""
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
         path = parts.path or "/"
@@ -213,15 +213,14 @@ class Endpoint:
 
 
 class ConnectionPool:
-    """Kept HTTP connections, for any thread.
+    """Persistent HTTP connections, for any thread.
 
     Args:
-        timeout: Seconds that a request may go without a byte before it has failed.
-        ca: Certificate authorities to trust for TLS, PEM; the system's by default.
+        timeout: Seconds without a byte after which a request has failed.
+        ca: Certificate authorities to trust for TLS, PEM; by default those of the system.
 
     Attributes:
-        received: Bytes of bodies that `read_into` has received, or a little less: it grows while
-            they come.
+        received: Bytes of bodies that `read_into` has received, with those of incomplete bodies.
     """
 
     def __init__(self, timeout: float, *, ca: str | None = None) -> None:
@@ -235,7 +234,7 @@ class ConnectionPool:
     @contextmanager
     def request(
         self,
-        place: Endpoint,
+        endpoint: Endpoint,
         method: str,
         path: str,
         headers: Headers | None = None,
@@ -243,14 +242,15 @@ class ConnectionPool:
         *,
         timeout: float | None = None,
     ) -> Generator[http.client.HTTPResponse]:
-        """Make one request; its body is read within the block.
+        """Make a request, and yield the answer. The caller reads the body within the block.
 
         Raises:
-            RefusedError: The answer was not 2xx.
-            OSError, http.client.HTTPException: It could not be made, or broke off.
+            HttpStatusError: The answer was not 2xx.
+            OSError, http.client.HTTPException: The server could not be reached, or the connection
+                broke.
         """
         with self._exchange(
-            place,
+            endpoint,
             lambda connection: self._send_request(connection, method, path, headers, body, timeout),
         ) as (use, answer):
             if not 200 <= answer.status < 300:
@@ -260,38 +260,44 @@ class ConnectionPool:
 
     def read_into(
         self,
-        place: Endpoint,
+        endpoint: Endpoint,
         path: str,
         headers: Headers,
         into: memoryview,
         *,
         is_over: Callable[[], bool] = lambda: False,
     ) -> dict[str, str]:
-        """GET a body that is just of a buffer's size into the buffer.
+        """GET a body whose size is that of the buffer, into the buffer.
 
-        One that comes a byte at a time, so that it is never without one for long, fails too.
-        `is_over` is asked whenever bytes have come: once it says so, the rest is of no use.
+        A body that arrives more slowly than `_LEAST_RATE` fails. The bytes are read from the socket
+        itself, since `http.client` takes longer to parse headers than a small piece takes in all.
 
-        Read from the socket itself: of a small body the most is there with its headers, and
-        `http.client` takes longer over those than all the rest takes.
+        Args:
+            endpoint: Server.
+            path: Path with its query.
+            headers: Headers of the request.
+            into: Buffer.
+            is_over: Called when bytes have arrived; true ends the request, since the rest is no
+                longer needed.
 
         Returns:
-            The headers of the answer, their names in lower case.
+            The headers of the answer, with names in lower case.
 
         Raises:
-            RefusedError: The answer was not 2xx.
-            OSError, http.client.HTTPException: It could not be had, or is of another size.
+            HttpStatusError: The answer was not 2xx.
+            OSError, http.client.HTTPException: The server could not be reached, the connection
+                broke, or the body has another size.
         """
         began = time.monotonic()
         with self._exchange(
-            place, lambda connection: _get_head(self._open(connection), place, path, headers)
+            endpoint, lambda connection: _get_head(self._open(connection), endpoint, path, headers)
         ) as (use, head):
             sock = cast("socket.socket", use.connection.sock)
             if not 200 <= head.status < 300:
                 raise HttpStatusError(head.status, head.body[:500].decode("utf-8", "replace"))
-            said = head.headers.get("content-length", "")
-            if said != str(len(into)):
-                raise http.client.HTTPException(f"{said or 'unknown'} bytes, not {len(into)}")
+            length = head.headers.get("content-length", "")
+            if length != str(len(into)):
+                raise http.client.HTTPException(f"{length or 'unknown'} bytes, not {len(into)}")
             at = len(head.body)
             if at > len(into):
                 raise http.client.HTTPException(f"more than {len(into)} bytes")
@@ -310,7 +316,7 @@ class ConnectionPool:
         return head.headers
 
     def close(self) -> None:
-        """Break off every connection: requests under way fail at once."""
+        """Close all connections. Requests that are under way fail at once."""
         with self._lock:
             self._closed = True
             idle = [connection for kept in self._idle.values() for connection in kept]
@@ -323,10 +329,10 @@ class ConnectionPool:
 
     @contextmanager
     def _exchange(
-        self, place: Endpoint, ask: Callable[[http.client.HTTPConnection], T]
+        self, endpoint: Endpoint, ask: Callable[[http.client.HTTPConnection], T]
     ) -> Generator[tuple["_ConnectionUse", T]]:
-        """Ask over a kept connection or a new one; it is kept if the use of it is over."""
-        connection, used = self._acquire(place)
+        """Use an idle connection or a new one. The connection becomes idle if the use is over."""
+        connection, used = self._acquire(endpoint)
         use = _ConnectionUse(connection)
         try:
             try:
@@ -334,21 +340,21 @@ class ConnectionPool:
             except (*tls.CLOSED_ERRORS, http.client.BadStatusLine):
                 if not used:
                     raise
-                # A kept connection that the server has closed meanwhile: once more, on a new one.
+                # The server has closed the idle connection meanwhile: try again on a new one.
                 self._discard(connection)
-                use.connection = self._connect(place)
+                use.connection = self._connect(endpoint)
                 answer = ask(use.connection)
             yield use, answer
         finally:
             if use.over:
-                self._release(place, use.connection)
+                self._release(endpoint, use.connection)
             else:
                 self._discard(use.connection)
 
     def _open(
         self, connection: http.client.HTTPConnection, timeout: float | None = None
     ) -> socket.socket:
-        """Return the socket of a connection, which is made if it is not there yet."""
+        """Return the socket of a connection. Connect first, if necessary."""
         if connection.sock is None:  # pyright: ignore[reportUnnecessaryComparison]
             connection.connect()  # which also sets TCP_NODELAY
         sock = cast("socket.socket", connection.sock)
@@ -368,37 +374,38 @@ class ConnectionPool:
         connection.request(method, path, body=body, headers=_make_headers(headers or {}))
         return connection.getresponse()
 
-    def _acquire(self, place: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
+    def _acquire(self, endpoint: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
         with self._lock:
-            kept = self._idle.get(place)
+            kept = self._idle.get(endpoint)
             if kept:
                 connection = kept.pop()
                 self._busy.add(connection)
                 return connection, True
-        return self._connect(place), False
+        return self._connect(endpoint), False
 
-    def _connect(self, place: Endpoint) -> http.client.HTTPConnection:
-        if place.fingerprint:
+    def _connect(self, endpoint: Endpoint) -> http.client.HTTPConnection:
+        host, port = endpoint.host, endpoint.port
+        if endpoint.fingerprint:
             connection = tls.PinnedConnection(
-                place.host, place.port, timeout=self._timeout, fingerprint=place.fingerprint
+                host, port, timeout=self._timeout, fingerprint=endpoint.fingerprint
             )
-        elif place.scheme == "https":
+        elif endpoint.scheme == "https":
             context = tls.store_context(self._ca)
             connection = http.client.HTTPSConnection(
-                place.host, place.port, timeout=self._timeout, context=context
+                host, port, timeout=self._timeout, context=context
             )
         else:
-            connection = http.client.HTTPConnection(place.host, place.port, timeout=self._timeout)
+            connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
         with self._lock:
             if self._closed:
                 raise ConnectionAbortedError("The run has ended.")
             self._busy.add(connection)
         return connection
 
-    def _release(self, place: Endpoint, connection: http.client.HTTPConnection) -> None:
+    def _release(self, endpoint: Endpoint, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
-            kept = self._idle.setdefault(place, [])
+            kept = self._idle.setdefault(endpoint, [])
             if not self._closed and len(kept) < _MAX_IDLE:
                 kept.append(connection)
                 return
@@ -415,8 +422,8 @@ class _ConnectionUse:
     """One use of a connection.
 
     Attributes:
-        connection: Which.
-        over: Everything was read, so that it can be used again.
+        connection: The connection.
+        over: Whether the whole answer was read, so that the connection can be used again.
     """
 
     connection: http.client.HTTPConnection
@@ -425,12 +432,12 @@ class _ConnectionUse:
 
 @dataclass(slots=True, frozen=True)
 class _ResponseHead:
-    """The beginning of an answer.
+    """Beginning of an answer.
 
     Attributes:
-        status: Its HTTP status.
-        headers: Their names in lower case.
-        body: What of the body came with it.
+        status: HTTP status.
+        headers: Headers, with names in lower case.
+        body: Bytes of the body that arrived with the headers.
     """
 
     status: int
@@ -442,9 +449,11 @@ def _make_headers(headers: Headers) -> dict[str, str]:
     return headers() if callable(headers) else headers
 
 
-def _get_head(sock: socket.socket, place: Endpoint, path: str, headers: Headers) -> _ResponseHead:
+def _get_head(
+    sock: socket.socket, endpoint: Endpoint, path: str, headers: Headers
+) -> _ResponseHead:
     """Send a GET request, and read the head of the answer."""
-    lines = [f"GET {path} HTTP/1.1", f"Host: {place.netloc}", "Accept-Encoding: identity"]
+    lines = [f"GET {path} HTTP/1.1", f"Host: {endpoint.netloc}", "Accept-Encoding: identity"]
     lines += [f"{name}: {value}" for name, value in _make_headers(headers).items()]
     request = "\r\n".join([*lines, "", ""])
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
@@ -470,33 +479,33 @@ def _get_head(sock: socket.socket, place: Endpoint, path: str, headers: Headers)
 
 
 def _check_rate(received: int, began: float) -> None:
-    """Check that an answer comes at a rate at which it ends.
+    """Check that an answer arrives at `_LEAST_RATE` or faster.
 
     Raises:
-        TimeoutError: It does not.
+        TimeoutError: The answer is slower, after `_GRACE`.
     """
     seconds = time.monotonic() - began
     if seconds > _GRACE and received < _LEAST_RATE * seconds:
         raise TimeoutError(f"{received} bytes in {seconds:.0f} s")
 
 
-def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
-    """Ask an agent who it is, and have it prove that; outside of loopback, over TLS alone.
+def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
+    """Ask an agent for its identity and a proof of it. Outside of loopback, use TLS only.
 
     Args:
-        place: Where it listens.
+        endpoint: Endpoint of the agent.
         key: Key of the node.
-        timeout: Seconds that it may go without an answer.
+        timeout: Seconds without an answer after which the request has failed.
 
     Returns:
-        Its place, with its identity and the fingerprint that each later connection must show.
+        The endpoint with the identity, and the fingerprint that each later connection must show.
 
     Raises:
-        HttpStatusError: It refused, as an agent does that has another key.
-        ProtocolVersionError: It has another version of the protocol.
-        tls.TlsError: It does not encrypt, or cannot prove who it is.
-        OSError, http.client.HTTPException: It cannot be reached, or broke off.
-        ValueError: It answered what no agent does.
+        HttpStatusError: The agent refused: it has another key, for example.
+        ProtocolVersionError: The agent has another version of the protocol.
+        tls.TlsError: The server does not encrypt, or cannot prove that it is the agent.
+        OSError, http.client.HTTPException: The agent cannot be reached, or the connection broke.
+        ValueError: The answer is not one of an agent.
     """
     nonce = secrets.token_hex(16)
     path = f"/agent?nonce={nonce}"
@@ -507,32 +516,32 @@ def identify(place: Endpoint, key: bytes, timeout: float) -> Endpoint:
         finally:
             connection.close()
 
-    def check(said: dict[str, Any], fingerprint: str) -> str:
-        if said.get("version", VERSION) != VERSION:
-            raise ProtocolVersionError(said["version"], "agent")
-        identity, proof = said["identity"], said.get("proof")
-        tls.check_proof(proof, key, nonce, identity, fingerprint, at=place.netloc)
+    def check(answer: dict[str, Any], fingerprint: str) -> str:
+        if answer.get("version", VERSION) != VERSION:
+            raise ProtocolVersionError(answer["version"], "agent")
+        identity, proof = answer["identity"], answer.get("proof")
+        tls.check_proof(proof, key, nonce, identity, fingerprint, at=endpoint.netloc)
         return identity
 
-    if tls.is_loopback(place.host):
-        connection = http.client.HTTPConnection(place.host, place.port, timeout=timeout)
+    if tls.is_loopback(endpoint.host):
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout)
         try:
             identity = check(ask(connection), "")
-            return replace(place, scheme="http", identity=identity, fingerprint="")
+            return replace(endpoint, scheme="http", identity=identity, fingerprint="")
         except HttpStatusError as error:
-            # A port of this machine that is mapped to an agent of another one.
+            # The port of this machine leads to an agent of another machine.
             if error.status != http.client.UPGRADE_REQUIRED:
                 raise
-    pinned = tls.PinnedConnection(place.host, place.port, timeout=timeout, fingerprint=None)
+    pinned = tls.PinnedConnection(endpoint.host, endpoint.port, timeout=timeout, fingerprint=None)
     identity = check(ask(pinned), pinned.fingerprint)
-    return replace(place, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
+    return replace(endpoint, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
 
 
 def read_body(answer: http.client.HTTPResponse, longest: int) -> bytes:
-    """Read the body of an answer, but no more than one byte beyond the longest that is expected.
+    """Read the body of an answer, up to one byte more than `longest`.
 
     Raises:
-        http.client.IncompleteRead: The connection broke off. `http.client` says so only of a read
+        http.client.IncompleteRead: The connection broke. `http.client` raises this only for reads
             without a limit.
     """
     found = answer.read(longest + 1)
@@ -557,7 +566,7 @@ def _ask_agent(
 
 
 def _shut_down(connection: http.client.HTTPConnection) -> None:
-    # Not close(): another thread may be reading from it, and must wake up.
+    # Not close(): a thread that reads from the socket must wake up.
     sock: socket.socket | None = connection.sock
     if sock is not None:
         with suppress(OSError):

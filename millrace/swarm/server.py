@@ -1,6 +1,6 @@
-"""Server of an agent: one port for TLS and plain HTTP, and the requests that it answers.
+"""Server of an agent: one port for TLS and plain HTTP, and the answers to requests.
 
-This module owns the connections. The agent decides who may ask for what.
+This module owns the connections. The agent checks the signatures of the requests.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
 _MAX_BODY_SIZE = 256 << 20
-_LINGER_TIMEOUT = 10.0  # seconds that the rest of a request that is refused is let go of
-_DISCARD_SIZE = 256 * 1024  # bytes of it at a time
+_LINGER_TIMEOUT = 10.0  # seconds to discard the rest of a refused request
+_DISCARD_SIZE = 256 * 1024  # bytes that are discarded at a time
 _BACKLOG = 256
-_MAX_IDLE = 1024  # connections that are kept without a request
-_HANDSHAKE = 10.0  # seconds that the beginning of TLS may take
+_MAX_IDLE = 1024  # open connections without a request
+_HANDSHAKE_TIMEOUT = 10.0
 
 
 class BusyAgentError(HeldError):
@@ -40,7 +40,7 @@ class BusyAgentError(HeldError):
 
 
 class AgentServer(ThreadingHTTPServer):
-    """Server that closes the oldest idle connections where there are too many."""
+    """Server that closes the oldest idle connection if there are too many."""
 
     daemon_threads = True
     request_queue_size = _BACKLOG
@@ -54,12 +54,12 @@ class AgentServer(ThreadingHTTPServer):
         super().__init__(address, AgentRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection. Where there are too many idle ones, the oldest is closed."""
+        """Serve a connection. Close the oldest idle one if there are too many."""
         self.set_idle(request, idle=True)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, which TLS begins in too."""
+        """Serve a connection in its own thread. The TLS handshake is in this thread, too."""
         try:
             request.settimeout(AgentRequestHandler.timeout)
             if tls.is_hello(request):
@@ -72,7 +72,7 @@ class AgentServer(ThreadingHTTPServer):
     def _encrypt(self, plain: socket.socket) -> ssl.SSLSocket:
         context = self.agent.certificate.context
         self.set_idle(plain, idle=False)
-        plain.settimeout(_HANDSHAKE)
+        plain.settimeout(_HANDSHAKE_TIMEOUT)
         secured = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         self.set_idle(secured, idle=True)
         try:
@@ -88,7 +88,7 @@ class AgentServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def set_idle(self, connection: socket.socket, *, idle: bool) -> None:
-        """Note whether a connection waits for a request, which anybody can let it do."""
+        """Note whether a connection waits for a request, which any process can open."""
         with self._lock:
             self._idle.pop(connection, None)
             if not idle:
@@ -98,23 +98,23 @@ class AgentServer(ThreadingHTTPServer):
                 oldest = next(iter(self._idle))
                 del self._idle[oldest]
                 with contextlib.suppress(OSError):
-                    tls.shut(oldest, socket.SHUT_RDWR)  # its thread closes it
+                    tls.shut(oldest, socket.SHUT_RDWR)  # the thread of the connection closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a peer that has gone away: it asks again, or the driver is told."""
+        """Ignore an error of a connection. The other side sees it, and tries again."""
 
 
 def listen(host: str, port: int) -> AgentServer:
-    """Make the server of an agent, for IPv4 or IPv6 as the host is.
+    """Return a server that listens on an address of IPv4 or IPv6.
 
     Raises:
-        ConfigurationError: It cannot listen there.
+        ConfigurationError: The process cannot listen on this address and port.
     """
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # Without a host the first may be IPv6, which this machine may lack.
+        # Without a host, the first address may be IPv6, and this machine may have no IPv6.
         family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         return AgentServer(family, (str(address[0]), int(address[1])))
     except (OSError, OverflowError) as error:
@@ -132,7 +132,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
     timeout = 120.0
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Nothing is printed."""
+        """Print nothing."""
 
     @property
     def _agent(self) -> "Agent":
@@ -165,11 +165,11 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
     def _dispatch(self, verb: Callable[[list[str], bytes], None]) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         if not tls.is_secured(self.connection):
-            why = (
+            reason = (
                 "this agent answers over TLS, and plain HTTP only on its own machine: drive it "
                 "with the version of Millrace that it has"
             )
-            self._refuse(why, size, http.client.UPGRADE_REQUIRED)
+            self._refuse(reason, size, http.client.UPGRADE_REQUIRED)
             return
         if not 0 <= size <= _MAX_BODY_SIZE:
             self.close_connection = True
@@ -188,8 +188,8 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
             if about:
                 encrypted = isinstance(self.connection, ssl.SSLSocket)
                 header = self.headers.get(AUTH_HEADER)
-                said = self._agent.introduce(header, self.path, encrypted=encrypted)
-                self._send(http.client.OK, said)
+                answer = self._agent.introduce(header, self.path, encrypted=encrypted)
+                self._send(http.client.OK, answer)
             else:
                 verb(words[1:], body)
         except (KeyError, ValueError) as error:
@@ -205,19 +205,19 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
         except OSError as error:
             self._send(http.client.INSUFFICIENT_STORAGE, {"why": describe_error(error)})
 
-    def _refuse(self, why: str, size: int, status: int = http.client.FORBIDDEN) -> None:
-        """Refuse a request, and discard what is still sent of it.
+    def _refuse(self, reason: str, size: int, status: int = http.client.FORBIDDEN) -> None:
+        """Refuse a request, and discard the rest of its body.
 
-        A sender whose connection is reset does not read the answer. Anybody can let a connection
-        wait here, so it counts as idle.
+        If the connection were closed at once, the sender would see a reset, not the answer. Every
+        process can make a connection wait here, so the connection counts as idle.
 
         Args:
-            why: Reason, for the sender.
-            size: Bytes that were not read yet.
+            reason: Reason, for the sender.
+            size: Bytes of the body that were not read yet.
             status: HTTP status.
         """
         self.close_connection = True
-        self._send(status, {"why": why})
+        self._send(status, {"why": reason})
         cast("AgentServer", self.server).set_idle(self.connection, idle=True)
         deadline = time.monotonic() + _LINGER_TIMEOUT
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
                 size -= len(got)
 
     def _read_body(self, size: int) -> bytes | None:
-        """Read the body of a driver's request; None if it was refused, and nothing was kept."""
+        """Read the body of a request of the driver; return None after a refusal."""
         if self.command == "GET" and not size:
             return b""
         if self.command == "GET":
@@ -276,10 +276,10 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
         self._send(http.client.OK)
 
     def _send_piece(self, run: Run, number: int) -> None:
-        if not 0 <= number < len(run.landing):
+        if not 0 <= number < len(run.assembler):
             self._send(http.client.NOT_FOUND)
             return
-        with run.landing.open_piece(number) as segments:
+        with run.assembler.open_piece(number) as segments:
             self.send_response(http.client.OK)
             self.send_header("Content-Length", str(sum(size for _, _, size in segments)))
             self.end_headers()

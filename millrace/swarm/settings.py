@@ -20,7 +20,7 @@ from millrace.settings import Duration
 from millrace.storage import StoreSpec
 from millrace.swarm.archives.unpack import Unpacking
 from millrace.swarm.cache_index import CacheCheck
-from millrace.swarm.pieces import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_destination
+from millrace.swarm.catalogue import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_relative_path
 
 
 class _Settings(BaseModel):
@@ -75,7 +75,7 @@ class Request(_Settings):
     @field_validator("destination", "into")
     @classmethod
     def _check_below_root(cls, value: str | None) -> str | None:
-        return check_destination(value) if value else value
+        return check_relative_path(value) if value else value
 
     @model_validator(mode="after")
     def _check_one_selector(self) -> "Request":
@@ -181,7 +181,7 @@ class Host(_Settings):
     @field_validator("url")
     @classmethod
     def _normalise_url(cls, value: str) -> str:
-        """Return the address in one form, so that two of one agent can be seen to be the same."""
+        """Return the URL in a canonical form, so that equal addresses are equal texts."""
         try:
             parts = urlsplit(value)
             port = parts.port or 80
@@ -194,7 +194,7 @@ class Host(_Settings):
 
 
 class Hosts(_Settings):
-    """Machines on which `millrace swarm node` runs, and the secret that they share."""
+    """Machines on which `millrace swarm node` runs, and their secret."""
 
     kind: Literal["hosts"] = Field(default="hosts", description="Kind of the nodes.")
     hosts: tuple[Host, ...] = Field(min_length=1, description="Machines with an agent.")
@@ -229,7 +229,11 @@ class PrewarmSettings(_Settings):
     stores: dict[str, StoreSpec] = Field(
         min_length=1, description="Stores by the names that requests use."
     )
-    root: Path = Field(description="Folder on every node. Nothing is written outside of it.")
+    root: Path | None = Field(
+        default=None,
+        description="Folder on every node of a Ray cluster. Nothing is written outside of it. "
+        "Agents of hosts have their own folders.",
+    )
     nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
         default=RayNodes(), description="Nodes of the cluster."
     )
@@ -266,6 +270,12 @@ class PrewarmSettings(_Settings):
     unpacked_members: int = Field(
         default=1_000_000, ge=1, description="Largest number of files in an archive."
     )
+
+    @model_validator(mode="after")
+    def _check_root(self) -> "PrewarmSettings":
+        if self.root is None and isinstance(self.nodes, RayNodes):
+            raise ValueError("root is missing: name the folder on the nodes of the Ray cluster")
+        return self
 
 
 assert MIN_PIECE_SIZE <= MAX_PIECE_SIZE

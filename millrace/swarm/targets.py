@@ -1,4 +1,4 @@
-"""A run's files on the disk: their partial and final names, below a root that nothing leaves."""
+"""Paths of the files of a run: partial and final names. No path leads out of the root."""
 
 import ctypes
 import hashlib
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import ConfigurationError, NoSpaceError
-from millrace.swarm.journal import object_id_of
-from millrace.swarm.pieces import Catalogue, File
+from millrace.swarm.catalogue import Catalogue, File
+from millrace.swarm.journal import compute_object_id
 
 SPARE_BYTES = 64 << 20
-"""Bytes left free on the disk."""
+"""Bytes of the disk that stay free."""
 
-_MAX_SINGLE_SYNCS = 8  # files that are brought onto the disk one by one
-_NEEDED_MODE = 0o600  # permission bits that we need
+_MAX_SINGLE_SYNCS = 8  # files that are synced one by one; for more, the file system is synced
+_NEEDED_MODE = 0o600  # permission bits that the agent needs
 _NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
 
 
@@ -25,11 +25,11 @@ class Target:
     """Paths of one file.
 
     Attributes:
-        file: What it is.
-        final: Its path when it is whole.
-        partial: Its path until then.
-        folder: Of both.
-        object: Name of the content, in the journal.
+        file: File of the catalogue.
+        final: Path of the complete file.
+        partial: Path of the incomplete file.
+        folder: Folder of both paths.
+        object: Id of the object's content in the journal (`compute_object_id`).
     """
 
     file: File
@@ -43,91 +43,91 @@ class Targets:
     """Paths of a catalogue's files.
 
     Args:
-        root: The folder that no file is written outside of; resolved.
-        catalogue: The files.
+        root: Folder that no file is written outside of; resolved.
+        catalogue: Files of the run.
 
     Attributes:
-        of: Those of each file, by its number.
+        by_file: Paths of each file, by its number.
     """
 
     def __init__(self, root: Path, catalogue: Catalogue) -> None:
         self._root = root
-        self._made: set[Path] = set()  # folders that are there, and below the root
-        self.of = [self._make_target(file) for file in catalogue.files]
+        self._made: set[Path] = set()  # folders that exist, and are below the root
+        self.by_file = [self._make_target(file) for file in catalogue.files]
 
     def _make_target(self, file: File) -> Target:
         final = self._root / file.path
         folder = final.parent
         name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
-        content = object_id_of(file)
+        content = compute_object_id(file)
         return Target(file, final, folder / f".{name}.{content}.part", folder, content)
 
-    def check_space(self, places: Iterable[Target]) -> None:
-        """See that there is room for files of which nothing is there yet.
+    def check_space(self, targets: Iterable[Target]) -> None:
+        """Check that the disk has space for the files without a partial file.
 
         Raises:
-            NoSpaceError: There is not.
+            NoSpaceError: The disk has too little space.
         """
-        free, needed = self._measure_space(places)
+        free, needed = self._measure_space(targets)
         if needed and needed + SPARE_BYTES > free:
             raise NoSpaceError(
                 f"{self._root} has {free} bytes free, and {needed} (and {SPARE_BYTES} to spare) "
                 "are to come: free some, or choose another root."
             )
 
-    def measure_spare_room(self, places: Iterable[Target]) -> int:
-        """Return the free bytes of the disk that files which are to come do not need."""
-        free, needed = self._measure_space(places)
+    def measure_spare_room(self, targets: Iterable[Target]) -> int:
+        """Return the free bytes of the disk that the incomplete files do not need."""
+        free, needed = self._measure_space(targets)
         return free - needed - SPARE_BYTES
 
-    def _measure_space(self, places: Iterable[Target]) -> tuple[int, int]:
-        needed = sum(place.file.size for place in places if not place.partial.exists())
+    def _measure_space(self, targets: Iterable[Target]) -> tuple[int, int]:
+        needed = sum(target.file.size for target in targets if not target.partial.exists())
         return shutil.disk_usage(self._root).free, needed
 
-    def preallocate(self, place: Target) -> None:
-        """Make a partial file of its full size.
+    def preallocate(self, target: Target) -> None:
+        """Create a partial file of the full size.
 
         Raises:
             NoSpaceError: The disk is full.
         """
-        descriptor = self.create(place)
+        descriptor = self.create(target)
         try:
-            os.posix_fallocate(descriptor, 0, place.file.size)
+            os.posix_fallocate(descriptor, 0, target.file.size)
         except OSError as error:
             raise NoSpaceError(
-                f"{place.partial}: no room for {place.file.size} bytes ({error.strerror})."
+                f"{target.partial}: no room for {target.file.size} bytes ({error.strerror})."
             ) from error
         finally:
             os.close(descriptor)
 
-    def create(self, place: Target) -> int:
-        """Open a new partial file for writing, with the owner and mode asked for.
+    def create(self, target: Target) -> int:
+        """Open a partial file for writing, and set its owner and mode.
 
-        Until it is whole we may write it, whatever its mode will be.
+        An incomplete file is writable for the agent, whatever its final mode is.
         """
-        self.make_folder(place.folder)
-        descriptor = os.open(place.partial, _NEW_FILE_FLAGS, 0o600)
+        self.make_folder(target.folder)
+        descriptor = os.open(target.partial, _NEW_FILE_FLAGS, 0o600)
         try:
-            os.fchmod(descriptor, place.file.mode | _NEEDED_MODE)
-            if place.file.owner is not None:
-                os.fchown(descriptor, *place.file.owner)
+            os.fchmod(descriptor, target.file.mode | _NEEDED_MODE)
+            if target.file.owner is not None:
+                os.fchown(descriptor, *target.file.owner)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
-    def adopt(self, place: Target, path: Path) -> None:
-        """Go on with a partial file that an earlier run has left, there or elsewhere."""
-        if path != place.partial:
-            self.make_folder(place.folder)
-            path.rename(place.partial)
-        os.close(self.create(place))  # of this run's mode and owner
+    def adopt(self, target: Target, path: Path) -> None:
+        """Take over a partial file of an earlier run, which may have had another destination."""
+        if path != target.partial:
+            self.make_folder(target.folder)
+            path.rename(target.partial)
+        os.close(self.create(target))  # sets the mode and owner of this run
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder below the root.
+        """Create a folder below the root.
 
         Raises:
-            ConfigurationError: It lies elsewhere, through a link.
+            ConfigurationError: The folder is outside of the root, through a link.
         """
         if folder in self._made:
             return
@@ -138,45 +138,45 @@ class Targets:
             )
         self._made.add(folder)
 
-    def sync_partials(self, places: list[Target]) -> None:
-        """Bring partial files onto the disk: one by one, or many with all that is there."""
-        for place in places:
-            if place.file.mode & _NEEDED_MODE != _NEEDED_MODE:
-                place.partial.chmod(place.file.mode)
-        if len(places) > _MAX_SINGLE_SYNCS:
+    def sync_partials(self, targets: list[Target]) -> None:
+        """Sync partial files to the disk: a few one by one, many with the whole file system."""
+        for target in targets:
+            if target.file.mode & _NEEDED_MODE != _NEEDED_MODE:
+                target.partial.chmod(target.file.mode)
+        if len(targets) > _MAX_SINGLE_SYNCS:
             _sync_file_system(self._root)
             return
-        for place in places:
-            sync(place.partial)
+        for target in targets:
+            sync(target.partial)
 
-    def make_partial(self, place: Target) -> None:
-        """Make a file partial again: what is good of it is kept."""
-        place.final.rename(place.partial)
-        place.partial.chmod(place.file.mode | _NEEDED_MODE)
+    def make_partial(self, target: Target) -> None:
+        """Make a final file partial again."""
+        target.final.rename(target.partial)
+        target.partial.chmod(target.file.mode | _NEEDED_MODE)
 
-    def link(self, place: Target) -> None:
-        """Make a file's further destinations: the same file where the file system can, or a copy.
+    def link(self, target: Target) -> None:
+        """Create the further destinations of a file: hard links, or copies if links are impossible.
 
         Raises:
-            ConfigurationError: Something else is there.
+            ConfigurationError: Another file is at a destination.
         """
-        for name in place.file.links:
+        for name in target.file.links:
             link = self._root / name
             self.make_folder(link.parent)
             if os.path.lexists(link):
-                if link.is_file() and link.samefile(place.final):
+                if link.is_file() and link.samefile(target.final):
                     continue
                 raise ConfigurationError(
                     f"{link} is there already: move it away. It was not touched."
                 )
             try:
-                os.link(place.final, link)
+                os.link(target.final, link)
             except OSError:
-                shutil.copy2(place.final, link)
+                shutil.copy2(target.final, link)
 
 
 def sync(path: Path) -> None:
-    """Bring one file, or a folder's names, onto the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -185,7 +185,7 @@ def sync(path: Path) -> None:
 
 
 def _sync_file_system(folder: Path) -> None:
-    """Bring everything of a file system onto its disk: by far quicker than many fsyncs."""
+    """Sync a whole file system, which is far faster than many calls of fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:

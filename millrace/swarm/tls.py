@@ -1,11 +1,12 @@
-"""Encryption between the machines of a swarm: TLS 1.3 with certificates that are pinned.
+"""Encryption between the machines of a swarm: TLS 1.3 with pinned certificates.
 
 An agent makes a key and a self-signed certificate when it starts, and both end with its process.
-No authority signs the certificate, and no name in it is checked: what counts is its fingerprint.
-The driver learns the fingerprint by `prove` and `check_proof`, which need the key of the node. The
-other nodes are told it by the driver. `PinnedConnection` compares it before it sends a byte.
+No authority signs the certificate, and no name in it is checked: only its fingerprint counts. The
+driver verifies the fingerprint with `prove` and `check_proof`, which need the key of the node. Then
+the driver sends the fingerprint to the other nodes. `PinnedConnection` compares the fingerprint
+before it sends a byte.
 
-Within one machine, over loopback, agents accept plain HTTP too.
+Over loopback, agents accept plain HTTP too.
 """
 
 import datetime
@@ -23,26 +24,26 @@ from pathlib import Path
 from typing import cast
 
 _HANDSHAKE_RECORD = b"\x16"  # first byte of every TLS connection, and of no HTTP request
-_RECORDS = 64 * 1024  # bytes that are encrypted at a time; they stay in the processor's cache
+_RECORDS = 64 * 1024  # bytes that are encrypted at a time; they fit into a processor cache
 _NOT_TLS = {
     "WRONG_VERSION_NUMBER",
     "HTTP_REQUEST",
     "PACKET_LENGTH_TOO_LONG",
     "RECORD_LAYER_FAILURE",
 }
-"""Reasons that OpenSSL gives for an answer that is no TLS."""
+"""Reasons of OpenSSL for an answer that is not TLS."""
 
 CLOSED_ERRORS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors of a connection that the other side has closed."""
 
 
 class TlsError(OSError):
-    """The other side does not encrypt, or is not the agent that it should be."""
+    """The other side does not encrypt, or is not the expected agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The certificate of an agent.
+    """Certificate of an agent.
 
     Attributes:
         context: Context of its server side.
@@ -54,14 +55,14 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """Make a key (P-256) and a certificate that it signs itself."""
-    from cryptography import x509  # noqa: PLC0415 - loopback does without it, and 7 MB less
+    """Make a key (P-256) and a self-signed certificate."""
+    from cryptography import x509  # noqa: PLC0415 - not needed on loopback, which saves 7 MB
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "millrace agent")])
-    # Nobody checks the dates: clocks of rented machines are wrong.
+    # The dates are not checked, since clocks of rented machines may be wrong.
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -74,14 +75,14 @@ def make_certificate() -> Certificate:
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # sessions are not resumed: each connection shows the certificate
+    context.num_tickets = 0  # no resumed sessions: each connection shows the certificate
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
     public = certificate.public_bytes(serialization.Encoding.PEM)
-    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:  # only its owner reads it
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:  # readable for the owner only
         file = Path(folder) / "agent.pem"
         file.write_bytes(private + public)
         context.load_cert_chain(file)  # OpenSSL reads keys from files only
@@ -90,14 +91,15 @@ def make_certificate() -> Certificate:
 
 
 def prove(key: bytes, nonce: str, identity: str, fingerprint: str) -> str:
-    """Return the HMAC by which an agent vouches for its certificate.
+    """Return the HMAC with which an agent proves its identity and certificate.
 
     Args:
         key: Key of the node.
-        nonce: Random text of the driver that asks.
+        nonce: Random text from the driver.
         identity: Identity of the agent.
-        fingerprint: Fingerprint of its certificate; empty for plain HTTP within a machine. No agent
-            proves that over a network, so that nobody between can make a driver speak plainly.
+        fingerprint: Fingerprint of the certificate; empty for plain HTTP over loopback. No agent
+            sends such a proof over a network, so an attacker cannot force a driver to use plain
+            HTTP.
     """
     text = f"millrace agent certificate\n{nonce}\n{identity}\n{fingerprint}"
     return hmac.digest(key, text.encode(), "sha256").hex()
@@ -106,10 +108,18 @@ def prove(key: bytes, nonce: str, identity: str, fingerprint: str) -> str:
 def check_proof(
     proof: object, key: bytes, nonce: str, identity: str, fingerprint: str, *, at: str
 ) -> None:
-    """Check that an agent with the key of the node is at the other end of a connection.
+    """Check the proof of an agent (`prove`).
+
+    Args:
+        proof: Proof in the answer; any JSON value.
+        key: Key of the node.
+        nonce: Random text that the driver sent.
+        identity: Identity that the agent states.
+        fingerprint: Fingerprint of the certificate of the connection; empty for plain HTTP.
+        at: Address of the agent, for the error.
 
     Raises:
-        TlsError: It has not: something else has answered.
+        TlsError: The process at this address does not have the key of the node.
     """
     due = prove(key, nonce, identity, fingerprint)
     if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), due.encode()):
@@ -131,24 +141,26 @@ def is_loopback(host: str) -> bool:
 
 
 def is_secured(sock: socket.socket) -> bool:
-    """Tell whether what an accepted connection carries stays on this machine, or is encrypted."""
+    """Tell whether an accepted connection is encrypted, or stays on this machine."""
     return isinstance(sock, ssl.SSLSocket) or is_loopback(str(sock.getsockname()[0]))
 
 
 def is_hello(sock: socket.socket) -> bool:
-    """Wait for the first byte of an accepted connection, and tell whether TLS begins with it."""
+    """Wait for the first byte of an accepted connection, and tell whether it begins with TLS."""
     return sock.recv(1, socket.MSG_PEEK) == _HANDSHAKE_RECORD
 
 
 class PinnedConnection(http.client.HTTPSConnection):
-    """A connection that sends nothing but to the owner of one certificate.
+    """Connection to a server with a pinned certificate.
 
     Args:
-        host: Name or address.
-        port: Port.
-        timeout: Seconds that connecting, or an answer, may take.
-        fingerprint: Fingerprint of the certificate; None accepts each, and only `fingerprint`
-            tells which it was.
+        host: Name or address of the server.
+        port: Port of the server.
+        timeout: Seconds that a connection attempt, or an answer, may take.
+        fingerprint: Fingerprint of the expected certificate; None accepts any certificate.
+
+    Attributes:
+        fingerprint: Fingerprint of the certificate that the server has shown.
     """
 
     def __init__(self, host: str, port: int, *, timeout: float, fingerprint: str | None) -> None:
@@ -160,7 +172,7 @@ class PinnedConnection(http.client.HTTPSConnection):
         """Connect, and compare the certificate.
 
         Raises:
-            TlsError: It is another, or none.
+            TlsError: The server has another certificate, or does not encrypt.
         """
         at = f"{self.host}:{self.port}"
         try:
@@ -191,22 +203,22 @@ def _client_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # no authority: `PinnedConnection` compares
+    context.verify_mode = ssl.CERT_NONE  # `PinnedConnection` compares the fingerprint
     return context
 
 
 @cache
 def store_context(authorities: str | None) -> ssl.SSLContext:
-    """Return the context that verifies stores, made once: reading the authorities takes 30 ms.
+    """Return the context for connections to stores. It is cached, since it takes 30 ms to make.
 
     Args:
-        authorities: Certificate authorities to trust, PEM; the system's by default.
+        authorities: Certificate authorities to trust, PEM; by default those of the system.
     """
     return ssl.create_default_context(cadata=authorities)
 
 
 def send_file(to: ssl.SSLSocket, descriptor: int, start: int, size: int) -> None:
-    """Send a range of a file, encrypted.
+    """Send a range of a file over an encrypted connection.
 
     Raises:
         OSError: The connection broke, or took less than 64 KiB within its timeout.
@@ -222,10 +234,10 @@ def send_file(to: ssl.SSLSocket, descriptor: int, start: int, size: int) -> None
 
 
 def shut(sock: socket.socket, how: int) -> None:
-    """Shut a connection down, also while another thread uses it.
+    """Shut a connection down, which another thread may use at the same time.
 
-    `ssl.SSLSocket.shutdown` forgets the encryption first: what another thread sends at that moment
-    would go out in the clear.
+    `ssl.SSLSocket.shutdown` removes the encryption first. Then bytes that another thread sends at
+    that moment would not be encrypted.
     """
     if isinstance(sock, ssl.SSLSocket):
         socket.socket.shutdown(sock, how)

@@ -1,4 +1,4 @@
-"""Fetch a piece: from the store by ranges, or from a node that has it. Into a buffer used again."""
+"""Read pieces into buffers: from the store by ranges, or from another node."""
 
 import hashlib
 import http.client
@@ -12,36 +12,36 @@ from itertools import pairwise
 from pathlib import Path
 
 from millrace.digest import make_local_etag
-from millrace.swarm.pieces import Catalogue, Segment
+from millrace.swarm.catalogue import Catalogue, Segment
 from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 
-_CONCURRENCY = 16  # small files of one piece that are read from the store at once
+_CONCURRENCY = 16  # concurrent reads from the store for the small files of one piece
 _TRIES = 4
-_PAUSE = 0.1  # seconds at most before the second try; then twice as many
+_PAUSE = 0.1  # longest pause before the second try, in seconds; it doubles with each try
 FINAL_STATUSES = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
 """Statuses with which a store refuses a changed object. A retry would get the same answer."""
 
 
 class FetchError(Exception):
-    """A piece could not be fetched from where it was ordered.
+    """A piece could not be read from its source.
 
     Attributes:
-        status: The HTTP status of the refusal; 0 where there was none.
+        status: HTTP status of the refusal; 0 if there was none.
     """
 
-    def __init__(self, why: str, status: int = 0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
         self.status = status
 
 
 class StoreReader:
-    """Reads segments of a catalogue's files from the store.
+    """Reads pieces from the store.
 
     Args:
-        catalogue: What the segments are of.
-        sources: For each file, the signed URL that reads it, or its path in a folder.
-        connections: To the store.
-        told: Told of each failure after which it is tried again.
+        catalogue: Files and pieces of the run.
+        sources: Signed URL of each file, or its path in a folder.
+        connections: Connections to the store.
+        on_retry: Called with the reason of each failed read that is tried again.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class StoreReader:
         catalogue: Catalogue,
         sources: list[str],
         connections: ConnectionPool,
-        told: Callable[[str], None],
+        on_retry: Callable[[str], None],
     ) -> None:
         self._catalogue, self._sources = catalogue, sources
-        self._connections, self._told = connections, told
+        self._connections, self._on_retry = connections, on_retry
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="small")
 
     def read_piece(self, number: int, into: memoryview) -> None:
-        """Read a piece.
+        """Read a piece into a buffer of its size.
 
         Raises:
-            FetchError: The store did not give it, or no longer has that content.
+            FetchError: The read failed, or an object has another ETag.
         """
         segments = self._catalogue.pieces[number]
         ends = [0]
@@ -78,7 +78,7 @@ class StoreReader:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read_segment(self, segment: Segment, into: memoryview) -> None:
-        """Read a segment, and again after a while: a piece of many would else never be whole."""
+        """Read a segment, with retries: else one of many segments would often fail the piece."""
         for failed in range(_TRIES):
             try:
                 self._read_once(segment, into)
@@ -86,7 +86,7 @@ class StoreReader:
                 last = failed == _TRIES - 1
                 if last or error.status in FINAL_STATUSES or self._closing.is_set():
                     raise
-                self._told(str(error))
+                self._on_retry(str(error))
                 self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
             else:
                 return
@@ -107,12 +107,12 @@ class StoreReader:
 
     def _read_remote(self, url: str, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
-        place, target = Endpoint.parse_url(url)
+        endpoint, target = Endpoint.parse_url(url)
         headers = {
             "If-Match": file.etag,
             "Range": f"bytes={segment.start}-{segment.start + segment.size - 1}",
         }
-        answer = self._connections.read_into(place, target, headers, into)
+        answer = self._connections.read_into(endpoint, target, headers, into)
         if answer.get("etag", file.etag) != file.etag:
             raise FetchError("another content", http.client.PRECONDITION_FAILED)
 
@@ -133,10 +133,10 @@ class PeerReader:
     """Reads pieces from other nodes.
 
     Args:
-        run: The run's name.
-        key: What requests between its nodes are signed with.
-        peers: Where each node listens. May grow.
-        connections: To them.
+        run: Name of the run.
+        key: Key that nodes sign their requests to each other with.
+        peers: Endpoint of each agent, by the id of its node; agents may be added.
+        connections: Connections to these agents.
     """
 
     def __init__(
@@ -148,18 +148,25 @@ class PeerReader:
     def read_piece(
         self, number: int, source: str, into: memoryview, is_over: Callable[[], bool]
     ) -> None:
-        """Read a piece from a node, unless it proves to be of no use any more.
+        """Read a piece from a node into a buffer of its size.
+
+        Args:
+            number: Piece.
+            source: Id of the node.
+            into: Buffer.
+            is_over: Called when bytes have arrived; true ends the read, since another source was
+                faster.
 
         Raises:
-            FetchError: It did not give it.
+            FetchError: The read failed, or was ended.
         """
-        place, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
+        endpoint, path = self._peers[source], f"/runs/{self._run}/pieces/{number}"
 
         def sign_headers() -> dict[str, str]:
-            return {AUTH_HEADER: sign(self._key, "GET", path, to=place.identity)}
+            return {AUTH_HEADER: sign(self._key, "GET", path, to=endpoint.identity)}
 
         try:
-            self._connections.read_into(place, path, sign_headers, into, is_over=is_over)
+            self._connections.read_into(endpoint, path, sign_headers, into, is_over=is_over)
         except HttpStatusError as error:
             raise FetchError(str(error), error.status) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -167,7 +174,7 @@ class PeerReader:
 
 
 def hash_segments(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
-    """SHA-256 of each segment of a piece."""
+    """Return the SHA-256 of each segment of a piece."""
     found: list[bytes] = []
     at = 0
     for segment in segments:
@@ -177,10 +184,10 @@ def hash_segments(segments: tuple[Segment, ...], data: memoryview) -> list[bytes
 
 
 class BufferPool:
-    """Buffers that go round, the last one first: new memory costs more than copying.
+    """Buffers that are used again, since the allocation of new memory is slower than a copy.
 
     Args:
-        size: Bytes of each.
+        size: Bytes of each buffer.
     """
 
     def __init__(self, size: int) -> None:
@@ -189,7 +196,7 @@ class BufferPool:
 
     @contextmanager
     def borrow(self, size: int) -> Generator[memoryview]:
-        """Yield a buffer of so many bytes, for the length of a block."""
+        """Lend a buffer of `size` bytes until the block ends."""
         try:
             buffer = self._free.pop()
         except IndexError:

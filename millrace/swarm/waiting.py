@@ -1,4 +1,4 @@
-"""Wait on a node until a file is there: training may begin before the last one is."""
+"""Wait on a node until a file has its final name, so that training can start before the end."""
 
 import ctypes
 import os
@@ -14,20 +14,20 @@ _WATCHED = _CREATE | _MOVED_TO | _DELETE_SELF | _MOVE_SELF
 
 
 def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path:
-    """Wait until a file, or the folder of an archive, has its final name; then all of it is there.
+    """Wait until a file, or the folder of an archive, has its final name.
 
-    Needs neither the driver nor the agent: a final name appears at once, by a rename. Waits for
-    the kernel to say so (inotify(7)).
+    A file with its final name is complete, since a rename gives this name. The wait uses inotify(7)
+    and needs neither the driver nor the agent.
 
     Args:
-        path: The destination, on this node.
-        timeout: How long to wait; without end by default.
+        path: Destination on this node.
+        timeout: Longest time to wait; by default without limit.
 
     Returns:
         The same path.
 
     Raises:
-        UnavailableError: It is not there in time.
+        UnavailableError: The file has no final name when the time is over.
     """
     path = Path(path)
     end = None if timeout is None else time.monotonic() + timeout.total_seconds()
@@ -39,7 +39,7 @@ def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path
             folder = _find_nearest_folder(path)
             watch = _call_libc("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
             if path.exists() or _find_nearest_folder(path) != folder:
-                continue  # it came before it was watched
+                continue  # the path appeared before the watch
             rest = None if end is None else 1000 * (end - time.monotonic())
             if (rest is not None and rest <= 0) or not events.poll(rest):
                 raise UnavailableError(
@@ -54,7 +54,7 @@ def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path
 
 
 def _find_nearest_folder(path: Path) -> Path:
-    """Return the nearest folder that exists: the path's own may come later."""
+    """Return the nearest existing folder above a path."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
@@ -66,4 +66,6 @@ def _call_libc(name: str, *arguments: int | bytes) -> int:
 
 
 def _remove_watch(descriptor: int, watch: int) -> None:
-    ctypes.CDLL(None).inotify_rm_watch(descriptor, watch)  # it may be gone with its folder
+    ctypes.CDLL(None).inotify_rm_watch(
+        descriptor, watch
+    )  # fails if the folder was removed, which ends the watch too

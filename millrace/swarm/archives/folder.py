@@ -1,8 +1,8 @@
-"""The folder that an archive is unpacked into, which nothing of it is to leave.
+"""Folder that an archive is unpacked into. No member is written outside of this folder.
 
-Only folders and regular files are made while the archive is read, each below descriptors of the
-folders above it, and never through a link. Symbolic links are written down, and made when all
-else is there: so no member can be written through one.
+While the archive is read, only folders and regular files are created, below descriptors of their
+folders and never through a link. Symbolic links are created after all other members, so no member
+can be written through a link.
 """
 
 import errno
@@ -23,17 +23,27 @@ from millrace.swarm.archives.limits import (
 )
 
 FOLDER_MODE = 0o755
-"""Permission bits of a folder of which the archive does not say any."""
+"""Permission bits of a folder without bits in the archive."""
 
-_LINK_BYTES = 64 << 20  # names and targets of symbolic links, which wait in memory
+_LINK_BYTES = 64 << 20  # bytes of the names and targets of all symbolic links, kept in memory
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_LINK = {errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
-_LATER = 24 * 3600  # seconds that another machine's clock may be ahead
+_LATER = 24 * 3600  # seconds that the clock of another machine may be ahead
 
 
 class Tree:
-    """The folder that is unpacked into: all that is ever written is written here."""
+    """Members of an archive, as files below a folder.
+
+    Args:
+        root: Folder that no member is written outside of.
+        limits: Limits of the archive.
+        mode: Permission bits of the files; None keeps those of the archive.
+        owner: User id and group id of all members; None keeps those of the process.
+
+    Attributes:
+        limits: Limits of the archive.
+    """
 
     def __init__(
         self, root: Path, limits: UnpackLimits, mode: int | None, owner: tuple[int, int] | None
@@ -57,9 +67,9 @@ class Tree:
             os.close(self._descriptors.pop())
 
     def add_folder(self, name: bytes, mode: int) -> None:
-        """Make a folder."""
+        """Create a folder."""
         parts = self._check_member(name, folder=True)
-        if parts:  # else it is the folder itself, which is the caller's
+        if parts:  # else the member is the folder of the archive itself
             self._make_folder(parts[-1], self._enter(name, parts[:-1]))
             self._set_permissions(self._enter(name, parts), self._compute_folder_mode(mode))
 
@@ -71,21 +81,21 @@ class Tree:
         self._write_file(name, parts, body, self._compute_file_mode(mode), mtime)
 
     def add_symlink(self, name: bytes, target: bytes) -> None:
-        """Write a link down, to be made when all else is there."""
+        """Note a symbolic link, which `finish` creates."""
         self._count_member()
         parts = split_name(name, self.limits)
         self._check_links(name, parts[:-1])
         self._plan_symlink(name, parts, target)
 
     def add_hardlink(self, name: bytes, target: bytes) -> None:
-        """Link an earlier file of the archive; copy it where the file system cannot."""
+        """Create a hard link to an earlier file, or a copy if the file system has no hard links."""
         self._count_member()
         parts = split_name(name, self.limits)
         try:
             source = split_name(target, self.limits)
         except errors.ArchiveError as error:
             raise make_refusal(name, f"links to what is no member. {error}") from None
-        if source in self._links:  # a link has the same text under either name
+        if source in self._links:  # a hard link to a symbolic link is a second symbolic link
             self._check_links(name, parts[:-1])
             self._plan_symlink(name, parts, self._links[source])
             return
@@ -100,7 +110,7 @@ class Tree:
             os.close(at)
 
     def finish(self) -> UnpackResult:
-        """Make the links; nothing is written after them."""
+        """Create the symbolic links, and return the result. No member may follow."""
         for parts, target in self._links.items():
             name = b"/".join(parts)
             at = self._enter(name, parts[:-1])
@@ -133,7 +143,7 @@ class Tree:
             )
 
     def _enter(self, name: bytes, parts: tuple[bytes, ...], *, make: bool = True) -> int:
-        """Return the descriptor of a folder, valid until the next call. What is missing is made."""
+        """Return the descriptor of a folder, valid until the next call. Create missing folders."""
         shared = 0
         for ours, theirs in zip(self._path, parts, strict=False):
             if ours != theirs:
@@ -217,16 +227,16 @@ class Tree:
     def _compute_file_mode(self, mode: int) -> int:
         if self._mode is None:
             return mode & 0o755 | 0o600
-        return self._mode | _search_bits_of(self._mode) if mode & 0o100 else self._mode
+        return self._mode | _compute_search_bits(self._mode) if mode & 0o100 else self._mode
 
     def _compute_folder_mode(self, mode: int) -> int:
-        """Return the mode of a folder; its owner may always write, for members may still come."""
+        """Return the mode of a folder. The owner may always write, since members may follow."""
         if self._mode is None:
             return mode & 0o755 | 0o700
-        return self._mode | _search_bits_of(self._mode) | 0o700
+        return self._mode | _compute_search_bits(self._mode) | 0o700
 
     def _remove(self, name: bytes, at: int, last: bytes) -> None:
-        """Make place for a later member of the same name."""
+        """Remove an earlier file, which a later member of the same name replaces."""
         if not stat.S_ISREG(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
             raise self._make_duplicate_error(name)
         os.unlink(last, dir_fd=at)
@@ -248,7 +258,7 @@ class Tree:
             pass
         else:
             if os.path.samestat(there, found):
-                return  # tar links a file to itself that it was told to pack twice
+                return  # tar links a file to itself if the file was packed twice
             self._remove(name, at, last)
         try:
             os.link(source, last, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
@@ -274,7 +284,7 @@ class Tree:
         return make_refusal(name, "is a hard link to what is no earlier file of it: pack it again.")
 
 
-def _search_bits_of(mode: int) -> int:
+def _compute_search_bits(mode: int) -> int:
     return (mode & 0o444) >> 2
 
 

@@ -1,4 +1,4 @@
-"""A tar's bytes out of a compressed archive, as many at a time as have arrived."""
+"""Decompress an archive while it arrives."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ import zstandard
 from millrace import errors
 from millrace.swarm.archives.limits import READ_SIZE, Reader, make_truncation_error
 
-# A decoder is given so little at a time that the most it can become stays small: deflate makes at
-# most 1032 bytes of one, zstd a block of 128 KiB of four.
+# Inputs of a decoder are small, so that its outputs stay small: deflate expands one byte to at most
+# 1032 bytes, and zstd four bytes to a block of 128 KiB.
 _GZIP_FEED = 4 << 10
 _ZSTD_FEED = 1 << 10
 _ZSTD_WINDOW = 128 << 20
@@ -30,14 +30,14 @@ def gunzip(archive: Reader) -> Iterator[bytes]:
 
 
 def unzstd(archive: Reader) -> Iterator[bytes]:
-    """Yield the content of a zstd file; one that needs a window above 128 MiB is refused."""
+    """Yield the content of a zstd file. Refuse a file with a window above 128 MiB."""
     zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    # Cast: zstandard's stubs know only bytes-like types that Python has since dropped.
+    # Cast: the stubs of zstandard use types that Python no longer has.
     return _decompress_frames(archive, lambda: cast("_Decoder", zstd.decompressobj()), _ZSTD_FEED)
 
 
 def _decompress_frames(archive: Reader, new: Callable[[], _Decoder], feed: int) -> Iterator[bytes]:
-    """Yield the content of compressed frames, one after another; zeros may stand between them."""
+    """Yield the content of consecutive compressed frames. Zeros between frames are skipped."""
     decoder = new()
     while data := archive.read(READ_SIZE):
         for at in range(0, len(data), feed):

@@ -1,4 +1,4 @@
-"""Parts that all methods of unpacking share: source, limits, and names that are taken."""
+"""Parts that all methods of unpacking share: the source, the limits, and the checks of names."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,21 +6,21 @@ from typing import Protocol
 from millrace import errors
 
 READ_SIZE = 1 << 20
-"""Bytes asked of an archive at a time."""
+"""Bytes that are read from an archive at a time."""
 
-_LONGEST_PART = 255  # bytes of a name between two slashes, on every file system in use
+_LONGEST_PART = 255  # bytes of a file name, the limit of common file systems
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """Limits on an archive: on what is really written, not on what its headers say.
+    """Limits on an archive. They count written bytes and files, not the numbers in its headers.
 
     Attributes:
-        bytes: Unpacked bytes in all.
-        members: Members, and folders that they imply.
+        bytes: Unpacked bytes of all members.
+        members: Members, with the folders that their names imply.
         name_bytes: Bytes of a member's name, or of a link's target.
         depth: Parts of a name.
-        spare: Bytes that it leaves free on the disk.
+        spare: Bytes of the disk that stay free.
     """
 
     bytes: int = 1 << 40
@@ -35,8 +35,8 @@ class UnpackResult:
     """Result of unpacking an archive.
 
     Attributes:
-        files: Files and links, not folders.
-        bytes: Bytes written into them.
+        files: Number of files and links, without folders.
+        bytes: Bytes of all files.
     """
 
     files: int
@@ -44,26 +44,30 @@ class UnpackResult:
 
 
 class Reader(Protocol):
-    """Source of an archive: read from its first byte to its last, once."""
+    """Source of an archive, which is read once from the first byte to the last."""
 
     def read(self, size: int, /) -> bytes:
-        """Return the next bytes, at most so many; waits for the first of them. Empty at the end."""
+        """Wait for the next bytes, and return up to `size` of them; none at the end."""
         ...
 
 
-def make_refusal(name: bytes, why: str) -> errors.ArchiveError:
-    """Return the error that says why a member is not unpacked."""
+def make_refusal(name: bytes, reason: str) -> errors.ArchiveError:
+    """Return the error for a member that is not unpacked."""
     shown = repr(name[:200].decode("utf-8", "backslashreplace"))
-    return errors.ArchiveError(f"The archive's member {shown} {why}")
+    return errors.ArchiveError(f"The archive's member {shown} {reason}")
 
 
 def make_truncation_error() -> errors.ArchiveError:
-    """Return the error for an archive of which the end is missing."""
+    """Return the error for an archive without its end."""
     return errors.ArchiveError("The archive ends before its end: upload it again.")
 
 
 def split_name(name: bytes, limits: UnpackLimits, *, folder: bool = False) -> tuple[bytes, ...]:
-    """Split a name at its slashes, without ``.`` and empty parts; those of a file end in one."""
+    """Split a name at its slashes, and check it. Remove ``.`` and empty parts.
+
+    Raises:
+        ArchiveError: The name leads out of the folder, is too long or too deep, or names no file.
+    """
     parts = name.split(b"/")
     if name.startswith(b"/"):
         raise make_refusal(name, "has an absolute name: pack it with a relative one.")
@@ -86,12 +90,21 @@ def split_name(name: bytes, limits: UnpackLimits, *, folder: bool = False) -> tu
 
 
 def check_link_target(name: bytes, target: bytes, depth: int, limits: UnpackLimits) -> None:
-    """Refuse a symbolic link that could lead out; it lies so many folders deep.
+    """Refuse a symbolic link that could lead out of the folder of the archive.
 
-    Its target may go up to the folder that is unpacked into, and then only down. A link lies
-    in a real folder, so going up from there leads to real folders; and going down through
-    other links leads to where these lead, all of them inside. To go up behind a name, which
-    may be a link, is what leads out: ``a/b/c -> ../..`` and ``d -> a/b/c/..``.
+    ``..`` is allowed only at the beginning of the target, up to the folder of the archive. A link
+    is in a real folder, so these steps lead to real folders. The steps down may pass other links,
+    which were checked themselves. ``..`` after a name could lead out, since the name may be a link:
+    ``a/b/c -> ../..`` and ``d -> a/b/c/..``.
+
+    Args:
+        name: Name of the link.
+        target: Target of the link.
+        depth: Number of folders above the link, below the folder of the archive.
+        limits: Limits of the archive.
+
+    Raises:
+        ArchiveError: The target could lead out, or is empty, too long or not printable.
     """
     if b"\0" in target or b"\\" in target or not 0 < len(target) <= limits.name_bytes:
         raise make_refusal(name, "is a link whose target is empty, too long or oddly named.")

@@ -1,4 +1,4 @@
-"""Archives of a run: each is unpacked while it arrives, and gets its folder when it is whole."""
+"""Archives of a run: unpack each archive while it arrives, then give its folder the final name."""
 
 import hashlib
 import json
@@ -11,35 +11,35 @@ from pathlib import Path
 from millrace.errors import ConfigurationError
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.assembly.arrivals import ArrivingFile
-from millrace.swarm.pieces import RECORDS_FOLDER, Catalogue, File
+from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
 from millrace.swarm.targets import SPARE_BYTES
 
-_Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; of a folder 0 and 0
+_Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; both 0 for a folder
 
 
 class ArchiveUnpacker:
-    """Unpacks a catalogue's archives below a root.
+    """Unpacks the archives of a catalogue below a root.
 
     Args:
-        root: The folder that nothing is written outside of.
-        catalogue: What the archives are among.
-        landing: Where their bytes arrive.
-        limits: ``bytes`` and ``members`` that one may unpack to.
+        root: Folder that no file is written outside of.
+        catalogue: Files of the run.
+        assembler: Assembler of these files.
+        limits: Limits of one archive: ``bytes`` and ``members``.
     """
 
     def __init__(
-        self, root: Path, catalogue: Catalogue, landing: Assembler, limits: dict[str, int]
+        self, root: Path, catalogue: Catalogue, assembler: Assembler, limits: dict[str, int]
     ) -> None:
-        self._root, self._catalogue, self._landing = root.resolve(), catalogue, landing
+        self._root, self._catalogue, self._assembler = root.resolve(), catalogue, assembler
         self._limits = limits
 
     def unpack(self, number: int) -> None:
-        """Unpack one archive; returns when its folder is there.
+        """Unpack one archive, and return when its folder has the final name.
 
         Raises:
-            ChangedError: The run has ended before.
-            ConfigurationError: Its folder is there already, and not all of it is as we made it.
-            ArchiveError: It holds what must not be unpacked.
+            ChangedError: The run ended before.
+            ConfigurationError: The folder exists, with files that Millrace did not unpack.
+            ArchiveError: The archive is damaged, or a member is refused.
         """
         from millrace.swarm.archives.unpack import CONTENT_NAME, SINGLE_FILE_METHODS  # noqa: PLC0415
 
@@ -49,7 +49,7 @@ class ArchiveUnpacker:
         record = _Record(self._root / RECORDS_FOLDER / "unpacked" / name)
         if os.path.lexists(into):
             if record.is_record_of(file) and record.is_whole(into):
-                self._landing.wait_final(number)
+                self._assembler.wait_final(number)
                 return
             record.check_replaceable(into, file)
         into.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +59,13 @@ class ArchiveUnpacker:
             )
         half = into.parent / f".{name}.unpacking"
         old = into.parent / f".{name}.replaced"
-        for left in (half, old):  # by a run that was killed
+        for left in (half, old):  # leftovers of a killed run
             _remove(left)
-            self._landing.note_folder(left)
+            self._assembler.note_folder(left)
         half.mkdir()
         try:
             self._unpack_into(number, file, half)
-            self._landing.wait_final(number)  # it is what it should be
+            self._assembler.wait_final(number)  # verified
             if os.path.lexists(into):
                 record.check_replaceable(into, file)
                 into.rename(old)
@@ -82,12 +82,14 @@ class ArchiveUnpacker:
         from millrace.swarm.archives.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415
 
         method = Unpacking(file.unpack)
-        limits = UnpackLimits(**self._limits, spare=SPARE_BYTES + self._landing.count_unallocated())
-        if method is Unpacking.ZIP:  # its directory is at its end
-            self._landing.wait_final(number)
+        limits = UnpackLimits(
+            **self._limits, spare=SPARE_BYTES + self._assembler.count_unallocated()
+        )
+        if method is Unpacking.ZIP:  # the directory of a zip is at its end
+            self._assembler.wait_final(number)
             archive: Path | ArrivingFile = self._root / file.path
         else:
-            archive = self._landing.open_sequential(number)
+            archive = self._assembler.open_sequential(number)
         unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
 
 
@@ -95,14 +97,14 @@ class _Record:
     """Record of one unpacked folder or file: its origin, then a line for each member.
 
     Args:
-        path: Of the record.
+        path: Path of the record.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, file: File, folder: Path) -> None:
-        """Note all that is in a folder, before it gets its name."""
+        """Record all members of a folder, before the folder gets its final name."""
         self._path.parent.mkdir(exist_ok=True)
         half = self._path.with_suffix(".part")
         with half.open("w") as lines:
@@ -122,14 +124,14 @@ class _Record:
             return False
 
     def is_whole(self, folder: Path) -> bool:
-        """Tell whether all members are as they were made; there may be other files beside them."""
+        """Tell whether no recorded member was changed. Other files in the folder are allowed."""
         return all(_stat_member(folder, member[0]) == member for member in self._read_members())
 
     def check_replaceable(self, folder: Path, file: File) -> None:
-        """See that nothing is in a folder but members as they were made.
+        """Check that a folder has only unchanged members.
 
         Raises:
-            ConfigurationError: Something is, so that the folder must not be replaced.
+            ConfigurationError: The folder has another file, or a changed one.
         """
         noted = set(self._read_members())
         other = next((m[0] for m in _iterate_members(folder) if m not in noted), None)
@@ -165,7 +167,10 @@ def _remove(path: Path) -> None:
 
 
 def _iterate_members(folder: Path) -> Iterator[_Member]:
-    """Return all that is below a folder, links not followed; of a file the file itself."""
+    """Yield all files and folders below a folder, without following links.
+
+    For a file, yield the file itself.
+    """
     if folder.is_symlink() or not folder.is_dir():
         yield from filter(None, [_stat_member(folder, "")])
         return

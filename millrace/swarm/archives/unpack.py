@@ -1,6 +1,6 @@
-"""Unpack an archive that is still arriving, without trusting it.
+"""Unpack an archive while it arrives, without trusting it.
 
-Nothing here writes: `untar` and `unzip` read the members, and `tree` makes them, or refuses to.
+`untar` and `unzip` read the members. `Tree` checks and writes them.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ __all__ = ["Reader", "UnpackLimits", "UnpackResult", "Unpacking", "detect", "unp
 
 
 class Unpacking(StrEnum):
-    """Method of unpacking an archive; ``auto`` is for `detect` to decide.
+    """Method of unpacking an archive. For ``auto``, `detect` decides.
 
-    ``gz`` and ``zst`` are for one compressed file, which is not an archive.
+    ``gz`` and ``zst`` are for a single compressed file without an archive.
     """
 
     AUTO = "auto"
@@ -39,10 +39,10 @@ SINGLE_FILE_METHODS = {Unpacking.GZ, Unpacking.ZST}
 """Methods whose result is one file, not a folder."""
 
 CONTENT_NAME = "content"
-"""Name of the file that a compressed file becomes in the folder it is unpacked into."""
+"""Name of the decompressed file in the folder of a single compressed file."""
 
 HEAD_SIZE = 8192
-"""First bytes of a file that tell what it is."""
+"""Number of first bytes of a file that `detect` needs."""
 
 _ENDINGS = {
     ".tar": Unpacking.TAR,
@@ -56,7 +56,7 @@ _MAGIC = (
     (0, b"\x1f\x8b", Unpacking.TAR_GZ),
     (0, b"\x28\xb5\x2f\xfd", Unpacking.TAR_ZST),
     (0, b"PK\x03\x04", Unpacking.ZIP),
-    (0, b"PK\x05\x06", Unpacking.ZIP),  # one without members
+    (0, b"PK\x05\x06", Unpacking.ZIP),  # a zip without members
     (257, b"ustar", Unpacking.TAR),
 )
 _SINGLE = {Unpacking.TAR_GZ: Unpacking.GZ, Unpacking.TAR_ZST: Unpacking.ZST}
@@ -65,22 +65,22 @@ _FILE_MODE = 0o644
 
 
 def detect_by_name(name: str) -> Unpacking | None:
-    """Return how an archive is to be unpacked, by its name or key; None if that does not say."""
+    """Return the method of unpacking for a file name or key; None for an unknown ending."""
     lower = name.lower()
     return next((method for ending, method in _ENDINGS.items() if lower.endswith(ending)), None)
 
 
 def detect(name: str, head: bytes) -> Unpacking:
-    """Decide how an archive is to be unpacked, by its name, else by its content.
+    """Return the method of unpacking for an archive, by its name or else by its content.
 
-    A gzip or zstd that holds no tar is one compressed file.
+    A gzip or zstd file without a tar counts as a single compressed file.
 
     Args:
-        name: Its file name or key.
-        head: Its first bytes: `HEAD_SIZE` of them, where there are as many.
+        name: File name or key of the archive.
+        head: First `HEAD_SIZE` bytes of the archive, or all bytes if there are fewer.
 
     Raises:
-        ConfigurationError: It is none that Millrace unpacks.
+        ConfigurationError: The file is no archive that Millrace unpacks.
     """
     if (named := detect_by_name(name)) is not None:
         return named
@@ -97,7 +97,7 @@ def detect(name: str, head: bytes) -> Unpacking:
 def _holds_tar(head: bytes, method: Unpacking) -> bool:
     """Tell whether compressed bytes begin with the header of a tar's member.
 
-    A tar without members is zeros, as is many a file that is no tar: it counts as one file.
+    A tar without members has only zeros, as other files may have. It counts as a single file.
     """
     found = b""
     with contextlib.suppress(errors.ArchiveError):  # the head ends before the archive does
@@ -121,30 +121,30 @@ def unpack(
     mode: int | None = None,
     owner: tuple[int, int] | None = None,
 ) -> UnpackResult:
-    """Unpack an archive while it arrives, into a folder that nobody else uses yet.
+    """Unpack an archive while it arrives, into an empty folder.
 
-    A tar is read once, in order and to its last byte; its members are on the disk (not synced)
-    as soon as their bytes have been read. It takes some MiB of memory, and for the worst tar.zst
-    below 300 MiB; a zip takes about 1 KiB for each member besides.
+    A tar is read once, from its first byte to its last. Its members are written (not synced) as
+    soon as their bytes have been read. Unpacking needs a few MiB of memory, and up to 300 MiB for
+    the worst tar.zst. A zip also needs about 1 KiB for each member.
 
-    A file of the same name as an earlier one replaces it, as in tar (``tar -r``), and so does a
-    link an earlier link; other things that are there twice are refused, folders aside. Times of
-    files are kept where they are not in the future, a zip's read as UTC. Not kept are owners,
+    A file replaces an earlier file of the same name, as in tar (``tar -r``), and a link an earlier
+    link. Other members with the same name are refused, except folders. Modification times are kept
+    unless they are in the future; those of a zip are read as UTC. These are not kept: owners,
     extended attributes, the bits setuid, setgid and sticky, and write permission for others.
 
     Args:
-        archive: Where its bytes come from. A zip's directory is at its end: it needs a path, or
-            an object with ``seek`` and ``tell`` that is whole.
-        method: What it is; `detect` tells.
-        into: An empty folder. After an error it holds a part, and is to be thrown away.
-        limits: What the archive may become.
-        mode: Permission bits of the files; those that are executable in the archive are so for
-            whoever may read them, and so are folders. None keeps the archive's.
-        owner: User and group id to give everything to; needs root.
+        archive: Source of the archive. The directory of a zip is at its end, so a zip must be
+            complete: a path, or an object with ``seek`` and ``tell``.
+        method: Method of unpacking, as from `detect`.
+        into: Empty folder. After an error it has a part of the members; remove it.
+        limits: Limits of the unpacked content.
+        mode: Permission bits of the files; None keeps those of the archive. Files that are
+            executable in the archive, and folders, are executable for all that may read them.
+        owner: User id and group id of all members. Needs root.
 
     Raises:
-        ArchiveError: It is damaged, or larger than the limits, or a member is refused. Nothing
-            outside the folder was touched.
+        ArchiveError: The archive is damaged or exceeds the limits, or a member is refused. No file
+            outside of the folder was changed.
         ConfigurationError: The method does not fit, or the folder is not empty.
     """
     if method is Unpacking.AUTO:
@@ -166,7 +166,7 @@ def unpack(
 
 
 def _iterate_blocks(archive: Reader, method: Unpacking) -> Iterator[bytes]:
-    """Decompress an archive, as many bytes at a time as have arrived."""
+    """Yield the decompressed bytes of an archive while it arrives."""
     if method in {Unpacking.TAR_GZ, Unpacking.GZ}:
         return gunzip(archive)
     if method in {Unpacking.TAR_ZST, Unpacking.ZST}:

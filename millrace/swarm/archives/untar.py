@@ -1,9 +1,9 @@
-"""Read a tar that is still arriving, without trusting it.
+"""Read a tar while it arrives, without trusting it.
 
-``tarfile.extract`` is not used: its ``data`` filter could be led out of the folder
-(CVE-2024-12718, CVE-2025-4517) in the Pythons in use, and it reads extended headers of any length
-into memory. Only its parser of the 512 bytes of a header is (ustar and pax: POSIX.1-2001; GNU's
-long names).
+``tarfile.extract`` is not used. Its ``data`` filter let members out of the folder in current
+versions of Python (CVE-2024-12718, CVE-2025-4517), and it reads extended headers of any length into
+memory. Only the parser of ``tarfile`` for the 512 bytes of a header is used. Formats: ustar and pax
+(POSIX.1-2001), and the long names of GNU tar.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from millrace.swarm.archives.limits import READ_SIZE, make_refusal, make_truncat
 _TAR_BLOCK = 512
 _END = bytes(_TAR_BLOCK)
 _REGULAR = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
-_LONGEST_EXTENDED = 1 << 20  # bytes of an extended header: access lists fit, and no memory is eaten
+_LONGEST_EXTENDED = 1 << 20  # bytes of an extended header, enough for access lists
 _EXTENDED_IN_A_ROW = 16
 _LONGEST_PADDING = 64 << 20  # zeros after a tar's end
 
 
 class _TarStream:
-    """A tar's bytes, in order."""
+    """Bytes of a tar, in order."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
@@ -33,7 +33,7 @@ class _TarStream:
         self.at = 0
 
     def read_some(self, size: int) -> memoryview:
-        """Return the next bytes, at most so many; empty at the end."""
+        """Return up to `size` of the next bytes; none at the end."""
         if not self._rest:
             self._rest = memoryview(next(self._blocks, b""))
         found, self._rest = self._rest[:size], self._rest[size:]
@@ -41,7 +41,7 @@ class _TarStream:
         return found
 
     def iterate_body(self, size: int) -> Iterator[memoryview]:
-        """Yield so many next bytes, and skip the padding of their last block."""
+        """Yield the next `size` bytes, and skip the padding of their last block."""
         left = size
         while left:
             found = self.read_some(left)
@@ -71,7 +71,7 @@ class _TarMember:
 
 
 def untar(blocks: Iterator[bytes], tree: Tree) -> None:
-    """Unpack a tar, in order and to its last byte."""
+    """Unpack a tar from its first byte to its last."""
     stream = _TarStream(blocks)
     shared: dict[bytes, bytes] = {}
     while (member := _read_member(stream, shared)) is not None:
@@ -100,9 +100,10 @@ def untar(blocks: Iterator[bytes], tree: Tree) -> None:
 
 
 def _read_member(stream: _TarStream, shared: dict[bytes, bytes]) -> _TarMember | None:
-    """Return the next member's header, with all that extended headers before it say.
+    """Return the header of the next member, with the values of extended headers before it.
 
-    None at the end.
+    Returns:
+        None at the end of the tar.
     """
     own: dict[bytes, bytes] = {}
     for _ in range(_EXTENDED_IN_A_ROW):
@@ -143,7 +144,7 @@ def _read_extended(stream: _TarStream, info: tarfile.TarInfo) -> bytes:
 
 
 def _parse_records(data: bytes) -> dict[bytes, bytes]:
-    """Yield the records of a pax header that we use: ``length key=value``, a line each."""
+    """Return the used records of a pax header. Each record is a line: ``length key=value``."""
     records: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:
@@ -169,7 +170,7 @@ def _make_member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _TarMemb
     if size < 0:
         raise make_refusal(name, "has a size that is none: the archive is damaged.")
     mtime = float(info.mtime)
-    with contextlib.suppress(ValueError):  # no number: the header's then
+    with contextlib.suppress(ValueError):  # not a number: the time of the header is used
         mtime = float(records.get(b"mtime", mtime))
     return _TarMember(
         name=name,

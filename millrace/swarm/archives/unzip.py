@@ -1,4 +1,4 @@
-"""Read a zip without trusting its directory."""
+"""Read a complete zip, without trusting its directory."""
 
 import contextlib
 import stat
@@ -15,8 +15,8 @@ from millrace.swarm.archives.limits import READ_SIZE, Reader, make_refusal
 
 _FILE_MODE = 0o644
 _LONGEST_DIRECTORY = 512 << 20  # bytes
-_UNIX = {3, 19}  # systems of a zip's maker whose attributes are Unix modes: Unix and macOS
-_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # of others zipfile bounds no memory
+_UNIX = {3, 19}  # systems that write Unix modes into a zip: Unix and macOS
+_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile limits no memory for others
 _UTF_8 = 0x800
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY = b"PK\x01\x02"
@@ -28,7 +28,7 @@ class _Seekable(Reader, Protocol):
 
 
 class _ZipSource:
-    """A zip's bytes, for zipfile, which itself would read a directory of any length."""
+    """Bytes of a zip for zipfile, with limits on its directory, which zipfile does not have."""
 
     def __init__(self, source: _Seekable, members: int) -> None:
         self._source = source
@@ -40,8 +40,9 @@ class _ZipSource:
             raise errors.ArchiveError(
                 "The archive is damaged: its directory is longer than any is."
             )
-        data = self._source.read(size if size >= 0 else READ_SIZE)  # all of its end: of 64 KiB
-        # zipfile makes an object of each entry, before anybody can count them.
+        # Without a size, zipfile reads the end of the file: 64 KiB.
+        data = self._source.read(size if size >= 0 else READ_SIZE)
+        # zipfile creates an object for each entry, so the entries are counted before.
         if not self.opened and data.count(_ENTRY) > self._members:
             raise errors.ArchiveError(
                 f"The archive has more than {self._members} members: raise the limit if it is "
@@ -62,7 +63,7 @@ class _ZipSource:
 
 
 def unzip(archive: Reader, tree: Tree) -> None:
-    """Unpack a zip, in the order of its bytes; it needs ``seek`` and ``tell``."""
+    """Unpack a zip, in the order of its bytes. The source needs ``seek`` and ``tell``."""
     if not (hasattr(archive, "seek") and hasattr(archive, "tell")):
         raise errors.ConfigurationError(
             "A zip's directory is at its end: give its path once it has arrived."
@@ -108,8 +109,8 @@ def _unzip_member(opened: zipfile.ZipFile, info: zipfile.ZipInfo, tree: Tree) ->
 
 
 def _decode_name(info: zipfile.ZipInfo) -> bytes:
-    """Return a member's name: UTF-8 also without the flag, as Info-ZIP and macOS write it."""
-    name = info.orig_filename  # filename is cut at a NUL
+    """Return the name of a member. Accept UTF-8 without its flag, as from Info-ZIP and macOS."""
+    name = info.orig_filename  # `filename` would be cut at a NUL
     if not info.flag_bits & _UTF_8:
         with contextlib.suppress(UnicodeError):
             raw = name.encode("cp437")
@@ -131,13 +132,13 @@ def _iterate_body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -
 def _parse_time(info: zipfile.ZipInfo) -> float:
     try:
         return timegm((*info.date_time, 0, 1, 0))
-    except ValueError:  # a day that is none
+    except ValueError:  # an invalid date
         return -1
 
 
 @contextlib.contextmanager
 def _translate_errors() -> Generator[None]:
-    """Say what zipfile says of a damaged archive, in any of its ways, in ours."""
+    """Raise an `ArchiveError` for each kind of error that zipfile raises for a damaged archive."""
     try:
         yield
     except (

@@ -1,4 +1,5 @@
-"""Parts of the assembler, which `millrace.swarm.assembler` connects: each owns one kind of state.
+"""Parts of the assembler. Each part owns one kind of state.
 
-They run on a node, so they import neither the settings nor a store's client.
+`millrace.swarm.assembler` connects the parts. They run on a node, so they import neither the
+settings nor a client of a store.
 """

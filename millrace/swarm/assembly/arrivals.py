@@ -1,6 +1,6 @@
-"""Arrival of pieces: which segments of which files are here, and who waits for them.
+"""Arrival of pieces: the segments of each file that have arrived, and the waits for them.
 
-This module owns the state of each file, and the lock that guards it.
+This module owns the state of each file, and the lock of these states.
 """
 
 import os
@@ -11,26 +11,26 @@ from pathlib import Path
 
 from millrace.errors import ChangedError
 from millrace.swarm.cache_index import CacheEntry
+from millrace.swarm.catalogue import Catalogue, File, Segment, combine_digests
 from millrace.swarm.journal import Range
-from millrace.swarm.pieces import Catalogue, File, Segment, digest_of
 from millrace.swarm.targets import Target
 
 
 @dataclass(slots=True)
 class FileState:
-    """One file on its way.
+    """State of one file.
 
     Attributes:
-        place: Paths of the file.
-        digests: SHA-256 of each segment that is here.
-        missing: Number of segments that are not.
+        target: Paths of the file.
+        digests: SHA-256 of each segment that has arrived; None for the others.
+        missing: Number of segments that have not arrived.
         final: Whether the file has its final name.
-        fresh: Whether no byte of it was replaced after it had been hashed.
-        drops: Number of times that a segment of it was dropped.
-        void: Whether the digest that it was said to have is none of its bytes.
+        fresh: Whether the hash over the arriving bytes is valid: no hashed byte was replaced.
+        drops: Number of dropped segments, over the whole run.
+        void: Whether the digest of the file is ignored (`VoidDigest`).
     """
 
-    place: Target
+    target: Target
     digests: list[bytes | None]
     missing: int
     final: bool = False
@@ -40,26 +40,26 @@ class FileState:
 
     @property
     def file(self) -> File:
-        """The file."""
-        return self.place.file
+        """File of the catalogue."""
+        return self.target.file
 
     @property
     def wanted(self) -> str:
-        """The digest that it must have; empty if nothing says one."""
+        """Digest that the bytes must have; empty if there is none."""
         return "" if self.void else self.file.digest
 
     @property
     def is_verified(self) -> bool:
-        """True if all of the file is here, and is what its digest says."""
+        """True if the file has its final name, and a digest."""
         return self.final and bool(self.wanted)
 
     @property
     def path(self) -> Path:
-        """Path at which its bytes are at the moment."""
-        return self.place.final if self.final else self.place.partial
+        """Current path of the bytes: the final or the partial one."""
+        return self.target.final if self.final else self.target.partial
 
     def note_segment(self, index: int, digest: bytes) -> None:
-        """Note a segment that is here."""
+        """Note a segment that has arrived."""
         if self.digests[index] is None:
             self.missing -= 1
         self.digests[index] = digest
@@ -73,11 +73,11 @@ class FileState:
         self.drops += 1
 
     def list_digests(self) -> list[bytes]:
-        """Return the digests of the segments that are here."""
+        """Return the digests of the segments that have arrived."""
         return [digest for digest in self.digests if digest is not None]
 
     def make_entry(self, piece_size: int) -> CacheEntry:
-        """Return the entry of the cache index that says that the file is ours."""
+        """Return the entry of the cache index for the file."""
         file = self.file
         return CacheEntry(
             path=file.path,
@@ -93,35 +93,35 @@ class FileState:
 
 
 class Arrivals:
-    """Pieces and files of a catalogue that are here.
+    """Pieces and files of a catalogue that the node has.
 
     Args:
         catalogue: Files and pieces.
-        places: Paths of each file.
+        targets: Paths of each file.
 
     Attributes:
         states: State of each file, by its number.
-        digests: Digest of each piece that is here; empty for one that is not.
-        changed: Condition that is notified when bytes or final names have come; it has the lock.
+        digests: Digest of each piece that the node has; empty for the others.
+        changed: Condition that is notified after each new segment or final name; it has the lock.
     """
 
-    def __init__(self, catalogue: Catalogue, places: Sequence[Target]) -> None:
+    def __init__(self, catalogue: Catalogue, targets: Sequence[Target]) -> None:
         self._catalogue = catalogue
         self._being_written: set[int] = set()  # pieces
         self._closing = False
         self.states = [
-            FileState(place, [None] * count, count)
-            for place, count in zip(places, _count_segments(catalogue), strict=True)
+            FileState(target, [None] * count, count)
+            for target, count in zip(targets, _count_segments(catalogue), strict=True)
         ]
         self.digests: list[str] = [""] * len(catalogue.pieces)
         self.changed = threading.Condition(threading.Lock())
 
     def has(self, number: int) -> bool:
-        """Tell whether a piece is here."""
+        """Tell whether the node has a piece."""
         return bool(self.digests[number])
 
     def list_pieces(self) -> list[tuple[int, str]]:
-        """Return the pieces that are here, with their digests."""
+        """Return the pieces that the node has, with their digests."""
         return [(number, digest) for number, digest in enumerate(self.digests) if digest]
 
     def iterate_coming(self) -> Iterable[FileState]:
@@ -129,7 +129,7 @@ class Arrivals:
         return (state for state in self.states if not state.final)
 
     def begin_write(self, number: int) -> bool:
-        """Note that a piece is being written; return False if it is already, or is here."""
+        """Note that a thread writes a piece; return False if it is written or being written."""
         with self.changed:
             if self.digests[number] or number in self._being_written:
                 return False
@@ -142,7 +142,7 @@ class Arrivals:
             self._being_written.discard(number)
 
     def end_write(self, number: int, parts: Sequence[bytes]) -> list[int]:
-        """Note that a piece is written; return the files that are complete now.
+        """Note that a piece is written, and return the files that are complete with it.
 
         The caller holds the lock.
 
@@ -151,7 +151,7 @@ class Arrivals:
             parts: SHA-256 of each of its segments.
         """
         self._being_written.discard(number)
-        self.digests[number] = digest_of(parts)
+        self.digests[number] = combine_digests(parts)
         complete: list[int] = []
         for segment, part in zip(self._catalogue.pieces[number], parts, strict=True):
             state = self.states[segment.file]
@@ -164,12 +164,12 @@ class Arrivals:
         return complete
 
     def note_pieces(self) -> None:
-        """Note the pieces that are here: those whose segments all are."""
+        """Note the pieces whose segments were all found on the disk."""
         for number, piece in enumerate(self._catalogue.pieces):
             parts = [self.states[s.file].digests[self.get_index(s)] for s in piece]
             known = [part for part in parts if part is not None]
             if len(known) == len(parts):
-                self.digests[number] = digest_of(known)
+                self.digests[number] = combine_digests(known)
 
     def get_index(self, segment: Segment) -> int:
         """Return the position of a segment in its file."""
@@ -181,15 +181,22 @@ class Arrivals:
         return [(at, min(step, size - at)) for at in range(0, max(size, 1), step)]
 
     def count_unallocated(self) -> int:
-        """Return the bytes that are still to come and for which no room was made on the disk."""
+        """Return the bytes of incomplete files that have no allocated disk space."""
         small = self._catalogue.piece_size
         return sum(s.file.size for s in self.iterate_coming() if s.file.size < small)
 
     def wait_for_byte(self, number: int, at: int) -> int:
-        """Wait until a file's byte is here; returns how many bytes follow it, 0 at its end.
+        """Wait until a byte of a file has arrived.
+
+        Args:
+            number: File.
+            at: Position of the byte.
+
+        Returns:
+            Number of bytes from this position to the end of its segment; 0 at the end of the file.
 
         Raises:
-            ChangedError: The run has ended before.
+            ChangedError: The run ended before.
         """
         state, size = self.states[number], self._catalogue.piece_size
         if at >= state.file.size:
@@ -202,42 +209,42 @@ class Arrivals:
         """Wait until a file has its final name.
 
         Raises:
-            ChangedError: The run has ended before.
+            ChangedError: The run ended before.
         """
         state = self.states[number]
         self._wait_until(state, lambda: state.final)
 
     def open_current(self, number: int) -> int:
-        """Open a file, under whichever name it has at the moment."""
+        """Open a file under its current name."""
         state = self.states[number]
         try:
             return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # it got its final name meanwhile
+        except FileNotFoundError:  # the file has received its final name meanwhile
             return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def rename(self, state: FileState) -> None:
-        """Give a file its final name, and wake whoever waits for it."""
-        with self.changed:  # whoever opens it looks for it under one name or the other
-            state.place.partial.rename(state.place.final)
+        """Give a file its final name, and end the waits for this name."""
+        with self.changed:  # `open_current` tries one name, then the other
+            state.target.partial.rename(state.target.final)
             state.final = True
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Wake whoever waits for bytes: none come any more."""
+        """End the waits for bytes: no further bytes arrive."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()
 
-    def _wait_until(self, state: FileState, there: Callable[[], bool]) -> None:
+    def _wait_until(self, state: FileState, has_arrived: Callable[[], bool]) -> None:
         with self.changed:
-            while not there():
+            while not has_arrived():
                 if self._closing:
                     raise ChangedError(f"The run ended before {state.file.path} was complete.")
                 self.changed.wait()
 
 
 class ArrivingFile:
-    """A file read from its beginning while it arrives: what unpacks an archive reads this.
+    """Reader of a file from its beginning, while the file arrives. Archives are unpacked from it.
 
     Args:
         arrivals: Files that arrive.
@@ -248,7 +255,7 @@ class ArrivingFile:
         self._arrivals, self._number, self._at = arrivals, number, 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next bytes, at most so many; waits for them. Empty at the end."""
+        """Wait for the next bytes, and return up to `size` of them, none at the end."""
         ready = self._arrivals.wait_for_byte(self._number, self._at)
         size = ready if size < 0 else min(size, ready)
         if size == 0:

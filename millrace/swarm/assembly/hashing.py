@@ -1,6 +1,6 @@
-"""Hashing of files while they arrive, where it is known what they should be.
+"""Hashing of files while they arrive, if the files have digests.
 
-This module owns how far each file is hashed.
+This module owns the hash objects, and the number of hashed bytes of each file.
 """
 
 import os
@@ -14,7 +14,7 @@ _BLOCK = 1 << 20
 
 
 class FileHashes:
-    """Hashes of files, from their first byte on.
+    """Hashes of files, from their first byte.
 
     Args:
         arrivals: Files that arrive.
@@ -28,7 +28,7 @@ class FileHashes:
         self._buffer = memoryview(bytearray(_BLOCK))
 
     def update(self, number: int, size: int) -> None:
-        """Hash the next bytes of a file, which are here."""
+        """Hash the next `size` bytes of a file, which have arrived."""
         descriptor = self._arrivals.open_current(number)
         try:
             while size:
@@ -41,13 +41,14 @@ class FileHashes:
             os.close(descriptor)
 
     def get_position(self, number: int) -> int:
-        """Return the number of bytes of a file that are hashed."""
+        """Return the number of hashed bytes of a file."""
         return self._hashed[number]
 
     def compute_digest(self, number: int) -> str | None:
-        """Return the digest of a complete file, of the kind that is known of it.
+        """Return the digest of a complete file, of the kind of `File.digest`.
 
-        None while the file is still being hashed.
+        Returns:
+            None while the thread of `hash_arriving` still hashes the file.
         """
         state = self._arrivals.states[number]
         if len(state.digests) == 1 and state.file.sha256:
@@ -60,13 +61,13 @@ class FileHashes:
         return self._hashers[number].hexdigest()
 
 
-def hash_arriving(arrivals: Arrivals, hashes: FileHashes, completed: Callable[[int], None]) -> None:
+def hash_arriving(arrivals: Arrivals, hashes: FileHashes, on_hashed: Callable[[int], None]) -> None:
     """Hash files of several pieces while they arrive, one after another, until the run ends.
 
     Args:
         arrivals: Files that arrive.
         hashes: Hashes of these files.
-        completed: Told a file that is complete and hashed.
+        on_hashed: Called with each file that is complete and hashed.
     """
     known = [
         number
@@ -78,11 +79,11 @@ def hash_arriving(arrivals: Arrivals, hashes: FileHashes, completed: Callable[[i
         if not _hash_one(arrivals, hashes, number, state):
             return
         if state.missing == 0 and not state.final:
-            completed(number)
+            on_hashed(number)
 
 
 def _hash_one(arrivals: Arrivals, hashes: FileHashes, number: int, state: FileState) -> bool:
-    """Hash a file while it arrives; return False if the run has ended before."""
+    """Hash a file while it arrives; return False if the run ended before."""
     while hashes.get_position(number) < state.file.size and state.fresh:
         try:
             ready = arrivals.wait_for_byte(number, hashes.get_position(number))

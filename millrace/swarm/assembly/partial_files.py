@@ -1,6 +1,6 @@
 """Partial files: the bytes of segments, and their lines in the journal.
 
-This module owns which partial files the journal has, and how much of each waits to be flushed.
+This module owns the list of the partial files in the journal, and the bytes that are not flushed.
 """
 
 import contextlib
@@ -13,50 +13,50 @@ from millrace.swarm.assembly.arrivals import FileState
 from millrace.swarm.journal import Journal, Range
 from millrace.swarm.targets import Targets
 
-_FLUSH_SIZE = 64 << 20  # bytes after which writing to the disk is begun
+_FLUSH_SIZE = 64 << 20  # written bytes of a file after which they are flushed to the disk
 
 
 class PartialFiles:
     """Partial files of a run.
 
     Args:
-        root: Folder that files go below; resolved.
-        places: Paths of the files.
-        journal: Journal that has their lines.
+        root: Folder that all destinations are below; resolved.
+        targets: Paths of the files.
+        journal: Journal of the partial files.
     """
 
-    def __init__(self, root: Path, places: Targets, journal: Journal) -> None:
-        self._root, self._places, self._journal = root, places, journal
-        self._noted: set[Path] = set()  # partial files that the journal has
+    def __init__(self, root: Path, targets: Targets, journal: Journal) -> None:
+        self._root, self._targets, self._journal = root, targets, journal
+        self._noted: set[Path] = set()  # partial files in the journal
         self._unflushed: dict[Path, int] = {}  # bytes
-        # Pieces of many files are written one after another: their many short system calls would
-        # hand the interpreter's lock to and fro between the threads.
+        # Pieces of many files are written one after another: with many short system calls, threads
+        # would compete for the lock of the interpreter.
         self._writing = threading.Lock()
 
     def mark_noted(self, state: FileState) -> None:
-        """Note that the journal has a partial file."""
-        self._noted.add(state.place.partial)
+        """Note that a partial file is in the journal."""
+        self._noted.add(state.target.partial)
 
     def make_relative(self, path: Path) -> str:
-        """Return a path as the journal has it: below the root."""
+        """Return a path relative to the root, as in the journal."""
         return path.relative_to(self._root).as_posix()
 
     def note_folder(self, folder: Path) -> None:
-        """Note a folder for the next run to remove, should this one be killed."""
+        """Note a folder that the next run removes, if this run is killed."""
         self._journal.note_folder(self.make_relative(folder))
 
     def note_segments(self, segments: Sequence[tuple[FileState, Range, bytes]]) -> None:
-        """Note segments that were written, each with its SHA-256."""
+        """Add written segments to the journal, each with its SHA-256."""
         self._journal.note_pieces(
-            (state.place.object, span, digest.hex()) for state, span, digest in segments
+            (state.target.object, span, digest.hex()) for state, span, digest in segments
         )
 
     def write(self, segments: Sequence[tuple[FileState, int, int]], data: memoryview) -> None:
-        """Write the segments of a piece, those of final files excepted.
+        """Write the segments of a piece, except those of final files.
 
         Args:
             segments: File, first byte and size of each.
-            data: Their bytes, one after another.
+            data: Bytes of the segments, one after another.
         """
         at = 0
         with self._writing if len(segments) > 1 else contextlib.nullcontext():
@@ -67,25 +67,25 @@ class PartialFiles:
                 at += size
 
     def reopen(self, state: FileState) -> None:
-        """Make a final file partial again: what is good of it is kept."""
-        self._places.make_partial(state.place)
+        """Make a final file partial again, to replace some of its segments."""
+        self._targets.make_partial(state.target)
         state.final = False
 
     def _note_file(self, state: FileState) -> None:
-        partial = state.place.partial
+        partial = state.target.partial
         if partial not in self._noted:
             self._noted.add(partial)
-            self._journal.note_file(state.place.object, self.make_relative(partial))
+            self._journal.note_file(state.target.object, self.make_relative(partial))
 
     def _write_segment(self, state: FileState, start: int, data: memoryview) -> None:
-        partial = state.place.partial
-        descriptor = self._places.create(state.place)
+        partial = state.target.partial
+        descriptor = self._targets.create(state.target)
         try:
             at = 0
             while at < len(data):
                 at += os.pwrite(descriptor, data[at:], start + at)
             unflushed = self._unflushed.get(partial, 0) + len(data)
-            if unflushed >= _FLUSH_SIZE:  # so that the last fsync has little left to do
+            if unflushed >= _FLUSH_SIZE:  # so that the last fsync is short
                 unflushed = 0
                 os.fdatasync(descriptor)
             self._unflushed[partial] = unflushed

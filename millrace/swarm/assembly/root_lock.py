@@ -1,4 +1,4 @@
-"""Lock of a root: one run at a time puts files below it."""
+"""Lock of a root: one run at a time writes files below the root."""
 
 import fcntl
 import os
@@ -8,11 +8,11 @@ from millrace.errors import ConflictError
 
 
 class RootLock:
-    """Lock of a root, which the kernel takes back when the process ends.
+    """Lock of a root. The kernel releases the lock when the process ends.
 
     Args:
-        root: Folder that files go below.
-        path: Path of the lock.
+        root: Folder that all destinations are below.
+        path: Path of the lock file.
     """
 
     def __init__(self, root: Path, path: Path) -> None:
@@ -36,7 +36,7 @@ class RootLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let go of the lock, if it was taken."""
+        """Release the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,6 +1,6 @@
-"""Requests of the driver to the agents: who they are, the run, its orders, and its events.
+"""Requests of the driver to the agents: identity, start and end of a run, orders, and events.
 
-This module owns the connections to the agents. It knows nothing of the run but its name.
+This module owns the connections to the agents. It knows only the name of the run.
 """
 
 import http.client
@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace import errors
 from millrace.formatting import clean_text
-from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.event_checker import EventChecker, ProtocolError
 from millrace.swarm.messages import NodeEvent, Order, encode_message
 from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import (
@@ -24,8 +24,8 @@ from millrace.swarm.protocol import (
 )
 
 _ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
-_START_TIMEOUT = 3600.0  # seconds that a node may look at what it has, while it answers otherwise
-_WATCH_INTERVAL = 1.0  # seconds between two looks at whether a node that starts a run answers
+_START_TIMEOUT = 3600.0  # seconds that a node may check its files, while it answers `GET /agent`
+_WATCH_INTERVAL = 1.0  # seconds between two `GET /agent` to a node that checks its files
 _IDENTITY_SIZE = 4096  # bytes of an answer to `GET /agent` at most
 
 
@@ -34,11 +34,11 @@ class AgentClient:
 
     Args:
         run: Name of the run.
-        check: Checks what agents say.
+        checker: Checks the answers of agents.
     """
 
-    def __init__(self, run: str, check: EventChecker) -> None:
-        self._run, self._check = run, check
+    def __init__(self, run: str, checker: EventChecker) -> None:
+        self._run, self._checker = run, checker
         self._connections = ConnectionPool(_ANSWER_TIMEOUT)
 
     @property
@@ -51,39 +51,42 @@ class AgentClient:
         self._connections.close()
 
     def identify(self, node: Node) -> Node:
-        """Ask an agent who it is, as all that follows names it; return the node with its place.
+        """Ask an agent for its identity, which all further requests name.
+
+        Returns:
+            The node, whose endpoint has the identity and the fingerprint of the certificate.
 
         Raises:
-            ProtocolError: It states no identity.
-            ProtocolVersionError: It has another version of the protocol.
-            TlsError: It does not prove that it has the key.
-            OSError, http.client.HTTPException: It cannot be reached.
+            ProtocolError: The agent states no identity.
+            ProtocolVersionError: The agent has another version of the protocol.
+            TlsError: The agent does not prove that it has the key.
+            OSError, http.client.HTTPException: The agent cannot be reached.
         """
         try:
-            place = identify(node.place, node.key, _ANSWER_TIMEOUT)
+            endpoint = identify(node.endpoint, node.key, _ANSWER_TIMEOUT)
         except (ValueError, RecursionError):
             raise ProtocolError("no identity") from None
-        return replace(node, place=place)
+        return replace(node, endpoint=endpoint)
 
     def start_run(self, node: Node, body: bytes) -> list[tuple[int, str]]:
-        """Start the run on a node, and see that the node answers while it looks at what it has.
+        """Start the run on a node, and check that the agent answers while it checks its files.
 
         Returns:
             The pieces that the node has, with their digests.
 
         Raises:
-            HttpStatusError: The node refused.
-            ProtocolError: It answered what no agent does.
-            OSError, http.client.HTTPException: It cannot be reached, or fell silent.
+            HttpStatusError: The agent refused.
+            ProtocolError: The answer is not one of an agent.
+            OSError, http.client.HTTPException: The agent cannot be reached, or answers no more.
         """
         opened, silent = threading.Event(), threading.Event()
-        # The pool is of its own, as it is closed when the node is silent.
+        # A separate pool, since it is closed when the node is silent.
         connections = ConnectionPool(_ANSWER_TIMEOUT)
 
         def watch() -> None:
             while not opened.wait(_WATCH_INTERVAL):
                 try:
-                    with self._connections.request(node.place, "GET", "/agent") as answer:
+                    with self._connections.request(node.endpoint, "GET", "/agent") as answer:
                         read_body(answer, _IDENTITY_SIZE)
                 except HttpStatusError:
                     continue
@@ -94,10 +97,10 @@ class AgentClient:
 
         threading.Thread(target=watch, name=f"open-{node.name}", daemon=True).start()
         try:
-            said = self._send(
+            answer = self._send(
                 node, "PUT", "", body, timeout=_START_TIMEOUT, connections=connections
             )
-            return self._check.read_pieces(said)
+            return self._checker.read_pieces(answer)
         except (OSError, http.client.HTTPException) as error:
             if silent.is_set():
                 raise TimeoutError from error
@@ -110,7 +113,8 @@ class AgentClient:
         """Send orders to a node.
 
         Raises:
-            HttpStatusError, ProtocolError, OSError, http.client.HTTPException: It took none.
+            HttpStatusError, ProtocolError, OSError, http.client.HTTPException: The node took no
+                order.
         """
         self._send(
             node,
@@ -120,18 +124,22 @@ class AgentClient:
         )
 
     def poll_events(self, node: Node, after: int) -> list[NodeEvent]:
-        """Wait a while for what has happened on a node since so many events.
+        """Wait a while for further events of a node, and return them.
+
+        Args:
+            node: Node.
+            after: Number of events that were received before.
 
         Raises:
-            ProtocolError: It says what no agent does.
-            HttpStatusError, OSError, http.client.HTTPException: It no longer answers.
+            ProtocolError: The answer is not one of an agent.
+            HttpStatusError, OSError, http.client.HTTPException: The node no longer answers.
         """
-        longest = self._check.max_events_bytes
-        said = self._send(node, "GET", f"/events?after={after}", longest=longest)
-        return self._check.read_events(said)
+        longest = self._checker.max_events_bytes
+        answer = self._send(node, "GET", f"/events?after={after}", longest=longest)
+        return self._checker.read_events(answer)
 
     def end_run(self, node: Node) -> None:
-        """End the run on a node. A node that hears nothing ends the run itself after a while."""
+        """End the run on a node. Without this request, the agent ends the run after a while."""
         try:
             self._send(node, "DELETE", "")
         except (HttpStatusError, OSError, http.client.HTTPException, ProtocolError):
@@ -151,17 +159,17 @@ class AgentClient:
         path = f"/runs/{self._run}{tail}"
 
         def sign_headers() -> dict[str, str]:
-            return {AUTH_HEADER: sign(node.key, method, path, body, to=node.place.identity)}
+            return {AUTH_HEADER: sign(node.key, method, path, body, to=node.endpoint.identity)}
 
         with (connections or self._connections).request(
-            node.place, method, path, sign_headers, body or None, timeout=timeout
+            node.endpoint, method, path, sign_headers, body or None, timeout=timeout
         ) as answer:
-            longest = longest or self._check.max_answer_bytes
-            said = read_body(answer, longest)
-        if len(said) > longest:
+            longest = longest or self._checker.max_answer_bytes
+            content = read_body(answer, longest)
+        if len(content) > longest:
             raise ProtocolError("more than there is to say")
         try:
-            return json.loads(said) if said else None
+            return json.loads(content) if content else None
         except (ValueError, RecursionError):
             raise ProtocolError("no JSON") from None
 
@@ -177,14 +185,14 @@ def describe_refusal(error: BaseException) -> str:
     return errors.format_error(error)
 
 
-def _read_reason(said: Any) -> str:
+def _read_reason(answer: Any) -> str:
     """Return the reason that a refusal states.
 
     Raises:
-        ValueError: It states none.
+        ValueError: The refusal states no reason.
     """
-    match said:
-        case {"why": str(why)} if why.strip():
-            return why
+    match answer:
+        case {"why": str(reason)} if reason.strip():
+            return reason
         case _:
             raise ValueError("no reason")

@@ -1,10 +1,10 @@
-"""Handling of what agents say: each event reaches the part of the driver that it concerns."""
+"""Pass each event of an agent to the part of the driver that needs it."""
 
 import time
 
-from millrace.swarm.driving.file_audits import FileAuditor
+from millrace.swarm.driving.file_checks import FileChecks
 from millrace.swarm.driving.members import Member
-from millrace.swarm.driving.own_reads import OwnReads
+from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.messages import (
     BytesReceived,
@@ -27,26 +27,32 @@ class EventHandler:
 
     Args:
         state: Members and tracker of the run.
-        reads: Pieces that the driver reads itself.
-        audits: Files that the driver reads.
-        files: Number of files.
+        pieces: Checks of pieces by the driver.
+        files: Checks of files by the driver.
+        file_count: Number of files.
         began: Time of the call.
     """
 
     def __init__(
-        self, state: RunState, reads: OwnReads, audits: FileAuditor, *, files: int, began: float
+        self,
+        state: RunState,
+        pieces: PieceChecks,
+        files: FileChecks,
+        *,
+        file_count: int,
+        began: float,
     ) -> None:
-        self._state, self._reads, self._audits = state, reads, audits
-        self._files, self._began = files, began
+        self._state, self._pieces, self._files = state, pieces, files
+        self._file_count, self._began = file_count, began
 
     def handle(self, member: Member, event: NodeEvent) -> None:
-        """Handle an event of a member. Nothing is believed of a lost one, or after the end."""
-        if member.why or self._state.is_ending:
+        """Handle an event of a member. Ignore events of lost members, and events after the end."""
+        if member.is_lost or self._state.is_ending:
             return
         match event:
             case BytesReceived():
                 if self._state.tracker.lacks(member.node.id):
-                    member.moved = time.monotonic()
+                    member.last_progress = time.monotonic()
             case PieceWritten():
                 self._handle_written(member, event)
             case PieceRedundant():
@@ -60,7 +66,7 @@ class EventHandler:
             case FileUnusable(file, reason):
                 member.unusable[file] = reason
             case DigestMismatch(file, digest):
-                self._audits.note_mismatch(member, file, digest)
+                self._files.note_mismatch(member, file, digest)
             case NodeFailed(reason):
                 self._state.lose(member, reason)
 
@@ -68,10 +74,10 @@ class EventHandler:
         state, name, number, now = self._state, member.node.id, event.piece, time.monotonic()
         _count_bytes(member, event.source, event.size)
         if event.source == STORE:
-            self._reads.note_read(number)
+            self._pieces.note_read(number)
         if not state.tracker.has(name, number):
             state.held += event.size
-            member.moved = now
+            member.last_progress = now
         state.dispatch(
             state.tracker.complete_transfer(name, number, event.source, event.digest, now)
         )
@@ -90,33 +96,33 @@ class EventHandler:
         member.counts.failures += 1
         number, source, wrong = event.piece, event.source, event.is_wrong
         now = time.monotonic()
-        giver = state.members.get(source)
-        if wrong and giver is not None and source not in member.accused:
-            member.accused.add(source)  # it may say so for ever, and of a node that gave nothing
-            state.tell(
+        uploader = state.members.get(source)
+        if wrong and uploader is not None and source not in member.accused:
+            member.accused.add(source)  # one event for each pair: the node may repeat its report
+            state.note_event(
                 NodeAccused(
-                    node=state.members.format_name(giver.node),
+                    node=state.members.format_name(uploader.node),
                     piece=number,
                     accuser=state.members.format_name(member.node),
                 )
             )
         if source == STORE:
-            self._reads.note_failure(member, number, event.status, event.reason)
+            self._pieces.note_failure(member, number, event.status, event.reason)
         state.dispatch(
             state.tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)
         )
         if wrong:
-            state.tell_untrusted()
+            state.note_untrusted()
 
     def _handle_ready(self, member: Member, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
             member.files.update(numbers)
-            member.moved = time.monotonic()
-        if len(member.files) == self._files and not member.ready:
+            member.last_progress = time.monotonic()
+        if len(member.files) == self._file_count and not member.ready:
             member.ready = True
             member.seconds = time.monotonic() - self._began
             name = self._state.members.format_name(member.node)
-            self._state.tell(NodeReady(node=name, seconds=round(member.seconds, 2)))
+            self._state.note_event(NodeReady(node=name, seconds=round(member.seconds, 2)))
 
 
 def _count_bytes(member: Member, source: str, size: int) -> None:

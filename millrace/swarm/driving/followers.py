@@ -1,10 +1,9 @@
-"""Threads that follow the nodes: each starts the run on a node, and hears what happens there.
+"""Threads that follow the nodes: each starts the run on a node, and receives the events there.
 
-This module owns the threads of a run. It tells the run who joins, and what each node says.
+This module owns the threads of a run. It adds nodes to the run, and passes their events on.
 """
 
 import http.client
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,18 +12,19 @@ from millrace import errors
 from millrace.swarm.driving.agent_client import AgentClient, describe_refusal
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
-from millrace.swarm.events import ProtocolError
-from millrace.swarm.messages import AddPeer, NodeEvent, VoidDigest, encode_endpoint
+from millrace.swarm.event_checker import ProtocolError
+from millrace.swarm.messages import AddPeer, NodeEvent, VoidDigest
 from millrace.swarm.nodes import AbsentNode, Node
 from millrace.swarm.protocol import HttpStatusError, ProtocolVersionError
+from millrace.swarm.run_spec import encode_start_body
 from millrace.swarm.tls import TlsError
 
 _EVENTS_AT_ONCE = 500  # events that are handled before another thread may have the run's lock
-_EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may say
+_EVENT_BURST, _EVENT_RATE = 50_000, 5_000  # events, and events a second, that a node may send
 _YIELD_INTERVAL = 0.001  # seconds without the lock between them; without, no other thread wakes
-_PACE_INTERVAL = 0.2  # seconds between two looks at whether a node may say more
+_PACE_INTERVAL = 0.2  # seconds between two checks of the event rate of a node
 _RETRY_INTERVAL = 1.0  # seconds between two tries to reach a host that does not answer yet
-_LOST_TIMEOUT = 1.0  # seconds that the lost nodes may take to end the run
+_LOST_TIMEOUT = 1.0  # seconds to wait for lost nodes at the end of the run
 
 
 class NodeFollowers:
@@ -33,29 +33,29 @@ class NodeFollowers:
     Args:
         state: Members and tracker of the run.
         client: Client of the agents; closed with the followers.
-        plan: Body that starts the run on a node.
+        spec: Encoded specification of the run.
         sizes: Bytes of each piece.
-        handle: Told each event of a member, with the lock of the run held.
-        list_void: Returns the files whose digest is void, which a new node is told.
+        on_event: Called with each event of a member, while the lock of the run is held.
+        list_void: Returns the files whose digest is void, for new nodes.
     """
 
     def __init__(
         self,
         state: RunState,
         client: AgentClient,
-        plan: bytes,
+        spec: bytes,
         sizes: list[int],
         *,
-        handle: Callable[[Member, NodeEvent], None],
+        on_event: Callable[[Member, NodeEvent], None],
         list_void: Callable[[], Iterable[int]],
     ) -> None:
         self._state, self._client = state, client
-        self._plan, self._sizes = plan, sizes
-        self._handle, self._list_void = handle, list_void
+        self._spec, self._sizes = spec, sizes
+        self._on_event, self._list_void = on_event, list_void
         self._threads: list[threading.Thread] = []
 
     def add(self, node: Node | AbsentNode) -> None:
-        """Follow a node that has come; of one without an agent, note that it is absent."""
+        """Follow a new node. Note a node without an agent as absent."""
         state = self._state
         if isinstance(node, AbsentNode):
             with state.news:
@@ -76,8 +76,8 @@ class NodeFollowers:
     def end_runs(self) -> None:
         """End the run on all nodes, and wait a while for the threads.
 
-        A lost node is told too, as it could not begin another run for a while. It is waited for
-        less long: it may be dead.
+        Lost nodes are included: else a living agent would refuse other runs for a while. The wait
+        for lost nodes is shorter, since they may be dead.
         """
         state = self._state
         with state.news:
@@ -92,7 +92,7 @@ class NodeFollowers:
             thread.start()
         deadline = time.monotonic() + _LOST_TIMEOUT
         for member in members:
-            if member.why:
+            if member.is_lost:
                 enders.pop(member.node.id).join(max(0.0, deadline - time.monotonic()))
         for thread in [*enders.values(), *self._threads]:
             thread.join(self._client.answer_timeout)
@@ -106,7 +106,7 @@ class NodeFollowers:
         self._client.end_run(member.node)
 
     def _follow(self, member: Member) -> None:
-        """Start the run of one node, then hear what happens there."""
+        """Start the run on one node, then receive its events."""
         state = self._state
         try:
             if not self._connect(member):
@@ -115,21 +115,20 @@ class NodeFollowers:
                 target=self._send_orders, args=(member,), name="orders", daemon=True
             )
             sender.start()
-            self._hear_events(member)
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a run hanging
+            self._receive_events(member)
+        except Exception as error:  # noqa: BLE001 - an unexpected error ends the run
             with state.news:
                 name = state.members.format_name(member.node)
-                why = f"{name}: {type(error).__name__}: {error}"
-                state.fatal = state.fatal or errors.WorkerError(why)
+                reason = f"{name}: {type(error).__name__}: {error}"
+                state.fatal = state.fatal or errors.WorkerError(reason)
                 state.news.notify_all()
 
     def _connect(self, member: Member) -> bool:
-        """Start the run of a node; return False if it is lost, or the run is over before."""
+        """Start the run on a node; return False if the node is lost or the run has ended before."""
         state = self._state
         with state.news:
-            peers = {m.node.id: m.node for m in state.members if m.joined}
-        known = {each: encode_endpoint(node.place) for each, node in peers.items()}
-        body = b"\n".join((json.dumps(known).encode(), self._plan))
+            agents = {m.node.id: m.node.endpoint for m in state.members if m.joined}
+        body = encode_start_body(agents, self._spec)
         while True:
             try:
                 if not self._identify(member):
@@ -137,22 +136,22 @@ class NodeFollowers:
                 have = self._client.start_run(member.node, body)
                 break
             except (HttpStatusError, ProtocolError, TlsError, ProtocolVersionError) as error:
-                why = describe_refusal(error)
+                reason = describe_refusal(error)
                 if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
-                    self._lose(member, why)
+                    self._lose(member, reason)
                     return False
             except TimeoutError:
-                why = f"it did not answer for {self._client.answer_timeout:.0f} s"
+                reason = f"it did not answer for {self._client.answer_timeout:.0f} s"
             except (OSError, http.client.HTTPException) as error:
-                why = f"it cannot be reached ({errors.format_error(error)})"
-            if not self._wait_to_retry(member, why):
+                reason = f"it cannot be reached ({errors.format_error(error)})"
+            if not self._wait_to_retry(member, reason):
                 return False
         with state.news:
-            self._join(member, have, set(peers))
+            self._join(member, have, set(agents))
         return True
 
     def _identify(self, member: Member) -> bool:
-        """Ask an agent who it is. False if it is another node's."""
+        """Ask an agent for its identity; return False if another node leads to the same agent."""
         member.node = self._client.identify(member.node)
         state = self._state
         with state.news:
@@ -162,24 +161,30 @@ class NodeFollowers:
                 state.lose(member, f"its address leads to the agent of {name}: name each node once")
         return twin is None
 
-    def _wait_to_retry(self, member: Member, why: str) -> bool:
-        """Wait a moment, and tell whether to try a host again that did not answer or was busy."""
+    def _wait_to_retry(self, member: Member, reason: str) -> bool:
+        """Wait a moment; tell whether to try a host again that did not answer or was busy."""
         state = self._state
         with state.news:
             if state.is_ending:
                 return False
-            state.members.await_member(member, why)
+            state.members.await_member(member, reason)
             state.news.wait(_RETRY_INTERVAL)
             return not state.is_ending
 
     def _join(self, member: Member, have: list[tuple[int, str]], known: set[str]) -> None:
-        """Let a node take part: the others hear of it, and it hears of those it does not know."""
+        """Add a node to the run, and make the node and the other nodes known to each other.
+
+        Args:
+            member: Node.
+            have: Pieces that the node has, with their digests.
+            known: Ids of the nodes whose agents were in the body of the request.
+        """
         state, identity = self._state, member.node.id
         for other in state.members.list_joined():
-            other.orders.put(AddPeer(identity, member.node.place))
+            other.orders.put(AddPeer(identity, member.node.endpoint))
             if other.node.id not in known:
-                member.orders.put(AddPeer(other.node.id, other.node.place))
-        member.joined, member.moved = True, time.monotonic()
+                member.orders.put(AddPeer(other.node.id, other.node.endpoint))
+        member.joined, member.last_progress = True, time.monotonic()
         state.members.add(member)
         member.counts.cached = sum(self._sizes[number] for number, _ in have)
         state.held += member.counts.cached
@@ -205,9 +210,9 @@ class NodeFollowers:
                 self._lose(member, f"it took no orders ({describe_refusal(error)})")
                 return
 
-    def _hear_events(self, member: Member) -> None:
+    def _receive_events(self, member: Member) -> None:
         after, state, began = 0, self._state, time.monotonic()
-        while not (state.is_ending or member.why):
+        while not (state.is_ending or member.is_lost):
             try:
                 events = self._client.poll_events(member.node, after)
             except (HttpStatusError, OSError, http.client.HTTPException) as error:
@@ -222,24 +227,24 @@ class NodeFollowers:
                     time.sleep(_YIELD_INTERVAL)
                 with state.news:
                     for event in events[at : at + _EVENTS_AT_ONCE]:
-                        self._handle(member, event)
+                        self._on_event(member, event)
                     state.news.notify_all()
             self._pace(member, after, began)
 
-    def _pace(self, member: Member, said: int, began: float) -> None:
-        """Wait while a node has said more events than any agent has to say.
+    def _pace(self, member: Member, count: int, began: float) -> None:
+        """Wait while a node has sent more events than a correct agent sends.
 
         Args:
             member: Node.
-            said: Number of its events.
-            began: Time of the first look at them.
+            count: Number of its events.
+            began: Time of the first request for events.
         """
         state = self._state
-        while not (state.is_ending or member.why):
-            if said <= _EVENT_BURST + _EVENT_RATE * (time.monotonic() - began):
+        while not (state.is_ending or member.is_lost):
+            if count <= _EVENT_BURST + _EVENT_RATE * (time.monotonic() - began):
                 return
             time.sleep(_PACE_INTERVAL)
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         with self._state.news:
-            self._state.lose(member, why)
+            self._state.lose(member, reason)

@@ -1,7 +1,7 @@
-"""Members of a run: the nodes that the driver has heard of, and what it knows of each.
+"""Members of a run: the nodes with an agent, and their state as the driver knows it.
 
-This module owns who is there, who is absent, and which agent each node is. It has no lock: whoever
-uses it holds the lock of the run.
+This module owns the members, the absent nodes, and the identities of the agents. It has no lock:
+its caller holds the lock of the run.
 """
 
 import queue
@@ -16,13 +16,13 @@ from millrace.swarm.protocol import Endpoint
 
 @dataclass(slots=True)
 class TransferCounts:
-    """Bytes that a node has, and failed fetches.
+    """Bytes on a node, and its failed fetches.
 
     Attributes:
-        cached: Bytes that were there already.
-        from_store: Bytes that it read from the store.
-        from_peers: Bytes that it got from other nodes.
-        failures: Fetches that failed.
+        cached: Bytes that the node had before the run.
+        from_store: Bytes that the node read from the store.
+        from_peers: Bytes that the node received from other nodes.
+        failures: Number of fetches that failed.
     """
 
     cached: int = 0
@@ -32,55 +32,60 @@ class TransferCounts:
 
     @property
     def moved(self) -> int:
-        """Bytes that came in this run."""
+        """Bytes that the node received in this run."""
         return self.from_store + self.from_peers
 
 
 @dataclass(slots=True)
 class Member:
-    """A node, as the driver knows it.
+    """State of a node, as the driver knows it.
 
     Attributes:
-        node: Its name, place and key.
-        orders: Orders for its agent; None ends them.
-        joined: Whether its agent has started the run.
-        why: Reason why it is lost; empty while it lives.
-        files: Numbers of the files that are in place.
-        unusable: Reason why an archive could not be unpacked, by its number.
-        accused: Nodes that it says gave it wrong bytes.
-        counts: Bytes that it has.
-        ready: Whether every file is in place.
-        seconds: Seconds from the call until it was ready.
-        moved: Time at which it last received a byte, or came.
+        node: Name, endpoint and key of the node.
+        orders: Orders for the agent of the node; None ends them.
+        joined: Whether the agent has started the run.
+        lost_reason: Reason for the loss of the node; empty while the node is not lost.
+        files: Numbers of the files that have their final names.
+        unusable: Reason for each archive that could not be unpacked, by the number of the file.
+        accused: Nodes that have sent wrong bytes, as this node reports.
+        counts: Bytes on the node.
+        ready: Whether all files have their final names.
+        seconds: Seconds from the call until the node was ready.
+        last_progress: Time of the last received byte or finished file, or of the start.
     """
 
     node: Node
     orders: queue.SimpleQueue[Order | None] = field(default_factory=queue.SimpleQueue[Order | None])
     joined: bool = False
-    why: str = ""
+    lost_reason: str = ""
     files: set[int] = field(default_factory=set[int])
     unusable: dict[int, str] = field(default_factory=dict[int, str])
     accused: set[str] = field(default_factory=set[str])
     counts: TransferCounts = field(default_factory=TransferCounts)
     ready: bool = False
     seconds: float = 0.0
-    moved: float = field(default_factory=time.monotonic)
+    last_progress: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the node takes part in the run no longer."""
+        return bool(self.lost_reason)
 
     def has_all(self, files: int) -> bool:
-        """Tell whether nothing more comes to the node: it is ready, or an archive is unusable."""
+        """Tell whether every file has its final name or is an unusable archive."""
         return len(self.files | self.unusable.keys()) == files
 
 
 class RunMembers:
-    """All nodes of a run, by `Node.id`: two nodes may have the same name.
+    """All nodes of a run, by `Node.id`, since two nodes may have the same name.
 
     Attributes:
-        absent: Nodes without an agent.
+        absent: Nodes without an agent, by their ids.
     """
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
-        self._awaited: set[str] = set()  # of the absent ones, those that may yet come
+        self._awaited: set[str] = set()  # absent nodes that may still join
         self._identities: dict[str, list[Node]] = {}  # identity of an agent → its nodes
         self.absent: dict[str, AbsentNode] = {}
 
@@ -93,23 +98,23 @@ class RunMembers:
         return identity in self._members
 
     def __iter__(self) -> Iterator[Member]:
-        """Iterate over all members, also those that are lost."""
+        """Iterate over all members, with the lost ones."""
         return iter(self._members.values())
 
     def get(self, identity: str) -> Member | None:
-        """Return the member of an id; None if there is none, as for the store."""
+        """Return the member of an id; None if there is none, such as for the store."""
         return self._members.get(identity)
 
     def list_living(self) -> list[Member]:
         """Return the members that are not lost."""
-        return [member for member in self._members.values() if not member.why]
+        return [member for member in self._members.values() if not member.is_lost]
 
     def list_joined(self) -> list[Member]:
         """Return the living members whose agents have started the run."""
         return [member for member in self.list_living() if member.joined]
 
     def add(self, member: Member) -> None:
-        """Add a member, which is no longer absent if it has joined."""
+        """Add a member. A member that has joined is no longer absent."""
         if member.joined:
             self.absent.pop(member.node.id, None)
         self._members[member.node.id] = member
@@ -118,31 +123,31 @@ class RunMembers:
         """Note a node that has no agent."""
         self.absent[node.id] = node
 
-    def await_member(self, member: Member, why: str) -> None:
-        """Note that a member does not answer, and may yet come."""
+    def await_member(self, member: Member, reason: str) -> None:
+        """Note that a member does not answer, and may still join."""
         node = member.node
-        self.absent[node.id] = AbsentNode(node.id, node.name, why)
+        self.absent[node.id] = AbsentNode(node.id, node.name, reason)
         self._awaited.add(node.id)
         self._members.pop(node.id, None)
 
     def is_awaited(self, node: AbsentNode) -> bool:
-        """Tell whether an absent node may yet come."""
+        """Tell whether an absent node may still join."""
         return node.id in self._awaited
 
     def has_awaited(self) -> bool:
-        """Tell whether any absent node may yet come."""
+        """Tell whether any absent node may still join."""
         return not self._awaited.isdisjoint(self.absent)
 
     def find_twin(self, node: Node) -> Node | None:
         """Return another node whose address leads to the same agent; None if there is none."""
-        same = self._identities.setdefault(node.place.identity, [])
-        twin = next((one for one in same if _is_same_agent(one.place, node.place)), None)
+        same = self._identities.setdefault(node.endpoint.identity, [])
+        twin = next((one for one in same if _is_same_agent(one.endpoint, node.endpoint)), None)
         if twin is None:
             same.append(node)
         return None if twin is None or twin.id == node.id else twin
 
     def format_name(self, node: Node | AbsentNode) -> str:
-        """Return the name of a node, with its id where another node has the same name."""
+        """Return the name of a node, and its id if another node has the same name."""
         known = [*(member.node for member in self), *self.absent.values()]
         if any(other.name == node.name and other.id != node.id for other in known):
             return f"{node.name} ({node.id})"
@@ -150,10 +155,10 @@ class RunMembers:
 
 
 def _is_same_agent(one: Endpoint, other: Endpoint) -> bool:
-    """Tell whether two places that state one identity are of one agent.
+    """Tell whether two endpoints with the same identity lead to one agent.
 
-    Anybody may ask an agent for its identity, and state it. Nobody shows its certificate; over
-    loopback none is shown.
+    Any process can learn the identity of an agent, and then state the same identity. Only the agent
+    has the key of its certificate. Over loopback, agents have no certificate.
     """
     fingerprints = {one.fingerprint, other.fingerprint}
     return len(fingerprints) == 1 or "" in fingerprints

@@ -1,12 +1,12 @@
-"""Quorum of a run: when it begins, and whether enough nodes live.
+"""Quorum of a run: the time of its first order, and the share of nodes that must live.
 
-This module owns how many nodes are expected, and how long they are waited for.
+This module owns the number of expected nodes, and the time that the run waits for them.
 """
 
 from millrace import errors
 from millrace.swarm.driving.members import RunMembers
 
-_LATECOMER_TIMEOUT = 5.0  # seconds that a missing host is waited for when all others are ready
+_LATECOMER_TIMEOUT = 5.0  # seconds to wait for a missing host when all others are ready
 
 
 class Quorum:
@@ -15,11 +15,11 @@ class Quorum:
     Args:
         members: Nodes of the run.
         min_share: Share of the expected nodes that must live.
-        start_timeout: Seconds that nodes are waited for.
+        start_timeout: Seconds to wait for nodes before the first order.
         began: Time of the call.
 
     Attributes:
-        expected: Number of nodes that are expected; 0 until that is known.
+        expected: Number of expected nodes; 0 until the number is known.
     """
 
     def __init__(
@@ -30,37 +30,41 @@ class Quorum:
         self.expected = 0
 
     def can_start(self, now: float) -> bool:
-        """Tell whether to begin: all are there or known not to be, or long enough was waited."""
-        joined = sum(member.joined or bool(member.why) for member in self._members)
+        """Tell whether to give the first order.
+
+        The run starts when each expected node has joined, is lost or is absent, and enough have
+        joined. After the timeout, the run starts with one node.
+        """
+        joined = sum(member.joined or member.is_lost for member in self._members)
         enough = joined >= self._min_share * self.expected
         if enough and joined + len(self._members.absent) >= self.expected > 0:
             return True
-        return bool(joined) and self._is_arrival_over(now)
+        return bool(joined) and self._is_start_over(now)
 
     def awaits_latecomers(self, now: float) -> bool:
-        """Tell whether to wait for a missing node though all others are ready."""
+        """Tell whether to wait for a missing node when all others are ready."""
         limit = min(_LATECOMER_TIMEOUT, self._start_timeout)
         return self._members.has_awaited() and now - self._began <= limit
 
     def check(self, now: float) -> None:
-        """See that enough nodes live.
+        """Check that enough nodes live.
 
         Raises:
-            WorkerError: Too many are lost.
+            WorkerError: Too many nodes are lost.
         """
         members = self._members
-        lost = {members.format_name(m.node): m.why for m in members if m.why}
-        over = self._is_arrival_over(now)
+        lost = {members.format_name(m.node): m.lost_reason for m in members if m.is_lost}
+        over = self._is_start_over(now)
         for absent in members.absent.values():
             if over or not members.is_awaited(absent):
-                lost[members.format_name(absent)] = absent.why
+                lost[members.format_name(absent)] = absent.reason
         if not self.expected or len(lost) > (1 - self._min_share) * self.expected + 1e-9:
-            reasons = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:5])
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(lost.items())[:5])
             raise errors.WorkerError(
                 f"{len(lost)} of {self.expected} nodes are lost, and at least "
                 f"{self._min_share:.0%} must live ({reasons or 'the cluster has none'}). Run "
                 "it again when they are back: what the others have stays."
             )
 
-    def _is_arrival_over(self, now: float) -> bool:
+    def _is_start_over(self, now: float) -> bool:
         return now - self._began > self._start_timeout

@@ -1,4 +1,4 @@
-"""Reports of a run: its result, and its progress while it goes on."""
+"""Reports of a run: its result, and its progress."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class NodeReport:
     """Result of one node.
 
     Attributes:
-        name: The node.
-        ready: Whether everything is there, under its final name.
-        why: If not, a sentence.
-        cached: Bytes that were there already.
-        from_store: Bytes it read from the store.
-        from_peers: Bytes it got from other nodes.
-        failures: Fetches that failed and were ordered again.
-        seconds: From the call until it was ready.
-        trusted: False when it served bytes that were not what they should be.
+        name: Name of the node.
+        ready: Whether all files have their final names.
+        why: Reason if the node is lost; else empty.
+        cached: Bytes that the node had before the run.
+        from_store: Bytes that the node read from the store.
+        from_peers: Bytes that the node received from other nodes.
+        failures: Number of fetches that failed.
+        seconds: Seconds from the call until the node was ready.
+        trusted: Whether other nodes could still fetch from the node: no wrong bytes were proven.
     """
 
     name: str
@@ -39,18 +39,20 @@ class PrewarmReport:
     """Result of a run.
 
     Attributes:
-        files: How many files every node was to get.
-        size: Their bytes.
-        unverified: Files of which neither a record, nor the caller, nor an ETag says what they
-            should be. The store's ETag did not change.
-        unconfirmed: Those of them with a part that only one node has read, and the driver has not:
-            nobody can say that it is what the store has.
-        driver_bytes: Bytes that the driver has read from the store itself.
-        seconds: From the call to the last file in place. Letting go of the agents comes after it.
-        startup: Seconds of it in which agents were started, and looked at what they have.
-        nodes: What became of each.
-        direct: Why nodes also read from the store what others had; empty if none did.
-        curve: Seconds since the call, and the bytes all nodes had by then.
+        files: Number of files.
+        size: Bytes of all files.
+        unverified: Number of files without a digest: neither a record, nor the caller, nor an ETag
+            has one. The ETag did not change during the run.
+        unconfirmed: Number of unverified files with a part that one node alone has read. Neither
+            another node nor the driver has confirmed these bytes.
+        driver_bytes: Bytes that the driver has read from the store.
+        seconds: Seconds from the call until the last file had its final name. The end of the agents
+            is not included.
+        startup: Seconds until the first order: agents started, and checked their files.
+        nodes: Result of each node.
+        direct: Reason for which nodes read pieces from the store that other nodes had; empty if
+            no node did.
+        curve: Seconds since the call, and the bytes on all nodes at that time.
     """
 
     files: int
@@ -71,7 +73,7 @@ class PrewarmReport:
 
 
 def report_nodes(members: RunMembers, quarantined: set[str]) -> tuple[NodeReport, ...]:
-    """Return the result of each node, also of those without an agent, by name.
+    """Return the result of each node, with those without an agent, ordered by name.
 
     Args:
         members: Nodes of the run.
@@ -80,8 +82,8 @@ def report_nodes(members: RunMembers, quarantined: set[str]) -> tuple[NodeReport
     nodes = [
         NodeReport(
             name=members.format_name(member.node),
-            ready=member.ready and not member.why,
-            why=member.why,
+            ready=member.ready and not member.is_lost,
+            why=member.lost_reason,
             cached=member.counts.cached,
             from_store=member.counts.from_store,
             from_peers=member.counts.from_peers,
@@ -92,7 +94,7 @@ def report_nodes(members: RunMembers, quarantined: set[str]) -> tuple[NodeReport
         for member in members
     ]
     nodes += [
-        NodeReport(members.format_name(absent), False, absent.why, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
+        NodeReport(members.format_name(absent), False, absent.reason, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
         for absent in members.absent.values()
     ]
     return tuple(sorted(nodes, key=lambda node: node.name))
@@ -102,11 +104,11 @@ class ProgressRecorder:
     """Progress of a run over time.
 
     Args:
-        size: Bytes that each node is to get.
+        size: Bytes of all files.
         began: Time of the call.
 
     Attributes:
-        curve: Seconds since the call, and the bytes all nodes had by then.
+        curve: Seconds since the call, and the bytes on all nodes at that time.
     """
 
     def __init__(self, size: int, began: float) -> None:
@@ -114,7 +116,7 @@ class ProgressRecorder:
         self.curve: list[tuple[float, int]] = []
 
     def record(self, state: RunState, now: float) -> PrewarmProgressed:
-        """Add a point to the curve, and return the event that says how far the run is."""
+        """Add a point to the curve, and return the progress event."""
         seconds = now - self._began
         self.curve.append((seconds, state.held))
         living = state.members.list_living()

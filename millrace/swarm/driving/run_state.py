@@ -1,7 +1,7 @@
-"""State that all threads of a run share: the tracker, the members, and what was said of them.
+"""State that all threads of a run share: the tracker, the members, and their progress events.
 
-This module owns the lock of the run. It alone gives the orders of the tracker to the members, and
-it alone says that a member is lost.
+This module owns the lock of the run. No other module passes orders of the tracker to members, or
+marks a member as lost.
 """
 
 import threading
@@ -13,34 +13,34 @@ from millrace.progress import Event
 from millrace.swarm.driving.members import Member, RunMembers
 from millrace.swarm.messages import DropPiece, FetchPiece
 from millrace.swarm.progress_events import NodeLost, NodeUntrusted
-from millrace.swarm.tracker import Order, Tracker
+from millrace.swarm.tracker import PieceOrder, Tracker
 
 
 class RunState:
     """Tracker and members of a run.
 
-    Whoever calls a method holds the lock of `news`.
+    The caller of a method holds the lock of `news`.
 
     Args:
-        tracker: Decides who fetches what.
+        tracker: Decides which node fetches which piece from which source.
         sizes: Bytes of each piece.
-        disputed: Told a piece of which nodes have different digests.
+        on_disputed: Called with a piece for which nodes have reported different digests.
 
     Attributes:
-        news: Condition that is notified when something has happened; it has the run's lock.
+        news: Condition that is notified after each change; it has the lock of the run.
         members: Nodes of the run.
-        tracker: Decides who fetches what.
+        tracker: Decides which node fetches which piece from which source.
         fatal: Error that ends the run; None while there is none.
-        is_ending: Whether the run is over, so that nothing is believed any more.
-        held: Bytes that all living nodes have.
+        is_ending: Whether the run is over, so that all further events are ignored.
+        held: Bytes on all living nodes.
     """
 
     def __init__(
-        self, tracker: Tracker, sizes: Sequence[int], disputed: Callable[[int], None]
+        self, tracker: Tracker, sizes: Sequence[int], on_disputed: Callable[[int], None]
     ) -> None:
-        self._sizes, self._disputed = sizes, disputed
+        self._sizes, self._on_disputed = sizes, on_disputed
         self._untrusted: set[str] = set()
-        self._told: list[Event] = []
+        self._events: list[Event] = []
         self.news = threading.Condition(threading.RLock())
         self.members = RunMembers()
         self.tracker = tracker
@@ -48,28 +48,29 @@ class RunState:
         self.is_ending = False
         self.held = 0
 
-    def tell(self, event: Event) -> None:
-        """Note an event for `take_events`."""
-        self._told.append(event)
+    def note_event(self, event: Event) -> None:
+        """Add an event to the progress events."""
+        self._events.append(event)
 
-    def tell_untrusted(self) -> None:
-        """Note an event of each member that the tracker has come to distrust."""
+    def note_untrusted(self) -> None:
+        """Add an event for each member that the tracker no longer trusts since the last call."""
         for name in sorted(set(self.tracker.quarantined) - self._untrusted):
             self._untrusted.add(name)
-            self.tell(NodeUntrusted(node=self.members.format_name(self.members[name].node)))
+            self.note_event(NodeUntrusted(node=self.members.format_name(self.members[name].node)))
 
-    def take_events(self) -> list[Event]:
-        """Return the events since the last call."""
-        told, self._told = self._told, []
-        return told
+    def take_progress_events(self) -> list[Event]:
+        """Remove and return the progress events since the last call."""
+        events, self._events = self._events, []
+        return events
 
-    def lose(self, member: Member, why: str) -> None:
-        """Note that a member is lost, unless it is already, or the run is over."""
-        if member.why or self.is_ending:
+    def lose(self, member: Member, reason: str) -> None:
+        """Mark a member as lost, unless the member is lost already or the run is over."""
+        if member.is_lost or self.is_ending:
             return
-        member.why = why or "it gave no reason"
+        member.lost_reason = reason or "it gave no reason"
         member.orders.put(None)
-        self.tell(NodeLost(node=self.members.format_name(member.node), reason=member.why))
+        name = self.members.format_name(member.node)
+        self.note_event(NodeLost(node=name, reason=member.lost_reason))
         self.held -= self.count_held(member)
         self.dispatch(self.tracker.remove_node(member.node.id, time.monotonic()))
         self.news.notify_all()
@@ -78,8 +79,11 @@ class RunState:
         """Return the bytes of the pieces that a member has."""
         return sum(self.tracker.list_held_sizes(member.node.id, self._sizes))
 
-    def dispatch(self, orders: list[Order]) -> None:
-        """Give orders of the tracker to the members, and act on what it has found."""
+    def dispatch(self, orders: list[PieceOrder]) -> None:
+        """Pass orders of the tracker to the members.
+
+        Then request the disputed pieces, and mark the faulty nodes as lost.
+        """
         for order in orders:
             queued = self.members[order.node].orders
             if order.drop:
@@ -88,15 +92,19 @@ class RunState:
             else:
                 queued.put(FetchPiece(order.piece, order.source, order.digest))
         for number in self.tracker.take_disputed():
-            self._disputed(number)
-        for name in self.tracker.take_hopeless():
+            self._on_disputed(number)
+        for name in self.tracker.take_faulty():
             self.lose(self.members[name], "what it has, or reads, is not what the store has")
 
     def settle(self, pieces: dict[int, str]) -> bool:
-        """Tell the tracker what pieces are; return whether a node had one of them wrong."""
-        orders: list[Order] = []
+        """Tell the tracker the digests of pieces that the driver has read.
+
+        Returns:
+            Whether a node had a wrong copy of one of them.
+        """
+        orders: list[PieceOrder] = []
         for number, digest in pieces.items():
             orders += self.tracker.settle_piece(number, digest, time.monotonic())
         self.dispatch(orders)
-        self.tell_untrusted()
+        self.note_untrusted()
         return any(order.drop for order in orders)

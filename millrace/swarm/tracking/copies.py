@@ -1,14 +1,14 @@
-"""Copies of pieces: who has which, what the votes for them decide, and whom others fetch from.
+"""Copies of pieces: the votes of the nodes, the decided digests, and the holders.
 
-This module owns what each piece is, and the holders that give it. A change has consequences: other
-nodes may fetch the piece, a copy is dropped, or the piece is read from the store again.
+This module owns the digest and the holders of each piece. A change has consequences: other nodes
+may fetch the piece, a node drops its copy, or a node reads the piece from the store again.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
-from millrace.swarm.tracking.orders import STORE, Order
+from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.votes import PieceVotes
@@ -17,11 +17,11 @@ from millrace.swarm.tracking.waiting import WaitingNodes
 
 @dataclass(slots=True)
 class PieceState:
-    """One piece, as the tracker knows it.
+    """State of one piece.
 
     Attributes:
         size: Number of bytes.
-        votes: Statements of the nodes about its digest.
+        votes: Reports of the nodes about the digest of the piece.
         holders: Trusted nodes whose copy has the decided digest.
     """
 
@@ -38,12 +38,12 @@ class CopyTable:
         nodes: Nodes of the run.
         transfers: Transfers that are under way.
         waiting: Nodes that wait for work, and their queues.
-        readers: Ranking that is told how far each node is.
-        orders: List that orders to drop a copy are added to.
+        readers: Ranking of the readers, which counts the missing pieces of each node.
+        orders: List that receives the orders to drop a copy.
 
     Attributes:
-        disputed: Pieces of which nodes have different digests.
-        hopeless: Nodes that had too many pieces wrong.
+        disputed: Pieces whose votes differ.
+        faulty: Nodes with too many wrong copies.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class CopyTable:
         transfers: TransferTable,
         waiting: WaitingNodes,
         readers: ReaderRanking,
-        orders: list[Order],
+        orders: list[PieceOrder],
     ) -> None:
         self._pieces = [PieceState(size) for size in sizes]
         self._nodes, self._transfers = nodes, transfers
         self._waiting, self._readers = waiting, readers
         self._orders = orders
         self.disputed: list[int] = []
-        self.hopeless: list[str] = []
+        self.faulty: list[str] = []
 
     def __getitem__(self, number: int) -> PieceState:
         """Return a piece."""
@@ -71,33 +71,40 @@ class CopyTable:
         """Return the number of pieces."""
         return len(self._pieces)
 
-    def require_votes(self, needs: Sequence[int]) -> None:
-        """Set the number of votes that decide, for each piece."""
-        for piece, votes in zip(self._pieces, needs, strict=False):
-            piece.votes.needs = votes
+    def require_votes(self, votes_needed: Sequence[int]) -> None:
+        """Set the number of equal votes that decide each piece."""
+        for piece, count in zip(self._pieces, votes_needed, strict=False):
+            piece.votes.votes_needed = count
 
     def is_disputed(self, number: int) -> bool:
-        """Tell whether votes for a piece differ, and the owner has not said what it is."""
+        """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self._pieces[number].votes.is_disputed(self._is_trusted)
 
     def is_waiting_for_votes(self, number: int) -> bool:
-        """Tell whether a piece has a vote, and too few: nodes have it in `NodeQueues.votes`."""
+        """Tell whether a piece has votes, but too few: the piece is in `NodeQueues.votes`."""
         return self._pieces[number].votes.is_waiting(self._is_trusted)
 
-    def is_well_held(self, number: int) -> bool:
-        """Tell whether some node has a piece from which it comes in time."""
+    def has_fast_holder(self, number: int) -> bool:
+        """Tell whether a holder of a piece uploads in time."""
         nodes = self._nodes
         return any(not nodes[name].pace.is_slow for name in self._pieces[number].holders)
 
-    def welcome(self, node: NodeState) -> None:
-        """Let a new node fetch what others have, and read the rest."""
+    def queue_for_new_node(self, node: NodeState) -> None:
+        """Add the pieces that have holders to the queue of a new node, and request reads."""
         for number, piece in enumerate(self._pieces):
             if piece.holders:
                 node.queues.fetches.append(number)
-            self.offer_if_nobody_has(number)  # those that have it may give nothing
+            self.request_read_if_needed(number)  # all holders may be slow
 
     def note_copy(self, node: NodeState, number: int, digest: str, *, vote: bool) -> None:
-        """Note that a node has a copy of a piece; `vote`: it did not get it from a node."""
+        """Note that a node has a copy of a piece.
+
+        Args:
+            node: Node.
+            number: Piece.
+            digest: Digest of the copy.
+            vote: Whether the copy is a vote: the node did not receive it from another node.
+        """
         votes = self._pieces[number].votes
         self._nodes.note_copy(node, number)
         self._readers.note_copy(node)
@@ -108,83 +115,82 @@ class CopyTable:
             self._reject(node, number)
         else:
             self._count_votes(number)
-        self.offer_if_nobody_has(number)
+        self.request_read_if_needed(number)
 
     def settle(self, number: int, digest: str) -> None:
-        """Note the digest of a piece that the owner has read: copies that differ are dropped."""
+        """Note the digest of a piece that the driver has read: nodes drop other copies."""
         self._pieces[number].votes.is_settled = True
         self._decide(number, digest)
-        self.offer_if_nobody_has(number)
+        self.request_read_if_needed(number)
 
     def forget_node(self, node: NodeState) -> None:
-        """Forget the copies of a node that is gone. What they were stays decided."""
+        """Forget the copies of a removed node. Decided digests stay decided."""
         for number, piece in enumerate(self._pieces):
             if not piece.votes.remove(node.name):
                 continue
             if node.name in piece.holders:
                 piece.holders.remove(node.name)
-            self.offer_if_nobody_has(number)
+            self.request_read_if_needed(number)
 
     def distrust(self, node: NodeState) -> None:
-        """Fetch nothing more from a node, count its votes no more, and undo what they decided.
+        """Trust a node no longer: ignore its votes and its copies, and undo their decisions.
 
-        A piece of which too few votes are left is open again. Copies of it that came from other
-        nodes are dropped where two votes were needed, and those of the node itself where no other
-        node has it.
+        A digest with too few remaining votes is no longer decided. Then nodes drop their copies of
+        the piece that are not votes, and the node drops its own copy.
         """
         if not node.trust.is_trusted:
             return
         node.trust.is_trusted = False
         for number, piece in enumerate(self._pieces):
-            if node.name not in piece.votes.said:
+            if node.name not in piece.votes.digests:
                 continue
             if node.name in piece.holders:
                 piece.holders.remove(node.name)
             self._undo_decision(node, number)
-            self.offer_if_nobody_has(number)
+            self.request_read_if_needed(number)
 
     def mark_slow(self, node: NodeState) -> None:
-        """Compare nobody with a node. What only slow nodes have is read from the store again."""
+        """Mark a node as slow. Request reads of the pieces that only slow nodes have."""
         if node.pace.is_slow:
             return
         node.pace.is_slow = True
         self._readers.update()
         for number in range(len(self._pieces)):
             if node.have[number]:
-                self.offer_if_nobody_has(number)
+                self.request_read_if_needed(number)
 
-    def offer_if_nobody_has(self, number: int) -> None:
-        """Let a piece be read that is lacked, and that no node reads or gives in time."""
-        if self._transfers.is_read(number) or self.is_well_held(number):
+    def request_read_if_needed(self, number: int) -> None:
+        """Queue a read of a piece that a node lacks, unless a node reads or quickly uploads it."""
+        if self._transfers.is_read(number) or self.has_fast_holder(number):
             return
         if self._nodes.is_lacked(number):
-            self.offer(number)
+            self.request_read(number)
 
-    def offer(self, number: int) -> None:
-        """Let a node read a piece from the store: the first one, or one that has no vote yet."""
+    def request_read(self, number: int) -> None:
+        """Queue a read of a piece from the store: the first read, or one for a further vote."""
         if self.is_waiting_for_votes(number):
-            self._waiting.offer_vote(number)
+            self._waiting.request_vote_read(number)
         else:
-            self._waiting.offer_read(number)
+            self._waiting.request_first_read(number)
 
     def _is_trusted(self, name: str) -> bool:
         return self._nodes[name].trust.is_trusted
 
     def _add_holder(self, node: NodeState, number: int) -> None:
-        """Let others fetch a piece from a node, whose copy is right."""
+        """Add a holder of a piece, which other nodes can fetch from."""
         piece = self._pieces[number]
         if not node.trust.is_trusted or node.name in piece.holders:
             return
         piece.holders.append(node.name)
         if node.pace.is_slow:
-            self.offer_if_nobody_has(number)
+            self.request_read_if_needed(number)
         if len(piece.holders) == 1:
             self._waiting.enqueue_for_others(number)
         elif node.zone:
-            self._waiting.pass_on(node, number)
+            self._waiting.enqueue_for_zone(node, number)
 
     def _count_votes(self, number: int) -> None:
-        """Count the votes for a piece: enough for one digest decide, and others are a dispute."""
+        """Decide a piece with enough equal votes. Note a dispute if votes differ."""
         digest = self._pieces[number].votes.count(self._is_trusted)
         if digest is not None:
             self._decide(number, digest)
@@ -192,21 +198,21 @@ class CopyTable:
             self.disputed.append(number)
 
     def _decide(self, number: int, digest: str) -> None:
-        """Let a piece be what is said; where the owner says so, other copies are dropped."""
+        """Set the digest of a piece. If the driver has settled it, nodes drop other copies."""
         piece = self._pieces[number]
         votes = piece.votes
         votes.digest, piece.holders = digest, []
-        for name, said in list(votes.said.items()):
-            if said == digest:
+        for name, reported in list(votes.digests.items()):
+            if reported == digest:
                 self._add_holder(self._nodes[name], number)
-            elif votes.is_settled and name in votes.said:
+            elif votes.is_settled and name in votes.digests:
                 self._reject(self._nodes[name], number)
 
     def _reject(self, node: NodeState, number: int) -> None:
-        """Have a node drop a copy: the owner says otherwise, or it is of a digest that is undone.
+        """Order a node to drop a copy with a wrong digest, or with one that is no longer decided.
 
-        A node whose vote was wrong twice has none any more. One that goes on so is given up: it
-        would read the piece again for ever.
+        A node with two wrong votes is no longer trusted. A node with more of them is faulty: else
+        it would read the piece again forever.
         """
         voted = node.name in self._pieces[number].votes.voters
         self._drop(node, number)
@@ -216,8 +222,8 @@ class CopyTable:
         node.trust.count_wrong_vote()
         if node.trust.has_lost_vote:
             self.distrust(node)
-        if node.trust.has_become_hopeless:
-            self.hopeless.append(node.name)
+        if node.trust.has_become_faulty:
+            self.faulty.append(node.name)
 
     def _undo_decision(self, node: NodeState, number: int) -> None:
         piece = self._pieces[number]
@@ -227,9 +233,9 @@ class CopyTable:
         if votes.has_support(self._is_trusted, held=bool(piece.holders)):
             return
         wrong, votes.digest, piece.holders = votes.digest, "", []
-        for name, said in list(votes.said.items()):
+        for name, reported in list(votes.digests.items()):
             voted = name in votes.voters and name != node.name
-            if said == wrong and not voted:
+            if reported == wrong and not voted:
                 self._drop(self._nodes[name], number)
         self._count_votes(number)
 
@@ -240,5 +246,5 @@ class CopyTable:
             piece.holders.remove(node.name)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
-            self._waiting.queue_vote(node, number)
-            self._orders.append(Order(node.name, number, STORE, drop=True))
+            self._waiting.queue_vote_read(node, number)
+            self._orders.append(PieceOrder(node.name, number, STORE, drop=True))

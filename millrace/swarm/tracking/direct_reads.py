@@ -1,6 +1,6 @@
-"""Reads from the store of what other nodes have, where the store is quicker than the nodes.
+"""Direct reads: reads from the store of pieces that nodes have, if the store is faster.
 
-This module owns the comparison of both, for each node, and its reason.
+This module decides when the rates are compared, and owns the reason for direct reads.
 """
 
 from millrace.swarm.tracking.copies import CopyTable
@@ -10,16 +10,16 @@ from millrace.swarm.tracking.read_queue import ReadQueue
 
 
 class DirectReads:
-    """Comparison of the store with the nodes, once nothing waits for the store.
+    """Comparison of the store with the nodes, once no piece waits for the store.
 
     Args:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
-        reads: Pieces that are to be read from the store.
-        allowed: Whether nodes may read from the store what others have.
+        reads: Pieces to read from the store.
+        allowed: Whether direct reads are allowed.
 
     Attributes:
-        why: Reason why nodes do so; empty while they do not.
+        reason: Reason for direct reads, with both rates; empty if no node makes any.
     """
 
     def __init__(
@@ -27,32 +27,32 @@ class DirectReads:
     ) -> None:
         self._nodes, self._copies, self._reads = nodes, copies, reads
         self._allowed = allowed
-        self.why = ""
+        self.reason = ""
 
     def note_read(self, node: NodeState, size: int, seconds: float, now: float) -> None:
-        """Note a read of so many bytes from the store."""
-        node.pace.outrun.note_read(size, now)
-        node.pace.one_read = size / max(seconds, 1e-6)
+        """Note a read of a number of bytes from the store."""
+        node.pace.store_comparison.note_read(size, now)
+        node.pace.last_read_rate = size / max(seconds, 1e-6)
 
     def note_fetch(self, node: NodeState, size: int) -> None:
-        """Note so many bytes that came from another node."""
-        node.pace.outrun.note_given(size)
+        """Note a number of bytes from another node."""
+        node.pace.store_comparison.note_received(size)
 
     def compare(self, now: float) -> None:
-        """See whether the store outruns the nodes, when nothing waits for the store."""
+        """Compare the store with the nodes, if no piece waits for the store."""
         if not self._allowed:
             return
         supplied = self._reads.has_any or self._is_awaiting_store()
         for node in self._nodes.iterate_living():
-            outrun = node.pace.outrun
+            store_comparison = node.pace.store_comparison
             if supplied:
-                outrun.restart(now)
-            elif node.transfers.fetches and not outrun.why:
-                outrun.compare(node.pace.one_read, self._count_coming(node), now)
-                self.why = self.why or outrun.why
+                store_comparison.restart(now)
+            elif node.transfers.fetches and not store_comparison.reason:
+                store_comparison.compare(node.pace.last_read_rate, self._count_coming(node), now)
+                self.reason = self.reason or store_comparison.reason
 
     def _is_awaiting_store(self) -> bool:
-        """Tell whether a piece that no node has is being read."""
+        """Tell whether a node reads a piece that has no holder."""
         return any(
             STORE in sources and not self._copies[number].holders
             for node in self._nodes.iterate_living()
@@ -60,7 +60,7 @@ class DirectReads:
         )
 
     def _count_coming(self, node: NodeState) -> int:
-        """Return the bytes of the pieces that are on their way to a node from other nodes."""
+        """Return the bytes of the pieces in transfer to a node from other nodes."""
         return sum(
             self._copies[number].size
             for number, sources in node.transfers.down.items()

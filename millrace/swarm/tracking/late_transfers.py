@@ -1,6 +1,6 @@
-"""Transfers that take too long: which are late, and what is ordered in their place.
+"""Late transfers, and the second orders for them.
 
-This module owns no state. It looks at all transfers at one moment.
+This module owns no state. Each call examines all transfers that are under way.
 """
 
 from collections import Counter
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from millrace.swarm.tracking.copies import CopyTable
-from millrace.swarm.tracking.givers import GiverRanking
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 from millrace.swarm.tracking.orders import STORE
 from millrace.swarm.tracking.read_queue import ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
-from millrace.swarm.tracking.selection import GiverSelector
+from millrace.swarm.tracking.selection import UploaderSelector
 from millrace.swarm.tracking.slots import SlotFiller
 from millrace.swarm.tracking.transfers import TransferTable
+from millrace.swarm.tracking.uploaders import UploaderRanking
 
-_VERY_LATE = 4.0  # times what is late
+_VERY_LATE = 4.0  # multiple of the timeout after which a transfer may never end
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ class LateTransfers:
 
     Attributes:
         transfers: Node, piece and source of each.
-        nodes: Readers, or givers, of these transfers.
-        very: Whether one takes far too long.
+        nodes: Readers, or uploaders, of these transfers.
+        very: Whether one of them is very late (`is_very_late`).
     """
 
     transfers: list[tuple[NodeState, int, str]] = field(
@@ -36,30 +36,32 @@ class LateTransfers:
     nodes: set[str] = field(default_factory=set[str])
     very: bool = False
 
-    def note(self, node: NodeState, number: int, source: str, took: float, allowed: float) -> None:
+    def note(
+        self, node: NodeState, number: int, source: str, seconds: float, allowed: float
+    ) -> None:
         """Add a transfer if it takes longer than allowed."""
-        if took > allowed:
+        if seconds > allowed:
             self.transfers.append((node, number, source))
             self.nodes.add(node.name if source == STORE else source)
-            self.very |= is_very_late(took, allowed)
+            self.very |= is_very_late(seconds, allowed)
 
 
-def is_very_late(took: float, allowed: float) -> bool:
+def is_very_late(seconds: float, allowed: float) -> bool:
     """Tell whether a transfer takes so long that it may never end."""
-    return took > _VERY_LATE * allowed
+    return seconds > _VERY_LATE * allowed
 
 
 class LateTransferHedger:
-    """Orders what is late from somewhere else too; whichever comes first counts.
+    """Orders late transfers from another source too. The first result counts.
 
     Args:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
         transfers: Transfers that are under way.
-        unread: Pieces that are to be read from the store.
+        unread: Pieces to read from the store.
         readers: Ranking of the readers.
-        givers: Rates of the transfers between nodes.
-        selector: Selection of givers.
+        uploaders: Rates of the transfers between nodes.
+        selector: Selection of uploaders.
         slots: Gives the orders.
     """
 
@@ -71,16 +73,16 @@ class LateTransferHedger:
         transfers: TransferTable,
         unread: ReadQueue,
         readers: ReaderRanking,
-        givers: GiverRanking,
-        selector: GiverSelector,
+        uploaders: UploaderRanking,
+        selector: UploaderSelector,
         slots: SlotFiller,
     ) -> None:
         self._nodes, self._copies, self._transfers = nodes, copies, transfers
-        self._unread, self._readers, self._givers = unread, readers, givers
+        self._unread, self._readers, self._uploaders = unread, readers, uploaders
         self._selector, self._slots = selector, slots
 
     def hedge(self, now: float) -> None:
-        """Order what is late from somewhere else too."""
+        """Order late transfers from another source too."""
         for late in self._find_late(now):
             for node, number, source in late.transfers:
                 if source == STORE:
@@ -89,28 +91,28 @@ class LateTransferHedger:
                     self._hedge_fetch(node, number, self._nodes[source], now)
 
     def _find_late(self, now: float) -> list[LateTransfers]:
-        """Return the late transfers that are to be hedged; mark givers that are very late."""
+        """Return the late transfers to order again; mark very late uploaders as slow."""
         reads, slow_reads, near = LateTransfers(), LateTransfers(), LateTransfers()
         across: dict[str, LateTransfers] = {}  # by the zone that they go to
         crossing: Counter[str] = Counter()
         for node in self._nodes.iterate_living():
             slow = self._readers.is_probing(node) or self._readers.is_slow(node)
             for number, source, since in _iterate_single(node):
-                giver = self._nodes.get(source)
-                size, took = self._copies[number].size, now - since
-                if giver is None:
+                uploader = self._nodes.get(source)
+                size, seconds = self._copies[number].size, now - since
+                if uploader is None:
                     late = slow_reads if slow else reads
-                    late.note(node, number, source, took, self._allow_read(size, slow=slow))
+                    late.note(node, number, source, seconds, self._allow_read(size, slow=slow))
                     continue
                 late = near
-                if giver.zone != node.zone:
+                if uploader.zone != node.zone:
                     late = across.setdefault(node.zone, LateTransfers())
                     crossing[node.zone] += 1
-                allowed = self._givers.compute_timeout(giver, node, size)
-                late.note(node, number, source, took, allowed)
-                if is_very_late(took, allowed):
-                    self._copies.mark_slow(giver)
-        # Late at many at once is a crowded network, and more of the same would not help.
+                allowed = self._uploaders.compute_timeout(uploader, node, size)
+                late.note(node, number, source, seconds, allowed)
+                if is_very_late(seconds, allowed):
+                    self._copies.mark_slow(uploader)
+        # If many nodes are late at once, the network is busy, and further transfers would not help.
         few = max(1, sum(1 for _ in self._nodes.iterate_living()) // 4)
         due = [late for late in (reads, near) if len(late.nodes) <= few or late.very]
         due += [
@@ -126,29 +128,29 @@ class LateTransferHedger:
         )
 
     def _hedge_read(self, node: NodeState, number: int, now: float) -> None:
-        """Let another node read a piece too, or fetch it from a node that has it by now."""
+        """Order a late read again: from a holder, or else as a read by another node."""
         piece = self._copies[number]
-        alone = self._transfers.measure_read(node.transfers, number, now)
-        self._readers.note_pace(node, alone / max(piece.size, 1))
+        unshared = self._transfers.measure_read(node.transfers, number, now)
+        self._readers.note_pace(node, unshared / max(piece.size, 1))
         if not piece.holders:
-            self._copies.offer(number)
+            self._copies.request_read(number)
             return
         self._order_elsewhere(node, number, STORE, now)
 
-    def _hedge_fetch(self, node: NodeState, number: int, giver: NodeState, now: float) -> None:
-        """Let a node fetch a piece from another giver too."""
-        if giver.zone == node.zone and self._givers.knows_path(giver, node):
-            self._copies.mark_slow(giver)  # other givers serve this node better
-        self._order_elsewhere(node, number, giver.name, now)
+    def _hedge_fetch(self, node: NodeState, number: int, uploader: NodeState, now: float) -> None:
+        """Order a late fetch from another uploader too."""
+        if uploader.zone == node.zone and self._uploaders.knows_path(uploader, node):
+            self._copies.mark_slow(uploader)  # other uploaders come first from now on
+        self._order_elsewhere(node, number, uploader.name, now)
 
     def _order_elsewhere(self, node: NodeState, number: int, source: str, now: float) -> None:
-        giver = self._selector.select(node, number)
-        if giver is not None and giver.name != source and not giver.pace.is_slow:
-            self._slots.order_fetch(node, number, giver, now)
+        uploader = self._selector.select(node, number)
+        if uploader is not None and uploader.name != source and not uploader.pace.is_slow:
+            self._slots.order_fetch(node, number, uploader, now)
 
 
 def _iterate_single(node: NodeState) -> Iterator[tuple[int, str, float]]:
-    """Iterate over transfers that have one source: neither hedged already, nor read again."""
+    """Iterate over transfers with one source, which were not ordered again yet."""
     for number, sources in node.transfers.down.items():
         if len(sources) == 1 and not node.have[number]:
             source, since = next(iter(sources.items()))

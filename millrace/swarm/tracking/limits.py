@@ -1,4 +1,4 @@
 """Limits that several parts of the tracker share."""
 
 MAX_CANDIDATES = 16
-"""Number of pieces of a queue, and of holders of a piece, that one decision looks at."""
+"""Number of pieces of a queue, or holders of a piece, that one decision considers."""

@@ -1,6 +1,6 @@
-"""State of each node, and the zones that the nodes are in.
+"""State of each node, and the zones of the nodes.
 
-This module owns which node has which piece, and who lives in which zone.
+This module owns the pieces of each node, and the living nodes of each zone.
 """
 
 from collections import Counter, deque
@@ -17,21 +17,21 @@ class NodePace:
     """Rates of one node.
 
     Attributes:
-        is_slow: Whether the node gives late within its own zone: other givers come first.
-        rates: Bytes a second of one piece that the node gives to a zone, smoothed.
-        read_pace: Seconds a byte of its reads from the store, had each been alone, smoothed; 0
-            before the first.
-        fetch_pace: Seconds a byte of the pieces from other nodes, smoothed; 0 before the first.
-        one_read: Bytes a second of its last read from the store.
-        outrun: Comparison of the store with the other nodes.
+        is_slow: Whether the node uploads late within its own zone: other uploaders come first.
+        rates: Bytes a second of an upload to each zone, smoothed.
+        read_pace: Seconds a byte of its reads from the store, without the effect of concurrent
+            reads, smoothed; 0 before the first read.
+        fetch_pace: Seconds a byte of its fetches from other nodes, smoothed; 0 before the first.
+        last_read_rate: Bytes a second of its last read from the store.
+        store_comparison: Comparison of the store with the other nodes.
     """
 
     is_slow: bool = False
     rates: dict[str, float] = field(default_factory=dict[str, float])
     read_pace: float = 0.0
     fetch_pace: float = 0.0
-    one_read: float = 0.0
-    outrun: RateComparison = field(default_factory=RateComparison)
+    last_read_rate: float = 0.0
+    store_comparison: RateComparison = field(default_factory=RateComparison)
 
 
 @dataclass(slots=True)
@@ -39,20 +39,20 @@ class NodeQueues:
     """Pieces that one node lacks and may fetch next.
 
     Attributes:
-        fetches: Pieces that some node has, oldest first.
-        alone: Pieces that only nodes have that this node asks no more: it reads them from the
-            store itself, unless they are read for all.
-        votes: Pieces with too few votes: a read from the store by the node would be a further one.
+        fetches: Pieces that have holders, oldest first.
+        without_uploader: Pieces whose holders this node all avoids. The node reads them from the
+            store itself, unless another node reads them for all.
+        votes: Pieces with too few votes. A read from the store by the node is a further vote.
     """
 
     fetches: deque[int] = field(default_factory=deque[int])
-    alone: deque[int] = field(default_factory=deque[int])
+    without_uploader: deque[int] = field(default_factory=deque[int])
     votes: deque[int] = field(default_factory=deque[int])
 
 
 @dataclass(slots=True)
 class NodeState:
-    """One node, as the tracker knows it.
+    """State of one node.
 
     Attributes:
         name: Name of the node.
@@ -77,12 +77,12 @@ class NodeState:
     queues: NodeQueues = field(default_factory=NodeQueues)
 
     def needs(self, number: int) -> bool:
-        """Tell whether the node lacks a piece, and no transfer brings that piece."""
+        """Tell whether the node lacks a piece, and has no transfer of the piece under way."""
         return not self.have[number] and number not in self.transfers.down
 
 
 class NodeTable:
-    """All nodes of a run, also those that are gone.
+    """All nodes of a run, with the removed ones.
 
     Args:
         pieces: Number of pieces of the run.
@@ -94,7 +94,7 @@ class NodeTable:
     def __init__(self, pieces: int) -> None:
         self._pieces = pieces
         self._nodes: dict[str, NodeState] = {}
-        self._lacking: Counter[str] = Counter()  # zone → living nodes that lack something
+        self._lacking: Counter[str] = Counter()  # zone → number of living nodes that lack a piece
         self.zones: dict[str, list[NodeState]] = {}
 
     def __getitem__(self, name: str) -> NodeState:
@@ -102,11 +102,11 @@ class NodeTable:
         return self._nodes[name]
 
     def __iter__(self) -> Iterator[NodeState]:
-        """Iterate over all nodes, in the order in which they came."""
+        """Iterate over all nodes, in the order in which they joined."""
         return iter(self._nodes.values())
 
     def get(self, name: str) -> NodeState | None:
-        """Return the node of a name; None if there is none, as for the store."""
+        """Return the node of a name; None if there is none, such as for the store."""
         return self._nodes.get(name)
 
     def iterate_living(self) -> Iterator[NodeState]:
@@ -122,19 +122,19 @@ class NodeTable:
         return node
 
     def remove(self, node: NodeState) -> None:
-        """Note that a node is gone."""
+        """Remove a node from the living ones."""
         node.alive = False
         self.zones[node.zone].remove(node)
         self._lacking[node.zone] -= bool(node.missing)
 
     def note_copy(self, node: NodeState, number: int) -> None:
-        """Note that a node has got a piece."""
+        """Note that a node has received a piece."""
         node.have[number] = 1
         node.missing -= 1
         self._lacking[node.zone] -= not node.missing
 
     def forget_copy(self, node: NodeState, number: int) -> None:
-        """Note that a node has a piece no more."""
+        """Note that a node has a piece no longer."""
         self._lacking[node.zone] += node.alive and not node.missing
         node.have[number] = 0
         node.missing += 1
@@ -148,17 +148,19 @@ class NodeTable:
         return all(node.missing == 0 for node in self.iterate_living())
 
     def count_lacking_neighbours(self, node: NodeState) -> int:
-        """Return the number of other nodes of a node's zone that lack something."""
+        """Return the number of other nodes in the zone of a node that lack a piece."""
         return self._lacking[node.zone] - bool(node.missing)
 
     def is_one_of_zones(self, node: NodeState) -> bool:
-        """Tell whether a node has a labelled zone, and there are nodes outside of it."""
+        """Tell whether a node has a labelled zone, and nodes outside of this zone exist."""
         return bool(node.zone) and any(
             nodes for zone, nodes in self.zones.items() if zone != node.zone
         )
 
-    def is_arriving_near(self, node: NodeState, number: int) -> bool:
-        """Tell whether another node of a labelled zone is getting a piece."""
+    def is_arriving_in_zone(self, node: NodeState, number: int) -> bool:
+        """Tell whether another node of the same labelled zone has a transfer of a piece."""
         return bool(node.zone) and any(
-            number in mate.transfers.down for mate in self.zones[node.zone] if mate is not node
+            number in neighbour.transfers.down
+            for neighbour in self.zones[node.zone]
+            if neighbour is not node
         )

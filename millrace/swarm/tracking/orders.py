@@ -1,4 +1,4 @@
-"""Orders that the tracker gives to nodes."""
+"""Orders of the tracker. The driver turns them into messages (`millrace.swarm.messages`)."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ STORE = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Order to one node.
+class PieceOrder:
+    """Order about one piece, to one node.
 
     Attributes:
         node: Node that carries out the order.
-        piece: Number of the piece to fetch; with `drop`, to forget.
-        source: Node that gives the piece; `STORE` for the store.
+        piece: Number of the piece to fetch, or to forget with `drop`.
+        source: Node that uploads the piece; `STORE` for the store.
         digest: Digest that the piece must have; empty for a read from the store.
         drop: Whether the node must forget its copy, which is wrong or cannot be confirmed.
     """

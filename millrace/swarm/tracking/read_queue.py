@@ -1,6 +1,6 @@
-"""Pieces that are to be read from the store, and when a failed read is tried again.
+"""Pieces to read from the store, and the pauses after failed reads.
 
-This module owns the order of the reads. It knows no node.
+This module owns the order of the reads. It has no state of the nodes.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from enum import Enum, auto
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds
-_LONGEST_DOUBLING = 10  # failures after which the pause before the next read grows no more
+_LONGEST_DOUBLING = 10  # failures after which the pause no longer grows
 
 
 class ReadChoice(Enum):
@@ -23,45 +23,45 @@ class ReadChoice(Enum):
 
 
 class ReadQueue:
-    """Pieces that are to be read from the store.
+    """Pieces to read from the store.
 
     Args:
-        pieces: Number of pieces; all of them are in the queue at first.
-        seed: Seed of the pauses before a piece is read again.
+        pieces: Number of pieces. At first, all of them are in the queue.
+        seed: Seed of the random pauses.
     """
 
     def __init__(self, pieces: int, seed: int) -> None:
-        self._unread = list(range(pieces))  # a heap: in no node, and nobody reads it
-        self._offered = set(self._unread)  # what is in it
-        self._wanted: set[int] = set()  # pieces that need a further vote, and that nobody reads yet
-        self._delayed: list[int] = []  # failed at the store: read again later
+        self._unread = list(range(pieces))  # heap of the pieces that no node has or reads
+        self._queued = set(self._unread)  # the pieces in this heap
+        self._vote_requests: set[int] = set()  # pieces that wait for a read for a further vote
+        self._delayed: list[int] = []  # pieces whose last read failed
         self._failures = [0] * pieces
         self._not_before = [0.0] * pieces
         self._random = random.Random(seed)
 
     @property
     def has_unread(self) -> bool:
-        """True if a piece waits that no node has."""
+        """True if a piece waits for its first read."""
         return bool(self._unread)
 
     @property
     def has_any(self) -> bool:
         """True if a piece waits: for its first read, for a vote, or for the end of a pause."""
-        return bool(self._unread or self._wanted or self._delayed)
+        return bool(self._unread or self._vote_requests or self._delayed)
 
-    def offer(self, number: int) -> bool:
-        """Add a piece that no node has; return whether it was absent."""
-        if number in self._offered:
+    def add(self, number: int) -> bool:
+        """Add a piece that no node has; return False if it is in the queue already."""
+        if number in self._queued:
             return False
-        self._offered.add(number)
+        self._queued.add(number)
         heapq.heappush(self._unread, number)
         return True
 
     def take_first(self, choose: Callable[[int], ReadChoice]) -> int | None:
-        """Remove and return the first piece that is chosen.
+        """Remove and return the first piece that `choose` takes.
 
         Args:
-            choose: Decides about a piece. A few pieces at most are skipped.
+            choose: Decides about a piece. The search ends after `MAX_CANDIDATES` skipped pieces.
         """
         skipped: list[int] = []
         found = None
@@ -71,7 +71,7 @@ class ReadQueue:
             if choice is ReadChoice.SKIP:
                 skipped.append(number)
                 continue
-            self._offered.discard(number)
+            self._queued.discard(number)
             if choice is ReadChoice.TAKE:
                 found = number
                 break
@@ -79,27 +79,27 @@ class ReadQueue:
             heapq.heappush(self._unread, number)
         return found
 
-    def want_vote(self, number: int) -> bool:
-        """Add a piece that needs a further vote; return whether it was absent."""
-        if number in self._wanted:
+    def add_vote_request(self, number: int) -> bool:
+        """Request a further vote for a piece; return False if one is requested already."""
+        if number in self._vote_requests:
             return False
-        self._wanted.add(number)
+        self._vote_requests.add(number)
         return True
 
-    def is_wanted(self, number: int) -> bool:
-        """Tell whether a piece needs a further vote, and nobody reads it yet."""
-        return number in self._wanted
+    def is_vote_requested(self, number: int) -> bool:
+        """Tell whether a further vote is requested for a piece."""
+        return number in self._vote_requests
 
-    def list_wanted(self) -> list[int]:
-        """Return the pieces that need a further vote."""
-        return sorted(self._wanted)
+    def list_vote_requests(self) -> list[int]:
+        """Return the pieces for which a further vote is requested."""
+        return sorted(self._vote_requests)
 
-    def remove_wanted(self, number: int) -> None:
-        """Remove a piece that is read, or that needs no vote any more."""
-        self._wanted.discard(number)
+    def remove_vote_request(self, number: int) -> None:
+        """Remove the request of a vote, since a read is ordered or the piece is decided."""
+        self._vote_requests.discard(number)
 
     def delay(self, number: int, now: float) -> None:
-        """Note that a read failed: the piece is due after a pause, which grows."""
+        """Note that a read failed. The piece is due after a random pause, which grows."""
         doublings = min(self._failures[number], _LONGEST_DOUBLING)
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**doublings)
         self._failures[number] += 1
@@ -108,7 +108,7 @@ class ReadQueue:
             self._delayed.append(number)
 
     def clear_failures(self, number: int) -> None:
-        """Forget the failures of a piece that has been fetched."""
+        """Forget the failures of a piece that a node has received."""
         self._failures[number] = 0
 
     def is_due(self, number: int, now: float) -> bool:

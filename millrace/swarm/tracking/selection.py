@@ -1,38 +1,42 @@
-"""Selection of the next order: from whom a node fetches a piece, and what it reads itself.
+"""Selection of the next order: the uploader of a piece, and the next read from the store.
 
-These classes change nothing but the queues that they take a piece from.
+These classes change only the queues that they take a piece from.
 """
 
 from dataclasses import dataclass
 
 from millrace.swarm.tracking.copies import CopyTable
-from millrace.swarm.tracking.givers import GiverRanking
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
+from millrace.swarm.tracking.uploaders import UploaderRanking
 
 
 @dataclass(frozen=True, slots=True)
-class GiverSelector:
-    """Selection of the node that gives a piece.
+class UploaderSelector:
+    """Selection of the uploader of a piece.
 
     Attributes:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
-        givers: Rates of the transfers between nodes.
-        up: Number of transfers that a node gives at once.
+        uploaders: Rates of the transfers between nodes.
+        up: Largest number of concurrent uploads of a node.
     """
 
     nodes: NodeTable
     copies: CopyTable
-    givers: GiverRanking
+    uploaders: UploaderRanking
     up: int
 
     def select(self, node: NodeState, number: int) -> NodeState | None:
-        """Return the holder to fetch from: near, idle, quick.
+        """Return the holder to fetch a piece from.
 
-        None if none has a slot, or none should.
+        Holders in the same zone come first, then fast nodes, then those with the highest rate for
+        each upload.
+
+        Returns:
+            None if no holder has a slot, or if a neighbour has or fetches the piece.
         """
         nodes, avoids = self.nodes, node.trust.avoids
         holders = self.copies[number].holders
@@ -46,32 +50,32 @@ class GiverSelector:
             near = near or same
             if not self._has_slot(holder, node):
                 continue
-            rate = self.givers.get_rate(holder, node) or 1e12
+            rate = self.uploaders.get_rate(holder, node) or 1e12
             cost = (not same, holder.pace.is_slow, (holder.transfers.up + 1) / rate)
             if best is None or cost < best[0]:
                 best = cost, holder
         if best is None:
             return None
-        if best[0][0] and (near or self.nodes.is_arriving_near(node, number)):
-            return None  # one copy a zone: the others take it from there
+        if best[0][0] and (near or self.nodes.is_arriving_in_zone(node, number)):
+            return None  # one copy enters a zone; the other nodes of the zone fetch that copy
         return best[1]
 
-    def yields(self, giver: NodeState, node: NodeState) -> bool:
-        """Tell whether a transfer leaves slots to others: to another zone, or to a slow node."""
-        return giver.zone != node.zone or self.givers.is_slow_fetcher(node)
+    def is_low_priority(self, uploader: NodeState, node: NodeState) -> bool:
+        """Tell whether a transfer has low priority: to another zone, or to a slow node."""
+        return uploader.zone != node.zone or self.uploaders.is_slow_fetcher(node)
 
-    def _has_slot(self, giver: NodeState, node: NodeState) -> bool:
-        """Tell whether a giver has a slot for a node.
+    def _has_slot(self, uploader: NodeState, node: NodeState) -> bool:
+        """Tell whether an uploader has a slot for a node.
 
-        Transfers over slow links take long: they leave half of the slots to neighbours that lack
-        something.
+        Transfers with low priority take long. They use at most half of the slots while neighbours
+        of the uploader lack pieces.
         """
-        if giver.transfers.up >= self.up:
+        if uploader.transfers.up >= self.up:
             return False
-        neighbours = self.nodes.count_lacking_neighbours(giver)
+        neighbours = self.nodes.count_lacking_neighbours(uploader)
         most = max(1, self.up // 2)
-        yielding = len(giver.transfers.yielding)
-        return not neighbours or yielding < most or not self.yields(giver, node)
+        low_priority = len(uploader.transfers.low_priority)
+        return not neighbours or low_priority < most or not self.is_low_priority(uploader, node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class ReadSelector:
     Attributes:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
-        reads: Pieces that are to be read.
+        reads: Pieces to read from the store.
         readers: Ranking of the readers.
     """
 
@@ -91,7 +95,7 @@ class ReadSelector:
     readers: ReaderRanking
 
     def select(self, node: NodeState, now: float) -> int | None:
-        """Remove from its queue and return the piece that a node reads next; None for nothing."""
+        """Remove and return the next piece that a node reads; None if there is none."""
         number = self._take_direct(node, now)
         if number is None:
             number = self._take_vote(node)
@@ -100,71 +104,74 @@ class ReadSelector:
         return number
 
     def _take_direct(self, node: NodeState, now: float) -> int | None:
-        """Return a piece that others have, and that this node is to read from the store."""
-        queues, outrun = node.queues, node.pace.outrun.why
-        for waiting in (queues.alone, queues.fetches) if outrun else (queues.alone,):
+        """Return a piece that has holders, and that this node reads from the store."""
+        queues, is_direct = node.queues, bool(node.pace.store_comparison.reason)
+        direct = [queues.without_uploader, *([queues.fetches] if is_direct else [])]
+        for waiting in direct:
             for _ in range(min(len(waiting), MAX_CANDIDATES)):
                 number = waiting.pop()
                 if not node.needs(number):
                     continue
-                if not outrun and not node.trust.avoids_all(self.copies[number].holders):
-                    queues.fetches.append(number)  # another node has it by now
+                if not is_direct and not node.trust.avoids_all(self.copies[number].holders):
+                    queues.fetches.append(number)  # a further node has the piece by now
                     continue
-                if self.reads.is_due(number, now) and (outrun or self._is_alone(node, number)):
+                if self.reads.is_due(number, now) and (
+                    is_direct or self._must_read_itself(node, number)
+                ):
                     return number
-                waiting.appendleft(number)  # it failed a moment ago, or is read for all
+                waiting.appendleft(number)  # the last read failed just now, or another node reads
         return None
 
-    def _is_alone(self, node: NodeState, number: int) -> bool:
-        """Tell whether nobody else will read a piece that a node can get from no other node.
+    def _must_read_itself(self, node: NodeState, number: int) -> bool:
+        """Tell whether no other node will read a piece that a node can fetch from no holder.
 
-        What only slow nodes have is read for all, by a trusted node that lacks it. What others give
-        well, though not to this node, is not.
+        A trusted node reads pieces that only slow nodes have. No node reads pieces that fast
+        holders have, so a node that avoids these holders reads such a piece itself.
         """
         holders = self.copies[number].holders
-        if node.trust.shunned.issuperset(holders) or self.copies.is_well_held(number):
+        if node.trust.excluded.issuperset(holders) or self.copies.has_fast_holder(number):
             return True
         return not node.trust.is_trusted and self._is_left_to_untrusted(number)
 
     def _take_vote(self, node: NodeState) -> int | None:
-        """Return a piece with too few votes that this node lacks, and that nobody else reads."""
-        may = self.readers.may_read(node)
-        passed: list[int] = []
+        """Return a piece with too few votes that this node lacks, and that no other node reads."""
+        may_read = self.readers.may_read(node)
+        skipped: list[int] = []
         found = None
         queue = node.queues.votes
-        while queue and len(passed) < MAX_CANDIDATES:
+        while queue and len(skipped) < MAX_CANDIDATES:
             number = queue.popleft()
-            if not self.reads.is_wanted(number) or node.have[number]:
+            if not self.reads.is_vote_requested(number) or node.have[number]:
                 continue
             if self.copies[number].votes.digest:
-                self.reads.remove_wanted(number)
+                self.reads.remove_vote_request(number)
             elif number not in node.transfers.down and (
-                may or (not node.trust.is_trusted and self._is_left_to_untrusted(number))
+                may_read or (not node.trust.is_trusted and self._is_left_to_untrusted(number))
             ):
-                self.reads.remove_wanted(number)
+                self.reads.remove_vote_request(number)
                 found = number
                 break
             else:
-                passed.append(number)
-        queue.extendleft(reversed(passed))
+                skipped.append(number)
+        queue.extendleft(reversed(skipped))
         return found
 
     def _is_left_to_untrusted(self, number: int) -> bool:
-        """Tell whether no trusted node lacks a piece, so that none will read it any more."""
+        """Tell whether no trusted node lacks a piece, so that none will read the piece."""
         living = self.nodes.iterate_living()
         return all(node.have[number] for node in living if node.trust.is_trusted)
 
     def _take_unread(self, node: NodeState) -> int | None:
-        """Return the first piece that nobody has, and that this node does not read already."""
+        """Return the first piece without a fast holder that this node does not read already."""
         if not self.readers.may_read(node):
             return None
 
         def choose(number: int) -> ReadChoice:
-            if self.copies.is_well_held(number) or self.copies.is_waiting_for_votes(number):
+            if self.copies.has_fast_holder(number) or self.copies.is_waiting_for_votes(number):
                 return ReadChoice.DISCARD
             if not node.transfers.reads_from_store(number) and not node.have[number]:
                 return ReadChoice.TAKE
-            # Where no node lacks the piece, those that did are gone.
+            # If no node lacks the piece, the nodes that lacked it were removed.
             return ReadChoice.SKIP if self.nodes.is_lacked(number) else ReadChoice.DISCARD
 
         return self.reads.take_first(choose)

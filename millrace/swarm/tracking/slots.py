@@ -1,6 +1,6 @@
-"""Slots of the nodes: each free one gets the next order.
+"""Slots of the nodes: each free slot gets the next order.
 
-This module owns the orders that fetch a piece, and the transfers that they begin.
+This module owns the orders to fetch a piece. It starts the transfers in the table.
 """
 
 from millrace.swarm.rates import ReadConcurrency
@@ -8,28 +8,28 @@ from millrace.swarm.settings import LimitSettings
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState
-from millrace.swarm.tracking.orders import STORE, Order
+from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.read_queue import ReadQueue
-from millrace.swarm.tracking.selection import GiverSelector, ReadSelector
+from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.waiting import WaitingNodes
 
-_FIRST_FETCHES = 4  # of a node, until one is over
+_FIRST_FETCHES = 4  # concurrent fetches of a node until its first one has ended
 
 
 class SlotFiller:
-    """Gives orders to nodes that have a slot free. It gives none before `begin`.
+    """Gives orders to nodes with free slots, from `begin` on.
 
     Args:
         limits: Numbers of slots.
-        concurrency: Number of reads that each node has under way.
+        concurrency: Number of concurrent reads of each node.
         copies: Copies of the pieces.
         transfers: Transfers that are under way.
         waiting: Nodes that wait for work.
-        unread: Pieces that are to be read from the store.
-        givers: Selection of givers.
+        unread: Pieces to read from the store.
+        uploaders: Selection of uploaders.
         reads: Selection of reads from the store.
-        orders: List that the orders are added to.
+        orders: List that receives the orders.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class SlotFiller:
         transfers: TransferTable,
         waiting: WaitingNodes,
         unread: ReadQueue,
-        givers: GiverSelector,
+        uploaders: UploaderSelector,
         reads: ReadSelector,
-        orders: list[Order],
+        orders: list[PieceOrder],
     ) -> None:
         self._limits, self._concurrency = limits, concurrency
         self._copies, self._transfers, self._waiting = copies, transfers, waiting
-        self._unread, self._givers, self._reads = unread, givers, reads
+        self._unread, self._uploaders, self._reads = unread, uploaders, reads
         self._orders = orders
         self._begun = False
 
@@ -56,13 +56,13 @@ class SlotFiller:
         self._begun = True
 
     def fill_waiting(self, now: float) -> None:
-        """Offer what has become free to those that wait; to those that lack most first."""
+        """Fill the slots of waiting nodes. The nodes that lack most pieces come first."""
         for node in self._waiting.list_most_lacking():
             self._waiting.unmark(node)
             self.fill(node, now)
 
     def fill(self, node: NodeState, now: float) -> None:
-        """Fill a node's free slots."""
+        """Fill the free slots of a node."""
         if not self._begun:
             return
         limits, transfers, queues = self._limits, node.transfers, node.queues
@@ -75,37 +75,37 @@ class SlotFiller:
         down = limits.down if node.pace.fetch_pace else min(limits.down, _FIRST_FETCHES)
         self._order_fetches(node, down, now)
         if (queues.fetches and transfers.fetches < down) or (
-            (self._unread.has_unread or queues.alone or queues.votes)
+            (self._unread.has_unread or queues.without_uploader or queues.votes)
             and transfers.reads < most_reads
         ):
             self._waiting.mark(node)
 
-    def order_fetch(self, node: NodeState, number: int, giver: NodeState, now: float) -> None:
+    def order_fetch(self, node: NodeState, number: int, uploader: NodeState, now: float) -> None:
         """Order a node to fetch a piece from another one."""
         digest = self._copies[number].votes.digest
-        self._transfers.begin_fetch(node.transfers, number, giver.transfers, digest, now)
-        if self._givers.yields(giver, node):
-            giver.transfers.yielding.add((node.name, number))
-        self._orders.append(Order(node.name, number, giver.name, digest))
+        self._transfers.begin_fetch(node.transfers, number, uploader.transfers, digest, now)
+        if self._uploaders.is_low_priority(uploader, node):
+            uploader.transfers.low_priority.add((node.name, number))
+        self._orders.append(PieceOrder(node.name, number, uploader.name, digest))
 
     def _order_fetches(self, node: NodeState, down: int, now: float) -> None:
         queues, transfers = node.queues, node.transfers
-        looked = 0
-        while queues.fetches and transfers.fetches < down and looked < MAX_CANDIDATES:
+        tried = 0
+        while queues.fetches and transfers.fetches < down and tried < MAX_CANDIDATES:
             number = queues.fetches.popleft()
             if not node.needs(number):
                 continue
-            giver = self._givers.select(node, number)
-            if giver is not None:
-                self.order_fetch(node, number, giver, now)
+            uploader = self._uploaders.select(node, number)
+            if uploader is not None:
+                self.order_fetch(node, number, uploader, now)
                 continue
             holders = self._copies[number].holders
             if not node.trust.avoids_all(holders):
-                queues.fetches.append(number)  # all are busy, or better left to a neighbour
+                queues.fetches.append(number)  # all holders are busy, or a neighbour should fetch
             elif holders:
-                queues.alone.append(number)
-            looked += 1
+                queues.without_uploader.append(number)
+            tried += 1
 
     def _order_read(self, node: NodeState, number: int, now: float) -> None:
         self._transfers.begin_read(node.transfers, number, now)
-        self._orders.append(Order(node.name, number, STORE))
+        self._orders.append(PieceOrder(node.name, number, STORE))

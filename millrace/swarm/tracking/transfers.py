@@ -1,6 +1,6 @@
-"""Transfers that are under way: their sources, their digests, and the slots that they take.
+"""Transfers that are under way: their sources, digests and slots.
 
-This module owns when each transfer began and who takes part in it. It decides nothing.
+This module owns the start and the participants of each transfer. It makes no decisions.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class NodeTransfers:
         reads: Number of its reads from the store.
         fetches: Number of its transfers from other nodes.
         up: Number of its transfers to other nodes.
-        yielding: Receiver and piece of those transfers of `up` that leave slots to others.
-        ordered: Digest that was ordered, by piece and source.
+        low_priority: Receiver and piece of each transfer of `up` with low priority.
+        ordered: Digest of the order, by piece and source.
         began: Reading of the shared clock at the start of each read from the store.
     """
 
@@ -29,7 +29,7 @@ class NodeTransfers:
     reads: int = 0
     fetches: int = 0
     up: int = 0
-    yielding: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    low_priority: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     ordered: dict[tuple[int, str], str] = field(default_factory=dict[tuple[int, str], str])
     began: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -39,18 +39,18 @@ class NodeTransfers:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTime:
-    """Time that a transfer took.
+class EndedTransfer:
+    """A transfer that has ended.
 
     Attributes:
         seconds: Seconds from the order to the end.
-        digest: Digest that was ordered.
-        alone: Seconds that a read from the store would have taken alone.
+        digest: Digest of the order; empty for a read from the store.
+        unshared: Seconds of a read from the store without concurrent reads, computed.
     """
 
     seconds: float
     digest: str = ""
-    alone: float = 0.0
+    unshared: float = 0.0
 
 
 class TransferTable:
@@ -89,16 +89,18 @@ class TransferTable:
         self._readers[number].add(node.name)
 
     def begin_fetch(
-        self, node: NodeTransfers, number: int, giver: NodeTransfers, digest: str, now: float
+        self, node: NodeTransfers, number: int, uploader: NodeTransfers, digest: str, now: float
     ) -> None:
-        """Note that a node begins to fetch a piece of a digest from another node."""
-        node.down.setdefault(number, {})[giver.name] = now
-        node.ordered[number, giver.name] = digest
+        """Note that a node begins to fetch a piece with a digest from another node."""
+        node.down.setdefault(number, {})[uploader.name] = now
+        node.ordered[number, uploader.name] = digest
         node.fetches += 1
-        giver.up += 1
+        uploader.up += 1
 
-    def end(self, node: NodeTransfers, number: int, source: str, now: float) -> TransferTime | None:
-        """End a transfer; return how long it took, or None if it is not under way."""
+    def end(
+        self, node: NodeTransfers, number: int, source: str, now: float
+    ) -> EndedTransfer | None:
+        """End a transfer, and return it; None if no such transfer is under way."""
         sources = node.down.get(number, {})
         since = sources.pop(source, None)
         if since is None:
@@ -108,17 +110,17 @@ class TransferTable:
         digest = node.ordered.pop((number, source))
         if source != STORE:
             node.fetches -= 1
-            giver = self._nodes[source]
-            giver.up -= 1
-            giver.yielding.discard((node.name, number))
-            return TransferTime(now - since, digest)
-        alone = self.measure_read(node, number, now)
+            uploader = self._nodes[source]
+            uploader.up -= 1
+            uploader.low_priority.discard((node.name, number))
+            return EndedTransfer(now - since, digest)
+        unshared = self.measure_read(node, number, now)
         del node.began[number]
         node.reads -= 1
         self._clock.change_users(-1, now)
         self._readers[number].discard(node.name)
-        return TransferTime(now - since, alone=alone)
+        return EndedTransfer(now - since, unshared=unshared)
 
     def measure_read(self, node: NodeTransfers, number: int, now: float) -> float:
-        """Return the seconds that a read would have taken until now if it were alone."""
+        """Return the seconds of a read until now, computed as if there were no concurrent reads."""
         return self._clock.read(now) - node.began[number]

@@ -1,4 +1,4 @@
-"""Votes for the digest of one piece, and what they decide."""
+"""Votes for the digest of one piece, and their decision."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,60 +7,60 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class PieceVotes:
-    """Statements of living nodes about the digest of one piece.
+    """Reports of living nodes about the digest of one piece.
 
     Attributes:
-        needs: Number of votes for the same digest that decide.
-        digest: Decided digest; empty before. Only a decided piece is given to other nodes.
-        is_settled: Whether the owner knows the digest: no vote counts any more.
-        said: Digest of the copy that a living node has.
-        voters: Those nodes of `said` that did not get their copy from another node in this run.
+        votes_needed: Number of equal votes that decide.
+        digest: Decided digest; empty before. Other nodes fetch only decided pieces.
+        is_settled: Whether the driver has read the piece, so that no vote counts any longer.
+        digests: Digest of the copy of each living node that has one.
+        voters: Nodes whose copies are votes: no other node has sent them in this run.
     """
 
-    needs: int = 1
+    votes_needed: int = 1
     digest: str = ""
     is_settled: bool = False
-    said: dict[str, str] = field(default_factory=dict[str, str])
+    digests: dict[str, str] = field(default_factory=dict[str, str])
     voters: set[str] = field(default_factory=set[str])
 
     def add(self, name: str, digest: str, *, vote: bool) -> None:
-        """Note the copy of a node; with `vote`, the node did not get the copy from a node."""
-        self.said[name] = digest
+        """Note the copy of a node. It is a vote unless another node has sent it."""
+        self.digests[name] = digest
         if vote:
             self.voters.add(name)
 
     def remove(self, name: str) -> bool:
         """Forget the copy of a node; return whether there was one."""
         self.voters.discard(name)
-        return self.said.pop(name, None) is not None
+        return self.digests.pop(name, None) is not None
 
     def list_voters(self, is_trusted: Callable[[str], bool]) -> list[str]:
-        """Return the trusted nodes, whose votes count."""
+        """Return the voters that are trusted, whose votes count."""
         return [name for name in self.voters if is_trusted(name)]
 
     def count(self, is_trusted: Callable[[str], bool]) -> str | None:
-        """Return the digest that has enough votes; None while none has, or one is decided."""
+        """Return the digest with enough votes; None if there is none, or if one is decided."""
         if self.digest or self.is_settled:
             return None
-        votes = Counter(self.said[name] for name in self.list_voters(is_trusted))
+        votes = Counter(self.digests[name] for name in self.list_voters(is_trusted))
         digest, most = votes.most_common(1)[0] if votes else ("", 0)
-        return digest if most >= self.needs else None
+        return digest if most >= self.votes_needed else None
 
     def is_disputed(self, is_trusted: Callable[[str], bool]) -> bool:
-        """Tell whether votes differ, and the owner has not said what the piece is."""
-        votes = {self.said[name] for name in self.list_voters(is_trusted)} | {self.digest}
+        """Tell whether votes differ, and the driver has not settled the piece."""
+        votes = {self.digests[name] for name in self.list_voters(is_trusted)} | {self.digest}
         return not self.is_settled and len(votes - {""}) > 1
 
     def is_waiting(self, is_trusted: Callable[[str], bool]) -> bool:
-        """Tell whether the piece has a vote that counts, and too few to decide."""
+        """Tell whether the piece has votes that count, but too few to decide."""
         return not self.digest and bool(self.list_voters(is_trusted))
 
     def has_support(self, is_trusted: Callable[[str], bool], *, held: bool) -> bool:
-        """Tell whether the decided digest stands though a node is trusted no more.
+        """Tell whether the decided digest stays decided when a node is no longer trusted.
 
         Args:
-            is_trusted: Whether the votes of a node count.
+            is_trusted: Tells whether the votes of a node count.
             held: Whether a trusted node has a copy.
         """
-        votes = sum(self.said[name] == self.digest for name in self.list_voters(is_trusted))
-        return held and (self.needs == 1 or votes >= self.needs)
+        votes = sum(self.digests[name] == self.digest for name in self.list_voters(is_trusted))
+        return held and (self.votes_needed == 1 or votes >= self.votes_needed)

@@ -1,6 +1,6 @@
-"""Nodes that have a slot free and wait for work, and the pieces in their queues.
+"""Nodes with free slots that wait for work, and the pieces in their queues.
 
-This module owns who waits. It puts pieces into the queues of nodes, and takes none out.
+This module owns the list of waiting nodes. It adds pieces to the queues of nodes, and removes none.
 """
 
 import heapq
@@ -9,70 +9,70 @@ from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 from millrace.swarm.tracking.read_queue import ReadQueue
 
-_MAX_FILLED = 8  # waiting nodes that are offered what one event has freed
+_MAX_FILLED = 8  # waiting nodes whose slots are filled after one event
 
 
 class WaitingNodes:
-    """Nodes that may have a slot free, and something to fetch.
+    """Nodes that may have a free slot, and a piece to fetch.
 
     Args:
         nodes: Nodes of the run.
-        reads: Pieces that are to be read from the store.
-        concurrency: Number of reads that each node has under way.
+        reads: Pieces to read from the store.
+        concurrency: Number of concurrent reads of each node.
     """
 
     def __init__(self, nodes: NodeTable, reads: ReadQueue, concurrency: ReadConcurrency) -> None:
         self._nodes, self._reads, self._concurrency = nodes, reads, concurrency
-        self._waiting: dict[str, None] = {}  # in order, so that the choices are always the same
+        self._waiting: dict[str, None] = {}  # ordered, so that decisions are reproducible
 
     def mark(self, node: NodeState) -> None:
         """Note that a node waits."""
         self._waiting[node.name] = None
 
     def enqueue(self, node: NodeState, number: int) -> None:
-        """Let a node fetch a piece from other nodes."""
+        """Add a piece to the queue of a node, to fetch from other nodes."""
         node.queues.fetches.append(number)
         self.mark(node)
 
     def enqueue_for_others(self, number: int) -> None:
-        """Let every node fetch a piece that needs it."""
+        """Add a piece to the queue of every node that needs the piece."""
         for node in self._nodes.iterate_living():
             if node.needs(number):
                 self.enqueue(node, number)
 
-    def pass_on(self, node: NodeState, number: int) -> None:
-        """Let the other nodes of a zone fetch a piece next that has just entered it."""
-        for mate in self._nodes.zones[node.zone]:
-            if mate.needs(number):
-                mate.queues.fetches.appendleft(number)
-                self.mark(mate)
+    def enqueue_for_zone(self, node: NodeState, number: int) -> None:
+        """Put a piece that has entered a zone first in the queues of the other nodes there."""
+        for neighbour in self._nodes.zones[node.zone]:
+            if neighbour.needs(number):
+                neighbour.queues.fetches.appendleft(number)
+                self.mark(neighbour)
 
-    def offer_read(self, number: int) -> None:
-        """Let a node read a piece from the store that no node has."""
-        if self._reads.offer(number):
+    def request_first_read(self, number: int) -> None:
+        """Queue the first read of a piece from the store."""
+        if self._reads.add(number):
             for node in self._nodes.iterate_living():
                 if node.transfers.reads < self._concurrency.reads:
                     self.mark(node)
 
-    def offer_vote(self, number: int) -> None:
-        """Let a node that lacks a piece read it for a further vote."""
-        if not self._reads.want_vote(number):
+    def request_vote_read(self, number: int) -> None:
+        """Queue a read of a piece for a further vote, by any node that lacks the piece."""
+        if not self._reads.add_vote_request(number):
             return
         for node in self._nodes.iterate_living():
             if not node.have[number]:
                 node.queues.votes.append(number)
                 self.mark(node)
 
-    def queue_vote(self, node: NodeState, number: int) -> None:
-        """Let a node that has dropped a piece read it, if the piece needs a further vote."""
-        if self._reads.is_wanted(number):
+    def queue_vote_read(self, node: NodeState, number: int) -> None:
+        """Queue a read by a node that has dropped a piece, if a further vote is requested."""
+        if self._reads.is_vote_requested(number):
             node.queues.votes.append(number)
 
     def list_most_lacking(self) -> list[NodeState]:
-        """Return a few living nodes that wait, those first that lack most."""
+        """Return a few waiting nodes. The nodes that lack most pieces come first."""
         waiting = [node for name in self._waiting if (node := self._nodes[name]).alive]
         return heapq.nlargest(_MAX_FILLED, waiting, key=lambda node: node.missing)
 
     def unmark(self, node: NodeState) -> None:
-        """Note that a node waits no more."""
+        """Note that a node no longer waits."""
         self._waiting.pop(node.name, None)

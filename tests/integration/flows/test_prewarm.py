@@ -23,7 +23,6 @@ def test_hosts_are_warmed_with_the_key_of_a_block(
         done = prefect_api.call(
             prewarm,
             files=[{"url": (tmp_path / "source").as_uri()}],
-            root="/as/the/agents/say",
             cluster={
                 "hosts": [{"url": agent.url, "name": agent.name} for agent in agents],
                 "node_key": {"$ref": {"block_document_slug": "secret/node-key"}},

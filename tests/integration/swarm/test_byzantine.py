@@ -152,7 +152,7 @@ def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start
 def test_a_node_that_says_for_ever_that_it_goes_on_is_waited_for_no_longer(
     spec, start, monkeypatch, event, why
 ):
-    monkeypatch.setattr(stragglers, "_LEAST_RATE", 1e12)
+    monkeypatch.setattr(stragglers, "_MIN_RATE", 1e12)
     nodes = start("", DAWDLE.format(event=event), "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=2))
     report = prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))

@@ -322,13 +322,13 @@ agent.Agent.__init__ = pose
     identified = threading.Event()
     come = agent_client.identify
 
-    def in_order(place, *more):  # the liar first
-        if place.port == port_of(nodes[0]):
-            found = come(place, *more)
+    def in_order(endpoint, *more):  # the liar first
+        if endpoint.port == port_of(nodes[0]):
+            found = come(endpoint, *more)
             identified.set()
             return found
         identified.wait()
-        return come(place, *more)
+        return come(endpoint, *more)
 
     monkeypatch.setattr(agent_client, "identify", in_order)
     report = prewarm(settings_of(tmp_path, nodes))
@@ -336,9 +336,9 @@ agent.Agent.__init__ = pose
 
 
 def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
-    place, _ = Endpoint.parse_url(nodes[0].url)
-    with between(place.port) as thief:
-        known = identify_over_tls(place)
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
+    with between(endpoint.port) as thief:
+        known = identify_over_tls(endpoint)
         connections = ConnectionPool(10.0)
         try:
             with pytest.raises(tls.TlsError, match="nothing was sent to it"):
@@ -350,10 +350,10 @@ def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
         assert thief.heard == b""
 
 
-def identify_over_tls(place: Endpoint, key: bytes = KEY.encode()) -> Endpoint:
+def identify_over_tls(endpoint: Endpoint, key: bytes = KEY.encode()) -> Endpoint:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tls, "is_loopback", lambda host: False)
-        return identify(place, key, 10.0)
+        return identify(endpoint, key, 10.0)
 
 
 def test_a_proof_is_for_one_nonce_one_agent_and_one_certificate():
@@ -392,17 +392,17 @@ def test_the_wrong_node_key_is_named_also_over_tls(far, nodes, tmp_path):
     [("PUT", "/runs/x"), ("POST", "/runs/x/orders"), ("GET", "/runs/x/events?after=0")],
 )
 def test_a_request_that_is_sent_again_is_refused(nodes, method, path, encrypted):
-    place, _ = Endpoint.parse_url(nodes[0].url)
-    place = identify_over_tls(place) if encrypted else identify(place, KEY.encode(), 10.0)
-    assert bool(place.fingerprint) is encrypted
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
+    endpoint = identify_over_tls(endpoint) if encrypted else identify(endpoint, KEY.encode(), 10.0)
+    assert bool(endpoint.fingerprint) is encrypted
     body = b"no JSON" if method != "GET" else b""
-    signed = {AUTH_HEADER: sign(KEY.encode(), method, path, body, to=place.identity)}
+    signed = {AUTH_HEADER: sign(KEY.encode(), method, path, body, to=endpoint.identity)}
     said: list[HttpStatusError] = []
     for _ in range(2):
         connections = ConnectionPool(10.0)  # another connection each
         with (
             pytest.raises(HttpStatusError) as refused,
-            connections.request(place, method, path, signed, body or None),
+            connections.request(endpoint, method, path, signed, body or None),
         ):
             pass
         connections.close()
@@ -503,7 +503,7 @@ def test_a_port_of_this_machine_that_leads_to_another_one_is_asked_over_tls(tmp_
 
 
 def test_a_handshake_that_is_not_ended_holds_up_nobody_and_is_closed(far, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "_HANDSHAKE", 2.0)
+    monkeypatch.setattr(server, "_HANDSHAKE_TIMEOUT", 2.0)
     agent = agents.Agent(tmp_path / "n", KEY.encode(), host="127.0.0.1")
     agent.start()
     try:
@@ -540,7 +540,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):
     agent.start()
     connections = ConnectionPool(10.0)
     try:
-        place = identify_over_tls(Endpoint("http", "127.0.0.1", agent.port))
+        endpoint = identify_over_tls(Endpoint("http", "127.0.0.1", agent.port))
         accepted: list[socket.socket] = []
         set_idle = agent._server.set_idle
 
@@ -550,7 +550,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):
 
         agent._server.set_idle = note
         for _ in range(3):
-            with connections.request(place, "GET", "/agent") as answer:
+            with connections.request(endpoint, "GET", "/agent") as answer:
                 assert json.load(answer)["identity"] == agent.identity
             with contextlib.suppress(OSError):
                 tls.shut(accepted[-1], socket.SHUT_RDWR)

@@ -44,12 +44,11 @@ from millrace.swarm import (
     Unpacking,
     preview,
     prewarm,
-    referee,
     tls,
 )
 from millrace.swarm import agent as agents
-from millrace.swarm.driving import agent_client, stragglers
-from millrace.swarm.pieces import File, catalogue_of
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.driving import agent_client, driver_reader, stragglers
 from millrace.swarm.progress_events import FileMismatched, NodeLost, NodeUntrusted
 from millrace.swarm.protocol import (
     AUTH_HEADER,
@@ -552,7 +551,7 @@ def test_a_nodes_own_records_are_no_destination(store, key):
 
 
 def test_a_file_that_is_not_whole_yet_is_no_destination():
-    names = Targets(Path("/root"), catalogue_of([File("a", 1, "e", "s3://b/a")])).of
+    names = Targets(Path("/root"), build_catalogue([File("a", 1, "e", "s3://b/a")])).by_file
     with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
         Request(key="x", destination=names[0].partial.name)
 
@@ -804,7 +803,7 @@ def test_an_archive_that_is_larger_than_the_disk_leaves_the_node_as_it_was(store
 
 
 def test_requests_that_nobody_signed_are_refused(store, nodes):
-    place = agent_at(nodes[0].url)
+    endpoint = agent_at(nodes[0].url)
     ours, others = KEY.encode(), b"another key, long enough"
     for key in (others, None):
         for method, path in (
@@ -813,29 +812,29 @@ def test_requests_that_nobody_signed_are_refused(store, nodes):
             ("GET", "/runs/x/events?after=0"),
             ("DELETE", "/runs/x"),
         ):
-            assert refusal(place, key, method, path) == 403
-    assert refusal(place, ours, "GET", "/runs/x/events?after=0") == 404
+            assert refusal(endpoint, key, method, path) == 403
+    assert refusal(endpoint, ours, "GET", "/runs/x/events?after=0") == 404
     for path in ("/", "/etc/passwd", "/runs", "/runs/x/pieces/../../../etc/passwd"):
-        assert refusal(place, ours, "GET", path) in {403, 404}
+        assert refusal(endpoint, ours, "GET", path) in {403, 404}
 
 
 def test_a_signature_is_for_one_request_and_for_a_while(nodes):
-    place, key = agent_at(nodes[0].url), KEY.encode()
-    path, to = "/runs/x/events?after=0", place.identity
+    endpoint, key = agent_at(nodes[0].url), KEY.encode()
+    path, to = "/runs/x/events?after=0", endpoint.identity
     old = sign(key, "GET", path, to=to, now=time.time() - 2 * MAX_CLOCK_SKEW)
-    assert refusal(place, None, "GET", path, {AUTH_HEADER: old}) == 403
+    assert refusal(endpoint, None, "GET", path, {AUTH_HEADER: old}) == 403
     other = sign(key, "GET", "/runs/y/events?after=0", to=to)
-    assert refusal(place, None, "GET", path, {AUTH_HEADER: other}) == 403
+    assert refusal(endpoint, None, "GET", path, {AUTH_HEADER: other}) == 403
     changed = sign(key, "POST", "/runs/x/orders", b"[]", to=to)
-    assert refusal(place, None, "POST", "/runs/x/orders", {AUTH_HEADER: changed}, b"[1]") == 403
+    assert refusal(endpoint, None, "POST", "/runs/x/orders", {AUTH_HEADER: changed}, b"[1]") == 403
 
 
 def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
-    place, _ = Endpoint.parse_url(nodes[0].url)
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
     other = sign(secrets.token_bytes(16), "PUT", "/runs/x", b"", to="")
     for header in ("", f"{AUTH_HEADER}: {other}\r\n", f"{AUTH_HEADER}: {time.time()}:é:é\r\n"):
         head = f"PUT /runs/x HTTP/1.1\r\n{header}Content-Length: {200 * MIB}\r\n\r\n"
-        with socket.create_connection((place.host, place.port), timeout=30) as raw:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=30) as raw:
             raw.sendall(head.encode("latin-1"))  # and no byte of the body
             with raw.makefile("rb") as answer:
                 assert answer.readline().split()[1] == b"403"
@@ -843,8 +842,8 @@ def test_nothing_is_read_of_a_body_that_nobody_has_signed(nodes):
 
 
 def test_who_is_refused_while_sending_much_hears_why(nodes):
-    place, _ = Endpoint.parse_url(nodes[0].url)
-    assert refusal(place, secrets.token_bytes(16), "PUT", "/runs/x", body=bytes(20 * MIB)) == 403
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
+    assert refusal(endpoint, secrets.token_bytes(16), "PUT", "/runs/x", body=bytes(20 * MIB)) == 403
 
 
 def test_a_signature_is_for_one_agent(nodes):
@@ -856,13 +855,15 @@ def test_a_signature_is_for_one_agent(nodes):
 
 
 def test_who_is_refused_hears_whether_it_is_the_key_or_the_clock(nodes):
-    place, path = agent_at(nodes[0].url), "/runs/x/events?after=0"
-    late = sign(KEY.encode(), "GET", path, to=place.identity, now=time.time() - 2 * MAX_CLOCK_SKEW)
-    said = answer_of(place, "GET", path, {AUTH_HEADER: late})
+    endpoint, path = agent_at(nodes[0].url), "/runs/x/events?after=0"
+    late = sign(
+        KEY.encode(), "GET", path, to=endpoint.identity, now=time.time() - 2 * MAX_CLOCK_SKEW
+    )
+    said = answer_of(endpoint, "GET", path, {AUTH_HEADER: late})
     assert "the key is right, but the clocks of driver and agent differ by 600 s" in str(said)
-    other = sign(b"another key, long enough", "GET", path, to=place.identity)
-    assert "signed with another key" in str(answer_of(place, "GET", path, {AUTH_HEADER: other}))
-    assert "not signed" in str(answer_of(place, "GET", path, {}))
+    other = sign(b"another key, long enough", "GET", path, to=endpoint.identity)
+    assert "signed with another key" in str(answer_of(endpoint, "GET", path, {AUTH_HEADER: other}))
+    assert "not signed" in str(answer_of(endpoint, "GET", path, {}))
 
 
 def test_the_report_of_a_run_with_the_wrong_key_names_the_key(store, nodes):
@@ -917,7 +918,9 @@ def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:
 
 
 def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypatch):
-    monkeypatch.setattr(stragglers, "_STRAGGLER", 0.0)  # it counts for nodes that have every piece
+    monkeypatch.setattr(
+        stragglers, "_FINISH_FACTOR", 0.0
+    )  # it counts for nodes that have every piece
     store.put("steady/object", hashlib.shake_256(b"steady").digest(MIB))
     nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
     limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
@@ -1043,7 +1046,7 @@ HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000
 
 
 @contextmanager
-def connecting(place: Endpoint) -> Iterator[None]:
+def connecting(endpoint: Endpoint) -> Iterator[None]:
     """Open connections that send half of an unsigned request, one after another, meanwhile."""
     held: deque[socket.socket] = deque()
     ended = threading.Event()
@@ -1051,7 +1054,7 @@ def connecting(place: Endpoint) -> Iterator[None]:
     def connect() -> None:
         while not ended.wait(0.005):
             with contextlib.suppress(OSError):
-                held.append(socket.create_connection((place.host, place.port), timeout=1))
+                held.append(socket.create_connection((endpoint.host, endpoint.port), timeout=1))
                 held[-1].sendall(HALF_SENT)
             if len(held) > 900:
                 held.popleft().close()
@@ -1070,10 +1073,10 @@ def connecting(place: Endpoint) -> Iterator[None]:
 
 def test_unsigned_requests_that_do_not_end_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "half")
-    place, _ = Endpoint.parse_url(nodes[0].url)
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    nodes[0] = start_with_few_files(nodes[0].root, place.port)
-    with connecting(place):
+    nodes[0] = start_with_few_files(nodes[0].root, endpoint.port)
+    with connecting(endpoint):
         report = prewarm(settings_of(store, nodes, **below("half")))
     assert [node.ready for node in report.nodes] == [True] * 3
     assert files_below(nodes[0].root) == contents
@@ -1091,10 +1094,12 @@ def start_with_few_files(root: Path, port: int) -> Any:
 
 def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
-    place, _ = Endpoint.parse_url(nodes[0].url)
+    endpoint, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    nodes[0] = start_with_few_files(nodes[0].root, place.port)
-    idle = [socket.create_connection((place.host, place.port), timeout=30) for _ in range(300)]
+    nodes[0] = start_with_few_files(nodes[0].root, endpoint.port)
+    idle = [
+        socket.create_connection((endpoint.host, endpoint.port), timeout=30) for _ in range(300)
+    ]
     try:
         report = prewarm(settings_of(store, nodes, **below("idle")))
         assert [node.ready for node in report.nodes] == [True] * 3
@@ -1105,14 +1110,14 @@ def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
 
 
 def agent_at(url: str) -> Endpoint:
-    """The place of an agent, with its identity, as a driver asks for it."""
-    place, _ = Endpoint.parse_url(url)
+    """The endpoint of an agent, with its identity, as a driver asks for it."""
+    endpoint, _ = Endpoint.parse_url(url)
     with urlopen(f"{url}/agent", timeout=30) as answer:
-        return replace(place, identity=json.load(answer)["identity"])
+        return replace(endpoint, identity=json.load(answer)["identity"])
 
 
 def refusal(
-    place: Endpoint,
+    endpoint: Endpoint,
     key: bytes | None,
     method: str,
     path: str,
@@ -1120,18 +1125,18 @@ def refusal(
     body: bytes = b"",
 ) -> int:
     """The status of an answer that is none."""
-    signed = {AUTH_HEADER: sign(key, method, path, body, to=place.identity)} if key else {}
-    return answer_of(place, method, path, signed | (headers or {}), body).status
+    signed = {AUTH_HEADER: sign(key, method, path, body, to=endpoint.identity)} if key else {}
+    return answer_of(endpoint, method, path, signed | (headers or {}), body).status
 
 
 def answer_of(
-    place: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    endpoint: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes = b""
 ) -> HttpStatusError:
     connections = ConnectionPool(10.0)
     try:
         with (
             pytest.raises(HttpStatusError) as refused,
-            connections.request(place, method, path, headers, body or None),
+            connections.request(endpoint, method, path, headers, body or None),
         ):
             pass
         return refused.value
@@ -1200,11 +1205,11 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
     stop(nodes.pop())
     nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
     read: list[int] = []
-    fill_buffer = referee.Referee._fill
+    read_piece = driver_reader.RetryingReader.read
     monkeypatch.setattr(
-        referee.Referee,
-        "_fill",
-        lambda self, number, data: read.append(number) or fill_buffer(self, number, data),
+        driver_reader.RetryingReader,
+        "read",
+        lambda self, number, into: read.append(number) or read_piece(self, number, into),
     )
     request = Request(key="gone/object", sha256=hashlib.sha256(body).hexdigest())
     report = prewarm(settings_of(store, nodes, requests=[request]))
@@ -1224,14 +1229,15 @@ def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("module", "refuses"), [("agent", "agent speaks version 2"), ("run", "driver speaks version 1")]
+    ("module", "refuses"),
+    [("agent", "agent speaks version 2"), ("run_spec", "driver speaks version 1")],
 )
 def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     store, nodes, tmp_path, module, refuses
 ):
     contents = fill(store, "versions")
     stop(nodes.pop())
-    code = "import millrace.swarm.agent, millrace.swarm.run, millrace.swarm.protocol as wire\n"
+    code = "import millrace.swarm.agent, millrace.swarm.run_spec, millrace.swarm.protocol as wire\n"
     code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 2\n"
     nodes.append(start_agent("later", tmp_path / "later", code=code))
     report = prewarm(settings_of(store, nodes, min_node_share=0.5, **below("versions")))
@@ -1242,13 +1248,13 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
 
 
 IDLE = """
-import millrace.swarm.agent as agent
+import millrace.swarm.fetcher as fetcher
 from millrace.swarm.messages import PieceRedundant
 
-def fetch(run, order):
-    run._emit(PieceRedundant(order.piece, order.source, 0))
+def fetch(self, order):
+    self._emit(PieceRedundant(order.piece, order.source, 0))
 
-agent.Run._fetch = fetch
+fetcher.PieceFetcher._fetch = fetch
 """
 """Lets an agent answer each order that it has the piece already."""
 
@@ -1341,18 +1347,20 @@ def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         connections = ConnectionPool(5.0)
-        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
+        endpoint = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises((OSError, http.client.HTTPException)):
-            connections.read_into(place, "/a", {}, memoryview(bytearray(4)))
+            connections.read_into(endpoint, "/a", {}, memoryview(bytearray(4)))
         thread.join()
         connections.close()
 
 
 def test_a_header_of_two_lines_is_not_sent():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
+        endpoint = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(ValueError, match="one line"):
-            ConnectionPool(5.0).read_into(place, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1)))
+            ConnectionPool(5.0).read_into(
+                endpoint, "/a", {"A": "b\r\nC: d"}, memoryview(bytearray(1))
+            )
 
 
 def test_a_late_node_joins_a_run(store, nodes, tmp_path):

@@ -145,7 +145,7 @@ wire._GRACE = 1.0
 TRICKLE = """
 import time
 import millrace.swarm.protocol as wire
-import millrace.swarm.run as run
+import millrace.swarm.fetcher as fetcher
 
 class Trickle:
     def __init__(self, sock): self._sock, self._got = sock, 0
@@ -164,7 +164,7 @@ class ConnectionPool(wire.ConnectionPool):
             connection.sock = Trickle(connection.sock)
         return connection.sock
 
-run.ConnectionPool = ConnectionPool
+fetcher.ConnectionPool = ConnectionPool
 """
 """Lets an agent receive 16 KiB at a time with a pause, and nothing after a number of times."""
 

@@ -12,6 +12,7 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import GatherSettings, GatherWindow, Refusal, RejectedWorker
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, PayloadError
+from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister
 from millrace.gradients.sync.bucket_lister import BucketLister, BucketListing, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherResults

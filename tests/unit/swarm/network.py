@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from millrace.swarm.tracker import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, PieceOrder, Tracker
 
 _TICK = 0.25  # seconds between two ticks of the tracker, as the driver gives them
 _LATENCY = 0.01  # seconds from an event to the first byte of what it orders
@@ -17,7 +17,7 @@ _LATENCY = 0.01  # seconds from an event to the first byte of what it orders
 
 @dataclass
 class _Flow:
-    order: Order
+    order: PieceOrder
     links: tuple[str, ...]
     left: float
     begins: float
@@ -88,7 +88,7 @@ class Network:
                 self.watch()
                 tick += _TICK
 
-    def _give(self, orders: list[Order]) -> None:
+    def _give(self, orders: list[PieceOrder]) -> None:
         for order in orders:
             assert not order.drop
             links = self._route(order)
@@ -97,7 +97,7 @@ class Network:
             begins = self.now + _LATENCY + late
             self._flows.append(_Flow(order, links, self.size, begins, weight))
 
-    def _route(self, order: Order) -> tuple[str, ...]:
+    def _route(self, order: PieceOrder) -> tuple[str, ...]:
         there = self.zones[order.node]
         store = order.source == STORE
         here = self.store_zone if store else self.zones[order.source]
@@ -135,7 +135,7 @@ class Network:
                 if ">" in link:
                     self.crossed[link] = self.crossed.get(link, 0.0) + moved
 
-    def _land(self, order: Order) -> None:
+    def _land(self, order: PieceOrder) -> None:
         name, number, source = order.node, order.piece, order.source
         if number in self._has[name]:
             self._give(self.tracker.cancel_transfer(name, number, source, self.now))

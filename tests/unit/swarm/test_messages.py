@@ -6,8 +6,9 @@ import pytest
 
 from millrace.swarm import messages, protocol
 from millrace.swarm.cache_index import CacheCheck
-from millrace.swarm.driving.run_spec import serialize_plan
-from millrace.swarm.events import EventChecker, ProtocolError
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.driving.run_setup import make_run_spec
+from millrace.swarm.event_checker import EventChecker, ProtocolError
 from millrace.swarm.messages import (
     EVENT_TYPES,
     AddPeer,
@@ -26,9 +27,8 @@ from millrace.swarm.messages import (
     decode_order,
     encode_message,
 )
-from millrace.swarm.pieces import File, catalogue_of
 from millrace.swarm.protocol import Endpoint, ProtocolVersionError
-from millrace.swarm.run import RunSpec
+from millrace.swarm.run_spec import decode_start_body, encode_start_body
 from millrace.swarm.settings import PrewarmSettings
 
 DIGEST = "0" * 64
@@ -100,17 +100,20 @@ def make_body() -> bytes:
             "check": CacheCheck.SAMPLED,
         }
     )
-    catalogue = catalogue_of([File("a", 1, "e", "s3://b/a")])
-    return b"{}\n" + serialize_plan(settings, catalogue, ["url"], b"key")
+    catalogue = build_catalogue([File("a", 1, "e", "s3://b/a")])
+    return encode_start_body({}, make_run_spec(settings, catalogue, ["url"], b"key").encode())
 
 
 def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
-    assert RunSpec.parse(make_body()).sources == ["url"]
-    monkeypatch.setattr("millrace.swarm.driving.run_spec.VERSION", protocol.VERSION + 1)
+    spec, agents = decode_start_body(make_body())
+    assert (spec.sources, spec.key, agents) == (["url"], b"key", {})
+    monkeypatch.setattr("millrace.swarm.run_spec.VERSION", protocol.VERSION + 1)
+    body = make_body()
+    monkeypatch.undo()
     with pytest.raises(
         ProtocolVersionError, match=r"driver speaks version 2 .* and this Millrace version"
     ):
-        RunSpec.parse(make_body())
+        decode_start_body(body)
 
 
 def test_the_version_of_another_side_may_be_anything():

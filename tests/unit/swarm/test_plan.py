@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.swarm.settings import LimitSettings
-from millrace.swarm.tracker import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, PieceOrder, Tracker
 from tests.unit.swarm.network import Network
 
 
@@ -21,17 +21,17 @@ class Swarm:
     """Nodes that carry out orders, each after a while of its own."""
 
     tracker: Tracker
-    seconds: Callable[[Order], float]
-    fails: Callable[[Order], bool] = lambda _: False
+    seconds: Callable[[PieceOrder], float]
+    fails: Callable[[PieceOrder], bool] = lambda _: False
     now: float = 0.0
     has: dict[str, set[int]] = field(default_factory=dict)
-    orders: list[Order] = field(default_factory=list)
-    pending: list[tuple[float, int, Order]] = field(default_factory=list)
+    orders: list[PieceOrder] = field(default_factory=list)
+    pending: list[tuple[float, int, PieceOrder]] = field(default_factory=list)
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
     most_up: int = 0
 
-    def give(self, orders: list[Order]) -> None:
+    def give(self, orders: list[PieceOrder]) -> None:
         for order in orders:
             if order.drop:
                 self.has[order.node].discard(order.piece)
@@ -85,7 +85,7 @@ class Swarm:
         self.give(self.tracker.tick(self.now))
         return True
 
-    def give_up_others(self, done: Order) -> None:
+    def give_up_others(self, done: PieceOrder) -> None:
         """End other transfers of a piece that has come, as agents do."""
         self.pending = [
             (min(at, self.now + 1.0), number, order)
@@ -126,7 +126,7 @@ def test_each_piece_leaves_the_store_once():
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 def test_a_piece_that_needs_two_votes_leaves_the_store_twice(nodes):
-    swarm = Swarm(Tracker([1] * 100, needs=[2] * 100), lambda _: 1.0)
+    swarm = Swarm(Tracker([1] * 100, votes_needed=[2] * 100), lambda _: 1.0)
     for i in range(nodes):
         swarm.join(f"n{i}")
     swarm.begin()
@@ -218,7 +218,7 @@ def test_what_nobody_lacks_any_more_hides_nothing_that_is_still_to_be_read():
     assert swarm.has == {"slow": set(range(60))}
 
 
-def spoil(swarm: Swarm, wrong: Callable[[Order], bool]) -> Counter[str]:
+def spoil(swarm: Swarm, wrong: Callable[[PieceOrder], bool]) -> Counter[str]:
     """Carry all out, where some transfers bring wrong bytes; says how often each node gave them."""
     seen: Counter[str] = Counter()
     while not swarm.tracker.is_complete():
@@ -279,7 +279,7 @@ def test_a_store_that_fails_a_node_that_reads_alone_is_given_a_pause():
     assert [(order.node, order.source) for order in told] == [("b", STORE)]
 
 
-def slow_uplinks(order: Order) -> float:
+def slow_uplinks(order: PieceOrder) -> float:
     return 1.0 if order.source == STORE else 60.0
 
 
@@ -326,7 +326,7 @@ def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
 def test_what_only_a_node_has_that_never_gives_it_is_read_from_the_store(
     zones, pieces, needs, direct
 ):
-    tracker = Tracker([1] * pieces, LimitSettings(direct=direct), needs=[needs] * pieces)
+    tracker = Tracker([1] * pieces, LimitSettings(direct=direct), votes_needed=[needs] * pieces)
     swarm = Swarm(tracker, lambda order: 1e9 if order.source == "slow" else 0.1)
     swarm.join("slow", {piece: f"d{piece}" for piece in range(pieces)}, zone=zones[0])
     for name, zone in zip("ab", zones[1:], strict=False):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace.swarm.tracker import STORE, Order, Tracker
+from millrace.swarm.tracker import STORE, PieceOrder, Tracker
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Votes:
     gives_only: dict[str, set[str]] = field(default_factory=dict)
     now: float = 0.0
     has: dict[str, dict[int, str]] = field(default_factory=dict)
-    inbox: dict[str, deque[Order]] = field(default_factory=dict)
-    outbox: dict[str, deque[Callable[[], list[Order]]]] = field(default_factory=dict)
-    pending: list[Order] = field(default_factory=list)
+    inbox: dict[str, deque[PieceOrder]] = field(default_factory=dict)
+    outbox: dict[str, deque[Callable[[], list[PieceOrder]]]] = field(default_factory=dict)
+    pending: list[PieceOrder] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     to_read: list[int] = field(default_factory=list)
     reads: int = 0
@@ -60,12 +60,12 @@ class Votes:
     def wrong(self, node: str, piece: int) -> str:
         return f"wrong-{piece}" if self.alike else f"wrong-{piece}-of-{node}"
 
-    def give(self, orders: list[Order]) -> None:
+    def give(self, orders: list[PieceOrder]) -> None:
         for order in orders:
             if order.node in self.has:
                 self.inbox[order.node].append(order)
         self.to_read += self.tracker.take_disputed()
-        for name in self.tracker.take_hopeless():
+        for name in self.tracker.take_faulty():
             if name in self.has:
                 self.lose(name)
 
@@ -96,7 +96,7 @@ class Votes:
                 self.reads += taken.source == STORE
                 self.pending.append(taken)
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: PieceOrder) -> None:
         name, piece, source = order.node, order.piece, order.source
         tell, tracker = self.outbox[name].append, self.tracker
         if piece in self.has[name]:
@@ -142,7 +142,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
     seed, honest, liars, needs, pieces, deaths, late
 ):
     rng = random.Random(seed)
-    swarm = Votes(Tracker([100] * pieces, needs=[needs] * pieces, seed=seed), rng)
+    swarm = Votes(Tracker([100] * pieces, votes_needed=[needs] * pieces, seed=seed), rng)
     names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
     rng.shuffle(names)
     for name in names:
@@ -185,7 +185,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
 @example(seed=18087, honest=1, liars=5, needs=2, pieces=8, late=1)
 def test_nodes_that_give_only_to_some_hold_nobody_up(seed, honest, liars, needs, pieces, late):
     rng = random.Random(seed)
-    swarm = Votes(Tracker([100] * pieces, needs=[needs] * pieces, seed=seed), rng)
+    swarm = Votes(Tracker([100] * pieces, votes_needed=[needs] * pieces, seed=seed), rng)
     names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
     rng.shuffle(names)
     for name in names:
@@ -210,7 +210,7 @@ def test_nodes_that_give_only_to_some_hold_nobody_up(seed, honest, liars, needs,
 @given(seed=st.integers(0, 2**32 - 1), honest=st.integers(1, 4), pieces=st.integers(1, 20))
 def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, honest, pieces):
     rng = random.Random(seed)
-    swarm = Votes(Tracker([100] * pieces, needs=[2] * pieces, seed=seed), rng, alike=True)
+    swarm = Votes(Tracker([100] * pieces, votes_needed=[2] * pieces, seed=seed), rng, alike=True)
     swarm.lies = {f"liar{i}": 1.0 for i in range(honest + 1)}
     for name in rng.sample([*swarm.lies, *(f"h{i}" for i in range(honest))], 2 * honest + 1):
         swarm.join(name)
@@ -223,7 +223,7 @@ def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, ho
 
 def test_what_two_nodes_have_from_an_earlier_run_is_not_read_again():
     have = {p: f"d{p}" for p in range(40)}
-    swarm = Votes(Tracker([100] * 40, needs=[2] * 40), random.Random(0))
+    swarm = Votes(Tracker([100] * 40, votes_needed=[2] * 40), random.Random(0))
     for name, there in (("a", have), ("b", have), ("c", {})):
         swarm.join(name, there)
     swarm.give(swarm.tracker.begin(0.0))
@@ -232,7 +232,7 @@ def test_what_two_nodes_have_from_an_earlier_run_is_not_read_again():
 
 
 def test_one_node_alone_has_what_it_read_and_nobody_has_confirmed_it():
-    swarm = Votes(Tracker([100] * 3, needs=[2] * 3), random.Random(0))
+    swarm = Votes(Tracker([100] * 3, votes_needed=[2] * 3), random.Random(0))
     swarm.join("a")
     swarm.give(swarm.tracker.begin(0.0))
     swarm.finish()
@@ -240,7 +240,7 @@ def test_one_node_alone_has_what_it_read_and_nobody_has_confirmed_it():
 
 
 def test_a_node_whose_reads_are_always_wrong_is_given_up():
-    swarm = Votes(Tracker([100] * 20, needs=[2] * 20), random.Random(0), lies={"bad": 1.0})
+    swarm = Votes(Tracker([100] * 20, votes_needed=[2] * 20), random.Random(0), lies={"bad": 1.0})
     for name in ("a", "bad", "b"):
         swarm.join(name)
     swarm.own, swarm.to_read = set(range(20)), list(range(20))
@@ -260,9 +260,9 @@ class Forging(Votes):
             what that node says, or None if it is carried out.
     """
 
-    answer: Callable[[Order], list[Order] | None] = lambda _: None
+    answer: Callable[[PieceOrder], list[PieceOrder] | None] = lambda _: None
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: PieceOrder) -> None:
         orders = self.answer(order) if "liar" in {order.node, order.source} else None
         if orders is None:
             super().carry_out(order)
@@ -284,7 +284,7 @@ class Forging(Votes):
 
 
 def forging(needs: int, have: dict[int, str]) -> Forging:
-    swarm = Forging(Tracker([100] * 40, needs=[needs] * 40), random.Random(0))
+    swarm = Forging(Tracker([100] * 40, votes_needed=[needs] * 40), random.Random(0))
     for name in ("a", "b", "c"):
         swarm.join(name)
     swarm.join("liar", have)
@@ -320,8 +320,8 @@ def test_failures_of_what_was_not_ordered_are_not_believed():
     swarm.give(swarm.tracker.begin(0.0))
     for _ in range(2000):
         swarm.give(swarm.tracker.fail_transfer("liar", 39, STORE, swarm.now))
-    for giver in ("a", "b", "c"):
-        swarm.give(swarm.tracker.fail_transfer("liar", 0, giver, swarm.now, wrong=True))
+    for uploader in ("a", "b", "c"):
+        swarm.give(swarm.tracker.fail_transfer("liar", 0, uploader, swarm.now, wrong=True))
     swarm.finish()
     assert not swarm.tracker.quarantined
 
@@ -361,7 +361,7 @@ def test_what_a_node_that_is_not_trusted_was_to_read_and_got_elsewhere_is_read_b
     assert tracker.quarantined == ["liar"]
     tracker.complete_transfer("liar", 0, "a", "d0", 2.0)
     orders = tracker.cancel_transfer("liar", 0, STORE, 2.0)
-    assert Order("b", 0, STORE) in orders
+    assert PieceOrder("b", 0, STORE) in orders
 
 
 def test_who_comes_late_reads_what_only_a_node_has_that_is_known_to_give_nothing():

@@ -28,10 +28,10 @@ def answered():
         servers.append(server)
         answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % announced + body
         threading.Thread(target=serve, args=(server, answer), daemon=True).start()
-        place = Endpoint("http", "127.0.0.1", server.getsockname()[1])
+        endpoint = Endpoint("http", "127.0.0.1", server.getsockname()[1])
         with (
             closing(ConnectionPool(10.0)) as connections,
-            connections.request(place, "GET", "/") as found,
+            connections.request(endpoint, "GET", "/") as found,
         ):
             return read_body(found, longest)
 
@@ -90,8 +90,10 @@ def test_what_comes_a_byte_at_a_time_has_failed_after_a_while(dripping, monkeypa
 
 
 def test_what_is_of_no_use_any_more_is_read_no_further(dripping):
-    place = dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+    endpoint = dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
     into, asked = bytearray(1_000_000), iter([False] * 3)
     with closing(ConnectionPool(10.0)) as connections, pytest.raises(http.client.HTTPException):
-        connections.read_into(place, "/a", {}, memoryview(into), is_over=lambda: next(asked, True))
+        connections.read_into(
+            endpoint, "/a", {}, memoryview(into), is_over=lambda: next(asked, True)
+        )
     assert into.count(b"x") < 1000

@@ -14,8 +14,8 @@ from millrace.swarm.assembly.leftovers import Leftovers
 from millrace.swarm.assembly.partial_files import PartialFiles
 from millrace.swarm.assembly.root_lock import RootLock
 from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.journal import Journal
-from millrace.swarm.pieces import File, catalogue_of
 from millrace.swarm.targets import Targets
 
 SIZE = 1 << 10
@@ -36,19 +36,19 @@ class Parts:
             File("s0", len(SMALL), "etag", "s3://bucket/s0"),
             File("s1", len(SMALL), "etag", "s3://bucket/s1"),
         ]
-        self.catalogue = catalogue_of(files, SIZE)
+        self.catalogue = build_catalogue(files, SIZE)
         records = root / ".millrace"
         records.mkdir(exist_ok=True)
-        self.places = Targets(root, self.catalogue)
-        self.arrivals = Arrivals(self.catalogue, self.places.of)
+        self.targets = Targets(root, self.catalogue)
+        self.arrivals = Arrivals(self.catalogue, self.targets.by_file)
         self.journal = Journal(root, records / "partial.jsonl")
-        self.partials = PartialFiles(root, self.places, self.journal)
+        self.partials = PartialFiles(root, self.targets, self.journal)
         self.leftovers = Leftovers(
             root,
             self.catalogue,
             check,
             arrivals=self.arrivals,
-            places=self.places,
+            targets=self.targets,
             journal=self.journal,
             partials=self.partials,
             index=records / "files.jsonl",
@@ -59,11 +59,11 @@ class Parts:
         self.finisher = FileFinisher(
             self.arrivals,
             self.hashes,
-            self.places,
+            self.targets,
             index=records / "files.jsonl",
             piece_size=SIZE,
-            finished=self.finished.append,
-            mismatch=lambda number, _: self.mismatches.append(number),
+            on_finished=self.finished.append,
+            on_mismatch=lambda number, _: self.mismatches.append(number),
         )
 
     def begin(self) -> list[int]:
@@ -166,7 +166,7 @@ def test_the_next_run_finds_what_was_finished_and_what_was_written(tmp_path):
     parts.write(3, SMALL * 2)
     parts.finisher.finish([1, 2])
     parts.journal.close(keep=True)
-    partial = parts.places.of[0].partial
+    partial = parts.targets.by_file[0].partial
     with partial.open("r+b") as opened:  # damaged since
         opened.seek(2 * SIZE)
         opened.write(b"x")

@@ -3,11 +3,11 @@
 import time
 
 from millrace.progress import Event
+from millrace.swarm.catalogue import Catalogue, File, build_catalogue
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.messages import Order
 from millrace.swarm.nodes import Node
-from millrace.swarm.pieces import Catalogue, File, catalogue_of
 from millrace.swarm.protocol import Endpoint
 from millrace.swarm.tracker import Tracker
 
@@ -16,7 +16,7 @@ SIZE = 1 << 20
 
 def make_catalogue(*files: File) -> Catalogue:
     """Return a catalogue whose files have a piece each."""
-    return catalogue_of(files or (make_file("a"), make_file("b")), SIZE)
+    return build_catalogue(files or (make_file("a"), make_file("b")), SIZE)
 
 
 def make_file(name: str, *, sha256: str = "", md5: str = "") -> File:
@@ -24,8 +24,8 @@ def make_file(name: str, *, sha256: str = "", md5: str = "") -> File:
 
 
 def make_member(name: str, *, port: int = 1, identity: str = "", fingerprint: str = "") -> Member:
-    place = Endpoint("http", "127.0.0.1", port, identity, fingerprint)
-    return Member(Node(f"id-{name}", name, place, b"key"))
+    endpoint = Endpoint("http", "127.0.0.1", port, identity, fingerprint)
+    return Member(Node(f"id-{name}", name, endpoint, b"key"))
 
 
 class Run:
@@ -37,7 +37,7 @@ class Run:
     """
 
     def __init__(self, names: str, *, pieces: int = 2, needs: int = 1) -> None:
-        tracker = Tracker([SIZE] * pieces, needs=[needs] * pieces)
+        tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces)
         self.disputed: list[int] = []
         self.state = RunState(tracker, [SIZE] * pieces, self.disputed.append)
         self.state.news.acquire()  # as whoever calls its methods does
@@ -64,5 +64,5 @@ class Run:
         """Return the classes of the events, and the node or the file of each."""
         return [
             (type(event), getattr(event, "node", "") or getattr(event, "origin", ""))
-            for event in self.state.take_events()
+            for event in self.state.take_progress_events()
         ]

@@ -43,9 +43,9 @@ def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkey
     monkeypatch.setattr(followers, "time", clock)
     client: Any = SimpleNamespace(poll_events=poll_events, answer_timeout=1.0)
     follower = NodeFollowers(
-        run.state, client, b"", [SIZE] * 2, handle=handle, list_void=lambda: ()
+        run.state, client, b"", [SIZE] * 2, on_event=handle, list_void=lambda: ()
     )
-    follower._hear_events(run["a"])
+    follower._receive_events(run["a"])
 
     assert [seen for seen in seen_by_others if seen < 3_000] == [500, 1_000, 1_500, 2_000, 2_500]
     assert [after for after, _ in asked] == [0, 3_000]

@@ -85,7 +85,7 @@ def test_a_latecomer_is_waited_for_a_few_seconds():
 def straggling(run: Run, now: float) -> StragglerFinder:
     """Return a finder, where all but `c` have been ready after a second."""
     for name in "abc":
-        run[name].moved = now
+        run[name].last_progress = now
     for name in "ab":
         run[name].ready, run[name].seconds = True, 1.0
         run[name].files.update({0, 1})
@@ -106,7 +106,7 @@ def test_a_node_that_goes_on_for_ever_is_a_straggler():
     run = Run("abc")
     finder = straggling(run, 0.0)
     assert finder.find(0.0) == []
-    run["c"].moved = 1e6
+    run["c"].last_progress = 1e6
     ((member, why),) = finder.find(1e6)
     assert member is run["c"]
     assert why.startswith("it goes on, and is not ready 1000000 s after the start")
@@ -130,10 +130,10 @@ def test_a_lost_member_counts_with_nothing_and_gets_no_orders():
     state.held = SIZE
     state.lose(run["a"], "broken")
     state.lose(run["a"], "again")
-    assert run["a"].why == "broken"
+    assert run["a"].lost_reason == "broken"
     assert state.held == 0
     assert run.take_orders("a")[-1] is None
     assert run.take_events() == [(NodeLost, "a")]
     state.is_ending = True
     state.lose(run["b"], "too late")
-    assert run["b"].why == ""
+    assert run["b"].lost_reason == ""

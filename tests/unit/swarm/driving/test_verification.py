@@ -1,15 +1,15 @@
-"""The driver's own reads, and its conclusions from the nodes' reports."""
+"""The driver's own pieces, and its conclusions from the nodes' reports."""
 
 import hashlib
 
 import pytest
 
 from millrace import errors
+from millrace.swarm.driving.driver_reader import FileDigests
 from millrace.swarm.driving.event_handler import EventHandler
-from millrace.swarm.driving.file_audits import FileAuditor
-from millrace.swarm.driving.own_reads import OwnReads
+from millrace.swarm.driving.file_checks import FileChecks
+from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
-from millrace.swarm.driving.run_spec import list_unproven
 from millrace.swarm.messages import (
     FetchPiece,
     FilesReady,
@@ -21,47 +21,46 @@ from millrace.swarm.messages import (
 )
 from millrace.swarm.nodes import AbsentNode
 from millrace.swarm.progress_events import FileMismatched, NodeAccused, NodeReady, NodeUntrusted
-from millrace.swarm.referee import FileAudit
 from millrace.swarm.transfer import FetchError
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
 
 RIGHT = hashlib.sha256(b"right").hexdigest()
 
 
-def make_reads(run: Run, store_timeout: float = 60.0) -> tuple[OwnReads, list[int]]:
-    read: list[int] = []
-    return OwnReads(run.state, make_catalogue(), store_timeout, read.append), read
+def make_piece_checks(run: Run, store_timeout: float = 60.0) -> tuple[PieceChecks, list[int]]:
+    requested: list[int] = []
+    return PieceChecks(run.state, make_catalogue(), store_timeout, requested.append), requested
 
 
 def test_of_unproven_pieces_the_driver_reads_sixteen_mib():
     run = Run("a", pieces=40)
-    reads, read = make_reads(run)
-    reads.select(list(range(40)), [SIZE] * 40)
-    assert len(read) == len(set(read)) == 16
-    assert all(reads.is_useful(number) for number in read)
-    assert not any(reads.is_useful(number) for number in set(range(40)) - set(read))
+    pieces, requested = make_piece_checks(run)
+    pieces.request_sample(list(range(40)), [SIZE] * 40)
+    assert len(requested) == len(set(requested)) == 16
+    assert all(pieces.is_useful(number) for number in requested)
+    assert not any(pieces.is_useful(number) for number in set(range(40)) - set(requested))
 
 
 def test_one_node_that_says_that_an_object_is_gone_makes_the_driver_look():
     run = Run("ab")
-    reads, read = make_reads(run)
-    reads.note_failure(run["a"], 1, 503, "busy")
-    assert read == []
-    reads.note_failure(run["a"], 1, 404, "gone")
-    assert read == [1]
-    assert reads.is_useful(1)
-    reads.handle_digest(1, RIGHT)
-    assert "it cannot read s3://bucket/b from the store, and the driver can" in run["a"].why
-    assert not reads.is_useful(1)
+    pieces, requested = make_piece_checks(run)
+    pieces.note_failure(run["a"], 1, 503, "busy")
+    assert requested == []
+    pieces.note_failure(run["a"], 1, 404, "gone")
+    assert requested == [1]
+    assert pieces.is_useful(1)
+    pieces.handle_digest(1, RIGHT)
+    assert "it cannot read s3://bucket/b from the store, and the driver can" in run["a"].lost_reason
+    assert not pieces.is_useful(1)
     assert run.state.fatal is None
 
 
 def test_an_object_that_the_driver_finds_gone_ends_the_run():
     run = Run("a")
-    reads, _ = make_reads(run)
-    reads.handle_failure(0, FetchError("busy", 503))
+    pieces, _ = make_piece_checks(run)
+    pieces.handle_failure(0, FetchError("busy", 503))
     assert run.state.fatal is None
-    reads.handle_failure(0, FetchError("gone", 404))
+    pieces.handle_failure(0, FetchError("gone", 404))
     assert isinstance(run.state.fatal, errors.ChangedError)
 
 
@@ -70,53 +69,53 @@ def test_an_object_that_the_driver_finds_gone_ends_the_run():
 )
 def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
     run = Run("a")
-    reads, _ = make_reads(run, store_timeout=-1.0)
-    reads.handle_failure(0, FetchError("no", status))
+    pieces, _ = make_piece_checks(run, store_timeout=-1.0)
+    pieces.handle_failure(0, FetchError("no", status))
     assert isinstance(run.state.fatal, kind)
 
 
-def make_auditor(run: Run, sha256: str = RIGHT, md5: str = "") -> tuple[FileAuditor, list[int]]:
-    audited: list[int] = []
+def make_file_checks(run: Run, sha256: str = RIGHT, md5: str = "") -> tuple[FileChecks, list[int]]:
+    requested: list[int] = []
     catalogue = make_catalogue(make_file("a", sha256=sha256, md5=md5), make_file("b"))
-    return FileAuditor(run.state, catalogue, audited.append), audited
+    return FileChecks(run.state, catalogue, requested.append), requested
 
 
 def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     run = Run("ab")
-    auditor, audited = make_auditor(run)
-    auditor.note_mismatch(run["a"], 0, "other")
-    auditor.note_mismatch(run["b"], 1, "other")  # nothing says what that file is
-    assert audited == [0]
-    assert auditor.is_doubted(0)
+    files, requested = make_file_checks(run)
+    files.note_mismatch(run["a"], 0, "other")
+    files.note_mismatch(run["b"], 1, "other")  # nothing says what that file is
+    assert requested == [0]
+    assert files.is_doubted(0)
     assert run.take_events() == [(FileMismatched, "s3://bucket/a")]
-    auditor.handle_audit(FileAudit(0, RIGHT, "parts", {0: "x"}))
-    assert not auditor.is_doubted(0)
-    auditor.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
-    assert run["b"].why == ""
-    auditor.note_mismatch(run["b"], 0, "parts")
-    assert "not those that the store has" in run["b"].why
+    files.handle_digests(FileDigests(0, RIGHT, "parts", {0: "x"}))
+    assert not files.is_doubted(0)
+    files.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
+    assert run["b"].lost_reason == ""
+    files.note_mismatch(run["b"], 0, "parts")
+    assert "not those that the store has" in run["b"].lost_reason
 
 
 def test_an_object_that_is_not_what_its_sha256_says_ends_the_run():
     run = Run("a")
-    auditor, _ = make_auditor(run)
-    auditor.handle_audit(FileAudit(0, "other", "parts", {0: "x"}))
+    files, _ = make_file_checks(run)
+    files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
     assert isinstance(run.state.fatal, errors.CorruptError)
 
 
 def test_an_etag_that_is_no_md5_is_void_for_every_node():
     run = Run("a")
-    auditor, _ = make_auditor(run, sha256="", md5="an-md5")
-    auditor.handle_audit(FileAudit(0, "other", "parts", {0: "x"}))
-    assert auditor.void == {0}
+    files, _ = make_file_checks(run, sha256="", md5="an-md5")
+    files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
+    assert files.void == {0}
     assert VoidDigest(0) in run.take_orders("a")
     assert run.state.fatal is None
 
 
 def make_handler(run: Run) -> EventHandler:
-    reads, _ = make_reads(run)
-    auditor, _ = make_auditor(run)
-    return EventHandler(run.state, reads, auditor, files=2, began=0.0)
+    pieces, _ = make_piece_checks(run)
+    files, _ = make_file_checks(run)
+    return EventHandler(run.state, pieces, files, file_count=2, began=0.0)
 
 
 def test_what_a_node_says_is_counted_until_it_is_lost():
@@ -134,11 +133,11 @@ def test_what_a_node_says_is_counted_until_it_is_lost():
     assert (counts.from_store, counts.failures, counts.moved) == (SIZE, 1, SIZE)
     handler.handle(run["a"], NodeFailed("full"))
     handler.handle(run["a"], ReadRetried("slow"))
-    assert run["a"].why == "full"
+    assert run["a"].lost_reason == "full"
     assert counts.failures == 1
 
 
-def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
+def test_a_uploader_is_reported_once_by_each_node_that_accuses_it():
     run = Run("ab")
     handler = make_handler(run)
     failed = PieceFailed(0, "id-b", "", is_wrong=True)
@@ -149,7 +148,7 @@ def test_a_giver_is_reported_once_by_each_node_that_accuses_it():
     assert not run.state.tracker.quarantined
 
 
-def test_a_giver_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
+def test_a_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
     run = Run("abc", pieces=1)
     handler, state = make_handler(run), run.state
     state.dispatch(state.tracker.begin(0.0))
@@ -182,4 +181,6 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
 
 
 def test_pieces_of_files_without_a_digest_are_unproven():
-    assert list_unproven(make_catalogue(make_file("a", sha256=RIGHT), make_file("b"))) == [1]
+    assert make_catalogue(make_file("a", sha256=RIGHT), make_file("b")).list_unproven_pieces() == [
+        1
+    ]

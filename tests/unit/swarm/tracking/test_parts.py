@@ -24,27 +24,27 @@ def test_one_accuser_is_not_believed_and_two_are():
 
 def test_a_node_loses_its_vote_with_the_second_wrong_one_and_is_given_up_with_the_eighth():
     trust = NodeTrust()
-    lost, hopeless = [], []
+    lost, faulty = [], []
     for number in range(1, 10):
         trust.count_wrong_vote()
         lost += [number] if trust.has_lost_vote else []
-        hopeless += [number] if trust.has_become_hopeless else []
+        faulty += [number] if trust.has_become_faulty else []
     assert lost == [*range(2, 10)]
-    assert hopeless == [8]
+    assert faulty == [8]
 
 
-def test_a_giver_that_refuses_again_and_again_is_avoided_until_it_gives():
+def test_a_uploader_that_refuses_again_and_again_is_avoided_until_it_gives():
     trust = NodeTrust()
     assert [trust.count_refusal("g") for _ in range(8)] == [False] * 7 + [True]
     assert trust.avoids("g")
     trust.clear_refusals("g")
     assert not trust.avoids("g")
-    trust.shunned.add("g")
+    trust.excluded.add("g")
     assert trust.avoids("g")
 
 
 def test_as_many_equal_votes_as_are_needed_decide():
-    votes = PieceVotes(needs=2)
+    votes = PieceVotes(votes_needed=2)
     votes.add("a", "x", vote=True)
     votes.add("b", "x", vote=False)  # it has its copy from a node
     assert votes.count(trust_all) is None
@@ -64,7 +64,7 @@ def test_different_votes_are_a_dispute_until_the_owner_knows():
 
 
 def test_a_decision_stands_while_a_copy_and_enough_votes_are_left():
-    votes = PieceVotes(needs=2, digest="x")
+    votes = PieceVotes(votes_needed=2, digest="x")
     for name in "abc":
         votes.add(name, "x", vote=True)
     assert votes.has_support(lambda name: name != "a", held=True)
@@ -79,7 +79,7 @@ def test_transfers_take_slots_until_they_end():
     a, b = table.add_node("a"), table.add_node("b")
     table.begin_read(a, 0, 0.0)
     table.begin_fetch(b, 1, a, "x", 1.0)
-    a.yielding.add(("b", 1))
+    a.low_priority.add(("b", 1))
     assert (a.reads, b.fetches, a.up, table.reads) == (1, 1, 1, 1)
     assert table.is_read(0)
     assert a.reads_from_store(0)
@@ -88,7 +88,7 @@ def test_transfers_take_slots_until_they_end():
     assert took is not None
     assert (took.seconds, took.digest) == (3.0, "x")
     assert table.end(b, 1, "a", 4.0) is None
-    assert (b.fetches, a.up, a.yielding, b.down) == (0, 0, set(), {})
+    assert (b.fetches, a.up, a.low_priority, b.down) == (0, 0, set(), {})
 
 
 def test_reads_that_share_the_store_are_timed_as_if_each_were_alone():
@@ -99,7 +99,7 @@ def test_reads_that_share_the_store_are_timed_as_if_each_were_alone():
     assert table.measure_read(b, 1, 4.0) == pytest.approx(2.0)
     took = table.end(a, 0, STORE, 4.0)
     assert took is not None
-    assert (took.seconds, took.alone) == (4.0, pytest.approx(2.0))
+    assert (took.seconds, took.unshared) == (4.0, pytest.approx(2.0))
     assert not table.is_read(0)
     assert table.measure_read(b, 1, 6.0) == pytest.approx(4.0)
 
@@ -133,9 +133,9 @@ def test_a_piece_arrives_near_where_another_node_of_a_labelled_zone_gets_it():
     nodes = make_nodes(1, {"a": "x", "b": "x", "c": "", "d": ""})
     for name in ("b", "d"):
         nodes[name].transfers.down[0] = {STORE: 0.0}
-    assert nodes.is_arriving_near(nodes["a"], 0)
-    assert not nodes.is_arriving_near(nodes["b"], 0)
-    assert not nodes.is_arriving_near(nodes["c"], 0)
+    assert nodes.is_arriving_in_zone(nodes["a"], 0)
+    assert not nodes.is_arriving_in_zone(nodes["b"], 0)
+    assert not nodes.is_arriving_in_zone(nodes["c"], 0)
     assert nodes.is_one_of_zones(nodes["a"])
     assert not nodes.is_one_of_zones(nodes["c"])
     assert not make_nodes(1, {"a": "x"}).is_one_of_zones(nodes["a"])
@@ -143,11 +143,11 @@ def test_a_piece_arrives_near_where_another_node_of_a_labelled_zone_gets_it():
 
 def test_pieces_are_read_in_order_and_skipped_ones_stay():
     queue = ReadQueue(4, seed=0)
-    assert not queue.offer(2)  # all are there at first
+    assert not queue.add(2)  # all are there at first
     choices = {0: ReadChoice.SKIP, 1: ReadChoice.DISCARD, 2: ReadChoice.TAKE}
     assert queue.take_first(choices.__getitem__) == 2
     assert queue.take_first(lambda number: ReadChoice.TAKE) == 0
-    assert queue.offer(1)
+    assert queue.add(1)
     assert [queue.take_first(lambda number: ReadChoice.TAKE) for _ in range(3)] == [1, 3, None]
     assert not queue.has_any
 
@@ -166,9 +166,9 @@ def test_a_read_that_keeps_failing_waits_longer_and_at_most_five_seconds():
 
 def test_a_piece_that_needs_a_further_vote_is_wanted_once():
     queue = ReadQueue(3, seed=0)
-    assert queue.want_vote(2)
-    assert not queue.want_vote(2)
-    assert queue.want_vote(0)
-    assert queue.list_wanted() == [0, 2]
-    queue.remove_wanted(2)
-    assert not queue.is_wanted(2)
+    assert queue.add_vote_request(2)
+    assert not queue.add_vote_request(2)
+    assert queue.add_vote_request(0)
+    assert queue.list_vote_requests() == [0, 2]
+    queue.remove_vote_request(2)
+    assert not queue.is_vote_requested(2)

@@ -1,16 +1,16 @@
-"""Rankings of nodes as readers and givers, the queues of those that wait, and who gives a piece."""
+"""Rankings of nodes as readers and uploaders, the queues of waiting nodes, and the uploaders."""
 
 from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.direct_reads import DirectReads
-from millrace.swarm.tracking.givers import GiverRanking
 from millrace.swarm.tracking.late_transfers import LateTransfers
 from millrace.swarm.tracking.nodes import NodeTable
-from millrace.swarm.tracking.orders import STORE, Order
+from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
-from millrace.swarm.tracking.selection import GiverSelector, ReadSelector
+from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.transfers import TransferTable
+from millrace.swarm.tracking.uploaders import UploaderRanking
 from millrace.swarm.tracking.waiting import WaitingNodes
 
 SIZE = 1000
@@ -25,8 +25,8 @@ class Parts:
         self.reads = ReadQueue(pieces, seed=0)
         self.waiting = WaitingNodes(self.nodes, self.reads, concurrency)
         self.readers = ReaderRanking(self.nodes, concurrency, down, pieces)
-        self.givers = GiverRanking(self.nodes)
-        self.orders: list[Order] = []
+        self.uploaders = UploaderRanking(self.nodes)
+        self.orders: list[PieceOrder] = []
         self.copies = CopyTable(
             [SIZE] * pieces,
             nodes=self.nodes,
@@ -35,7 +35,7 @@ class Parts:
             readers=self.readers,
             orders=self.orders,
         )
-        self.select_giver = GiverSelector(self.nodes, self.copies, self.givers, up).select
+        self.select_uploader = UploaderSelector(self.nodes, self.copies, self.uploaders, up).select
         self.select_read = ReadSelector(self.nodes, self.copies, self.reads, self.readers).select
         for name, zone in zones.items():
             self.nodes.add(name, zone, self.transfers.add_node(name))
@@ -44,10 +44,10 @@ class Parts:
         for piece in pieces:
             self.copies.note_copy(self.nodes[name], piece, f"d{piece}", vote=True)
 
-    def give(self, receiver: str, giver: str) -> str | None:
+    def give(self, receiver: str, uploader: str) -> str | None:
         """Return who gives piece 0 to a node, after a transfer of the same path was begun."""
-        chosen = self.select_giver(self.nodes[receiver], 0)
-        assert chosen is None or chosen.name == giver
+        chosen = self.select_uploader(self.nodes[receiver], 0)
+        assert chosen is None or chosen.name == uploader
         return chosen.name if chosen else None
 
 
@@ -77,40 +77,40 @@ def test_the_first_read_of_a_zone_is_one_nodes():
     assert not parts.readers.is_probing(b)
 
 
-def test_a_giver_that_is_late_within_its_zone_is_slow_until_it_gives_there():
+def test_a_uploader_that_is_late_within_its_zone_is_slow_until_it_gives_there():
     parts = Parts(10, {"a": "x", "b": "x", "c": "y"})
     a, b, c = (parts.nodes[name] for name in "abc")
     parts.copies.mark_slow(a)
-    parts.givers.note_fetch(a, c, SIZE, 1.0)
+    parts.uploaders.note_fetch(a, c, SIZE, 1.0)
     assert a.pace.is_slow
-    parts.givers.note_fetch(a, b, SIZE, 2.0)
+    parts.uploaders.note_fetch(a, b, SIZE, 2.0)
     assert not a.pace.is_slow
-    assert parts.givers.get_rate(a, b) == SIZE / 2.0
-    parts.givers.note_refusal(a, b)
-    assert parts.givers.get_rate(a, b) == SIZE / 4.0
+    assert parts.uploaders.get_rate(a, b) == SIZE / 2.0
+    parts.uploaders.note_refusal(a, b)
+    assert parts.uploaders.get_rate(a, b) == SIZE / 4.0
 
 
 def test_a_node_that_fetches_far_slower_than_the_quickest_is_a_slow_fetcher():
     parts = Parts(10, dict.fromkeys("abc", ""))
     a, b, c = (parts.nodes[name] for name in "abc")
-    parts.givers.note_fetch(a, b, SIZE, 1.0)
-    parts.givers.note_fetch(a, c, SIZE, 5.0)
-    assert parts.givers.is_slow_fetcher(c)
-    assert not parts.givers.is_slow_fetcher(b)
+    parts.uploaders.note_fetch(a, b, SIZE, 1.0)
+    parts.uploaders.note_fetch(a, c, SIZE, 5.0)
+    assert parts.uploaders.is_slow_fetcher(c)
+    assert not parts.uploaders.is_slow_fetcher(b)
     parts.nodes.remove(b)
-    parts.givers.update()
-    assert not parts.givers.is_slow_fetcher(c)
+    parts.uploaders.update()
+    assert not parts.uploaders.is_slow_fetcher(c)
 
 
 def test_a_path_is_known_after_a_few_transfers():
     parts = Parts(10, {"a": "x", "b": "y"})
     a, b = parts.nodes["a"], parts.nodes["b"]
-    unknown = parts.givers.compute_timeout(a, b, SIZE)
+    unknown = parts.uploaders.compute_timeout(a, b, SIZE)
     for _ in range(4):
-        assert not parts.givers.knows_path(a, b)
-        parts.givers.note_fetch(a, b, SIZE, 1.0)
-    assert parts.givers.knows_path(a, b)
-    assert parts.givers.compute_timeout(a, b, SIZE) < unknown
+        assert not parts.uploaders.knows_path(a, b)
+        parts.uploaders.note_fetch(a, b, SIZE, 1.0)
+    assert parts.uploaders.knows_path(a, b)
+    assert parts.uploaders.compute_timeout(a, b, SIZE) < unknown
 
 
 def test_a_holder_of_the_own_zone_gives_before_others():
@@ -124,12 +124,12 @@ def test_a_holder_of_the_own_zone_gives_before_others():
 
 
 def test_transfers_to_other_zones_leave_half_of_the_slots_to_neighbours():
-    parts = Parts(1, {"giver": "x", "neighbour": "x", "far": "y", "other": "y"})
-    parts.hold("giver", 0)
-    giver = parts.nodes["giver"].transfers
-    giver.up, giver.yielding = 1, {("far", 0)}
-    assert parts.give("other", "giver") is None
-    assert parts.give("neighbour", "giver") == "giver"
+    parts = Parts(1, {"uploader": "x", "neighbour": "x", "far": "y", "other": "y"})
+    parts.hold("uploader", 0)
+    uploader = parts.nodes["uploader"].transfers
+    uploader.up, uploader.low_priority = 1, {("far", 0)}
+    assert parts.give("other", "uploader") is None
+    assert parts.give("neighbour", "uploader") == "uploader"
 
 
 def test_a_first_copy_is_queued_by_all_that_lack_it_and_those_first_that_lack_most():
@@ -148,7 +148,7 @@ def test_what_the_owner_settles_is_dropped_where_it_differs():
     parts.copies.note_copy(parts.nodes["b"], 0, "y", vote=True)
     assert parts.copies.disputed == [0]
     parts.copies.settle(0, "y")
-    assert parts.orders == [Order("a", 0, STORE, drop=True)]
+    assert parts.orders == [PieceOrder("a", 0, STORE, drop=True)]
     assert parts.copies[0].holders == ["b"]
     assert not parts.copies.is_disputed(0)
 
@@ -170,8 +170,8 @@ def test_a_node_reads_alone_what_only_shunned_nodes_have():
     parts = Parts(2, dict.fromkeys("ab", ""))
     parts.hold("a", 0)
     b = parts.nodes["b"]
-    b.trust.shunned.add("a")
-    b.queues.alone.append(0)
+    b.trust.excluded.add("a")
+    b.queues.without_uploader.append(0)
     assert parts.select_read(b, 0.0) == 0
     assert parts.select_read(b, 0.0) == 1  # nobody has it
 
@@ -194,15 +194,15 @@ def test_the_store_is_compared_with_the_nodes_only_when_nothing_waits_for_it():
     parts.transfers.begin_fetch(b.transfers, 0, a.transfers, "d0", 0.0)
     for now in range(5):
         direct.compare(float(now))
-    assert direct.why == ""  # pieces wait for their first read
+    assert direct.reason == ""  # pieces wait for their first read
     while parts.reads.take_first(lambda number: ReadChoice.TAKE) is not None:
         pass
     for now in range(5, 10):
         direct.compare(float(now))
-    assert "the store gave each node 1.0 MB/s" in direct.why
+    assert "the store gave each node 1.0 MB/s" in direct.reason
 
 
-def test_late_transfers_name_the_reader_or_the_giver():
+def test_late_transfers_name_the_reader_or_the_uploader():
     parts = Parts(2, dict.fromkeys("ab", ""))
     late = LateTransfers()
     late.note(parts.nodes["a"], 0, STORE, 1.0, 2.0)

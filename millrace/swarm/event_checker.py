@@ -1,4 +1,7 @@
-"""Check what an agent tells the driver: it may say anything, and harms only its own node."""
+"""Check the answers of agents to the driver.
+
+An agent may send anything. A wrong answer costs only the node of the agent.
+"""
 
 import re
 from collections.abc import Callable, Container, Sequence
@@ -21,25 +24,25 @@ from millrace.swarm.messages import (
 from millrace.swarm.tracking.orders import STORE
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_LONGEST_SENTENCE = 500  # characters that are kept
-_MAX_EVENTS_BYTES = 2 << 20  # bytes of events in an answer, without numbers of files
+_LONGEST_SENTENCE = 500  # characters of a reason that are kept
+_MAX_EVENTS_BYTES = 2 << 20  # bytes of events in an answer, without the numbers of files
 _FILE_NUMBER_BYTES = 16  # bytes of a file's number in an event at most
 
 
 class ProtocolError(Exception):
-    """An agent says what none of this version says."""
+    """An answer is not one that an agent of this version sends."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it sends what no agent of this version does: {what}")
 
 
 class EventChecker:
-    """Checks answers of agents against the run that they are about.
+    """Checks the answers of agents against the pieces, files and nodes of the run.
 
     Args:
         sizes: Bytes of each piece.
-        files: How many files there are.
-        nodes: Ids of the nodes, of which there may come to be more.
+        files: Number of files.
+        nodes: Ids of the nodes; further nodes may be added.
     """
 
     def __init__(self, sizes: Sequence[int], files: int, nodes: Container[str]) -> None:
@@ -62,21 +65,21 @@ class EventChecker:
 
     @property
     def max_answer_bytes(self) -> int:
-        """Bytes that an answer may have: which pieces are there."""
+        """Longest answer in bytes: the list of the pieces that a node has."""
         return (1 << 20) + 400 * (len(self._sizes) + self._count)
 
     @property
     def max_events_bytes(self) -> int:
-        """Bytes that an answer with events may have, which an agent sends a few at a time."""
+        """Longest answer with events, in bytes. An agent limits the events of one answer."""
         return _MAX_EVENTS_BYTES + _FILE_NUMBER_BYTES * self._count
 
-    def read_pieces(self, said: Any) -> list[tuple[int, str]]:
-        """Read which pieces a node has, with their digests.
+    def read_pieces(self, answer: Any) -> list[tuple[int, str]]:
+        """Return the pieces that a node has, with their digests.
 
         Raises:
-            ProtocolError: It is no such list.
+            ProtocolError: The answer is not such a list.
         """
-        rows = _check_list(said.get("have") if isinstance(said, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+        rows = _check_list(answer.get("have") if isinstance(answer, dict) else None)  # pyright: ignore[reportUnknownMemberType]
         found: dict[int, str] = {}
         for row in rows:
             pair = _check_list(row)
@@ -85,16 +88,16 @@ class EventChecker:
             found[self._check_piece(pair[0])] = _check_digest(pair[1])
         return list(found.items())
 
-    def read_events(self, said: Any) -> list[NodeEvent]:
-        """Read what has happened at a node.
+    def read_events(self, answer: Any) -> list[NodeEvent]:
+        """Return the events of a node.
 
         Raises:
-            ProtocolError: It is no list of events, or a field of one is not of its kind.
+            ProtocolError: The answer is not a list of events, or a field has a wrong value.
         """
-        return [self._check_event(event) for event in _check_list(said)]
+        return [self._check_event(event) for event in _check_list(answer)]
 
-    def _check_event(self, said: Any) -> NodeEvent:
-        data = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    def _check_event(self, value: Any) -> NodeEvent:
+        data = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
         kind = data.get("type")
         event_class = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
         if event_class is None:

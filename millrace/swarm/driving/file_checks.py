@@ -1,0 +1,104 @@
+"""Files that the driver reads itself, since a node reports that their bytes and digests differ.
+
+This module owns which files are checked, the results, and the false alarms of each node.
+"""
+
+from collections.abc import Callable
+
+from millrace import errors
+from millrace.swarm.catalogue import Catalogue
+from millrace.swarm.driving.driver_reader import FileDigests
+from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.messages import VoidDigest
+from millrace.swarm.progress_events import FileMismatched
+
+_MAX_FALSE_ALARMS = 3  # reports of a node about files that are correct in the store
+
+
+class FileChecks:
+    """Checks of whole files by the driver.
+
+    Args:
+        state: Members and tracker of the run.
+        catalogue: Files of the run.
+        request: Starts to read a file, if a node still doubts it (`is_doubted`).
+
+    Attributes:
+        void: Files whose ETag is not an MD5, and that have no other digest.
+    """
+
+    def __init__(
+        self, state: RunState, catalogue: Catalogue, request: Callable[[int], None]
+    ) -> None:
+        self._state, self._catalogue, self._request = state, catalogue, request
+        self._doubters: dict[int, set[str]] = {}  # file → nodes that report a mismatch
+        self._checked: dict[int, str] = {}  # file → combined digest of the segments in the store
+        self._false_alarms: dict[str, int] = {}  # node → number of its false alarms
+        self.void: set[int] = set()
+
+    def note_mismatch(self, member: Member, number: int, parts: str) -> None:
+        """Check a file whose bytes on a node do not have the digest of the file.
+
+        After the check, the driver knows the digests of the segments. A node that reports a
+        mismatch with correct segments lies or is broken, and is lost. Wrong segments are
+        being replaced.
+
+        Args:
+            member: Node.
+            number: File.
+            parts: Combined digest of the segments on the node.
+        """
+        file = self._catalogue.files[number]
+        if number in self.void or not file.digest:
+            return
+        correct = self._checked.get(number)
+        if correct is None:
+            if number not in self._doubters:
+                self._state.note_event(FileMismatched(origin=file.origin))
+            self._doubters.setdefault(number, set()).add(member.node.id)
+            self._request(number)
+        elif parts == correct:
+            self._state.lose(member, f"its bytes of {file.origin} are not those that the store has")
+
+    def is_doubted(self, number: int) -> bool:
+        """Tell whether a living node doubts a file that was not checked yet."""
+        members = self._state.members
+        with self._state.news:
+            return number not in self._checked and any(
+                not members[name].is_lost for name in self._doubters.get(number, ())
+            )
+
+    def handle_digests(self, found: FileDigests) -> None:
+        """Settle a file that the driver has read: all nodes replace the pieces that differ."""
+        state, file = self._state, self._catalogue.files[found.file]
+        with state.news:
+            if found.digest != file.digest and file.sha256:
+                state.fatal = _make_corruption_error(file.origin, file.sha256)
+                state.news.notify_all()
+                return
+            if found.digest != file.digest:  # the ETag is not an MD5: the store encrypts objects
+                self.void.add(found.file)
+                for member in state.members.list_joined():
+                    member.orders.put(VoidDigest(found.file))
+            self._checked[found.file] = found.parts
+            doubters = self._doubters.pop(found.file, set())
+            changed = state.settle(found.pieces)
+            if not changed and found.file not in self.void:
+                self._count_false_alarms(doubters, file.origin)
+            state.news.notify_all()
+
+    def _count_false_alarms(self, names: set[str], origin: str) -> None:
+        for name in names:
+            self._false_alarms[name] = self._false_alarms.get(name, 0) + 1
+            if self._false_alarms[name] >= _MAX_FALSE_ALARMS:
+                reason = f"it finds files wrong that are right in the store, {origin} for one"
+                self._state.lose(self._state.members[name], reason)
+
+
+def _make_corruption_error(origin: str, sha256: str) -> errors.CorruptError:
+    return errors.CorruptError(
+        f"{origin} is not the bytes that its digest {sha256} says, also when it is "
+        "read again. Upload it anew, or correct the record that has the digest. It has no "
+        "final name on any node."
+    )

@@ -1,0 +1,138 @@
+"""Pieces that the driver reads itself: a random sample, disputed pieces, and failing reads.
+
+This module owns which pieces the driver reads, and the time since which the store fails each piece.
+"""
+
+import http.client
+import random
+import time
+from collections.abc import Callable
+
+from millrace import errors
+from millrace.swarm.catalogue import Catalogue
+from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.transfer import FINAL_STATUSES, FetchError
+
+_DENIED_STATUSES = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
+_SAMPLE_BYTES = 16 << 20  # bytes of objects without a digest that the driver reads at most
+
+
+class PieceChecks:
+    """Checks of single pieces by the driver.
+
+    Args:
+        state: Members and tracker of the run.
+        catalogue: Files of the run.
+        store_timeout: Seconds that reads from the store may keep failing.
+        request: Starts to read a piece, if the digest is still needed (`is_useful`).
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        catalogue: Catalogue,
+        store_timeout: float,
+        request: Callable[[int], None],
+    ) -> None:
+        self._state, self._catalogue = state, catalogue
+        self._store_timeout, self._request = store_timeout, request
+        self._sample: set[int] = set()
+        self._failing: dict[int, float] = {}  # piece → time of the first failed read in a row
+        self._reports: dict[int, dict[str, str]] = {}  # piece → node → its reason for a failed read
+
+    def request_sample(self, pieces: list[int], sizes: list[int]) -> None:
+        """Request a random sample of the pieces that no digest proves, up to `_SAMPLE_BYTES`.
+
+        The sample detects nodes that send the same wrong votes. It also checks the reads of a
+        single node, which no other node confirms.
+
+        Args:
+            pieces: Pieces that no digest proves.
+            sizes: Bytes of each piece of the run.
+        """
+        lacked = [number for number in pieces if self._state.tracker.is_lacked(number)]
+        random.SystemRandom().shuffle(lacked)
+        left = _SAMPLE_BYTES
+        for number in lacked:
+            left -= sizes[number]
+            if left < 0:
+                break
+            self._sample.add(number)
+            self._request(number)
+
+    def note_read(self, number: int) -> None:
+        """Note that a node has read a piece from the store."""
+        self._failing.pop(number, None)
+
+    def note_failure(self, member: Member, number: int, status: int, reason: str) -> None:
+        """Note that a node could not read a piece from the store.
+
+        The driver reads the piece too before the run ends: one node alone cannot end a run.
+
+        Args:
+            member: Node.
+            number: Piece.
+            status: HTTP status of the refusal; 0 if there was none.
+            reason: Reason that the node gave.
+        """
+        now = time.monotonic()
+        since = self._failing.setdefault(number, now)
+        if status in FINAL_STATUSES or now - since > self._store_timeout:
+            self._reports.setdefault(number, {})[member.node.id] = reason
+            self._request(number)
+
+    def is_useful(self, number: int) -> bool:
+        """Tell whether a piece is of the sample, disputed, or unreadable for a living node."""
+        members = self._state.members
+        with self._state.news:
+            if number in self._sample or self._state.tracker.is_disputed(number):
+                return True
+            return any(not members[name].is_lost for name in self._reports.get(number, ()))
+
+    def handle_digest(self, number: int, digest: str) -> None:
+        """Settle a piece that the driver has read, and give up nodes that could not read it."""
+        state = self._state
+        with state.news:
+            self._failing.pop(number, None)
+            state.settle({number: digest})
+            for name, reason in self._reports.pop(number, {}).items():
+                origin = self._catalogue.files[self._catalogue.pieces[number][0].file].origin
+                state.lose(
+                    state.members[name],
+                    f"it cannot read {origin} from the store, and the driver can: {reason}",
+                )
+            state.news.notify_all()
+
+    def handle_failure(self, number: int, error: FetchError) -> None:
+        """End the run if an object is gone, or if reads have failed for too long."""
+        state = self._state
+        with state.news:
+            fatal = self._judge_failure(number, error.status, str(error))
+            state.fatal = fatal or state.fatal
+            state.news.notify_all()
+
+    def _judge_failure(self, number: int, status: int, reason: str) -> errors.MillraceError | None:
+        """Return the error that ends the run; None if the read is tried again."""
+        origins = self._describe_origins(number)
+        if status in FINAL_STATUSES:
+            return errors.ChangedError(
+                f"{origins} was replaced or removed while it was being read ({status}), so the run "
+                "has stopped rather than mix two versions. Run it again for what is there now."
+            )
+        now = time.monotonic()
+        since = self._failing.setdefault(number, now)
+        if now - since <= self._store_timeout:
+            return None
+        kind = errors.DeniedError if status in _DENIED_STATUSES else errors.UnavailableError
+        return kind(
+            f"{origins} could not be read for {now - since:.0f} s ({reason}). Run it again when "
+            "the store answers: what is on the nodes stays."
+        )
+
+    def _describe_origins(self, number: int) -> str:
+        files = {segment.file for segment in self._catalogue.pieces[number]}
+        origins = sorted({self._catalogue.files[file].origin for file in files})
+        if len(origins) == 1:
+            return origins[0]
+        return f"{origins[0]} or one of {len(origins)} beside it"

@@ -1,0 +1,251 @@
+"""Resolve requests: look up the objects in the stores, with their sizes, ETags and digests."""
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from millrace import errors
+from millrace.digest import make_local_etag
+from millrace.keys.datasets import DatasetKeys
+from millrace.records import fetch
+from millrace.schemas.dataset import Manifest
+from millrace.storage import (
+    Backend,
+    Stat,
+    Store,
+    fetch_stored_sha256,
+    head,
+    is_etag_md5,
+    list_objects,
+    read_range,
+    sign_url,
+)
+from millrace.swarm.archives.unpack import (
+    HEAD_SIZE,
+    SINGLE_FILE_METHODS,
+    Unpacking,
+    detect,
+    detect_by_name,
+)
+from millrace.swarm.catalogue import Catalogue, File, build_catalogue, check_relative_path
+from millrace.swarm.settings import PrewarmSettings, Request
+
+_CONCURRENCY = 16
+_MD5_SAMPLES = 4  # objects of a store whose ETags are compared with the MD5s of their bytes
+_MD5 = re.compile('"?([0-9a-f]{32})"?')
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCatalogue:
+    """A catalogue, and the object of each file.
+
+    Attributes:
+        catalogue: Files for every node.
+        objects: Store and key of each file, by the number of the file.
+    """
+
+    catalogue: Catalogue
+    objects: tuple[tuple[Store, str], ...]
+
+    def make_sources(self, ttl: timedelta) -> list[str]:
+        """Return a signed URL for each file, or its path if the store is a folder.
+
+        Args:
+            ttl: Validity of the URLs.
+        """
+        return [
+            str(Path(store.location.bucket) / key)
+            if store.location.backend is Backend.FILE
+            else sign_url(store, key, ttl)
+            for store, key in self.objects
+        ]
+
+
+def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> ResolvedCatalogue:
+    """Look up the objects of all requests, several at once.
+
+    An object that is requested twice becomes one file with two destinations.
+
+    Raises:
+        NotFoundError: An object does not exist, or a prefix has no objects.
+        ConfigurationError: A destination leads out of the root, or two files have the same one.
+    """
+    for request in settings.requests:
+        _select_store(request, stores)
+
+    def look_up(request: Request) -> list[tuple[File, Store, str]]:
+        return list(_resolve_request(request, stores))
+
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="catalogue") as pool:
+        answers = pool.map(look_up, settings.requests)
+        files: dict[str, File] = {}
+        objects: dict[str, tuple[Store, str]] = {}
+        for file, store, key in (item for answer in answers for item in answer):
+            first = files.get(file.origin)
+            if first is None:
+                files[file.origin], objects[file.origin] = file, (store, key)
+            elif replace(first, path=file.path, links=()) != file:
+                raise errors.ConfigurationError(
+                    f"{file.origin} is requested twice, with different mode, owner, digest or "
+                    "unpacking. It is one file with two names: ask for both alike."
+                )
+            elif file.path not in {first.path, *first.links}:
+                files[file.origin] = replace(first, links=(*first.links, file.path))
+    found = _drop_false_md5(list(files.values()), list(objects.values()))
+    catalogue = build_catalogue(found, settings.piece_size)
+    return ResolvedCatalogue(catalogue, tuple(objects.values()))
+
+
+def _drop_false_md5(files: list[File], objects: list[tuple[Store, str]]) -> list[File]:
+    """Remove MD5s taken from ETags, unless the ETags of a few objects of the store are MD5s."""
+    asked: dict[str, list[tuple[Store, str]]] = {}
+    for file, (store, key) in zip(files, objects, strict=True):
+        if file.md5 and not file.sha256:
+            asked.setdefault(store.url, []).append((store, key))
+    trusted: set[str] = set()
+    for url, found in asked.items():
+        step = max(1, len(found) // _MD5_SAMPLES)
+        if all(is_etag_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
+            trusted.add(url)
+    return [
+        file if store.url in trusted else replace(file, md5="")
+        for file, (store, _) in zip(files, objects, strict=True)
+    ]
+
+
+def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:
+    if not request.store and len(stores) == 1:
+        return next(iter(stores.values()))
+    if request.store not in stores:
+        raise errors.ConfigurationError(
+            f"The request for {request.key or request.dataset or request.prefix} names the store "
+            f"{request.store!r}: write one of {', '.join(sorted(stores))}."
+        )
+    return stores[request.store]
+
+
+def _resolve_request(
+    request: Request, stores: Mapping[str, Store]
+) -> Iterator[tuple[File, Store, str]]:
+    store = _select_store(request, stores)
+    if request.key is not None:
+        stat = head(store, request.key)
+        destination = request.destination or request.key
+        file = _make_file(request, store, stat, destination)
+        if not file.sha256:
+            known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
+            file = replace(file, sha256=known or fetch_stored_sha256(store, stat.key))
+        yield _add_unpacking(request, store, stat, file), store, stat.key
+        return
+    if request.dataset is not None:
+        yield from _resolve_shards(request, request.dataset, store)
+        return
+    folder = (request.prefix or "").strip("/")
+    below = f"{folder}/" if folder else ""
+    stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
+    if not stats:
+        raise errors.NotFoundError(f"There is nothing below {store.make_url(below)}.")
+    known = _find_digests(store, {stat.key: stat.size for stat in stats})
+    for stat in sorted(stats, key=lambda stat: stat.key):
+        inside = stat.key.removeprefix(below)
+        destination = f"{request.destination}/{inside}" if request.destination else inside
+        file = _make_file(request, store, stat, destination)
+        yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
+
+
+def _resolve_shards(
+    request: Request, dataset: str, store: Store
+) -> Iterator[tuple[File, Store, str]]:
+    """Yield the shards that the manifest of a dataset names.
+
+    Raises:
+        NotFoundError: The dataset is not complete, or a shard is missing.
+        CorruptError: A shard has another size.
+    """
+    keys = DatasetKeys(dataset)
+    manifest = fetch(store, keys.manifest, Manifest)
+    stats = {stat.key: stat for stat in list_objects(store, f"{dataset}/shards/")}
+    for shard in manifest.shards:
+        stat = stats.get(shard.key)
+        if stat is None:
+            raise errors.NotFoundError(
+                f"{store.make_url(shard.key)} is missing, and the manifest of {dataset} names it: "
+                "run `millrace verify`."
+            )
+        if stat.size != shard.size:
+            raise errors.CorruptError(
+                f"{store.make_url(shard.key)} has {stat.size} bytes, and {shard.size} by the "
+                f"manifest of {dataset}: run `millrace verify`."
+            )
+        inside = shard.key.removeprefix(f"{dataset}/")
+        destination = f"{request.destination}/{inside}" if request.destination else shard.key
+        file = _make_file(request, store, stat, destination)
+        yield replace(file, sha256=shard.sha256), store, shard.key
+
+
+def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
+    md5 = None
+    if store.location.backend is Backend.FILE:
+        etag = make_local_etag((Path(store.location.bucket) / stat.key).stat())
+    elif stat.etag:
+        etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
+    else:
+        raise errors.ConfigurationError(
+            f"{store.make_url(stat.key)} has no ETag, so that a change could not be seen: copy it "
+            "to a store that gives one."
+        )
+    return File(
+        path=check_relative_path(destination),
+        size=stat.size,
+        etag=etag,
+        origin=store.make_url(stat.key),
+        sha256=request.sha256 or "",
+        md5=md5.group(1) if md5 else "",
+        mode=request.mode,
+        owner=request.owner,
+    )
+
+
+def _add_unpacking(request: Request, store: Store, stat: Stat, file: File) -> File:
+    if request.unpack is None:
+        return file
+    method = request.unpack
+    if method is Unpacking.AUTO:
+        method = detect_by_name(stat.key) or detect(
+            stat.key, read_range(store, stat.key, 0, HEAD_SIZE, etag=stat.etag)
+        )
+    into = request.into
+    if into is None:
+        into = _strip_ending(file.path)
+    elif method in SINGLE_FILE_METHODS:  # one file, in the requested folder
+        into = f"{into}/{_strip_ending(file.path.rpartition('/')[2])}"
+    return replace(file, unpack=str(method), into=check_relative_path(into))
+
+
+def _strip_ending(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    for ending in (".tar.gz", ".tar.zst", ".tgz", ".tzst", ".tar", ".zip", ".gz", ".zst"):
+        if name.lower().endswith(ending) and len(name) > len(ending):
+            name = name[: -len(ending)]
+            break
+    else:
+        name = f"{name}.unpacked"
+    return f"{folder}/{name}" if folder else name
+
+
+def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the digests of shards by their keys, from the manifests of their datasets."""
+    known: dict[str, str] = {}
+    datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
+    for dataset in datasets:
+        try:
+            manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)
+        except (errors.NotFoundError, errors.ConfigurationError, errors.CorruptError):
+            continue  # the prefix is no dataset of Millrace, or the dataset is not complete
+        for shard in manifest.shards:
+            if sizes.get(shard.key) == shard.size:
+                known[shard.key] = shard.sha256
+    return known
