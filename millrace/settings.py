@@ -104,7 +104,7 @@ def read_settings_file(
     data = _parse_text(path, text)
     if not isinstance(data, dict):
         raise ConfigurationError(
-            f"{path} has no settings: write them by name, as in a file of `{template}`."
+            f"{path} has no settings by name: write them as in a file of `{template}`."
         )
     missing: list[str] = []
     filled: dict[str, Any] = _expand_variables(
