@@ -246,7 +246,7 @@ class InputLocation(BaseModel):
 
 
 class SourceInput(SourceSettings, InputLocation):
-    """Location of the samples, and the files to take."""
+    """Store, prefix and names of the files whose rows become samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -259,8 +259,8 @@ def test_a_worker_that_overwrites_its_gradient_is_read_three_times():
     assert not results.should_read("a", stat_of("a", "3"))
     assert not results.should_read("a", stat_of("a", "4"))
     assert results.explain_rejection("a", is_pending=False).reason is Refusal.OVERWRITTEN
-    reasons = [event.figures["reason"] for event in heard]
-    assert reasons == [Refusal.NORM] * 3 + [Refusal.OVERWRITTEN]
+    reasons = [Refusal.NORM] * 3 + [Refusal.OVERWRITTEN]
+    assert heard == [GradientRefused(uid="a", reason=reason) for reason in reasons]
 
 
 def test_an_object_that_was_not_read_does_not_count_as_a_read():

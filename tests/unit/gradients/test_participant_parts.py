@@ -23,6 +23,7 @@ from millrace.gradients import (
 )
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
+from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.sync.chain_follower import ChainFollower
 from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.gradients.sync.model_tensors import ModelTensors
@@ -164,10 +165,9 @@ def test_new_links_are_applied_in_order_and_yielded_after_it(store):
     found = [(link.window, follower.window, link.state) for link in follower.iterate_new_links()]
     assert found == [(1, 1, digests[0]), (2, 2, digests[1])]
     assert follower.link.step == 14
-    assert [event.figures for event in heard] == [
-        {"window": 1, "step": 12},
-        {"window": 2, "step": 14},
-    ]
+    found = [event for event in heard if isinstance(event, LinkApplied)]
+    assert found == heard
+    assert [(event.window, event.step) for event in found] == [(1, 12), (2, 14)]
 
 
 def test_the_next_link_is_waited_for_and_not_applied(store):
