@@ -1,10 +1,11 @@
 """Put the same files on every node of a cluster."""
 
-from pathlib import Path
-from typing import cast
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from prefect import flow
 from prefect.blocks.system import Secret
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from blocks import VastCredentials
@@ -139,8 +140,24 @@ class PrewarmOptions(BaseModel):
     limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
 
 
+def make_run_name() -> str:
+    """Return the name of the current run: it names the first files, and counts the other ones."""
+    parameters: dict[str, Any] = flow_run.parameters or {}
+    requests = [
+        each if isinstance(each, FilesRequest) else FilesRequest.model_construct(**each)
+        for each in parameters.get("files") or []
+    ]
+    names = [
+        each.dataset or each.key or each.prefix or PurePosixPath(each.url or "").name
+        for each in requests
+    ]
+    first = names[0] if names else ""
+    more = f"-and-{len(names) - 1}-more" if len(names) > 1 else ""
+    return f"prewarm-{first}{more}" if first else f"prewarm{more}"
+
+
 @draw_form
-@flow(name="prewarm", flow_run_name="prewarm")
+@flow(name="prewarm", flow_run_name=make_run_name)
 def prewarm(
     files: list[FilesRequest],
     root: NodeFolder | None = None,

@@ -14,6 +14,8 @@ def format_rate(count: float, seconds: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds: ``4 min 12 s``."""
+    if 0 < seconds < 0.05:
+        return "less than 0.1 s"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

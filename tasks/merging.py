@@ -100,7 +100,7 @@ def report_windows(settings: AggregatorSettings, after: int) -> None:
     publish_report(
         describe_windows(store.make_url(keys.job), found, skipped_windows=first - after),
         key="aggregated-gradients",
-        description="The windows that were merged",
+        description="Merged windows",
     )
 
 
@@ -117,15 +117,15 @@ def describe_windows(
     sent = sum(one.size for link in windows for one in link.taken.values())
     merged = sum(link.size for link in windows)
     whole = format_markdown(
-        "{}: **{}** merged, up to window {:,} at step {:,}. {} of {} came to {}, by the rule {}, "
-        "applied by {}.",
+        "{}: **{}** merged, up to window {:,} at step {:,}. The updates have {}, made of {} "
+        "with {} by the rule {}, and are applied by {}.",
         format_code(url), format_count(len(windows), "window"), last.window, last.step,
-        format_count(taken, "gradient"), format_size(sent), format_size(merged),
+        format_size(merged), format_count(taken, "gradient"), format_size(sent),
         format_code(last.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
-        ">Window", ">Step", ">Taken", ">Left out", "L2 norm: least, median, most", ">Received",
-        ">Merged", ">Gathered in",
+        ">Window", ">Step", ">Taken", ">Left out", "L2 norms", ">Received",
+        ">Merged", ">Time",
     )  # fmt: skip
     hidden = skipped_windows + max(0, len(windows) - _ROWS)
     earlier = format_markdown(
@@ -147,7 +147,7 @@ def _make_row(link: ChainLink) -> Sequence[object]:
         f"{link.step:,}",
         len(link.taken),
         count_reasons(link.out.values()) or "0",
-        f"{norms[0]:.3g}, {statistics.median(norms):.3g}, {norms[-1]:.3g}" if norms else "",
+        f"{norms[0]:.3g} / {statistics.median(norms):.3g} / {norms[-1]:.3g}" if norms else "",
         format_size(sum(one.size for one in link.taken.values())),
         format_size(link.size),
         format_duration(link.seconds),

@@ -254,7 +254,7 @@ def report_rentals(
     headline: str, machines: Iterable[MachineStatus], *, key: str = "rentals"
 ) -> None:
     """Publish a report of rented machines."""
-    columns = ("rental", ">instance", "status", "since", "until", ">$/h", ">dollars", "owner")
+    columns = ("Rental", ">Instance", "Status", "Since", "Until", ">$/h", ">Cost", "Owner")
     rows = [_make_row(one) for one in machines]
     text = join_blocks(
         format_markdown("{}", headline), format_table(columns, rows) if rows else Markdown()
@@ -264,8 +264,8 @@ def report_rentals(
 
 def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
-    since = f"{intent.started_at:%Y-%m-%d %H:%M}" if intent else "?"
-    until = f"{intent.deadline:%Y-%m-%d %H:%M}" if intent else "?"
+    since = f"{intent.started_at:%d %b %H:%M}" if intent else "?"
+    until = f"{intent.deadline:%d %b %H:%M}" if intent else "?"
     owner = one.release_reason or one.owner or ("detached" if one.attempt else "unreadable label")
     return (
         format_code(one.rental or one.instance.label),
@@ -274,7 +274,7 @@ def _make_row(one: MachineStatus) -> Sequence[object]:
         since,
         until,
         f"{one.instance.dollars_per_hour:.3f}",
-        f"{one.cost:.2f}",
+        f"${one.cost:.2f}",
         owner,
     )
 

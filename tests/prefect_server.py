@@ -83,7 +83,8 @@ class PrefectServer:
         address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         with _environment(self.environment):
             self._child = Child([sys.executable, *app, *address], log=self.log, folder=REPOSITORY)
-        until(self._answers, "the Prefect server")
+        server = psutil.Process(self._child.pid)  # on a busy machine its imports take minutes
+        until(self._answers, "the Prefect server", progress=server.cpu_times)
 
     def stop(self) -> None:
         """Stop it."""

@@ -30,6 +30,7 @@ def test_hosts_are_warmed_with_the_key_of_a_block(
         )
     assert done.code == 0, done.output
     assert KEY not in done.output
+    assert prefect_api.flow_run(done.run).name == "prewarm-source"
     assert "**2 of 2 nodes** have all of 1 file" in prefect_api.artifacts(done.run)["prewarm"]
     wanted = files_below(tmp_path / "source")
     assert [files_below(agent.root) for agent in agents] == [wanted] * 2

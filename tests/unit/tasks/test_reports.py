@@ -56,6 +56,7 @@ def test_a_verification_names_each_shard_at_fault() -> None:
 def test_words() -> None:
     assert [format_size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
     assert [format_duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
+    assert [format_duration(s) for s in (0, 0.049, 0.05)] == ["0.0 s", "less than 0.1 s", "0.1 s"]
     assert make_artifact_key("shards", "Fine_Web/2024") == "shards-fine-web-2024"
 
 
