@@ -3,12 +3,22 @@
 import json
 from pathlib import Path
 
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
 from millrace.testing.vast import VastServer
 from tests.prefect_server import PrefectServer, Worker, until
 from tests.support.flows.campaign_kills import Site, kill_and_go_on
 
 AT = ["window.merged 1"]
 """A boundary in the middle; `tests.soak.campaigns` has all others."""
+
+
+def prewarm_reports(server: PrefectServer, dataset: str) -> list[str]:
+    """Return the reports of the prewarms of a dataset."""
+    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[f"prewarm-{dataset}"]))
+    with server.client() as client:
+        runs = client.read_flow_runs(flow_run_filter=wanted)
+    return [server.artifacts(run.id)["prewarm"] for run in runs]
 
 
 def test_a_campaign_killed_in_the_middle_ends_right(
@@ -19,6 +29,9 @@ def test_a_campaign_killed_in_the_middle_ends_right(
     vast.reset()
     assert killed.at == AT
     assert killed.wrong == [], killed.log[-3000:]
+    (report,) = prewarm_reports(prefect_api, "killed-text")
+    assert "**2 of 2 nodes** have all of " in report
+    assert "unverified at the source" not in report  # the manifest has the digests
 
 
 def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
