@@ -32,7 +32,7 @@ HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
 UI_PORT = 4200
 DATASET = "python-stdlib"
-WORKERS, EPOCHS, WINDOWS, STEPS = 4, 2, 8, 25
+WORKERS, EPOCHS, WINDOWS, STEPS = 4, 2, 5, 25
 
 
 @contextmanager

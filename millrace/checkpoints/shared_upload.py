@@ -32,7 +32,7 @@ class SharedUpload:
         uploads: Number of files that are uploaded at once.
         check: Depth of the verification of other members' files.
         on_change: Function that other threads call when the upload is complete or has failed.
-        progress: Receives ``checkpoint.part`` with ``bytes`` and ``sent`` for each sent file. Calls
+        progress: Receives `PartStored` for each sent file. Calls
             come from other threads, one at a time.
     """
 

@@ -26,7 +26,7 @@ def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -
 
     Args:
         settings: The store and the rules.
-        progress: Told ``cleaning.seen`` with ``objects``, every 10,000.
+        progress: Receives `ObjectsListed`.
 
     Returns:
         The plan, which is written to the store.

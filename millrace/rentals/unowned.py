@@ -33,7 +33,7 @@ def release_rental(
             renews its lease, or the lease expires.
         include_detached: Whether detached machines are released, too; else they stay.
         vast: Client of the account; by default that of the settings.
-        progress: Receives ``rental.released``, for each machine.
+        progress: Receives `MachineReleased` for each machine.
 
     Raises:
         ConfigurationError: Another account pays for some machines. The machines of this account

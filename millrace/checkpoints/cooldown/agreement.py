@@ -20,7 +20,7 @@ class Agreement:
         store: Store that the member writes to.
         vote: Vote of this member.
         view: State of the epoch's end.
-        progress: Receives ``cooldown.agreed``.
+        progress: Receives `ContentAgreed`.
 
     Attributes:
         vote: Vote of this member.

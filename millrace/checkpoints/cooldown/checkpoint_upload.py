@@ -36,8 +36,8 @@ class CheckpointUpload:
         keys: Keys of the epoch's end.
         settings: Settings of the end of the epoch.
         on_change: Function that other threads call when the upload is complete or has failed.
-        progress: Receives ``cooldown.racing`` with ``rank``, ``checkpoint.part`` for each sent
-            file, ``cooldown.complete`` and ``checkpoint.saved``, from several threads.
+        progress: Receives `UploadStarted`, `PartStored` for each sent file, `UploadCompleted` and
+            `CheckpointSaved`, from several threads.
     """
 
     def __init__(

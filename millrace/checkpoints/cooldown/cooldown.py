@@ -64,9 +64,9 @@ def cool_down(
             default the first member draws one.
         settings: Settings of the end of the epoch.
         cancel: Event that stops this member's part.
-        progress: Receives ``cooldown.agreed``, ``cooldown.racing`` with ``rank``,
-            ``checkpoint.part`` for each sent file, ``cooldown.complete``, ``checkpoint.saved``,
-            ``cooldown.late`` and ``epoch.without``, from several threads.
+        progress: Receives `ContentAgreed`, `UploadStarted`, `PartStored` for each sent file,
+            `UploadCompleted`, `CheckpointSaved`, `CooldownExtended` and
+            `EpochEndedWithoutCheckpoint`, from several threads.
 
     Raises:
         ConfigurationError: The position or the notes are not JSON.

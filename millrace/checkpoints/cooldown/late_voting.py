@@ -17,9 +17,7 @@ from millrace.records import commit_once
 from millrace.schemas.checkpoint import EpochRecord, LateVote
 from millrace.storage import Store
 
-_OWNER_TIMEOUT = (
-    60.0  # seconds that a confined member waits for its owner after the time of the epoch
-)
+_OWNER_TIMEOUT = 60.0  # seconds that a confined member waits longer for the job's owner
 
 
 class LateVoting:
@@ -30,7 +28,7 @@ class LateVoting:
         reads: Store that the job is read from.
         view: State of the epoch's end.
         settings: Settings of the end of the epoch.
-        progress: Receives ``epoch.without``.
+        progress: Receives `EpochEndedWithoutCheckpoint`.
     """
 
     def __init__(

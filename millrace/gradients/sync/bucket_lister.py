@@ -161,7 +161,7 @@ class QuotaMonitor:
 
     Args:
         settings: Settings of the gathering, with the quotas.
-        progress: Receives ``quota.exceeded`` with ``objects`` and ``bytes``.
+        progress: Receives `QuotaExceeded`.
     """
 
     def __init__(self, settings: GatherSettings, progress: Progress) -> None:

@@ -27,7 +27,7 @@ class ChainFollower:
         weights: Weights after window ``after``.
         ranks: Group of the worker's ranks.
         after: Number of the window.
-        progress: Receives ``chain.applied`` with ``window`` and ``step``.
+        progress: Receives `LinkApplied`.
 
     Attributes:
         window: Number of the window of the weights.

@@ -43,8 +43,8 @@ def gather(
         reserves: Workers that replace missing ones, in this order.
         read_gradient: Function that reads a gradient. Several threads call it.
         clock: Clock of the stores; by default that of this machine.
-        progress: Receives ``gradient.taken`` or ``gradient.refused`` for each worker, and
-            ``quota.exceeded`` with ``objects`` and ``bytes`` once for a worker that stores more
+        progress: Receives `GradientAccepted` or `GradientRefused` for each worker, and
+            `QuotaExceeded` once for a worker that stores more
             than the settings allow. Its gradient still counts, since the gradients of a long run
             may exceed the quota.
 

@@ -58,7 +58,7 @@ class GatherResults:
 
     Args:
         order: Names of all workers and reserves, in the order in which they are preferred.
-        progress: Receives ``gradient.taken`` or ``gradient.refused`` for each result.
+        progress: Receives `GradientAccepted` or `GradientRefused` for each result.
     """
 
     def __init__(self, order: Sequence[str], progress: Progress) -> None:

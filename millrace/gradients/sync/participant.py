@@ -57,7 +57,7 @@ class Participant:
             same on all ranks. Each rank makes a participant, and calls the same methods. Each rank
             compresses some tensors and keeps their residuals. The first rank sends all of them.
         threads: Number of threads for the compression; by default one per processor.
-        progress: Receives ``chain.applied`` and ``gradient.sent`` with ``window`` and ``bytes``.
+        progress: Receives `LinkApplied` and `GradientSent`.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def aggregate(
         step: Settings of the step.
         weights: Weights before the merge, which are changed in place.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives ``update.stored`` with ``window`` and ``bytes`` for each update, before
+        progress: Receives `UpdateStored` for each update, before
             the commit of the link.
 
     Raises:
