@@ -32,8 +32,8 @@ class SharedUpload:
         uploads: Number of files that are uploaded at once.
         check: Depth of the verification of other members' files.
         on_change: Function that other threads call when the upload is complete or has failed.
-        progress: Receives `PartStored` for each sent file. Calls
-            come from other threads, one at a time.
+        progress: Receives `PartStored` for each sent file. Calls come from other threads, one at
+            a time.
     """
 
     def __init__(

@@ -44,9 +44,8 @@ def gather(
         read_gradient: Function that reads a gradient. Several threads call it.
         clock: Clock of the stores; by default that of this machine.
         progress: Receives `GradientAccepted` or `GradientRefused` for each worker, and
-            `QuotaExceeded` once for a worker that stores more
-            than the settings allow. Its gradient still counts, since the gradients of a long run
-            may exceed the quota.
+            `QuotaExceeded` once for a worker that stores more than the settings allow. Its gradient
+            still counts, since the gradients of a long run may exceed the quota.
 
     Raises:
         QuorumError: Fewer gradients than the quorum arrived in time.

@@ -74,8 +74,7 @@ def aggregate(
         step: Settings of the step.
         weights: Weights before the merge, which are changed in place.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives `UpdateStored` for each update, before
-            the commit of the link.
+        progress: Receives `UpdateStored` for each update, before the commit of the link.
 
     Raises:
         ConflictError: Another aggregator merged this window differently.
