@@ -137,7 +137,7 @@ def test_what_a_node_says_is_counted_until_it_is_lost():
     assert counts.failures == 1
 
 
-def test_a_uploader_is_reported_once_by_each_node_that_accuses_it():
+def test_an_uploader_is_reported_once_by_each_node_that_accuses_it():
     run = Run("ab")
     handler = make_handler(run)
     failed = PieceFailed(0, "id-b", "", is_wrong=True)
@@ -148,7 +148,7 @@ def test_a_uploader_is_reported_once_by_each_node_that_accuses_it():
     assert not run.state.tracker.quarantined
 
 
-def test_a_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
+def test_an_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
     run = Run("abc", pieces=1)
     handler, state = make_handler(run), run.state
     state.dispatch(state.tracker.begin(0.0))

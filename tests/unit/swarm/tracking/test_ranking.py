@@ -77,7 +77,7 @@ def test_the_first_read_of_a_zone_is_one_nodes():
     assert not parts.readers.is_probing(b)
 
 
-def test_a_uploader_that_is_late_within_its_zone_is_slow_until_it_gives_there():
+def test_an_uploader_that_is_late_within_its_zone_is_slow_until_it_gives_there():
     parts = Parts(10, {"a": "x", "b": "x", "c": "y"})
     a, b, c = (parts.nodes[name] for name in "abc")
     parts.copies.mark_slow(a)
