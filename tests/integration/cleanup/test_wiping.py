@@ -166,7 +166,7 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
     assert keys_of(place) == there  # not even a plan was made
     told = CliRunner().invoke(main, ["bucket", "wipe", str(folder)], input="bucke\n")
     assert told.exit_code == 2
-    assert "Type bucket to go on" in told.output
+    assert "Type bucket to continue" in told.output
     assert there <= keys_of(place)
     shown = CliRunner().invoke(main, ["bucket", "wipe", str(folder), "--dry-run"])
     assert shown.exit_code == 0

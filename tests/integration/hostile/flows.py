@@ -622,6 +622,7 @@ RENTED = Reach(())  # written by the flow itself, when its machines run
 
 WITHOUT_A_RUN = {
     "campaign": "needs a Prefect server: its steps are flows that run alone",
+    "await-machines": "a stage of a campaign: it waits for machines as `rent-machines` does",
 }
 
 

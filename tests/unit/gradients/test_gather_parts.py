@@ -155,7 +155,7 @@ def test_a_read_returns_the_gradient_with_its_size_and_time(store):
 @pytest.mark.parametrize(
     ("window", "reason"),
     [
-        (replace(OPEN, opens=NOW + timedelta(minutes=30)), Refusal.EARLY),
+        (replace(OPEN, opens=NOW + timedelta(days=1)), Refusal.EARLY),
         (replace(OPEN, closes=NOW - timedelta(minutes=30)), Refusal.LATE),
     ],
 )
