@@ -117,10 +117,10 @@ def describe_windows(
     sent = sum(one.size for link in windows for one in link.taken.values())
     merged = sum(link.size for link in windows)
     whole = format_markdown(
-        "{}: **{}** merged, up to window {:,} at step {:,}. The updates have {}, made of {} "
-        "with {} by the rule {}, and are applied by {}.",
+        "{}: **{}** merged, up to window {:,} at step {:,}. {} of {} became updates "
+        "of {} by the rule {}, applied by {}.",
         format_code(url), format_count(len(windows), "window"), last.window, last.step,
-        format_size(merged), format_count(taken, "gradient"), format_size(sent),
+        format_count(taken, "gradient"), format_size(sent), format_size(merged),
         format_code(last.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (

@@ -40,8 +40,8 @@ def test_each_window_and_each_worker_has_a_row():
     )
     assert "**3 windows** merged, up to window 9 at step 90. 4 gradients of 4.0 kB" in report
     assert "by the rule `centered clip`, applied by `sgd`" in report
-    assert "| 7 | 70 | 3 | 0 | 1, 2, 3 | 3.0 kB | 2.5 kB | 1.5 s |" in report
-    assert "| 8 | 80 | 1 | 1 late, 1 missing | 1.5, 1.5, 1.5 |" in report
+    assert "| 7 | 70 | 3 | 0 | 1 / 2 / 3 | 3.0 kB | 2.5 kB | 1.5 s |" in report
+    assert "| 8 | 80 | 1 | 1 late, 1 missing | 1.5 / 1.5 / 1.5 |" in report
     assert "| 9 | 90 | 0 | 3 missing |  | 0 bytes |" in report
     assert "6 earlier windows of this run not shown here." in report
     assert "| `a` | 2 | 0.5 | 1 missing | Nothing came. |" in report
