@@ -30,6 +30,14 @@ from tasks.reports import (
 )
 from tasks.retries import RETRY_DELAYS, should_retry
 
+_retried_task = task(
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry,
+)
+"""Decorator like `retried_task`, with one more retry: a later try continues from the ledger."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardingResult:
@@ -44,12 +52,7 @@ class ShardingResult:
     pace: Mapping[int, int] = field(repr=False)
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@_retried_task
 def make_shards(settings: PipelineSettings, *, repair: bool = False) -> ShardingResult:
     """Make the missing shards of a dataset, and finalize the dataset.
 
@@ -61,12 +64,7 @@ def make_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharding
     return ShardingResult(report, dict(progress.pace))
 
 
-@task(
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=RETRY_DELAYS,
-    retry_condition_fn=should_retry,
-)
+@_retried_task
 def repair_shards(settings: PipelineSettings) -> datasets.Repair:
     """Verify every shard of a complete dataset, and make missing or damaged shards again."""
     repaired = datasets.repair_dataset(settings)

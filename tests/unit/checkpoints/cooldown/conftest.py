@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.checkpoints.cooldown import deadline, late_voting
 from millrace.checkpoints.cooldown.epoch_view import EpochView
-from millrace.schemas.checkpoint import Roster, Vote
+from millrace.schemas.checkpoint import CooldownOutcome, CooldownRecord, Roster, Vote
 from millrace.storage import Store, StoreSpec, open_store
 
 JOB = "runs/one"
@@ -22,6 +23,28 @@ class FakeCensus:
     def find_holders(self) -> set[str]:
         self.reads += 1
         return self.living
+
+
+class Clock:
+    """Clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def failed_record(member: str) -> CooldownRecord:
+    return CooldownRecord(
+        member=member,
+        outcome=CooldownOutcome.FAILED,
+        reason="",
+        sent=0,
+        checked=0,
+        replaced=0,
+        seconds=0.0,
+    )
 
 
 def vote_of(member: str, content: str = "0") -> Vote:
@@ -44,3 +67,12 @@ def view_of(folder: Store, census: FakeCensus) -> Callable[..., EpochView]:
         return EpochView(folder, roster, member, census)  # pyright: ignore[reportArgumentType]
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of deadlines and votes."""
+    clock = Clock()
+    for module in (deadline, late_voting):
+        monkeypatch.setattr(module, "time", clock)
+    return clock

@@ -2,25 +2,8 @@
 
 from datetime import timedelta
 
-import pytest
-
-from millrace.checkpoints.cooldown import deadline as module
 from millrace.checkpoints.cooldown.deadline import Deadline
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+from tests.unit.checkpoints.cooldown.conftest import Clock
 
 
 def test_a_deadline_is_over_after_its_limit(clock: Clock) -> None:

@@ -3,8 +3,8 @@
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once
-from millrace.schemas.checkpoint import CooldownOutcome, CooldownRecord, EpochRecord, LateVote
-from tests.unit.checkpoints.cooldown.conftest import JOB, vote_of
+from millrace.schemas.checkpoint import EpochRecord, LateVote
+from tests.unit.checkpoints.cooldown.conftest import JOB, failed_record, vote_of
 
 KEYS = CooldownKeys(JOB, 0)
 
@@ -18,15 +18,7 @@ def test_votes_are_read_at_every_poll_and_living_members_and_results_at_every_se
     assert (view.living, view.tally.votes) == ({"a", "b"}, {})
     census.living = {"c"}
     commit_once(folder, KEYS.vote("b"), vote_of("b"))
-    failed = CooldownRecord(
-        member="b",
-        outcome=CooldownOutcome.FAILED,
-        reason="",
-        sent=0,
-        checked=0,
-        replaced=0,
-        seconds=0.0,
-    )
+    failed = failed_record("b")
     commit_once(folder, KEYS.result("b"), failed)
     view.read(late=False)
     assert (view.living, view.tally.ended) == ({"a", "b"}, {})

@@ -7,7 +7,6 @@ import pytest
 
 from millrace import errors
 from millrace.checkpoints import CooldownSettings, Membership
-from millrace.checkpoints.cooldown import late_voting as module
 from millrace.checkpoints.cooldown.epoch_records import commit_epoch
 from millrace.checkpoints.cooldown.epoch_view import EpochView
 from millrace.checkpoints.cooldown.late_voting import LateVoting
@@ -17,32 +16,15 @@ from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.checkpoint import (
-    CooldownOutcome,
-    CooldownRecord,
     EpochRecord,
     LateVote,
     Roster,
 )
 from millrace.storage import Store, exists
-from tests.unit.checkpoints.cooldown.conftest import JOB, ROSTER, vote_of
+from tests.unit.checkpoints.cooldown.conftest import JOB, ROSTER, Clock, failed_record, vote_of
 
 SETTINGS = CooldownSettings(time=timedelta(seconds=10), extensions=1, without=1)
 KEYS = CooldownKeys(JOB, 0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 class Voter:
@@ -115,15 +97,7 @@ def test_a_member_alone_ends_the_epoch(
 ) -> None:
     view = view_of()
     view.living = {"a"}
-    view.tally.ended["a"] = CooldownRecord(
-        member="a",
-        outcome=CooldownOutcome.FAILED,
-        reason="",
-        sent=0,
-        checked=0,
-        replaced=0,
-        seconds=0.0,
-    )
+    view.tally.ended["a"] = failed_record("a")
     voter = Voter(folder, view)
     voter.voting.vote("10 s")
     assert voter.voting.try_end("10 s", 5) is not None
