@@ -11,8 +11,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from millrace.testing.process import REPOSITORY
 from tests.oracle import Folder
-from tests.prefect_server import PrefectServer, Worker, until
-from tests.support.flows.browser import field, open_run_form, told
+from tests.prefect_server import PrefectServer, Worker
+from tests.support.flows.browser import field, open_run_form, press, told
 from tests.support.flows.fixtures import jsonl, texts, texts_in
 
 DEPLOYMENTS = REPOSITORY / "prefect.yaml"
@@ -43,19 +43,9 @@ def test_a_run_is_started_from_the_form(
         expect(field(page, label).get_by_role("textbox")).to_have_value(url)
     expect(field(page, "Dataset").get_by_role("textbox")).to_have_value("words")
 
-    def sent() -> UUID | bool | None:
-        page.wait_for_timeout(50)  # lets the browser's answers come in
-        return started(deployed, out.as_uri()) or bool(refused) or None
-
-    run: UUID | bool = False
-    answers: list[str] = []
-    while not isinstance(run, UUID) and len(answers) < 3:
-        # Prefect's server answers 503 while its SQLite is locked; a person clicks again.
-        refused.clear()
-        page.get_by_role("button", name="Submit").click()
-        run = until(sent, "the run that the form started")
-        answers += refused
-    assert isinstance(run, UUID), answers
+    press(page, "Submit", lambda: started(deployed, out.as_uri()), refused)
+    run = started(deployed, out.as_uri())
+    assert run is not None
     state = deployed.wait(run, "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message
