@@ -1,27 +1,195 @@
-"""Digests of bytes, and canonical JSON."""
+"""Digests of bytes, and canonical JSON.
+
+A digest is the name of an algorithm and hexadecimal digits: ``blake3:4bf0…``. Millrace computes
+BLAKE3. It verifies SHA-256 and MD5 where others define them.
+
+A BLAKE3 digest of more than 1 MiB is the root of the digests of blocks of 1 MiB:
+
+    root = BLAKE3(digest of block 0 ‖ digest of block 1 ‖ …, derive_key_context=_ROOT_CONTEXT)
+
+So blocks can be hashed in any order and by several threads, a range of whole blocks can be verified
+alone, and the digest of a file follows from those of its parts without another read. The context
+separates roots from digests of bytes. Up to 1 MiB, the digest is the BLAKE3 of the bytes.
+"""
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any, Protocol
 
 import orjson
+from blake3 import blake3
+from pydantic import AfterValidator
 
 Bytes = bytes | bytearray | memoryview
 
+BLOCK_SIZE = 1 << 20
+"""Bytes of a block that has its own digest."""
+BLOCK_DIGEST_SIZE = 32
+"""Bytes of the digest of a block."""
+_ROOT_CONTEXT = "millrace 2026-11-25 digests of blocks of 1 MiB"
 
-def compute_sha256(data: Bytes) -> str:
-    """Return the SHA-256 of bytes, in lower-case hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
+
+class Algorithm(StrEnum):
+    """Algorithm of a digest."""
+
+    BLAKE3 = "blake3"
+    SHA256 = "sha256"
+    MD5 = "md5"
 
 
-def compute_stream_sha256(blocks: Iterable[Bytes]) -> tuple[str, int]:
-    """Return the SHA-256 in hexadecimal and the size in bytes of a stream, which is read once."""
-    digest, size = hashlib.sha256(), 0
+_HEX_DIGITS = {Algorithm.BLAKE3: 64, Algorithm.SHA256: 64, Algorithm.MD5: 32}
+
+
+def check_digest(digest: str) -> str:
+    """Return a digest that was checked for its form.
+
+    Raises:
+        ValueError: The text is not a digest. The message says what to do.
+    """
+    name, colon, digits = digest.partition(":")
+    if not colon and re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(
+            f"{digest} has no algorithm: it is a SHA-256 of an earlier version of Millrace, which "
+            "this version does not read. Make the object again, or write `sha256:` before it."
+        )
+    if name not in set(Algorithm):
+        raise ValueError(
+            f"{digest!r} is not a digest: write an algorithm ({', '.join(Algorithm)}), a colon, "
+            "and hexadecimal digits."
+        )
+    count = _HEX_DIGITS[Algorithm(name)]
+    if len(digits) != count or not re.fullmatch("[0-9a-f]*", digits):
+        raise ValueError(f"{digest!r} is not a {name} digest: write {count} digits, 0-9 and a-f.")
+    return digest
+
+
+Digest = Annotated[str, AfterValidator(check_digest)]
+"""Digest of bytes, such as ``blake3:4bf0…``, checked for its form in records and settings."""
+
+
+def compute_digest(data: Bytes) -> str:
+    """Return the BLAKE3 digest of bytes."""
+    return combine_blocks(hash_blocks(data))
+
+
+def hash_blocks(data: Bytes) -> bytes:
+    """Return the joined BLAKE3 digests of the blocks of bytes. Empty bytes are one empty block."""
+    view = memoryview(data)
+    return b"".join(
+        blake3(view[at : at + BLOCK_SIZE]).digest() for at in range(0, len(view) or 1, BLOCK_SIZE)
+    )
+
+
+def combine_blocks(blocks: bytes) -> str:
+    """Return the digest of bytes from the joined digests of their blocks."""
+    if len(blocks) == BLOCK_DIGEST_SIZE:
+        return f"{Algorithm.BLAKE3}:{blocks.hex()}"
+    return f"{Algorithm.BLAKE3}:{blake3(blocks, derive_key_context=_ROOT_CONTEXT).hexdigest()}"
+
+
+def count_blocks(size: int) -> int:
+    """Return the number of blocks of bytes of a size."""
+    return max(1, -(-size // BLOCK_SIZE))
+
+
+def list_block_digests(blocks: bytes) -> list[bytes]:
+    """Return the digest of each block, from their joined digests."""
+    step = BLOCK_DIGEST_SIZE
+    return [blocks[at : at + step] for at in range(0, len(blocks), step)]
+
+
+class Hasher(Protocol):
+    """Computation of a digest from bytes that arrive in order."""
+
+    def update(self, data: Bytes, /) -> None:
+        """Hash the next bytes."""
+        ...
+
+    def compute(self) -> str:
+        """Return the digest of the bytes so far."""
+        ...
+
+
+class BlockHasher:
+    """Computation of a BLAKE3 digest and of the digests of its blocks.
+
+    Attributes:
+        size: Number of hashed bytes.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = bytearray()
+        self._last, self._room = blake3(), BLOCK_SIZE
+        self.size = 0
+
+    def update(self, data: Bytes, /) -> None:
+        """Hash the next bytes."""
+        view = memoryview(data)
+        self.size += len(view)
+        while len(view) > self._room:
+            self._last.update(view[: self._room])
+            view = view[self._room :]
+            self._blocks += self._last.digest()
+            self._last, self._room = blake3(), BLOCK_SIZE
+        self._last.update(view)
+        self._room -= len(view)
+
+    @property
+    def blocks(self) -> bytes:
+        """Joined digests of the blocks so far. The last block may be incomplete."""
+        return bytes(self._blocks) + self._last.digest()
+
+    def compute(self) -> str:
+        """Return the digest of the bytes so far."""
+        return combine_blocks(self.blocks)
+
+
+class _StandardHasher:
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._hash = hashlib.new(algorithm, usedforsecurity=algorithm is not Algorithm.MD5)
+
+    def update(self, data: Bytes, /) -> None:
+        self._hash.update(data)
+
+    def compute(self) -> str:
+        return f"{self._algorithm}:{self._hash.hexdigest()}"
+
+
+def make_hasher(algorithm: Algorithm = Algorithm.BLAKE3) -> Hasher:
+    """Return a new computation of a digest."""
+    return BlockHasher() if algorithm is Algorithm.BLAKE3 else _StandardHasher(algorithm)
+
+
+def compute_stream_digest(
+    blocks: Iterable[Bytes], algorithm: Algorithm = Algorithm.BLAKE3
+) -> tuple[str, int]:
+    """Return the digest and the size in bytes of a stream, which is read once."""
+    hasher, size = make_hasher(algorithm), 0
     for block in blocks:
-        digest.update(block)
+        hasher.update(block)
         size += len(block)
-    return digest.hexdigest(), size
+    return hasher.compute(), size
+
+
+def matches(data: Bytes, digest: str) -> bool:
+    """Decide whether bytes have a digest, which may be of any algorithm."""
+    hasher = make_hasher(get_algorithm(digest))
+    hasher.update(data)
+    return hasher.compute() == digest
+
+
+def get_algorithm(digest: str) -> Algorithm:
+    """Return the algorithm of a digest."""
+    return Algorithm(digest.partition(":")[0])
+
+
+def get_hex(digest: str) -> str:
+    """Return the hexadecimal digits of a digest, for names of objects."""
+    return digest.partition(":")[2]
 
 
 def make_local_etag(stat: os.stat_result) -> str:

@@ -10,7 +10,7 @@ import orjson
 
 from millrace import errors
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
@@ -66,7 +66,7 @@ def make_content(
     body: Callable[[int], memoryview],
 ) -> Content:
     """Return content whose files belong to a step."""
-    there = tuple(Part(step=step, sha256=part.sha256, size=part.size) for part in parts)
+    there = tuple(Part(step=step, digest=part.digest, size=part.size) for part in parts)
     return Content(there, tensors, compute_root(there, tensors), body)
 
 
@@ -114,10 +114,10 @@ def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryvie
     Raises:
         CorruptError: The file is missing, or has other bytes than were saved.
     """
-    key = CheckpointKeys(job).part(part.step, part.sha256)
+    key = CheckpointKeys(job).part(part.step, part.digest)
     body = into[: part.size]
     try:
-        right = read_into(store, key, body) == part.size and compute_sha256(body) == part.sha256
+        right = read_into(store, key, body) == part.size and compute_digest(body) == part.digest
     except errors.NotFoundError:
         raise errors.CorruptError(f"{store.make_url(key)} is missing.") from None
     if not right:

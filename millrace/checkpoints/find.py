@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.checkpoints.progress_events import CheckpointDamaged
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
@@ -93,7 +93,7 @@ def add_digest(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _compute_digest(checkpoint: Checkpoint) -> str:
-    return compute_sha256(
+    return compute_digest(
         dump_canonical_json(checkpoint.model_dump(mode="json", exclude={"digest"}))
     )
 
@@ -187,7 +187,7 @@ def verify(
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="verify") as pool:
         found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
-        return {part.sha256: damage for part, damage in found if damage}
+        return {part.digest: damage for part, damage in found if damage}
 
 
 def find_newest_verified(
@@ -260,7 +260,7 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
         raise
     except errors.CorruptError:
         pass
-    digest = compute_sha256(body)
+    digest = compute_digest(body)
     record = Quarantine(checkpoint=None, damage=(damage,))
     commit_once(store, keys.quarantine(step, digest), record)
     with suppress(errors.ExistsError):
@@ -302,10 +302,10 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
         return
     moved: list[str] = []
     for part in checkpoint.parts:
-        if part.sha256 in damage:
-            key = keys.part(part.step, part.sha256)
+        if part.digest in damage:
+            key = keys.part(part.step, part.digest)
             with suppress(errors.NotFoundError):
-                copy(store, key, keys.damaged(part.step, part.sha256))
+                copy(store, key, keys.damaged(part.step, part.digest))
                 moved.append(key)
     # The metadata goes last. If this process is killed before, the damage is found again.
     for key in (*moved, keys.metadata(checkpoint.step)):
@@ -320,16 +320,16 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
 def compute_root(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> str:
     """Return the digest of a checkpoint's content. It does not depend on the step or the time."""
     content = {
-        "parts": [[part.sha256, part.size] for part in parts],
+        "parts": [[part.digest, part.size] for part in parts],
         "tensors": {name: record.model_dump(mode="json") for name, record in tensors.items()},
     }
-    return compute_sha256(dump_canonical_json(content))
+    return compute_digest(dump_canonical_json(content))
 
 
 def _find_damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
     """Return a sentence about the damage of a file; empty if there is none."""
-    key = CheckpointKeys(job).part(part.step, part.sha256)
+    key = CheckpointKeys(job).part(part.step, part.digest)
     found = describe_difference(
-        store, key, part.size, part.sha256 if check is VerifyDepth.DIGESTS else None
+        store, key, part.size, part.digest if check is VerifyDepth.DIGESTS else None
     )
     return found and f"{store.make_url(key)}: {found}."

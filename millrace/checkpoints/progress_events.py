@@ -11,14 +11,14 @@ class PartStored(Event):
     """Event after a file of a checkpoint is in the store.
 
     Attributes:
-        sha256: Digest of the file.
+        digest: Digest of the file.
         size: Bytes of the file.
         sent: Bytes that were sent for the file: 0 if the store had the file.
     """
 
     kind: ClassVar[str] = "checkpoint.part"
 
-    sha256: str
+    digest: str
     size: int
     sent: int
 

@@ -127,8 +127,8 @@ def _find_committed(store: Store, share: RankShare) -> Checkpoint | None:
 
 def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:
     """Decide whether a checkpoint includes the files of a share."""
-    digests = {part.sha256 for part in checkpoint.parts}
-    return digests.issuperset(part.sha256 for part in share.parts)
+    digests = {part.digest for part in checkpoint.parts}
+    return digests.issuperset(part.digest for part in share.parts)
 
 
 def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoint | None:
@@ -158,11 +158,11 @@ def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:
     tensors: dict[str, TensorRecord] = {}
     for share in shares:
         for part in share.parts:
-            numbers.setdefault(part.sha256, len(parts))
-            parts.setdefault(part.sha256, part)
+            numbers.setdefault(part.digest, len(parts))
+            parts.setdefault(part.digest, part)
         for name, record in share.tensors.items():
             chunks = tuple(
-                chunk.model_copy(update={"part": numbers[share.parts[chunk.part].sha256]})
+                chunk.model_copy(update={"part": numbers[share.parts[chunk.part].digest]})
                 for chunk in record.chunks
             )
             before = tensors.get(name)

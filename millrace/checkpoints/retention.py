@@ -234,5 +234,5 @@ def _iterate_pinned(
 def _list_part_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
     """Return the keys of all files that checkpoints name."""
     return {
-        keys.part(part.step, part.sha256) for checkpoint in checkpoints for part in checkpoint.parts
+        keys.part(part.step, part.digest) for checkpoint in checkpoints for part in checkpoint.parts
     }

@@ -21,7 +21,7 @@ from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
@@ -29,8 +29,8 @@ from millrace.storage import (
     Store,
     create,
     describe_difference,
-    fetch_stored_sha256,
     list_objects,
+    matches_stored_checksum,
     put,
 )
 
@@ -220,7 +220,7 @@ class Saver:
         )
         checkpoint = self._commit(share)
         if self._settings.refer:
-            self._known = {part.sha256: part for part in checkpoint.parts}
+            self._known = {part.digest: part for part in checkpoint.parts}
         self._emit(
             CheckpointSaved(
                 key=self._keys.metadata(step),
@@ -258,19 +258,19 @@ class Saver:
             return {}
         if self._known is None:
             before = find_newest(self._store, self._keys.job)
-            self._known = {part.sha256: part for part in before.parts} if before else {}
+            self._known = {part.digest: part for part in before.parts} if before else {}
         return self._known
 
     def _upload(
         self, step: int, body: memoryview, there: dict[str, int], known: dict[str, Part]
     ) -> Part:
-        digest = compute_sha256(body)
+        digest = compute_digest(body)
         sent = 0
         part = known.get(digest)
-        if part is None or not self._is_intact(part):
-            part = Part(step=step, sha256=digest, size=len(body))
+        if part is None or not self._is_intact(part, body):
+            part = Part(step=step, digest=digest, size=len(body))
             sent = self._ensure_uploaded(part, body, there.get(digest))
-        self._emit(PartStored(sha256=digest, size=len(body), sent=sent))
+        self._emit(PartStored(digest=digest, size=len(body), sent=sent))
         return part
 
     def _ensure_uploaded(self, part: Part, body: memoryview, size: int | None) -> int:
@@ -281,29 +281,29 @@ class Saver:
             body: Bytes of the file.
             size: Size of the object that was listed under the file's key; None if there was none.
         """
-        key = self._keys.part(part.step, part.sha256)
+        key = self._keys.part(part.step, part.digest)
         if size is None:
             try:
-                create(self._store, key, body, sha256=part.sha256)
+                create(self._store, key, body)
             except errors.ExistsError:
                 size = part.size  # from another saver, or from a try whose answer was lost
             else:
                 return len(body)
-        if size == part.size and self._is_intact(part):
+        if size == part.size and self._is_intact(part, body):
             return 0
         put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
 
-    def _is_intact(self, part: Part) -> bool:
+    def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.
 
-        If the store keeps no digest of the file, the file is read.
+        The file is read, unless the store keeps a checksum of it.
         """
         if part in self._proved:
             return True
-        key = self._keys.part(part.step, part.sha256)
-        kept = fetch_stored_sha256(self._store, key) == part.sha256
-        return not describe_difference(self._store, key, part.size, None if kept else part.sha256)
+        key = self._keys.part(part.step, part.digest)
+        kept = matches_stored_checksum(self._store, key, body)
+        return not describe_difference(self._store, key, part.size, None if kept else part.digest)
 
     def _emit(self, event: Event) -> None:
         with self._telling:

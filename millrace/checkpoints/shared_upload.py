@@ -15,7 +15,7 @@ from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import PartStored
 from millrace.checkpoints.upload_queue import UploadQueue
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Store, create, describe_difference, fetch_stored_sha256, put
+from millrace.storage import Store, create, describe_difference, put
 
 _CHECK_THREADS = 2
 
@@ -54,7 +54,7 @@ class SharedUpload:
         self._progress, self._telling = progress, threading.Lock()
         self._numbers: dict[str, int] = {}
         for number, part in enumerate(content.parts):
-            self._numbers.setdefault(part.sha256, number)
+            self._numbers.setdefault(part.digest, number)
         self._queue = UploadQueue(list(self._numbers), on_change)
         self._threads: list[threading.Thread] = []
         self._counting = threading.Lock()
@@ -130,7 +130,7 @@ class SharedUpload:
         key = self._make_key(self._content.parts[number].step, digest)
         body = self._content.body(number)
         try:
-            create(self._store, key, body, sha256=digest, is_stopped=self._queue.is_stopped)
+            create(self._store, key, body, is_stopped=self._queue.is_stopped)
         except errors.ExistsError:
             self._queue.note_found([(digest, key)])  # from another member or a lost answer
             return
@@ -138,7 +138,7 @@ class SharedUpload:
             self.sent += len(body)
         self._queue.note_sent(digest, key)
         with self._telling:
-            self._progress(PartStored(sha256=digest, size=len(body), sent=len(body)))
+            self._progress(PartStored(digest=digest, size=len(body), sent=len(body)))
 
     def _check_all(self) -> None:
         while (found := self._queue.pick_unchecked()) is not None:
@@ -151,8 +151,6 @@ class SharedUpload:
         part = self._content.parts[number]
         own = self._make_key(part.step, digest)
         wanted = digest if self._check is VerifyDepth.DIGESTS else None
-        if wanted is not None and fetch_stored_sha256(self._reads, key) == digest:
-            wanted = None  # the store keeps the same digest
         damage = describe_difference(
             self._reads, key, part.size, wanted, is_stopped=self._queue.is_stopped
         )

@@ -12,7 +12,7 @@ from millrace.checkpoints.contents import Content, make_content
 from millrace.checkpoints.parts import Box, PartLayout, get_dtype_name, lay_out_parts, read_boxes
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
 from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Chunk, Part, TensorRecord
@@ -44,9 +44,9 @@ class Snapshot:
         """Return the content to save at a step. Hashes all files, four at a time."""
         files = tuple(self.files)
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="digest") as pool:
-            digests = list(pool.map(compute_sha256, files))
+            digests = list(pool.map(compute_digest, files))
         parts = tuple(
-            Part(step=step, sha256=digest, size=len(body))
+            Part(step=step, digest=digest, size=len(body))
             for digest, body in zip(digests, files, strict=True)
         )
         return make_content(step, parts, self.tensors, files.__getitem__)

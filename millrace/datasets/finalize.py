@@ -109,14 +109,14 @@ def find_lost_shards(
 def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
     """Return webdataset's index of the shards (wids-shard-index-v1).
 
-    URLs are relative to the index. The digests are SHA-256; there is no ``md5sum``.
+    URLs are relative to the index. There is no ``md5sum``; ``digest`` is the one of the manifest.
     """
     shards = [
         {
             "url": shard.key.removeprefix(f"{keys.dataset}/"),
             "nsamples": shard.samples,
             "filesize": shard.size,
-            "sha256": shard.sha256,
+            "digest": shard.digest,
         }
         for shard in manifest.shards
     ]
@@ -175,10 +175,10 @@ def _make_manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardComm
                 split=splits[entry.partition],
                 samples=entry.samples,
                 size=entry.size,
-                sha256=entry.sha256,
+                digest=entry.digest,
             )
             for entry in entries
-            if entry.key is not None
+            if entry.key is not None and entry.digest is not None
         ),
         samples=samples,
         size=sum(entry.size for entry in entries),

@@ -28,7 +28,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.datasets.sources import BadRow, Row, Source
-from millrace.digest import compute_sha256, compute_stream_sha256
+from millrace.digest import compute_digest, compute_stream_digest
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -245,10 +245,10 @@ class _ShardUploader:
             raise self._fault
 
     def _upload_shard(self, pending: _PendingCommit) -> ShardCommit:
-        name, samples, key, size, digest = pending.name, pending.encoder.samples, None, 0, ""
+        name, samples, key, size, digest = pending.name, pending.encoder.samples, None, 0, None
         if samples:
             shard = pending.encoder.close()
-            key, size, digest = self._keys.shard(name, EXTENSION), len(shard), compute_sha256(shard)
+            key, size, digest = self._keys.shard(name, EXTENSION), len(shard), compute_digest(shard)
             self.progress(
                 ShardEncoded(
                     partition=name.partition,
@@ -268,7 +268,7 @@ class _ShardUploader:
             number=name.number,
             key=key,
             size=size,
-            sha256=digest,
+            digest=digest,
             samples=samples,
             start_cursor=pending.start_cursor,
             next_cursor=pending.next_cursor,
@@ -282,7 +282,7 @@ class _ShardUploader:
         if not pending.bad_rows:
             return None
         key, body = self._keys.quarantine(pending.name), b"\n".join(pending.bad_rows)
-        _create_same(self._store, key, body, compute_sha256(body))
+        _create_same(self._store, key, body, compute_digest(body))
         return key
 
     def _restore_missing(self, pending: _PendingCommit, commit: ShardCommit) -> None:
@@ -291,8 +291,8 @@ class _ShardUploader:
         A process may be suspended between its uploads and its commit for longer than its lease
         timeout. Garbage collection may then have deleted the objects, since no commit named them.
         """
-        if commit.key is not None and not exists(self._store, commit.key):
-            _create_same(self._store, commit.key, pending.encoder.close(), commit.sha256)
+        if commit.key and commit.digest and not exists(self._store, commit.key):
+            _create_same(self._store, commit.key, pending.encoder.close(), commit.digest)
         if commit.quarantine_key is not None and not exists(self._store, commit.quarantine_key):
             self._upload_quarantine(pending)
 
@@ -332,12 +332,12 @@ def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) 
         ConflictError: An object with other bytes is there.
     """
     try:
-        create(store, key, data, sha256=digest)
+        create(store, key, data)
     except errors.ExistsError:
-        existing, size = compute_stream_sha256(stream(store, key))
+        existing, size = compute_stream_digest(stream(store, key))
         if existing != digest:
             raise errors.ConflictError(
-                f"{store.make_url(key)} is already there with other bytes ({size} of SHA-256 "
+                f"{store.make_url(key)} is already there with other bytes ({size} of "
                 f"{existing}, not {len(data)} of {digest}). Another program writes under this "
                 "dataset's name: use another name, or remove that object."
             ) from None

@@ -273,7 +273,7 @@ def _check_same_plan(
             f"The dataset {proposed.dataset} was planned with other settings: "
             f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
-    if pinned.source.sha256 != proposed.source.sha256:
+    if pinned.source.digest != proposed.source.digest:
         old_files = {
             ref.path: ref
             for files in _iterate_files(pinned, _StoredSampleLists(store))

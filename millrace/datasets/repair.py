@@ -13,7 +13,7 @@ from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, open_source
 from millrace.datasets.verify import read_manifest, verify_dataset
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -67,7 +67,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
                 "cannot be made again. Shard the source under another name."
             )
         shard = manifest_shards[fault.key]
-        expected = entry.model_copy(update={"size": shard.size, "sha256": shard.sha256})
+        expected = entry.model_copy(update={"size": shard.size, "digest": shard.digest})
         lost.append(LostShard(expected, fault.reason))
     source_store = open_store(config.source.store, make_folder=False)
     remake_shards(store, plan, source_store, lost, progress=progress)
@@ -124,13 +124,13 @@ def _remake_shard(
 
 def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
     """Write a shard that has the SHA-256 of its commit. An object that is intact by now stays."""
-    if compute_sha256(data) != entry.sha256:
+    if compute_digest(data) != entry.digest:
         raise errors.ChangedError(
             f"{store.make_url(key)} cannot be made again: the source has other bytes now. "
             "Nothing was replaced. Restore the source as it was when the dataset was planned."
         )
     try:
-        create(store, key, data, sha256=entry.sha256)
+        create(store, key, data)
     except errors.ExistsError:
-        if describe_difference(store, key, entry.size, entry.sha256):
+        if describe_difference(store, key, entry.size, entry.digest):
             put(store, key, data)

@@ -100,7 +100,7 @@ def _check_shards(
     pool: ThreadPoolExecutor, store: Store, manifest: Manifest, *, digests: bool
 ) -> Iterator[tuple[ManifestShard, str]]:
     def check_shard(shard: ManifestShard) -> tuple[ManifestShard, str]:
-        sha256 = shard.sha256 if digests else None
+        sha256 = shard.digest if digests else None
         return shard, describe_difference(store, shard.key, shard.size, sha256)
 
     shards = iter(manifest.shards)

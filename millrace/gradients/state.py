@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import make_tiles, view_as_matrix
 from millrace.gradients.codec.transform import get_basis
@@ -73,7 +73,7 @@ class WeightState:
         weight -= change
 
     def digest(self) -> str:
-        """Return the SHA-256 of the tensors' digests. Equal states have equal digests."""
+        """Return the digest of the tensors' digests. Equal states have equal digests."""
         return combine_digests(self.compute_digests())
 
     def compute_digests(self) -> dict[str, str]:
@@ -91,12 +91,12 @@ class WeightState:
 
 def combine_digests(digests: Mapping[str, str]) -> str:
     """Return the digest of weights from the results of `WeightState.compute_digests`."""
-    return compute_sha256(dump_canonical_json(dict(digests)))
+    return compute_digest(dump_canonical_json(dict(digests)))
 
 
 def _digest_tensor(tensor: Array) -> str:
-    content = compute_sha256(np.ascontiguousarray(tensor, dtype="<f4").data)
-    return compute_sha256(dump_canonical_json({"shape": list(tensor.shape), "sha256": content}))
+    content = compute_digest(np.ascontiguousarray(tensor, dtype="<f4").data)
+    return compute_digest(dump_canonical_json({"shape": list(tensor.shape), "content": content}))
 
 
 def copy_state(tensors: Mapping[str, Any], names: Sequence[str] | None = None) -> WeightState:

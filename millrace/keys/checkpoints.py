@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from millrace.digest import Algorithm, get_hex
 from millrace.errors import ConfigurationError
 from millrace.keys.names import RESERVED_FOLDERS, check_name
 
@@ -43,9 +44,9 @@ class CheckpointKeys:
         """Return the prefix of a step's parts: files of tensors."""
         return f"{self.folder(step)}parts/"
 
-    def part(self, step: int, sha256: str) -> str:
-        """Return the key of a part, from its digest in hexadecimal."""
-        return f"{self.parts(step)}{sha256}.safetensors"
+    def part(self, step: int, digest: str) -> str:
+        """Return the key of a part, from its digest."""
+        return f"{self.parts(step)}{get_hex(digest)}.safetensors"
 
     def metadata(self, step: int) -> str:
         """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
@@ -84,11 +85,11 @@ class CheckpointKeys:
 
     def quarantine(self, step: int, root: str) -> str:
         """Return the key of the record of a damaged checkpoint, from the checkpoint's root."""
-        return f"{self.quarantined(step)}{root}.json"
+        return f"{self.quarantined(step)}{get_hex(root)}.json"
 
-    def damaged(self, step: int, sha256: str) -> str:
+    def damaged(self, step: int, digest: str) -> str:
         """Return the key to which a part whose bytes do not match its digest is moved."""
-        return f"{self.quarantined(step)}{sha256}.damaged"
+        return f"{self.quarantined(step)}{get_hex(digest)}.damaged"
 
     def parse_folder(self, name: str) -> int | None:
         """Return the step of a folder's name such as ``step_000001000``; None for other names."""
@@ -99,7 +100,7 @@ class CheckpointKeys:
         """Return the step and the digest of a part's key; None for other keys."""
         pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
-        return (int(match[1]), match[2]) if match else None
+        return (int(match[1]), f"{Algorithm.BLAKE3}:{match[2]}") if match else None
 
     def is_share(self, key: str) -> bool:
         """Decide whether a key is that of the share of a rank."""

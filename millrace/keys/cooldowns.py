@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from millrace.digest import Algorithm, get_hex
 from millrace.keys.members import make_member_prefix
 
 COOLDOWNS = "cooldowns"
@@ -54,12 +55,12 @@ class CooldownKeys:
         """Return the prefix of the parts that a member uploads and the owner copies."""
         return f"{self.own(member)}parts/"
 
-    def part(self, member: str, sha256: str) -> str:
-        """Return the key of a member's part, from its digest in hexadecimal."""
-        return f"{self.parts(member)}{sha256}.safetensors"
+    def part(self, member: str, digest: str) -> str:
+        """Return the key of a member's part, from its digest."""
+        return f"{self.parts(member)}{get_hex(digest)}.safetensors"
 
     def parse_part(self, member: str, key: str) -> str | None:
         """Return the digest of a part that a member uploaded; None for other keys."""
         prefix = re.escape(self.parts(member))
         match = re.fullmatch(prefix + r"([0-9a-f]{64})\.safetensors", key)
-        return match[1] if match else None
+        return f"{Algorithm.BLAKE3}:{match[1]}" if match else None

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
 from millrace.keys.checkpoints import RESERVED_IN_JOBS
 from millrace.keys.names import check_name
@@ -115,6 +116,6 @@ class ChainKeys:
         """Return the key of the rules that hold for a window: created once, as it opens."""
         return f"{self.prefix}windows/{window:09d}.json"
 
-    def update(self, step: int, sha256: str) -> str:
+    def update(self, step: int, digest: str) -> str:
         """Return the key of a merged gradient, from its step and the digest of its bytes."""
-        return f"{self.prefix}{step:09d}-{sha256}.npz"
+        return f"{self.prefix}{step:09d}-{get_hex(digest)}.npz"

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from millrace.digest import Digest
 from millrace.records import Record, RecordPart
 from millrace.schemas.gradient import Codec, Refusal
 
@@ -56,14 +57,14 @@ class MergedWorker(RecordPart):
     Attributes:
         weight: Weight of the gradient in the sum.
         norm: L2 norm of the gradient.
-        sha256: Digest of the gradient's header, which has the digest of its values.
+        digest: Digest of the gradient's header, which has the digest of its values.
         size: Size of the object in bytes.
         tokens: Number of tokens that the worker reports.
     """
 
     weight: float
     norm: float
-    sha256: str
+    digest: Digest
     size: int
     tokens: int
 
@@ -85,13 +86,13 @@ class Update(RecordPart):
 
     Attributes:
         key: Key of the object.
-        sha256: Digest of the object.
+        digest: Digest of the object.
         size: Size of the object in bytes.
         tensors: Number of tensors in the object. The objects of a link hold its tensors in order.
     """
 
     key: str
-    sha256: str
+    digest: Digest
     size: int
     tensors: int
 

@@ -4,6 +4,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from millrace.digest import Digest
 from millrace.records import Record, RecordPart
 
 # 300,000 boxes of tensors with names of 80 bytes. A model of 671e9 parameters with 45,000 tensors
@@ -17,12 +18,12 @@ class Part(RecordPart):
     Attributes:
         step: Step whose folder has the file. If an earlier step has a file of equal bytes, it is
             that step.
-        sha256: Digest of the file.
+        digest: Digest of the file.
         size: Size of the file in bytes.
     """
 
     step: int
-    sha256: str
+    digest: Digest
     size: int
 
 
@@ -69,7 +70,7 @@ class Checkpoint(Record):
         root: Digest of the content. Equal states in equal files have equal digests.
         parts: Files of the checkpoint.
         tensors: Tensors by their names.
-        digest: SHA-256 of all other fields, in canonical JSON.
+        digest: Digest of all other fields, in canonical JSON.
     """
 
     record_kind: ClassVar[str] = "checkpoint"

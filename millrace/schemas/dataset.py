@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from millrace.digest import Digest
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
@@ -75,14 +76,14 @@ class SampleList(RecordPart):
 
     Attributes:
         listing: Key of the sample list.
-        sha256: SHA-256 of the sample list.
+        digest: Digest of the sample list.
         samples: Number of samples.
         size: Bytes of all files.
     """
 
     kind: Literal["files"] = "files"
     listing: str
-    sha256: str
+    digest: Digest
     samples: int
     size: int
 
@@ -117,7 +118,7 @@ class SourceRecord(RecordPart):
         settings: Other settings that the samples depend on.
         files: Number of files.
         size: Bytes of all files.
-        sha256: SHA-256 of the source's listing: paths, sizes, ETags.
+        digest: Digest of the source's listing: paths, sizes, ETags.
         markers: Number of empty objects that only show a folder. They are left out.
     """
 
@@ -126,7 +127,7 @@ class SourceRecord(RecordPart):
     settings: dict[str, Any]
     files: int
     size: int
-    sha256: str
+    digest: Digest
     markers: int = 0
 
 
@@ -180,13 +181,13 @@ class ShardCommit(Record):
         number: Number of the commit within the partition.
         key: Key of the shard; None if every row since the last commit was quarantined.
         size: Bytes of the shard.
-        sha256: SHA-256 of the shard.
+        digest: Digest of the shard.
         samples: Number of samples in the shard.
         start_cursor: Cursor of the first row. To make the shard again, reading starts here.
         next_cursor: Cursor after the last row. A later run continues here.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
-        plan_digest: SHA-256 of the plan. Empty in records of versions that did not store it.
+        plan_digest: Digest of the plan. Empty in records of versions that did not store it.
     """
 
     record_kind: ClassVar[str] = "shard-commit"
@@ -195,7 +196,7 @@ class ShardCommit(Record):
     number: int
     key: ObjectKey | None
     size: int
-    sha256: str
+    digest: Digest | None
     samples: int
     start_cursor: int
     next_cursor: int
@@ -213,7 +214,7 @@ class PartitionEnd(Record):
         samples: Number of samples in all shards.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
-        plan_digest: SHA-256 of the plan. Empty in records of versions that did not store it.
+        plan_digest: Digest of the plan. Empty in records of versions that did not store it.
     """
 
     record_kind: ClassVar[str] = "partition-end"
@@ -234,14 +235,14 @@ class ManifestShard(RecordPart):
         split: Split of the samples, ``train`` or ``val``.
         samples: Number of samples.
         size: Bytes of the shard.
-        sha256: SHA-256 of the shard.
+        digest: Digest of the shard.
     """
 
     key: ObjectKey
     split: str
     samples: int
     size: int
-    sha256: str
+    digest: Digest
 
 
 class Manifest(Record):
@@ -249,7 +250,7 @@ class Manifest(Record):
 
     Attributes:
         dataset: Name of the dataset.
-        plan_digest: SHA-256 of the plan.
+        plan_digest: Digest of the plan.
         format: Format of the shards.
         shards: All shards, in the order of their keys.
         samples: Number of samples by split.

@@ -111,11 +111,11 @@ class GradientHeader(RecordPart):
         shapes: Shapes of the tensors, in the order of their names.
         tokens: Number of tokens in the worker's batches; the weight, if the merge uses one.
         samples: Digest of the worker's samples, as the run defines it.
-        body: SHA-256 of the tensors' digests (SHA-256 in hexadecimal), in the order of their names.
-        digest: SHA-256 of all other fields, in canonical JSON.
+        body: Digest of the tensors' digests, joined as text in the order of their names.
+        digest: Digest of all other fields, in canonical JSON.
     """
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     run: str
     uid: str
     window: int = Field(ge=0)

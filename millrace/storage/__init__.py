@@ -24,7 +24,7 @@ from millrace.storage.read import (
 )
 from millrace.storage.retry import call_boto3
 from millrace.storage.scoped import Right, open_scoped_store, sign_url
-from millrace.storage.signed import fetch_stored_sha256, is_etag_md5
+from millrace.storage.signed import fetch_stored_sha256, is_etag_md5, matches_stored_checksum
 from millrace.storage.versions import (
     ObjectVersion,
     VersionCount,
@@ -80,6 +80,7 @@ __all__ = [
     "list_uploads",
     "list_versions",
     "make_boto3_client",
+    "matches_stored_checksum",
     "measure_upload",
     "open_filesystem",
     "open_scoped_store",

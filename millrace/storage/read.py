@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import obstore
 
 from millrace import errors
-from millrace.digest import compute_stream_sha256
+from millrace.digest import compute_stream_digest, get_algorithm
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_with_retries
 
@@ -235,7 +235,7 @@ def describe_difference(
     store: Store,
     key: str,
     size: int,
-    sha256: str | None = None,
+    digest: str | None = None,
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> str:
@@ -245,7 +245,7 @@ def describe_difference(
         store: Store of the object.
         key: Key of the object.
         size: Expected size in bytes. One request.
-        sha256: Expected digest. If given, the whole object is read.
+        digest: Expected digest. If given, the whole object is read.
         is_stopped: Function that decides after each block whether to stop.
 
     Returns:
@@ -258,12 +258,10 @@ def describe_difference(
         found = _describe(store, key)
         if found.size != size:
             return f"{found.size} bytes, not {size}"
-        if (
-            sha256 is not None
-            and compute_stream_sha256(_iterate_until_stopped(is_stopped, stream(store, key)))[0]
-            != sha256
-        ):
-            return "its bytes are not those that were written (SHA-256 differs)"
+        if digest is not None:
+            body = _iterate_until_stopped(is_stopped, stream(store, key))
+            if compute_stream_digest(body, get_algorithm(digest))[0] != digest:
+                return "its bytes are not those that were written (the digest differs)"
     except errors.NotFoundError:
         return "missing"
     except errors.ChangedError:

@@ -25,6 +25,7 @@ Bytes = bytes | bytearray | memoryview
 
 PART_SIZE = 16 * 1024 * 1024
 _BATCH = 1000
+_LARGE = 256 * 1024  # bytes from which obstore's SHA-256 of a body is worth avoiding
 _LINKED = "is reached through a link, and was not deleted: remove the link itself"
 
 
@@ -43,7 +44,6 @@ def create(
     key: str,
     data: Bytes,
     *,
-    sha256: str | None = None,
     is_stopped: Callable[[], bool] | None = None,
 ) -> None:
     """Write an object if there is none under its key. One request.
@@ -54,10 +54,8 @@ def create(
         store: Store to write to.
         key: Key of the object.
         data: Bytes of the object.
-        sha256: Digest in hexadecimal, if known. S3-compatible stores receive this digest instead
-            of a computed one, and refuse an object with another digest.
-        is_stopped: Function that decides before each try whether to stop. With ``sha256`` and an
-            S3-compatible store, it also decides while the body is sent.
+        is_stopped: Function that decides before each try whether to stop. For an S3-compatible
+            store, it also decides while the body is sent.
 
     Raises:
         ExistsError: There is an object. If an answer was lost, an earlier try of this call may have
@@ -71,8 +69,8 @@ def create(
         if is_stopped is not None and is_stopped():
             raise errors.StoppedError(f"{store.make_url(key)}: the upload was stopped.")
         try:
-            if sha256 is not None and can_sign(store):
-                create_with_signature(store, key, body, sha256, is_stopped)
+            if (is_stopped or len(body) >= _LARGE) and can_sign(store):
+                create_with_signature(store, key, body, is_stopped)
             else:
                 obstore.put(store.raw, key, body, mode="create", use_multipart=False)
         except AlreadyExistsError as error:

@@ -147,7 +147,7 @@ class Assembler:
         Args:
             number: Piece.
             data: Bytes of the piece.
-            parts: SHA-256 of each of its segments.
+            parts: Block digests of each of its segments.
         """
         arrivals = self._arrivals
         if not arrivals.begin_write(number):

@@ -6,7 +6,6 @@ verified. While these values are the same, a few sampled segments are enough to 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -16,8 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from millrace.digest import combine_blocks, hash_blocks, make_hasher
 from millrace.errors import ConfigurationError
-from millrace.swarm.catalogue import Catalogue, File
+from millrace.swarm.catalogue import Catalogue, File, can_combine
 
 _SAMPLED_SEGMENTS = 8  # segments of a cached file that are read again
 
@@ -39,10 +39,9 @@ class CacheEntry:
         mtime_ns: Modification time of the file, in ns.
         etag: ETag of the object.
         origin: URL of the object.
-        sha256: SHA-256 of the object; empty if it was not known.
-        md5: MD5 of the object; empty if its ETag was none.
+        digest: Digest of the object; empty if it was not known.
         piece_size: Size of the segments of `digests`, as for `hash_file_segments`.
-        digests: SHA-256 of each segment.
+        digests: Block digests of each segment, in hexadecimal.
         seen: Size, modification time, change time (both in ns) and inode of the file after its
             bytes were verified; empty if they were not noted.
     """
@@ -52,10 +51,9 @@ class CacheEntry:
     mtime_ns: int
     etag: str
     origin: str
-    sha256: str
+    digest: str
     piece_size: int
     digests: list[str]
-    md5: str = ""
     seen: tuple[int, ...] = ()
 
 
@@ -64,8 +62,8 @@ class CachedFile:
     """A file on the disk that this run can use.
 
     Attributes:
-        digests: SHA-256 of each segment; None for damaged segments.
-        made: Entry of the index for the file; None if its SHA-256 alone identified it.
+        digests: Block digests of each segment; None for damaged segments.
+        made: Entry of the index for the file; None if its digest alone identified it.
         hashed: Whether all bytes of the file were read.
     """
 
@@ -108,9 +106,9 @@ def recognise_file(
         (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
     ):
         return None
-    if file.sha256 and plain and stat.st_size == file.size:
+    if file.digest and not file.has_md5 and plain and stat.st_size == file.size:
         whole, digests = hash_file(path, file, catalogue.piece_size)
-        if whole == file.sha256:
+        if whole == file.digest:
             return CachedFile(list(digests), None, hashed=True)
     raise ConfigurationError(
         f"{path} is there already, and was not put there by us (or was changed since): move "
@@ -123,7 +121,7 @@ def _check_cached(
 ) -> CachedFile:
     recorded = [bytes.fromhex(digest) for digest in made.digests]
     count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
-    was_known = file.digest in {"", made.sha256, made.md5}
+    was_known = file.digest in {"", made.digest}
     verified = made.seen == read_identity(path) and was_known
     if check is CacheCheck.SAMPLED and same_pieces and verified:
         chosen = random.sample(range(count), min(count, _SAMPLED_SEGMENTS))
@@ -147,24 +145,27 @@ def _check_cached(
 def hash_file_segments(
     path: Path, file: File, piece_size: int, indexes: Iterable[int]
 ) -> list[bytes]:
-    """Return the SHA-256 of some segments of a file on the disk, by their indexes."""
+    """Return the block digests of some segments of a file on the disk, by their indexes."""
     found: list[bytes] = []
     step = piece_size if file.size >= piece_size else max(file.size, 1)
     with path.open("rb", buffering=0) as opened:
         for index in indexes:
             opened.seek(index * step)
-            found.append(hashlib.sha256(opened.read(min(step, file.size - index * step))).digest())
+            found.append(hash_blocks(opened.read(min(step, file.size - index * step))))
     return found
 
 
 def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
-    """Return the digest of a file, as for `File.digest`, and the SHA-256 of its segments."""
-    whole, parts = file.make_hasher(), list[bytes]()
+    """Return the digest of a file, as for `File.digest`, and the block digests of its segments."""
+    parts: list[bytes] = []
+    whole = None if can_combine(file, piece_size) else make_hasher(file.algorithm)
     with path.open("rb", buffering=0) as opened:
-        while block := opened.read(piece_size):
-            whole.update(block)
-            parts.append(hashlib.sha256(block).digest())
-    return whole.hexdigest(), parts or [hashlib.sha256().digest()]
+        while segment := opened.read(piece_size):
+            if whole is not None:
+                whole.update(segment)
+            parts.append(hash_blocks(segment))
+    parts = parts or [hash_blocks(b"")]
+    return whole.compute() if whole else combine_blocks(b"".join(parts)), parts
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:

@@ -4,7 +4,6 @@ Every node divides the same list of files into the same pieces, so a number iden
 large file is cut at multiples of the piece size. Small files share a piece.
 """
 
-import hashlib
 import json
 import re
 import unicodedata
@@ -12,6 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from millrace.digest import (
+    BLOCK_SIZE,
+    Algorithm,
+    combine_blocks,
+    compute_digest,
+    get_algorithm,
+    get_hex,
+)
 from millrace.errors import ConfigurationError
 
 MIN_PIECE_SIZE = 1 << 20
@@ -36,8 +43,8 @@ class File:
         size: Bytes of the object.
         etag: ETag of the object.
         origin: URL of the object, without credentials.
-        sha256: SHA-256 of the object, if a record, the caller or the store has one; else empty.
-        md5: MD5 of the object, if its ETag is one; else empty.
+        digest: Digest of the object, from a record, the caller or the store. The MD5 of the object
+            if only its ETag is known, and is one; else empty.
         mode: Permission bits of the file.
         owner: User id and group id of the file; None keeps those of the agent.
         links: Further destinations of the same object.
@@ -49,8 +56,7 @@ class File:
     size: int
     etag: str
     origin: str
-    sha256: str = ""
-    md5: str = ""
+    digest: str = ""
     mode: int = 0o644
     owner: tuple[int, int] | None = None
     links: tuple[str, ...] = ()
@@ -58,15 +64,14 @@ class File:
     into: str = ""
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the object, or its MD5, or an empty text if both are unknown."""
-        return self.sha256 or self.md5
+    def has_md5(self) -> bool:
+        """True if the digest is an MD5 that was taken from the ETag, which may be none."""
+        return self.algorithm is Algorithm.MD5
 
-    def make_hasher(self) -> Any:
-        """Return a new hash object of the kind of `digest`; SHA-256 if there is no digest."""
-        if self.md5 and not self.sha256:
-            return hashlib.md5(usedforsecurity=False)
-        return hashlib.sha256()
+    @property
+    def algorithm(self) -> Algorithm:
+        """Algorithm of the digest; BLAKE3 if there is no digest."""
+        return get_algorithm(self.digest) if self.digest else Algorithm.BLAKE3
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ def build_catalogue(files: Iterable[File], piece_size: int | None = None) -> Cat
         wanted = sum(file.size for file in files) // _WANTED_PIECES
         piece_size = min(MAX_PIECE_SIZE, max(MIN_PIECE_SIZE, 1 << max(0, wanted - 1).bit_length()))
     listing = json.dumps([piece_size, *map(_to_row, files)])
-    name = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    name = get_hex(compute_digest(listing.encode()))[:16]
     return Catalogue(name, files, piece_size, tuple(_cut_pieces(files, piece_size)))
 
 
@@ -224,11 +229,22 @@ def _cut_pieces(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
 
 
 def combine_digests(parts: Sequence[bytes]) -> str:
-    """Combine the SHA-256 digests of segments into one digest, in hexadecimal digits.
+    """Combine the block digests of segments (`hash_blocks`) into one digest.
 
-    The digest of a single segment is its own SHA-256.
+    The digest of a single segment is that of its bytes.
     """
-    return parts[0].hex() if len(parts) == 1 else hashlib.sha256(b"".join(parts)).hexdigest()
+    if len(parts) == 1:
+        return combine_blocks(parts[0])
+    return compute_digest("".join(map(combine_blocks, parts)).encode())
+
+
+def can_combine(file: File, piece_size: int) -> bool:
+    """Decide whether the digest of a file follows from the block digests of its segments.
+
+    The digest must be a BLAKE3, and each segment must begin with a block.
+    """
+    aligned = piece_size % BLOCK_SIZE == 0 or file.size <= piece_size
+    return aligned and file.algorithm is Algorithm.BLAKE3
 
 
 def _to_row(file: File) -> list[Any]:

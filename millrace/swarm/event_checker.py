@@ -23,7 +23,7 @@ from millrace.swarm.messages import (
 )
 from millrace.swarm.tracking.orders import STORE
 
-_DIGEST = re.compile("[0-9a-f]{64}")
+_DIGEST = re.compile("blake3:[0-9a-f]{64}")
 _LONGEST_SENTENCE = 500  # characters of a reason that are kept
 _MAX_EVENTS_BYTES = 2 << 20  # bytes of events in an answer, without the numbers of files
 _FILE_NUMBER_BYTES = 16  # bytes of a file's number in an event at most

@@ -3,7 +3,7 @@
 ``partial.jsonl`` has a JSON list in each line:
 
 - ``["file", OBJECT, PATH]``: the bytes of this object are in this partial file, below the root;
-- ``["piece", OBJECT, START, SIZE, SHA256]``: this range of the object was written to the file;
+- ``["piece", OBJECT, START, SIZE, DIGESTS]``: this range of the object was written to the file;
 - ``["folder", PATH]``: an archive is unpacked into this folder. The next run removes the folder.
 
 OBJECT identifies the content of an object of the store (`compute_object_id`). So the next run can
@@ -11,7 +11,6 @@ use the ranges, whatever else its requests are, and wherever the destination of 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -24,10 +23,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from millrace.digest import BLOCK_SIZE, BlockHasher, compute_digest, get_hex
 from millrace.swarm.catalogue import File, is_unfinished
 
-_DIGEST = re.compile("[0-9a-f]{64}")
-_BLOCK = 1 << 20
+_DIGESTS = re.compile("([0-9a-f]{64})+")  # of the blocks of a range, in hexadecimal
 _KEPT_FOR = 7 * 24 * 3600.0  # seconds to keep a partial file of another request, from its last byte
 _DISK_BLOCK = 512  # bytes of a unit of `st_blocks`
 
@@ -38,7 +37,7 @@ Range = tuple[int, int]
 def compute_object_id(file: File) -> str:
     """Return the id of an object's content: a digest of its URL, ETag and size."""
     content = json.dumps([file.origin, file.etag, file.size])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return get_hex(compute_digest(content.encode()))[:16]
 
 
 class Journal:
@@ -50,7 +49,7 @@ class Journal:
 
     Attributes:
         partials: Path of the partial file of each object, below the root.
-        pieces: SHA-256 of each written range, by object.
+        pieces: Block digests of each written range, by object, in hexadecimal.
     """
 
     def __init__(self, root: Path, path: Path) -> None:
@@ -73,7 +72,7 @@ class Journal:
                 if (before := self.partials.get(name)) is not None and before != path:
                     self._stale.add(before)
                 self.partials[name] = path
-            case ["piece", str(name), int(start), int(size), str(digest)] if _DIGEST.fullmatch(
+            case ["piece", str(name), int(start), int(size), str(digest)] if _DIGESTS.fullmatch(
                 digest
             ):
                 self.pieces.setdefault(name, {})[start, size] = digest
@@ -120,7 +119,7 @@ class Journal:
 
         Args:
             files: Path of the partial file of each object that is incomplete or kept.
-            pieces: Object, range and SHA-256 of the ranges in these files.
+            pieces: Object, range and block digests of the ranges in these files.
         """
         rows: list[list[Any]] = [["file", *item] for item in files.items()]
         rows += [["piece", name, *span, digest] for name, span, digest in pieces]
@@ -179,11 +178,12 @@ def verify_ranges(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) 
 
     Args:
         path: Partial file.
-        noted: SHA-256 of the ranges that were written to the file.
+        noted: Block digests of the ranges that were written to the file.
         wanted: Ranges that this run needs. The earlier run may have had another piece size.
 
     Returns:
-        SHA-256 of each wanted range that correct noted ranges cover, by its position in `wanted`.
+        Block digests of each wanted range that correct noted ranges cover, by its position in
+        `wanted`.
     """
     found: dict[int, bytes] = {}
     good: dict[Range, bool] = {}
@@ -213,12 +213,12 @@ def verify_ranges(path: Path, noted: dict[Range, str], wanted: Iterable[Range]) 
 
 def _hash_range(opened: FileIO, span: Range) -> bytes:
     start, left = span
-    digest = hashlib.sha256()
+    hasher = BlockHasher()
     opened.seek(start)
-    while left and (block := opened.read(min(left, _BLOCK))):
-        digest.update(block)
+    while left and (block := opened.read(min(left, BLOCK_SIZE))):
+        hasher.update(block)
         left -= len(block)
-    return digest.digest()
+    return hasher.blocks
 
 
 def _is_ours(path: str) -> bool:

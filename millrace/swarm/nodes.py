@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace import cluster
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest, get_hex
 from millrace.errors import ConfigurationError, format_error
 from millrace.swarm.actor import Actor
 from millrace.swarm.protocol import Endpoint
@@ -145,7 +145,7 @@ class _RayAgents:
         }
         if self._settings.keep:
             options |= {
-                "name": f"millrace-agent-{identity}-{compute_sha256(str(self._root).encode())[:8]}",
+                "name": f"millrace-agent-{identity}-{get_hex(compute_digest(str(self._root).encode()))[:8]}",
                 "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors
-from millrace.digest import make_local_etag
+from millrace.digest import Algorithm, make_local_etag
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
@@ -103,7 +103,7 @@ def _drop_false_md5(files: list[File], objects: list[tuple[Store, str]]) -> list
     """Remove MD5s taken from ETags, unless the ETags of a few objects of the store are MD5s."""
     asked: dict[str, list[tuple[Store, str]]] = {}
     for file, (store, key) in zip(files, objects, strict=True):
-        if file.md5 and not file.sha256:
+        if file.has_md5:
             asked.setdefault(store.url, []).append((store, key))
     trusted: set[str] = set()
     for url, found in asked.items():
@@ -111,7 +111,7 @@ def _drop_false_md5(files: list[File], objects: list[tuple[Store, str]]) -> list
         if all(is_etag_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
             trusted.add(url)
     return [
-        file if store.url in trusted else replace(file, md5="")
+        file if store.url in trusted or not file.has_md5 else replace(file, digest="")
         for file, (store, _) in zip(files, objects, strict=True)
     ]
 
@@ -135,9 +135,10 @@ def _resolve_request(
         stat = head(store, request.key)
         destination = request.destination or request.key
         file = _make_file(request, store, stat, destination)
-        if not file.sha256:
+        if not request.sha256:
             known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
-            file = replace(file, sha256=known or fetch_stored_sha256(store, stat.key))
+            known = known or fetch_stored_sha256(store, stat.key)
+            file = replace(file, digest=known or file.digest)
         yield _add_unpacking(request, store, stat, file), store, stat.key
         return
     if request.dataset is not None:
@@ -153,7 +154,7 @@ def _resolve_request(
         inside = stat.key.removeprefix(below)
         destination = f"{request.destination}/{inside}" if request.destination else inside
         file = _make_file(request, store, stat, destination)
-        yield replace(file, sha256=known.get(stat.key, "")), store, stat.key
+        yield replace(file, digest=known.get(stat.key, file.digest)), store, stat.key
 
 
 def _resolve_shards(
@@ -183,11 +184,11 @@ def _resolve_shards(
         inside = shard.key.removeprefix(f"{dataset}/")
         destination = f"{request.destination}/{inside}" if request.destination else shard.key
         file = _make_file(request, store, stat, destination)
-        yield replace(file, sha256=shard.sha256), store, shard.key
+        yield replace(file, digest=shard.digest), store, shard.key
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
-    md5 = None
+    md5, digest = None, ""
     if store.location.backend is Backend.FILE:
         etag = make_local_etag((Path(store.location.bucket) / stat.key).stat())
     elif stat.etag:
@@ -197,13 +198,16 @@ def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> 
             f"{store.make_url(stat.key)} has no ETag, so that a change could not be seen: copy it "
             "to a store that gives one."
         )
+    if request.sha256:
+        digest = f"{Algorithm.SHA256}:{request.sha256}"
+    elif md5:
+        digest = f"{Algorithm.MD5}:{md5.group(1)}"
     return File(
         path=check_relative_path(destination),
         size=stat.size,
         etag=etag,
         origin=store.make_url(stat.key),
-        sha256=request.sha256 or "",
-        md5=md5.group(1) if md5 else "",
+        digest=digest,
         mode=request.mode,
         owner=request.owner,
     )
@@ -247,5 +251,5 @@ def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
             continue  # the prefix is no dataset of Millrace, or the dataset is not complete
         for shard in manifest.shards:
             if sizes.get(shard.key) == shard.size:
-                known[shard.key] = shard.sha256
+                known[shard.key] = shard.digest
     return known

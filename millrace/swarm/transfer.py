@@ -1,6 +1,5 @@
 """Read pieces into buffers: from the store by ranges, or from another node."""
 
-import hashlib
 import http.client
 import os
 import random
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from millrace.digest import make_local_etag
+from millrace.digest import hash_blocks, make_local_etag
 from millrace.swarm.catalogue import Catalogue, Segment
 from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 
@@ -174,11 +173,11 @@ class PeerReader:
 
 
 def hash_segments(segments: tuple[Segment, ...], data: memoryview) -> list[bytes]:
-    """Return the SHA-256 of each segment of a piece."""
+    """Return the joined digests of the blocks of each segment of a piece."""
     found: list[bytes] = []
     at = 0
     for segment in segments:
-        found.append(hashlib.sha256(data[at : at + segment.size]).digest())
+        found.append(hash_blocks(data[at : at + segment.size]))
         at += segment.size
     return found
 

@@ -15,7 +15,7 @@ from millrace import errors
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
-from millrace.digest import compute_stream_sha256
+from millrace.digest import compute_stream_digest
 from millrace.gradients.sync.participant import Participant, TrainingWindow
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.datasets import DatasetKeys
@@ -134,8 +134,8 @@ class Worker:
             with temporary.open("wb") as file:
                 # The object may have grown, so that only the shard's size is read.
                 blocks = stream(self._read_store, shard.key, end=shard.size)
-                digest, _ = compute_stream_sha256(_write_blocks(file, blocks))
-            if digest != shard.sha256:
+                digest, _ = compute_stream_digest(_write_blocks(file, blocks))
+            if digest != shard.digest:
                 raise errors.CorruptError(
                     f"{self._read_store.make_url(shard.key)} is not what its manifest says: run "
                     "`millrace verify`."
@@ -223,7 +223,7 @@ def _matches_shard(path: Path, shard: ManifestShard) -> bool:
     if not path.exists() or path.stat().st_size != shard.size:
         return False
     with path.open("rb") as file:
-        return compute_stream_sha256(iter(partial(file.read, _BLOCK_BYTES), b""))[0] == shard.sha256
+        return compute_stream_digest(iter(partial(file.read, _BLOCK_BYTES), b""))[0] == shard.digest
 
 
 def _write_blocks(file: IO[bytes], blocks: Iterable[bytes]) -> Iterator[bytes]:

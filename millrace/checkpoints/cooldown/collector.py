@@ -9,7 +9,6 @@ member.
 Every step can be repeated. After a kill, a new owner continues from the state in the store.
 """
 
-import re
 import secrets
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_chec
 from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
 from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import commit_checkpoint, compute_root
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once, decode_record, encode_record
@@ -32,7 +31,6 @@ from millrace.storage import (
     copy,
     delete,
     describe_difference,
-    fetch_stored_sha256,
     list_objects,
     put,
     read,
@@ -41,7 +39,6 @@ from millrace.storage import (
 
 _CONCURRENCY = 8
 _MAX_DRAFT_SIZE = 64 << 20  # bytes of metadata that a member proposes
-_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def compute_listing_limit(parts: int) -> int:
@@ -182,12 +179,11 @@ class Collector:
             except errors.CorruptError:
                 self._refused.add(member)
                 continue
-            rest = compute_sha256(
+            rest = compute_digest(
                 dump_canonical_json({"position": draft.position, "run": draft.run})
             )
             step, root = draft.step, compute_root(draft.parts, draft.tensors)
-            named = all(_DIGEST.fullmatch(part.sha256) for part in draft.parts)
-            if (step, root, rest) != favourite.agreement_key or not named:
+            if (step, root, rest) != favourite.agreement_key:
                 self._refused.add(member)
                 continue
             parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)
@@ -200,7 +196,7 @@ class Collector:
 
     def _collect_parts(self, roster: Roster, draft: Checkpoint) -> bool:
         """Copy the uploaded files, and return whether all are copied and verified."""
-        wanted = {part.sha256: part for part in draft.parts}
+        wanted = {part.digest: part for part in draft.parts}
         if not self._looked:  # files that an earlier owner copied
             self._looked = True
             stats = list_objects(self._store, self._keys.parts(draft.step))
@@ -216,7 +212,7 @@ class Collector:
                 and size == wanted[digest].size
             ]
             self._copy_parts(member, parts)
-            self._bad |= {(member, part.sha256) for part in parts} - {
+            self._bad |= {(member, part.digest) for part in parts} - {
                 (member, digest) for digest in self._good
             }
         return wanted.keys() <= self._good
@@ -230,10 +226,10 @@ class Collector:
 
     def _copy_parts(self, member: str, parts: Collection[Part]) -> None:
         def copy_part(part: Part) -> None:
-            source = self._cooldown.part(member, part.sha256)
+            source = self._cooldown.part(member, part.digest)
             with suppress(errors.NotFoundError, errors.CorruptError):
                 read_range(self._store, source, 0, 1)  # raises if the file is unreadable
-                copy(self._store, source, self._keys.part(part.step, part.sha256))
+                copy(self._store, source, self._keys.part(part.step, part.digest))
 
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
             list(pool.map(copy_part, parts))
@@ -242,9 +238,8 @@ class Collector:
     def _verify_parts(self, parts: Collection[Part]) -> None:
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
             right = pool.map(self._is_intact, parts)
-            self._good |= {part.sha256 for part, good in zip(parts, right, strict=True) if good}
+            self._good |= {part.digest for part, good in zip(parts, right, strict=True) if good}
 
     def _is_intact(self, part: Part) -> bool:
-        key = self._keys.part(part.step, part.sha256)
-        kept = fetch_stored_sha256(self._store, key) == part.sha256
-        return not describe_difference(self._store, key, part.size, None if kept else part.sha256)
+        key = self._keys.part(part.step, part.digest)
+        return not describe_difference(self._store, key, part.size, part.digest)

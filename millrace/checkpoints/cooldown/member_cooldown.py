@@ -14,7 +14,7 @@ from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.cooldown.uploaders import UploaderSelection
 from millrace.checkpoints.progress_events import CooldownExtended
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, EpochRecord, Roster, Vote
@@ -174,6 +174,6 @@ def make_vote(member: str, draft: Checkpoint) -> Vote:
         member=member,
         step=draft.step,
         root=draft.root,
-        rest=compute_sha256(dump_canonical_json(rest)),
+        rest=compute_digest(dump_canonical_json(rest)),
         size=draft.size,
     )

@@ -25,7 +25,7 @@ from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
@@ -80,12 +80,12 @@ class HubDestination:
 
         def read_file(number: int) -> memoryview:
             part = checkpoint.parts[number]
-            key = keys.part(part.step, part.sha256)
+            key = keys.part(part.step, part.digest)
             try:
                 found = self._client.download(key, head, part.size)
             except errors.NotFoundError:
                 raise errors.CorruptError(f"{self._client.make_url(key)} is missing.") from None
-            if compute_sha256(found) != part.sha256:
+            if compute_digest(found) != part.digest:
                 raise errors.CorruptError(
                     f"{self._client.make_url(key)} is not the bytes that were saved: verify the "
                     "checkpoint, or load an older one."
@@ -103,19 +103,19 @@ class HubDestination:
         whole = self.open_content(checkpoint)
         damage: dict[str, str] = {}
         for number, part in enumerate(checkpoint.parts):
-            key = keys.part(part.step, part.sha256)
+            key = keys.part(part.step, part.digest)
             entry = there.get(key)
             if entry is None:
-                damage[part.sha256] = f"{self._client.make_url(key)} is missing."
-            elif (entry.size, entry.lfs and entry.lfs.sha256) != (part.size, part.sha256):
-                damage[part.sha256] = (
-                    f"{self._client.make_url(key)} has other bytes than were committed."
+                damage[part.digest] = f"{self._client.make_url(key)} is missing."
+            elif entry.size != part.size:
+                damage[part.digest] = (
+                    f"{self._client.make_url(key)} has {entry.size} bytes, not {part.size}."
                 )
             elif check is VerifyDepth.DIGESTS:
                 try:
                     whole.body(number)
                 except errors.CorruptError as error:
-                    damage[part.sha256] = str(error)
+                    damage[part.digest] = str(error)
         return damage
 
     # -- writing
@@ -190,16 +190,16 @@ class HubDestination:
 
         def upload_file(number: int) -> CommitOperationAdd:
             part = content.parts[number]
-            key = keys.part(part.step, part.sha256)
+            key = keys.part(part.step, part.digest)
             operation = self._client.upload(key, bytes(content.body(number)))
-            progress(PartStored(sha256=part.sha256, size=part.size, sent=part.size))
+            progress(PartStored(digest=part.digest, size=part.size, sent=part.size))
             return operation
 
         def is_kept(part: Part) -> bool:
-            entry = there.get(keys.part(part.step, part.sha256))
-            return entry is not None and entry.lfs is not None and entry.lfs.sha256 == part.sha256
+            entry = there.get(keys.part(part.step, part.digest))
+            return entry is not None and entry.size == part.size
 
-        wanted = {part.sha256: number for number, part in enumerate(content.parts)}
+        wanted = {part.digest: number for number, part in enumerate(content.parts)}
         numbers = [number for number in wanted.values() if not is_kept(content.parts[number])]
         with ThreadPoolExecutor(uploads, thread_name_prefix="hub") as pool:
             return list(pool.map(upload_file, numbers))

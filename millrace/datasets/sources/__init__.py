@@ -27,7 +27,7 @@ from millrace.datasets.sources.table import (
     find_unreadable_reason,
     unpack_row,
 )
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys, make_partition_name
 from millrace.schemas.dataset import ByteRange, Partition, SampleList, SourceRange, SourceRecord
 from millrace.storage import Store
@@ -162,7 +162,7 @@ def partition_source(
         settings={"columns": settings.columns} if settings.kind is SourceKind.JSONL else {},
         files=len(files),
         size=files.size,
-        sha256=files.compute_sha256(),
+        digest=files.compute_digest(),
         markers=files.markers,
     )
     local = is_local(store)
@@ -190,11 +190,11 @@ def partition_source(
                             f"{len(sample_list):,} bytes. The limit for a partition is "
                             f"{MAX_SAMPLE_LIST_BYTES:,}. Choose a smaller `partition_files`."
                         )
-                    digest = compute_sha256(sample_list)
+                    digest = compute_digest(sample_list)
                     key = keys.sample_list(make_partition_name(split, i), digest)
                     size = sum(samples.sizes[index] for index in indices)
                     source_range = SampleList(
-                        listing=key, sha256=digest, samples=len(indices), size=size
+                        listing=key, digest=digest, samples=len(indices), size=size
                     )
                     indices_by_key[key] = indices
                     partitions.append(_make_partition(split, i, source_range))

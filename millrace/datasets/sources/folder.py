@@ -22,7 +22,7 @@ from millrace.datasets.sources.table import (
     escape_path,
     find_unreadable_reason,
 )
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.schemas.dataset import FileRef, SampleList, SourceRange
 from millrace.storage import Store, read
 
@@ -198,7 +198,7 @@ class FolderSource:
                 f"A folder is divided by files, not {source_range.kind}."
             )
         body = read(self._dataset_store, source_range.listing, max_size=MAX_SAMPLE_LIST_BYTES)
-        if compute_sha256(body) != source_range.sha256:
+        if compute_digest(body) != source_range.digest:
             raise errors.CorruptError(
                 f"{self._dataset_store.make_url(source_range.listing)} does not have the digest "
                 "of the plan: another program has written under this dataset's name. Shard the "

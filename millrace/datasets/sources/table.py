@@ -9,8 +9,8 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 
+from millrace.digest import make_hasher
 from millrace.schemas.dataset import FileRef
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -60,12 +60,12 @@ class FileTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def compute_sha256(self) -> str:
+    def compute_digest(self) -> str:
         """Return the digest of every path, size and ETag."""
-        digest = sha256()
+        hasher = make_hasher()
         for row in self.rows:
-            digest.update(row + b"\n")
-        return digest.hexdigest()
+            hasher.update(row + b"\n")
+        return hasher.compute()
 
 
 def pack_row(path: str, size: int, etag: str) -> bytes:

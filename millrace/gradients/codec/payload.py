@@ -17,7 +17,7 @@ import orjson
 from pydantic import ValidationError
 
 from millrace import errors
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
@@ -103,14 +103,14 @@ class Payload:
         header: Header of the gradient.
         tensors: Tensors that this process has, by their names.
         norm: L2 norm without the buffers.
-        sha256: Digest of the header, which has the digest of everything else.
+        digest: Digest of the header, which has the digest of everything else.
         size: Size of the object in bytes.
     """
 
     header: GradientHeader
     tensors: Mapping[str, tuple[SparseChunks, ...]] = field(repr=False)
     norm: float
-    sha256: str
+    digest: str
     size: int
 
 
@@ -122,13 +122,13 @@ class CheckedHeader:
         header: Header of the gradient.
         spans: First byte of each tensor in the object, and the byte after its last one. The
             tensors are contiguous, in the order of their names.
-        sha256: Digest of the header.
+        digest: Digest of the header.
         size: Size of the object in bytes.
     """
 
     header: GradientHeader
     spans: Mapping[str, tuple[int, int]] = field(repr=False)
-    sha256: str
+    digest: str
     size: int
 
 
@@ -151,7 +151,7 @@ class CheckedTensors:
 
 def compute_fingerprint(shapes: Shapes) -> str:
     """Return a fingerprint of a model: the digest of its tensors' names and shapes."""
-    return compute_sha256(
+    return compute_digest(
         dump_canonical_json({name: list(shape) for name, shape in shapes.items()})
     )
 
@@ -192,7 +192,7 @@ def encode_payload(
         shapes=tuple(tuple(shapes[name]) for name in names),
         tokens=tokens,
         samples=samples,
-        body=_digest_tensors(compute_sha256(bodies[name]) for name in names),
+        body=_digest_tensors(compute_digest(bodies[name]) for name in names),
     )
     whole = header.model_copy(update={"digest": _digest_header(header)})
     return _encode_safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
@@ -352,7 +352,7 @@ def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> Che
     _compare(header, expected)
     if set(spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
-    return CheckedHeader(header, spans, compute_sha256(head[:begins]), size)
+    return CheckedHeader(header, spans, compute_digest(head[:begins]), size)
 
 
 def check_tensors(
@@ -379,7 +379,7 @@ def check_tensors(
     for name in names:
         begin, end = checked.spans[name]
         piece = body[begin - at : end - at]
-        digests[name] = compute_sha256(piece)
+        digests[name] = compute_digest(piece)
         try:
             groups = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
             if codec.is_buffer(name):
@@ -435,23 +435,23 @@ def assemble_payload(
     if not norm <= most:
         raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
-    return Payload(checked.header, tensors, norm, checked.sha256, checked.size)
+    return Payload(checked.header, tensors, norm, checked.digest, checked.size)
 
 
 def compute_identity(body: bytes) -> str:
     """Return the digest of a gradient's header, which identifies the whole gradient."""
     (length,) = _LENGTH.unpack_from(body)
-    return compute_sha256(memoryview(body)[: _LENGTH.size + length])
+    return compute_digest(memoryview(body)[: _LENGTH.size + length])
 
 
 def _digest_tensors(digests: Iterable[str]) -> str:
     """Return the digest of tensors' digests, in the order of their names."""
-    return compute_sha256("".join(digests).encode())
+    return compute_digest("".join(digests).encode())
 
 
 def _digest_header(header: GradientHeader) -> str:
     """Return the digest of all other fields of a header."""
-    return compute_sha256(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
+    return compute_digest(dump_canonical_json(header.model_dump(mode="json", exclude={"digest"})))
 
 
 def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:

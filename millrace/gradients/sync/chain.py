@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace import errors
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
@@ -92,16 +92,16 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
         body: Bytes from `encode_update`.
         tensors: Number of tensors in the update.
     """
-    digest = compute_sha256(body)
+    digest = compute_digest(body)
     key = keys.update(step, digest)
     with suppress(errors.ExistsError):
-        create(store, key, body, sha256=digest)
-    return Update(key=key, sha256=digest, size=len(body), tensors=tensors)
+        create(store, key, body)
+    return Update(key=key, digest=digest, size=len(body), tensors=tensors)
 
 
 def digest_link(link: ChainStart | ChainLink) -> str:
     """Return the digest of a link, which the next link has."""
-    return compute_sha256(dump_canonical_json(link.model_dump(mode="json")))
+    return compute_digest(dump_canonical_json(link.model_dump(mode="json")))
 
 
 def find_newest_window(store: Store, keys: ChainKeys) -> int:
@@ -272,7 +272,7 @@ def _read_update(
         raise ChainError(f"{where}: {store.make_url(update.key)} is missing: restore it.") from None
     except errors.CorruptError:  # the object is larger than the committed one
         body = None
-    if body is None or compute_sha256(body) != update.sha256:
+    if body is None or compute_digest(body) != update.digest:
         raise ChainError(
             f"{where}: {store.make_url(update.key)} has other bytes than were committed: "
             "restore it."

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.digest import compute_stream_sha256
+from millrace.digest import compute_stream_digest
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
@@ -258,7 +258,7 @@ def compute_products(
 
 def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
     """Return the digest of the indices that a worker sent of a tensor."""
-    return compute_stream_sha256(sparse.indices.tobytes() for sparse in gradients[worker][name])[0]
+    return compute_stream_digest(sparse.indices.tobytes() for sparse in gradients[worker][name])[0]
 
 
 def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:

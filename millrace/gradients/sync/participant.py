@@ -87,7 +87,7 @@ class Participant:
         self._compressor = ChangeCompressor(
             settings, weights, ranks, self._tensors, threads=threads
         )
-        self._submitted, self._sha256 = 0, ""
+        self._submitted, self._digest = 0, ""
 
     @classmethod
     def join(
@@ -180,7 +180,7 @@ class Participant:
             packed = self._ranks.gather_bytes(self._compressor.compress(model, number))
             sent = self._ranks.run_on_first(lambda: self._put(packed, number, tokens, samples))
         size, digest = sent
-        self._submitted, self._sha256 = number, digest
+        self._submitted, self._digest = number, digest
         self._progress(GradientSent(uid=self._uid, window=number, size=size))
         return size
 
@@ -227,7 +227,7 @@ class Participant:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint, with the residuals."""
-        submitted = {"window": self._submitted, "sha256": self._sha256}
+        submitted = {"window": self._submitted, "digest": self._digest}
         return {**self._compressor.feedback.state_dict(), "submitted": submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,12 +237,12 @@ class Participant:
             ChainError: The link of the last submitted window is missing.
         """
         self._compressor.feedback.load_state_dict(state)
-        self._submitted, self._sha256 = state["submitted"]["window"], state["submitted"]["sha256"]
+        self._submitted, self._digest = state["submitted"]["window"], state["submitted"]["digest"]
         if 0 < self._submitted <= self._chain.window:  # the window was merged in the meantime
             self._settle(self._chain.read_link(self._submitted))
 
     def _settle(self, link: ChainStart | ChainLink) -> None:
         """Add the submitted values to the residuals again, unless the link has merged them."""
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
-        if taken is None or taken.sha256 != self._sha256:
+        if taken is None or taken.digest != self._digest:
             self._compressor.feedback.restore_sent()

@@ -145,7 +145,7 @@ def _list_merged_workers(
         uid: MergedWorker(
             weight=float(weight),
             norm=payloads[uid].norm,
-            sha256=payloads[uid].sha256,
+            digest=payloads[uid].digest,
             size=payloads[uid].size,
             tokens=payloads[uid].header.tokens,
         )

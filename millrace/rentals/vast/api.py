@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import SecretStr
 
 from millrace import errors
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest, get_hex
 from millrace.formatting import clean_text
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.vast.instances import Instance
@@ -172,7 +172,9 @@ class VastClient:
                 user = self._send_with_retries(RequestKind.USER, self._sdk.show_user)
                 self._identity = f"user-{int(user['id'])}"
             except (errors.ConfigurationError, errors.DeniedError, KeyError, TypeError, ValueError):
-                self._identity = f"key-{compute_sha256(self._key.get_secret_value().encode())[:16]}"
+                self._identity = (
+                    f"key-{get_hex(compute_digest(self._key.get_secret_value().encode()))[:16]}"
+                )
         return self._identity
 
     def search_offers(

@@ -22,7 +22,7 @@ class FileState:
 
     Attributes:
         target: Paths of the file.
-        digests: SHA-256 of each segment that has arrived; None for the others.
+        digests: Block digests of each segment that has arrived; None for the others.
         missing: Number of segments that have not arrived.
         final: Whether the file has its final name.
         fresh: Whether the hash over the arriving bytes is valid: no hashed byte was replaced.
@@ -85,10 +85,9 @@ class FileState:
             mtime_ns=self.path.stat().st_mtime_ns,
             etag=file.etag,
             origin=file.origin,
-            sha256=file.sha256,
+            digest=file.digest,
             piece_size=piece_size,
             digests=[digest.hex() for digest in self.list_digests()],
-            md5=file.md5,
         )
 
 
@@ -148,7 +147,7 @@ class Arrivals:
 
         Args:
             number: Piece.
-            parts: SHA-256 of each of its segments.
+            parts: Block digests of each of its segments.
         """
         self._being_written.discard(number)
         self.digests[number] = combine_digests(parts)

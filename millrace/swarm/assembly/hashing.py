@@ -1,14 +1,18 @@
-"""Hashing of files while they arrive, if the files have digests.
+"""Digests of files that arrive.
 
-This module owns the hash objects, and the number of hashed bytes of each file.
+The BLAKE3 of a file follows from the digests of its blocks, which are hashed on arrival. Files with
+another digest, such as a SHA-256, are hashed once more, in their order. This module owns the
+computations of these digests, and the number of hashed bytes of each file.
 """
 
 import os
 from collections.abc import Callable
 
+from millrace.digest import combine_blocks, make_hasher
 from millrace.errors import ChangedError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.cache_index import hash_file
+from millrace.swarm.catalogue import can_combine
 
 _BLOCK = 1 << 20
 
@@ -23,7 +27,7 @@ class FileHashes:
 
     def __init__(self, arrivals: Arrivals, piece_size: int) -> None:
         self._arrivals, self._piece_size = arrivals, piece_size
-        self._hashers = [state.file.make_hasher() for state in arrivals.states]
+        self._hashers = [make_hasher(state.file.algorithm) for state in arrivals.states]
         self._hashed = [0] * len(arrivals.states)  # bytes
         self._buffer = memoryview(bytearray(_BLOCK))
 
@@ -51,14 +55,17 @@ class FileHashes:
             None while the thread of `hash_arriving` still hashes the file.
         """
         state = self._arrivals.states[number]
-        if len(state.digests) == 1 and state.file.sha256:
-            part = state.digests[0]
-            return part.hex() if part else ""
+        if self.is_combined(number):
+            return combine_blocks(b"".join(state.list_digests()))
         if len(state.digests) == 1 or not state.fresh:
             return hash_file(state.path, state.file, self._piece_size)[0]
         if self._hashed[number] < state.file.size:
             return None
-        return self._hashers[number].hexdigest()
+        return self._hashers[number].compute()
+
+    def is_combined(self, number: int) -> bool:
+        """Tell whether the digest of a file follows from the block digests of its segments."""
+        return can_combine(self._arrivals.states[number].file, self._piece_size)
 
 
 def hash_arriving(arrivals: Arrivals, hashes: FileHashes, on_hashed: Callable[[int], None]) -> None:
@@ -72,7 +79,10 @@ def hash_arriving(arrivals: Arrivals, hashes: FileHashes, on_hashed: Callable[[i
     known = [
         number
         for number, state in enumerate(arrivals.states)
-        if state.wanted and not state.final and len(state.digests) > 1
+        if state.wanted
+        and not state.final
+        and len(state.digests) > 1
+        and not hashes.is_combined(number)
     ]
     for number in known:
         state = arrivals.states[number]

@@ -46,7 +46,7 @@ class PartialFiles:
         self._journal.note_folder(self.make_relative(folder))
 
     def note_segments(self, segments: Sequence[tuple[FileState, Range, bytes]]) -> None:
-        """Add written segments to the journal, each with its SHA-256."""
+        """Add written segments to the journal, each with its block digests."""
         self._journal.note_pieces(
             (state.target.object, span, digest.hex()) for state, span, digest in segments
         )

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.digest import make_hasher
 from millrace.swarm.catalogue import Catalogue, combine_digests
 from millrace.swarm.protocol import ConnectionPool
 from millrace.swarm.transfer import BufferPool, FetchError, StoreReader, hash_segments
@@ -213,7 +214,7 @@ class DriverReader:
 
     def _hash_file(self, number: int) -> FileDigests | None:
         """Read all pieces of a file; return None if the digests are no longer needed."""
-        whole = self._catalogue.files[number].make_hasher()
+        whole = make_hasher(self._catalogue.files[number].algorithm)
         parts, pieces = list[bytes](), dict[int, str]()
         for piece, segments in enumerate(self._catalogue.pieces):
             if all(segment.file != number for segment in segments):
@@ -231,4 +232,4 @@ class DriverReader:
                         whole.update(data[at : at + segment.size])
                         parts.append(digest)
                     at += segment.size
-        return FileDigests(number, whole.hexdigest(), combine_digests(parts), pieces)
+        return FileDigests(number, whole.compute(), combine_digests(parts), pieces)

@@ -73,8 +73,8 @@ class FileChecks:
         """Settle a file that the driver has read: all nodes replace the pieces that differ."""
         state, file = self._state, self._catalogue.files[found.file]
         with state.news:
-            if found.digest != file.digest and file.sha256:
-                state.fatal = _make_corruption_error(file.origin, file.sha256)
+            if found.digest != file.digest and not file.has_md5:
+                state.fatal = _make_corruption_error(file.origin, file.digest)
                 state.news.notify_all()
                 return
             if found.digest != file.digest:  # the ETag is not an MD5: the store encrypts objects
@@ -96,9 +96,9 @@ class FileChecks:
                 self._state.lose(self._state.members[name], reason)
 
 
-def _make_corruption_error(origin: str, sha256: str) -> errors.CorruptError:
+def _make_corruption_error(origin: str, digest: str) -> errors.CorruptError:
     return errors.CorruptError(
-        f"{origin} is not the bytes that its digest {sha256} says, also when it is "
+        f"{origin} is not the bytes that its digest {digest} says, also when it is "
         "read again. Upload it anew, or correct the record that has the digest. It has no "
         "final name on any node."
     )

@@ -26,7 +26,7 @@ from millrace.checkpoints import (
 from millrace.checkpoints.find import quarantine
 from millrace.checkpoints.progress_events import CheckpointDamaged, PartStored
 from millrace.checkpoints.tree import SKELETON
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.records import fetch
@@ -345,10 +345,10 @@ def test_damaged_metadata_is_passed_over_until_its_step_is_saved_anew(store, kin
     again = save(store, 2, state_of(2), position={"row": 7})
     assert again.root == saved.root
     assert load(store, KEYS.job).checkpoint == again
-    record = fetch(store, KEYS.quarantine(2, compute_sha256(body)), Quarantine)
+    record = fetch(store, KEYS.quarantine(2, compute_digest(body)), Quarantine)
     assert record.checkpoint is None
     assert record.damage
-    assert read(store, KEYS.damaged(2, compute_sha256(body))) == body
+    assert read(store, KEYS.damaged(2, compute_digest(body))) == body
 
 
 def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):

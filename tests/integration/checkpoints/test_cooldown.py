@@ -28,7 +28,7 @@ from millrace.checkpoints import (
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
 from millrace.checkpoints.cooldown.rosters import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
-from millrace.digest import compute_sha256, dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.members import make_member_lease
@@ -555,7 +555,7 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
     made = confined(store, {name: store for name in names if name != liar})
     commit_roster(store, JOB, 0, names, SEED)
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    rest = compute_sha256(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
+    rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
     claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
     commit_once(store, keys.vote(liar), claim)
     found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}

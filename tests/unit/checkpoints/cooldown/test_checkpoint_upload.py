@@ -17,7 +17,7 @@ from millrace.checkpoints.progress_events import (
     UploadCompleted,
     UploadStarted,
 )
-from millrace.digest import compute_sha256
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event
@@ -32,7 +32,7 @@ KEYS, COOLDOWN = CheckpointKeys(JOB), CooldownKeys(JOB, 0)
 
 @pytest.fixture
 def content() -> Content:
-    parts = tuple(Part(step=5, sha256=compute_sha256(body), size=len(body)) for body in BODIES)
+    parts = tuple(Part(step=5, sha256=compute_digest(body), size=len(body)) for body in BODIES)
     return make_content(5, parts, {}, lambda number: memoryview(BODIES[number]))
 
 
