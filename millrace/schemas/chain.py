@@ -44,6 +44,7 @@ class ChainStart(Record):
     """
 
     record_kind: ClassVar[str] = "chain-start"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
     run: str
     job: str
     step: int
@@ -125,7 +126,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 2  # with buffers, whose values are set
+    record_version: ClassVar[int] = 3  # with BLAKE3 digests
 
     run: str
     window: int

@@ -75,7 +75,7 @@ class Checkpoint(Record):
 
     record_kind: ClassVar[str] = "checkpoint"
     record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
-    record_version: ClassVar[int] = 2  # with the digest of all fields
+    record_version: ClassVar[int] = 3  # with BLAKE3 digests
 
     job: str
     step: int
@@ -110,6 +110,7 @@ class RankShare(Record):
     """
 
     record_kind: ClassVar[str] = "checkpoint-share"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
     record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
     job: str
     step: int
@@ -136,6 +137,7 @@ class EpochRecord(Record):
     """
 
     record_kind: ClassVar[str] = "checkpoint-epoch"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     job: str
     epoch: int
@@ -176,6 +178,7 @@ class Vote(Record):
     """
 
     record_kind: ClassVar[str] = "cooldown-vote"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     member: str
     step: int

@@ -162,6 +162,7 @@ class DatasetPlan(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-plan"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     source: SourceRecord
@@ -191,6 +192,7 @@ class ShardCommit(Record):
     """
 
     record_kind: ClassVar[str] = "shard-commit"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     partition: str
     number: int
@@ -218,6 +220,7 @@ class PartitionEnd(Record):
     """
 
     record_kind: ClassVar[str] = "partition-end"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     partition: str
     commits: int
@@ -259,6 +262,7 @@ class Manifest(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     plan_digest: str

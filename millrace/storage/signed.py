@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlsplit
 
 from obstore.exceptions import AlreadyExistsError, GenericError
@@ -112,11 +112,10 @@ def _find_crc_check(store: Store) -> bool | None:
 
 def encode_crc64(data: bytes | bytearray | memoryview) -> str:
     """Return the CRC-64/NVME of bytes as S3's headers have it: in base64, high byte first."""
-    from awscrt.checksums import (  # noqa: PLC0415 - takes 40 ms
-        crc64nvme,  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-    )
+    import awscrt.checksums  # noqa: PLC0415 # pyright: ignore[reportMissingTypeStubs]
 
-    return base64.b64encode(crc64nvme(data).to_bytes(8, "big")).decode()
+    crc: int = cast("Any", awscrt.checksums).crc64nvme(data)
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
 
 
 def matches_stored_checksum(store: Store, key: str, data: bytes | bytearray | memoryview) -> bool:

@@ -144,8 +144,9 @@ class _RayAgents:
             "max_concurrency": 2,
         }
         if self._settings.keep:
+            folder = get_hex(compute_digest(str(self._root).encode()))
             options |= {
-                "name": f"millrace-agent-{identity}-{get_hex(compute_digest(str(self._root).encode()))[:8]}",
+                "name": f"millrace-agent-{identity}-{folder[:8]}",
                 "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,

@@ -300,7 +300,7 @@ class _Race:
         if found is None or found.root != epoch.root:
             self.wrong.append("what the epoch names cannot be found, or is damaged")
             return
-        named = {keys.part(part.step, part.sha256) for part in found.parts}
+        named = {keys.part(part.step, part.digest) for part in found.parts}
         there = {stat.key for stat in list_objects(store, keys.parts(self._step))}
         if there != named:
             self.wrong.append(f"{len(there - named)} unnamed, {len(named - there)} missing")
@@ -368,7 +368,7 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
         wrong.append(f"{job}: another state")
     there = {stat.key for stat in list_objects(store, keys.parts(1))}
     final = find_newest(store, job)
-    if final is None or there != {keys.part(1, part.sha256) for part in final.parts}:
+    if final is None or there != {keys.part(1, part.digest) for part in final.parts}:
         wrong.append(f"{job}: files that no checkpoint names, or missing ones")
     return killed, wrong
 

@@ -101,7 +101,7 @@ def test_any_reader_of_safetensors_reads_the_files(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
     tensors: dict[str, torch.Tensor] = {}
     for part in saved.parts:
-        tensors |= load_file(tmp_path / KEYS.part(1, part.sha256))
+        tensors |= load_file(tmp_path / KEYS.part(1, part.digest))
     embed = torch.cat([tensors[c.name] for c in saved.tensors["model.embed"].chunks])
     assert len(saved.tensors["model.embed"].chunks) > 1
     assert torch.equal(embed, state_of(1)["model"]["embed"])  # pyright: ignore[reportIndexIssue]
@@ -197,7 +197,7 @@ def test_a_part_of_a_state_is_read_from_its_files_only(folder, tmp_path):
     needed |= {c.part for c in saved.tensors[SKELETON].chunks}
     for number, part in enumerate(saved.parts):
         if number not in needed:
-            (tmp_path / KEYS.part(1, part.sha256)).write_bytes(b"x" * part.size)
+            (tmp_path / KEYS.part(1, part.digest)).write_bytes(b"x" * part.size)
     found = load(folder, KEYS.job, step=1, only=lambda name: name == "model.half").state
     assert same(found["model"], {"half": state_of(1)["model"]["half"]})  # pyright: ignore[reportIndexIssue]
     assert found["optimizer"]["lr"] == 1e-3
@@ -239,13 +239,13 @@ def damage_of(kind: str, body: bytes) -> bytes | None:
 def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     save(store, 1, state_of(1))
     saved = save(store, 2, state_of(2))
-    key = KEYS.part(2, saved.parts[1].sha256)
+    key = KEYS.part(2, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     if body is None:
         delete(store, [key])
     else:
         put(store, key, body)
-    assert set(verify(store, saved)) == {saved.parts[1].sha256}
+    assert set(verify(store, saved)) == {saved.parts[1].digest}
     with pytest.raises(errors.CorruptError, match=r"not the bytes|missing"):
         load(store, KEYS.job, step=2)
     heard: list[Event] = []
@@ -254,7 +254,7 @@ def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     record = fetch(store, KEYS.quarantine(2, saved.root), Quarantine)
     assert record.checkpoint == saved
     if body is not None:
-        assert read(store, KEYS.damaged(2, saved.parts[1].sha256)) == body
+        assert read(store, KEYS.damaged(2, saved.parts[1].digest)) == body
     assert find_newest_verified(store, KEYS.job) == read_checkpoint(store, KEYS.job, 1)
     assert save(store, 2, state_of(2)).root == saved.root  # its step can be saved anew
     assert same(load(store, KEYS.job).state, state_of(2))
@@ -265,7 +265,7 @@ def test_whoever_may_only_read_passes_over_what_is_damaged(request):
     reader = open_store(spec_of("rgw", request, "read_only"))
     save(store, 1, state_of(1))
     saved = save(store, 2, state_of(2))
-    put(store, KEYS.part(2, saved.parts[0].sha256), b"x" * saved.parts[0].size)
+    put(store, KEYS.part(2, saved.parts[0].digest), b"x" * saved.parts[0].size)
     assert same(load(reader, KEYS.job).state, state_of(1))
     assert read_checkpoint(store, KEYS.job, 2) == saved
 
@@ -274,21 +274,21 @@ def test_whoever_may_only_read_passes_over_what_is_damaged(request):
 def test_a_bit_flipped_anywhere_in_any_file_is_caught(folder, tmp_path, at):
     saved = save(folder, 1, state_of(1))
     for part in saved.parts:
-        path = tmp_path / KEYS.part(1, part.sha256)
+        path = tmp_path / KEYS.part(1, part.digest)
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[min(at, len(whole) - 1)] ^= 1
         path.write_bytes(flipped)
-        assert set(verify(folder, saved)) == {part.sha256}
+        assert set(verify(folder, saved)) == {part.digest}
         path.write_bytes(whole)
     assert verify(folder, saved) == {}
 
 
 def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
-    path = tmp_path / KEYS.part(1, saved.parts[0].sha256)
+    path = tmp_path / KEYS.part(1, saved.parts[0].digest)
     path.write_bytes(path.read_bytes()[:-1])
-    assert " bytes, not " in verify(folder, saved, check=VerifyDepth.SIZES)[saved.parts[0].sha256]
+    assert " bytes, not " in verify(folder, saved, check=VerifyDepth.SIZES)[saved.parts[0].digest]
 
 
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
@@ -354,8 +354,8 @@ def test_damaged_metadata_is_passed_over_until_its_step_is_saved_anew(store, kin
 def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     first = save(store, 1, state_of(1))
     damaged = first.parts[1]
-    whole = read(store, KEYS.part(1, damaged.sha256))
-    put(store, KEYS.part(1, damaged.sha256), b"damaged")
+    whole = read(store, KEYS.part(1, damaged.digest))
+    put(store, KEYS.part(1, damaged.digest), b"damaged")
     found = read_checkpoint(store, KEYS.job, 1)
     damage = verify(store, found)  # and then this reader is suspended
 
@@ -363,7 +363,7 @@ def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     again = save(store, 1, state_of(1), position={"row": 8})
     quarantine(store, found, damage)
     assert read_checkpoint(store, KEYS.job, 1) == again
-    assert read(store, KEYS.part(1, damaged.sha256)) == whole
+    assert read(store, KEYS.part(1, damaged.digest)) == whole
 
 
 def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
@@ -382,7 +382,7 @@ def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
 @pytest.mark.parametrize("kind", ["flip", "truncate", "longer"])
 def test_a_file_that_was_left_behind_damaged_is_replaced(store, kind):
     saved = save(store, 1, state_of(1))
-    key = KEYS.part(1, saved.parts[1].sha256)
+    key = KEYS.part(1, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     assert body is not None
     put(store, key, body)
@@ -396,7 +396,7 @@ def test_a_file_that_was_left_behind_damaged_is_replaced(store, kind):
 def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
     settings = SMALL.model_copy(update={"refer": True})
     saved = save(store, 1, state_of(1))
-    key = KEYS.part(1, saved.parts[1].sha256)
+    key = KEYS.part(1, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     if body is None:
         delete(store, [key])

@@ -532,7 +532,7 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     keys = CooldownKeys(JOB, 0)
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
     for part in content.parts:  # the right size, the right name, and other bytes
-        put(folder, keys.part(liar, part.sha256), b"x" * part.size)
+        put(folder, keys.part(liar, part.digest), b"x" * part.size)
     forged = Checkpoint(
         job=JOB, step=5, run="r", position={"sample": 9}, notes={"see": "http://evil"},
         saved=datetime.now(UTC), root=content.root, parts=content.parts[:1], tensors={},
@@ -559,8 +559,8 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
     claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
     commit_once(store, keys.vote(liar), claim)
     found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}
-    for key in found.get(what) or [keys.part(liar, part.sha256) for part in content.parts]:
-        size = next((p.size for p in content.parts if p.sha256 in key), 1)
+    for key in found.get(what) or [keys.part(liar, part.digest) for part in content.parts]:
+        size = next((p.size for p in content.parts if p.digest in key), 1)
         make_boto3_client(store).put_object(
             Bucket=store.location.bucket,
             Key=make_full_key(store, key),
@@ -636,7 +636,7 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    bad = [KEYS.part(5, part.sha256) for part in content.parts[:3]]
+    bad = [KEYS.part(5, part.digest) for part in content.parts[:3]]
     put(folder, bad[0], b"x" * content.parts[0].size)
     put(folder, bad[1], b"")
     put(folder, bad[2], bytes(content.body(2)))

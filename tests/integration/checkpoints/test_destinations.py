@@ -164,8 +164,8 @@ def test_the_newest_comes_first_and_what_is_not_there_is_not_found(
 def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, source: Source) -> None:
     found = copy_checkpoint(source.here, source.save(1), place.there, JOB)
     part = found.parts[1]
-    place.damage(KEYS.part(5, part.sha256))
-    assert list(place.there.verify(found)) == [part.sha256]
+    place.damage(KEYS.part(5, part.digest))
+    assert list(place.there.verify(found)) == [part.digest]
     content = place.there.open_content(found)
     with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
         content.body(1)
@@ -178,7 +178,7 @@ def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, sourc
 def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source) -> None:
     saved = source.save(1)
     keys = CheckpointKeys(saved.job)
-    put(source.here.store, keys.part(5, saved.parts[0].sha256), b"x")
+    put(source.here.store, keys.part(5, saved.parts[0].digest), b"x")
     with pytest.raises(errors.CorruptError):
         copy_checkpoint(source.here, saved, place.there, JOB)
     assert not list(place.there.iterate_checkpoints(JOB))
@@ -200,7 +200,7 @@ def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
     store = open_store(spec_of("r2", request))
     r2.reset()
     r2.fail_next(Fault.LOST, 3, "PUT", "/parts/")
-    put(store, KEYS.part(5, saved.parts[-1].sha256), b"wrong")
+    put(store, KEYS.part(5, saved.parts[-1].digest), b"wrong")
     there = StoreDestination(store)
     try:
         found = copy_checkpoint(source.here, saved, there, JOB)

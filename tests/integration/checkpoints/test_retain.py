@@ -108,7 +108,7 @@ def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
     save(store, [1, 2, 3])
     for found in iterate_checkpoints(store, KEYS.job):
         if found.step > 1:
-            put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
+            put(store, KEYS.part(found.step, found.parts[0].digest), b"damaged")
     plan = plan_retention(store, KEYS.job, NOW)
     assert set(plan.kept) == {1, 2, 3}
     assert plan.removed == ()
@@ -121,7 +121,7 @@ def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
 def test_if_none_is_verified_none_goes(store):
     save(store, [1, 2, 3])
     for found in iterate_checkpoints(store, KEYS.job):
-        put(store, KEYS.part(found.step, found.parts[0].sha256), b"damaged")
+        put(store, KEYS.part(found.step, found.parts[0].digest), b"damaged")
     assert plan_retention(store, KEYS.job, NOW).removals == ()
 
 
@@ -200,7 +200,7 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert "Deleted 6 objects" in said  # the metadata, four files of tensors, the skeleton
     assert kept(store) == [2, 3]
     part = next(iterate_checkpoints(store, "job")).parts[0]
-    put(store, KEYS.part(3, part.sha256), b"x" * part.size)
+    put(store, KEYS.part(3, part.digest), b"x" * part.size)
     assert millrace("checkpoint", "list", "job")[0] == 0
     code, said = millrace("checkpoint", "verify", "job")
     assert code == 1
@@ -226,7 +226,7 @@ def test_whatever_the_rules_what_is_kept_can_be_loaded(numbers, last, every, ref
     for place in broken:
         if place < len(numbers):
             part = before[sorted(numbers)[place]].parts[-1]
-            put(store, KEYS.part(part.step, part.sha256), b"damaged")
+            put(store, KEYS.part(part.step, part.digest), b"damaged")
     intact = [step for step, found in before.items() if not verify(store, found)]
     plan = plan_retention(store, KEYS.job, RetentionSettings(last=last, every=every))
     apply_retention(store, plan)

@@ -36,7 +36,7 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     found = find_newest(store, "job")
     assert found is not None
     part = found.parts[0]
-    key = CheckpointKeys("job").part(2, part.sha256)
+    key = CheckpointKeys("job").part(2, part.digest)
     put(store, key, b"x" * part.size)
     done = prefect_api.call(verify_checkpoints, bucket=asked["bucket"])  # all jobs
     assert done.code == 1

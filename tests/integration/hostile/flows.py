@@ -137,7 +137,7 @@ def pipeline(site: Site) -> PipelineSettings:
 
 def _shard(site: Site) -> Any:
     manifest = shard_dataset(pipeline(site), progress=site.heard).manifest
-    return [(shard.key, shard.sha256, shard.samples) for shard in manifest.shards]
+    return [(shard.key, shard.digest, shard.samples) for shard in manifest.shards]
 
 
 def _sharded(site: Site) -> None:

@@ -33,6 +33,6 @@ def test_every_node_loads_what_left_the_store_once(tmp_path: Path) -> None:
             assert torch.equal(found.state["w"], state["w"])
         # What was damaged on a node's disk meanwhile is not loaded there.
         local = open_store(agents[0].root.as_uri())
-        put(local, keys.part(7, saved.parts[0].sha256), b"x" * saved.parts[0].size)
+        put(local, keys.part(7, saved.parts[0].digest), b"x" * saved.parts[0].size)
         with pytest.raises(errors.CorruptError):
             load(local, keys.job, step=7)

@@ -78,7 +78,7 @@ def finalize_dataset(store: Store, shards: int) -> None:
         key = f"text/shards/{split}-00000-{number:06d}.tar"
         put(store, key, data)
         digest = hashlib.sha256(data).hexdigest()
-        made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), sha256=digest))
+        made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), digest=digest))
     manifest = Manifest(
         dataset="text", plan_digest="", format="webdataset", shards=tuple(made),
         samples={"train": shards, "val": 1}, size=sum(one.size for one in made), quarantined=0,

@@ -314,7 +314,7 @@ class Judge:
 
     def _files(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
-            f"{job}/checkpoints/step_{part['step']:09d}/parts/{part['sha256']}.safetensors"
+            f"{job}/checkpoints/step_{part['step']:09d}/parts/{part['digest']}.safetensors"
             for part in record["parts"]
         }
 

@@ -96,7 +96,7 @@ class Place:
         parts: list[Part] = []
         for number, body in enumerate(bodies):
             home = (homes or {}).get(body, step)
-            parts.append(Part(step=home, sha256=sha256(body), size=len(body)))
+            parts.append(Part(step=home, digest=sha256(body), size=len(body)))
             if number != missing:
                 self.put(keys.part(home, sha256(body)), body, hours=hours)
         position = {} if window is None else {"window": window}
@@ -126,7 +126,7 @@ class Place:
         for window in range(1, windows + 1):
             body = f"{run} {version} {window}".encode()
             key = self.put(keys.update(window, sha256(body)), body, hours=hours)
-            update = Update(key=key, sha256=sha256(body), size=len(body), tensors=0)
+            update = Update(key=key, digest=sha256(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
                 shapes=(), outer=OuterOptimizer(), rule="mean", taken={}, out={}, seconds=0.0,
@@ -147,7 +147,7 @@ class Place:
         hours: float = 0,
     ) -> None:
         keys = DatasetKeys(name)
-        source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, sha256="")
+        source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, digest="")
         layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
         plan = DatasetPlan(
             dataset=name, source=source, layout=layout, seed=None, holdout=0, partition_bytes=1,
@@ -159,7 +159,7 @@ class Place:
             key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
             if n < shards:
                 entry = ShardCommit(
-                    partition="train-00000", number=n, key=key, size=1, sha256="", samples=1,
+                    partition="train-00000", number=n, key=key, size=1, digest="", samples=1,
                     start_cursor=n, next_cursor=n + 1,
                 )  # fmt: skip
                 self.record(keys.commit(shard), entry, hours=hours)

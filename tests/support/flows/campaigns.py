@@ -84,7 +84,7 @@ def digests_of(store: Path, job: str) -> set[str]:
     """The files of a job's newest checkpoint, by what they are called: their digests."""
     newest = max((store / job / "checkpoints").glob("step_*/metadata.json"))
     record = json.loads(newest.read_text())["record"]
-    return {part["sha256"] for part in record["parts"]}
+    return {part["digest"] for part in record["parts"]}
 
 
 def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:

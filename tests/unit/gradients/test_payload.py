@@ -309,7 +309,7 @@ def torch_refusal(store: Store, body: bytes) -> tuple[Refusal, str]:
 
 def test_a_gradient_may_be_a_file_of_torchs(store):
     whole, found = check_payload(made(), EXPECTED), from_torch(store, as_torch(made()))
-    assert (found.header, found.norm, found.sha256) == (whole.header, whole.norm, whole.sha256)
+    assert (found.header, found.norm, found.digest) == (whole.header, whole.norm, whole.digest)
     assert found.size > whole.size
     for name, runs in whole.tensors.items():
         for one, other in zip(runs, found.tensors[name], strict=True):

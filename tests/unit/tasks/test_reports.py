@@ -13,7 +13,7 @@ from tasks.warming import PrewarmResult
 
 def report(**changes: object) -> ShardReport:
     shards = tuple(
-        ManifestShard(key=f"words/shards/{n}.tar", split="train", samples=5, size=9, sha256="")
+        ManifestShard(key=f"words/shards/{n}.tar", split="train", samples=5, size=9, digest="")
         for n in range(3)
     )
     manifest = Manifest(

@@ -32,7 +32,7 @@ KEYS, COOLDOWN = CheckpointKeys(JOB), CooldownKeys(JOB, 0)
 
 @pytest.fixture
 def content() -> Content:
-    parts = tuple(Part(step=5, sha256=compute_digest(body), size=len(body)) for body in BODIES)
+    parts = tuple(Part(step=5, digest=compute_digest(body), size=len(body)) for body in BODIES)
     return make_content(5, parts, {}, lambda number: memoryview(BODIES[number]))
 
 
@@ -143,7 +143,7 @@ def test_a_confined_member_uploads_below_its_prefix_with_its_metadata(
     one.upload.start(["a"])
     assert one.changed.wait(30)
     keys = {stat.key for stat in list_objects(folder, "")}
-    parts = {COOLDOWN.part("a", part.sha256) for part in draft.parts}
+    parts = {COOLDOWN.part("a", part.digest) for part in draft.parts}
     assert keys == {COOLDOWN.draft("a"), *parts}
     assert fetch(folder, COOLDOWN.draft("a"), Checkpoint).root == draft.root
     assert not one.upload.find_files(["a"])  # the owner has not committed
@@ -155,8 +155,8 @@ def test_files_of_another_confined_member_are_verified_and_not_sent_again(
     folder: Store, draft: Checkpoint, uploader_of: Callable[..., Uploader]
 ) -> None:
     for part, body in zip(draft.parts[:3], BODIES, strict=False):
-        put(folder, COOLDOWN.part("b", part.sha256), body)
-    put(folder, COOLDOWN.part("b", draft.parts[0].sha256), b"x" * 100)  # damaged
+        put(folder, COOLDOWN.part("b", part.digest), body)
+    put(folder, COOLDOWN.part("b", draft.parts[0].digest), b"x" * 100)  # damaged
     one = uploader_of(confined=True)
     one.upload.find_files(["b"])
     one.upload.start(["b", "a"])
@@ -165,4 +165,4 @@ def test_files_of_another_confined_member_are_verified_and_not_sent_again(
     result = one.upload.add_counts(EpochResult(CooldownOutcome.LOST, "", None))
     assert (result.sent, result.checked, result.replaced) == (100, 300, 1)
     own = {stat.key for stat in list_objects(folder, COOLDOWN.parts("a"))}
-    assert own == {COOLDOWN.part("a", draft.parts[number].sha256) for number in (0, 3)}
+    assert own == {COOLDOWN.part("a", draft.parts[number].digest) for number in (0, 3)}
