@@ -1,10 +1,15 @@
 import os
+import signal
 
 import hypothesis
 import pytest
 
 # The stand-in of the Hub speaks Git LFS; the library would offer it Xet. Read when it is imported.
 os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+# A shell lets what it starts by `&` ignore SIGINT. The commands that tests interrupt inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The examples of a property are the same in every run, and `--hypothesis-profile random` draws new
 # ones. How long an example takes says more about what else the machine does.
