@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
 from millrace.keys.names import RESERVED_FOLDERS, check_name
 
@@ -105,9 +106,9 @@ class DatasetKeys:
 
         Args:
             partition: Name of the partition.
-            digest: Digest of the list, in hexadecimal. The key has its first 16 digits.
+            digest: Digest of the list. The key has its first 16 digits.
         """
-        return f"{self.sample_lists}{partition}-{digest[:16]}.jsonl"
+        return f"{self.sample_lists}{partition}-{get_hex(digest)[:16]}.jsonl"
 
     def shard(self, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""

@@ -54,7 +54,7 @@ from millrace.testing.process import free_ports
 from tasks.cleaning import describe_cleaning, describe_plan
 from tests.stores import credentials, spec_of
 from tests.support.cleanup.judge import what_is
-from tests.support.cleanup.material import Place, sha256
+from tests.support.cleanup.material import Place, hex_digest
 
 NOW = timedelta(0)
 ALL = Rule(
@@ -220,14 +220,16 @@ def test_a_checkpoint_that_is_needed_since_the_plan_stays_whole(place):
     done = execute(config_of(place), make_plan(config_of(place)).name)
     assert done.deleted_objects == 1  # the file that only the first had
     kept = {key for key in before if "step_000000002" in key or "step_000000003" in key}
-    same = next(key for key in before if sha256(b"same") in key)
+    same = next(key for key in before if hex_digest(b"same") in key)
     assert keys_of(place) == {*kept, same, "job/epochs/000000.json"}
 
 
 def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
     for step in (1, 2):
         place.checkpoint("job", step, [b"%d" % step])
-    stray = place.put(f"job/checkpoints/step_000000001/parts/{sha256(b'new')}.safetensors", b"new")
+    stray = place.put(
+        f"job/checkpoints/step_000000001/parts/{hex_digest(b'new')}.safetensors", b"new"
+    )
     rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
     assert plan.objects == 1
@@ -441,16 +443,16 @@ def test_a_kill_between_the_phases_of_a_checkpoint_is_gone_on_from(place):
 
 def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
     folder.checkpoint("job", 1, [b"1"], hours=100)
-    adopted = f"job/checkpoints/step_000000002/parts/{sha256(b'a')}.safetensors"
+    adopted = f"job/checkpoints/step_000000002/parts/{hex_digest(b'a')}.safetensors"
     folder.put(adopted, hours=100)
     rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,))
     assert planned(config_of(folder, rule)) == {adopted}
     plan = make_plan(config_of(folder, rule))
-    folder.put(f"job/checkpoints/step_000000002/parts/{sha256(b'b')}.safetensors")
+    folder.put(f"job/checkpoints/step_000000002/parts/{hex_digest(b'b')}.safetensors")
     assert planned(config_of(folder, rule)) == set()
     late = Path(folder.store.location.bucket) / adopted
     ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
-    os.utime(late.with_name(f"{sha256(b'b')}.safetensors"), (ahead, ahead))
+    os.utime(late.with_name(f"{hex_digest(b'b')}.safetensors"), (ahead, ahead))
     assert execute(config_of(folder, rule), plan.name).deleted_objects == 0
 
 

