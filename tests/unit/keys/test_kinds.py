@@ -10,7 +10,7 @@ def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
     keys = CooldownKeys("c/model", 3)
     for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
         assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
-    for key in (keys.draft("m"), keys.part("m", "a" * 64)):
+    for key in (keys.draft("m"), keys.part("m", "blake3:" + "a" * 64)):
         assert classify_key(key) == ClassifiedKey(ObjectKind.TEMPORARY, "c/model", worker="m")
 
 
@@ -46,7 +46,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
     for key in [
         *proofs[:2],
         LeaseKeys("team/c/model", "members/worker-7").term(0),
-        CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
+        CooldownKeys("team/c/model", 0).part("worker-7", "blake3:" + "a" * 64),
         CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
     ]:
         assert classify_key(key, workers) == classify_key(key)
