@@ -106,7 +106,7 @@ class CooldownSettings(BaseModel):
         title="Check before the commit",
         default=VerifyDepth.DIGESTS,
         description="Check of files that another member uploaded, before the commit. `digests` "
-        "asks the store for the digests that it keeps, and reads other files back. "
+        "reads the files back. "
         "`sizes` compares sizes only.",
     )
     save: SaveSettings = Field(

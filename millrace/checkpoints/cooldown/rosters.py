@@ -8,7 +8,7 @@ from datetime import timedelta
 from millrace import errors
 from millrace.checkpoints.cooldown.epoch_records import find_epoch_end
 from millrace.checkpoints.cooldown.membership import Membership
-from millrace.digest import compute_digest
+from millrace.digest import compute_digest, get_hex
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.members import check_member_name
 from millrace.records import commit_once, fetch
@@ -112,7 +112,7 @@ def read_roster(store: Store, job: str, epoch: int) -> Roster:
 
 def _make_living_roster(membership: Membership, epoch: int) -> Roster:
     """Return a roster of the living members, which is equal on members that see the same ones."""
-    seed = int(compute_digest(f"{membership.job} {epoch}".encode())[:16], 16)
+    seed = int(get_hex(compute_digest(f"{membership.job} {epoch}".encode()))[:16], 16)
     return make_roster(
         membership.job, epoch, {*membership.census.find_holders(), membership.member}, seed
     )

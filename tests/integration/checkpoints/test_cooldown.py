@@ -301,7 +301,7 @@ def test_a_name_is_one_members(folder, members) -> None:
 def test_a_member_that_comes_back_with_another_content_is_told(folder, members) -> None:
     made = members(folder, ["a", "b"])
     obtain_roster(made.memberships["a"], 0, SEED)
-    claim = Vote(member="a", step=4, root="0" * 64, rest="0" * 64, size=1)
+    claim = Vote(member="a", step=4, root="blake3:" + "0" * 64, rest="blake3:" + "0" * 64, size=1)
     commit_once(folder, CooldownKeys(JOB, 0).vote("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
@@ -324,7 +324,7 @@ def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members)
     made = members(folder, names)
     obtain_roster(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
-    wrong = Vote(member="", step=5, root="f" * 64, rest="x", size=1)
+    wrong = Vote(member="", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
     for name in (f"ghost-{number}" for number in range(6)):
         commit_once(folder, keys.vote(name), wrong.model_copy(update={"member": name}))
     cooled = made.end()
@@ -336,7 +336,7 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
     made = members(folder, ["a", "b", "c"])
     obtain_roster(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
-    forged = Vote(member="a", step=5, root="f" * 64, rest="x", size=1)
+    forged = Vote(member="a", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
     commit_once(folder, keys.vote("c"), forged)
     cooled = made.end()
     assert cooled["c"].outcome is CooldownOutcome.FAILED
@@ -389,7 +389,7 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
 
 
 def test_an_epoch_that_names_no_checkpoint_has_not_ended(folder, members) -> None:
-    bogus = EpochRecord(job=JOB, epoch=0, step=77, root="f" * 64, member="x")
+    bogus = EpochRecord(job=JOB, epoch=0, step=77, root="blake3:" + "f" * 64, member="x")
     commit_once(folder, KEYS.epoch(0), bogus)
     made = members(folder, ["a", "b"])
     assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).epoch is None

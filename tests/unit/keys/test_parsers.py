@@ -21,7 +21,7 @@ WORDS = [
 OURS = [
     MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
     LeaseKeys("a", "owner").term(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
-    CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "a" * 64),
+    CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "blake3:" + "a" * 64),
     GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
 ]  # fmt: skip
 
