@@ -17,11 +17,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from blake3 import blake3
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 _HALF = re.compile(r"#\d+$")  # what a killed process leaves of a file; no store lists it
 _COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
 _END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
+
+
+def blake3_digest(data: bytes) -> str:
+    """Return the digest that records have: BLAKE3, with a root if there are several blocks."""
+    blocks = [blake3(data[at : at + 2**20]).digest() for at in range(0, len(data) or 1, 2**20)]
+    if len(blocks) == 1:
+        return f"blake3:{blocks[0].hex()}"
+    context = "millrace 2026-11-25 digests of blocks of 1 MiB"
+    return f"blake3:{blake3(b''.join(blocks), derive_key_context=context).hexdigest()}"
 
 
 class Bucket(Protocol):

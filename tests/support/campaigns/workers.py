@@ -1,6 +1,5 @@
 """A dataset in a store, and a worker's settings."""
 
-import hashlib
 import io
 import tarfile
 from collections.abc import Callable, Generator
@@ -14,6 +13,7 @@ import pytest
 
 from millrace.campaigns.worker import WorkerSettings
 from millrace.checkpoints import watch_epoch_end
+from millrace.digest import compute_digest
 from millrace.gradients import RunSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import commit_once
@@ -77,7 +77,7 @@ def finalize_dataset(store: Store, shards: int) -> None:
             data = body.getvalue()
         key = f"text/shards/{split}-00000-{number:06d}.tar"
         put(store, key, data)
-        digest = hashlib.sha256(data).hexdigest()
+        digest = compute_digest(data)
         made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), digest=digest))
     manifest = Manifest(
         dataset="text", plan_digest="", format="webdataset", shards=tuple(made),
