@@ -25,6 +25,15 @@ _COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.js
 _END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
 
 
+def blake3_digest(data: bytes) -> str:
+    """Return the digest that records have: BLAKE3, with a root if there are several blocks."""
+    blocks = [blake3(data[at : at + 2**20]).digest() for at in range(0, len(data) or 1, 2**20)]
+    if len(blocks) == 1:
+        return f"blake3:{blocks[0].hex()}"
+    context = "millrace 2026-11-25 digests of blocks of 1 MiB"
+    return f"blake3:{blake3(b''.join(blocks), derive_key_context=context).hexdigest()}"
+
+
 class Bucket(Protocol):
     """Location of a dataset."""
 

@@ -18,7 +18,7 @@ class FetchPiece:
     Attributes:
         piece: Number of the piece.
         source: Node that sends the piece; empty for the store.
-        digest: SHA-256 that the piece must have; empty for a read from the store.
+        digest: Digest that the piece must have; empty for a read from the store.
     """
 
     piece: int
@@ -74,7 +74,7 @@ class PieceWritten:
     Attributes:
         piece: Number of the piece.
         source: Node that sent the piece; empty for the store.
-        digest: SHA-256 of the piece.
+        digest: Digest of the piece (`combine_digests`).
         size: Bytes of the piece.
     """
 

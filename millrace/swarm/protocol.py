@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from millrace.swarm import tls
 
-VERSION = 1
+VERSION = 2
 """Version of the protocol and its messages. Drivers and agents of different versions refuse each
 other."""
 

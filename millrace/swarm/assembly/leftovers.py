@@ -135,7 +135,7 @@ class Leftovers:
         self._journal.begin(files | self._others, pieces)
 
     def _list_rows(self, state: FileState) -> list[tuple[str, tuple[int, int], str]]:
-        """Return the object, range and SHA-256 of each segment that has arrived."""
+        """Return the object, range and block digests of each segment that has arrived."""
         return [
             (state.target.object, span, digest.hex())
             for span, digest in zip(self._arrivals.list_spans(state), state.digests, strict=True)

@@ -437,7 +437,7 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
 def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     body = os.urandom(2 * MIB)
     origin = open_store(spec_of(store))
-    create(origin, "kept", body, sha256=hashlib.sha256(body).hexdigest())
+    create(origin, "kept", body)
     store.put("not-kept", b"other")
     assert fetch_stored_sha256(origin, "not-kept") == fetch_stored_sha256(origin, "not-there") == ""
     store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
@@ -1156,9 +1156,9 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
     assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
 
 
-D = "0" * 64
+D = f"blake3:{0:064x}"
 FORGED = [
-    [{"type": "digest-mismatch", "file": 0, "digest": f"{number:064d}"} for number in range(3)],
+    [{"type": "digest-mismatch", "file": 0, "digest": f"blake3:{number:064d}"} for number in range(3)],
     [{"type": "digest-mismatch", "file": number, "digest": D} for number in range(3)],
     [{}], ["x"], {"type": "piece-written"}, [None], 7, [{"type": []}], [{"type": "piece-written"}],
     [{"type": "piece-written", "piece": 10**6, "source": "", "digest": D, "size": 1}],
@@ -1230,7 +1230,7 @@ def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_p
 
 @pytest.mark.parametrize(
     ("module", "refuses"),
-    [("agent", "agent speaks version 2"), ("run_spec", "driver speaks version 1")],
+    [("agent", "agent speaks version 3"), ("run_spec", "driver speaks version 2")],
 )
 def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     store, nodes, tmp_path, module, refuses
@@ -1238,7 +1238,7 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     contents = fill(store, "versions")
     stop(nodes.pop())
     code = "import millrace.swarm.agent, millrace.swarm.run_spec, millrace.swarm.protocol as wire\n"
-    code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 2\n"
+    code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 3\n"
     nodes.append(start_agent("later", tmp_path / "later", code=code))
     report = prewarm(settings_of(store, nodes, min_node_share=0.5, **below("versions")))
     assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2

@@ -71,7 +71,7 @@ import millrace.swarm.assembler as assembler
 
 def claim(self):
     opened(self)
-    return [(number, f"{number:064x}") for number in range(len(self))]
+    return [(number, f"blake3:{number:064x}") for number in range(len(self))]
 
 opened = assembler.Assembler.open
 assembler.Assembler.open = claim

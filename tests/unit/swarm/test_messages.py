@@ -31,12 +31,12 @@ from millrace.swarm.protocol import Endpoint, ProtocolVersionError
 from millrace.swarm.run_spec import decode_start_body, encode_start_body
 from millrace.swarm.settings import PrewarmSettings
 
-DIGEST = "0" * 64
+DIGEST = f"blake3:{0:064x}"
 ORDERS = (
     FetchPiece(3, "node-b", DIGEST),
     DropPiece(3),
     VoidDigest(1),
-    AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", DIGEST)),
+    AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", "0" * 64)),
 )
 EVENTS = (
     BytesReceived(5),
@@ -76,6 +76,7 @@ def test_events_are_read_as_they_were_sent():
         (PieceWritten(0, "", DIGEST, 10), {"piece": 2}),
         (PieceWritten(0, "", DIGEST, 10), {"source": "node-c"}),
         (PieceWritten(0, "", DIGEST, 10), {"digest": "x"}),
+        (PieceWritten(0, "", DIGEST, 10), {"digest": "0" * 64}),
         (PieceRedundant(0, "", 10), {"size": 9}),
         (PieceFailed(0, "", "gone"), {"is_wrong": True}),
         (PieceFailed(0, "", "gone"), {"is_wrong": 1}),
@@ -111,7 +112,7 @@ def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     body = make_body()
     monkeypatch.undo()
     with pytest.raises(
-        ProtocolVersionError, match=r"driver speaks version 2 .* and this Millrace version"
+        ProtocolVersionError, match=r"driver speaks version 3 .* and this Millrace version"
     ):
         decode_start_body(body)
 

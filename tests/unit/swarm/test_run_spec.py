@@ -10,7 +10,7 @@ from millrace.swarm.protocol import VERSION, Endpoint
 from millrace.swarm.run_spec import RunSpec, decode_start_body, encode_start_body
 
 SPEC = RunSpec(
-    catalogue=build_catalogue([File("a", 1, "e", "s3://b/a", sha256="0" * 64)]),
+    catalogue=build_catalogue([File("a", 1, "e", "s3://b/a", f"blake3:{0:064x}")]),
     sources=["https://b/a?signature"],
     key=b"key",
     check=CacheCheck.FULL,
@@ -25,9 +25,9 @@ def test_a_node_decodes_what_the_driver_has_encoded():
     assert decode_start_body(encode_start_body(AGENTS, SPEC.encode())) == (SPEC, AGENTS)
 
 
-def test_the_fields_of_the_body_are_those_of_version_one():
+def test_the_fields_of_the_body_are_those_of_version_two():
     agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()).split(b"\n"))
-    assert VERSION == 1
+    assert VERSION == 2
     assert agents == {
         "node-b": {
             "scheme": "https",
@@ -37,9 +37,9 @@ def test_the_fields_of_the_body_are_those_of_version_one():
             "fingerprint": "f" * 64,
         }
     }
-    row = ["a", 1, "e", "s3://b/a", "0" * 64, "", 0o644, None, [], "", ""]
+    row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", ""]
     assert spec == {
-        "version": 1,
+        "version": 2,
         "catalogue": {"piece_size": 1 << 20, "files": [row]},
         "sources": ["https://b/a?signature"],
         "key": b"key".hex(),

@@ -5,38 +5,57 @@ import threading
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from millrace import errors
+from millrace.digest import hash_blocks
 from millrace.swarm.assembly.arrivals import Arrivals, ArrivingFile
 from millrace.swarm.assembly.finishing import FileFinisher
 from millrace.swarm.assembly.hashing import FileHashes, hash_arriving
 from millrace.swarm.assembly.leftovers import Leftovers
 from millrace.swarm.assembly.partial_files import PartialFiles
 from millrace.swarm.assembly.root_lock import RootLock
-from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.cache_index import CacheCheck, hash_file
 from millrace.swarm.catalogue import File, build_catalogue
-from millrace.swarm.journal import Journal
+from millrace.swarm.journal import Journal, verify_ranges
 from millrace.swarm.targets import Targets
+from tests.oracle import blake3_digest
 
 SIZE = 1 << 10
 LARGE = hashlib.shake_256(b"large").digest(3 * SIZE)
 SMALL = b"small"
 
 
-def sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+MIB = 1 << 20
+ALIGNED = hashlib.shake_256(b"aligned").digest(3 * MIB)
+
+
+def hash_one_block(data: bytes) -> bytes:
+    return blake3(data).digest()
+
+
+def sha256_digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 class Parts:
     """Parts of an assembler for a file of three pieces and two small ones that share a piece."""
 
-    def __init__(self, root: Path, *, large: str = "", check: CacheCheck = CacheCheck.FULL) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        large: str = "",
+        body: bytes = LARGE,
+        check: CacheCheck = CacheCheck.FULL,
+    ) -> None:
+        self.body, self.size = body, len(body) // 3
         files = [
-            File("large", len(LARGE), "etag", "s3://bucket/large", sha256=large),
+            File("large", len(body), "etag", "s3://bucket/large", large),
             File("s0", len(SMALL), "etag", "s3://bucket/s0"),
             File("s1", len(SMALL), "etag", "s3://bucket/s1"),
         ]
-        self.catalogue = build_catalogue(files, SIZE)
+        self.catalogue = build_catalogue(files, self.size)
         records = root / ".millrace"
         records.mkdir(exist_ok=True)
         self.targets = Targets(root, self.catalogue)
@@ -53,7 +72,7 @@ class Parts:
             partials=self.partials,
             index=records / "files.jsonl",
         )
-        self.hashes = FileHashes(self.arrivals, SIZE)
+        self.hashes = FileHashes(self.arrivals, self.size)
         self.finished: list[list[int]] = []
         self.mismatches: list[int] = []
         self.finisher = FileFinisher(
@@ -82,7 +101,7 @@ class Parts:
         self.partials.write(piece, memoryview(data))
         parts: list[bytes] = []
         for _, _, size in piece:
-            parts.append(sha256(data[:size]))
+            parts.append(hash_one_block(data[:size]))
             data = data[size:]
         with self.arrivals.changed:
             complete = self.arrivals.end_write(number, parts)
@@ -92,7 +111,8 @@ class Parts:
         return complete
 
     def write_large(self, *pieces: int) -> list[list[int]]:
-        return [self.write(number, LARGE[number * SIZE :][:SIZE]) for number in pieces]
+        size = self.size
+        return [self.write(number, self.body[number * size :][:size]) for number in pieces]
 
 
 def test_a_piece_is_written_once_and_completes_its_files(tmp_path):
@@ -130,8 +150,9 @@ def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tm
         arriving.read()
 
 
-def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path):
-    parts = Parts(tmp_path, large=sha256(b"other").hex())
+@pytest.mark.parametrize("digest", [blake3_digest(b"other"), sha256_digest(b"other")])
+def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path, digest):
+    parts = Parts(tmp_path, large=digest)
     parts.begin()
     parts.write_large(0, 1, 2)
     parts.finisher.finish([0])
@@ -144,8 +165,9 @@ def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path):
     assert parts.finished == [[0]]
 
 
-def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path):
-    parts = Parts(tmp_path, large=sha256(LARGE).hex())
+@pytest.mark.parametrize("digest", [blake3_digest(LARGE), sha256_digest(LARGE)])
+def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path, digest):
+    parts = Parts(tmp_path, large=digest)
     parts.begin()
     parts.write(0, bytes(SIZE))
     parts.hashes.update(0, SIZE)
@@ -154,9 +176,60 @@ def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path):
     parts.arrivals.states[0].drop_segment(0)
     assert parts.arrivals.states[0].missing == 3
     parts.write_large(0, 1, 2)
-    assert parts.hashes.compute_digest(0) == sha256(LARGE).hex()
+    assert parts.hashes.compute_digest(0) == digest
     parts.finisher.finish([0])
     assert parts.finished == [[0]]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path, right):
+    digest = blake3_digest(ALIGNED if right else b"other")
+    parts = Parts(tmp_path, large=digest, body=ALIGNED)
+    parts.begin()
+    parts.write_large(2, 0)
+    parts.write(1, bytes(MIB))
+    parts.finisher.finish([0])
+    assert (parts.finished, parts.mismatches) == ([], [0])
+    parts.arrivals.digests[1] = ""
+    parts.arrivals.states[0].drop_segment(1)
+    parts.write_large(1)
+    assert parts.hashes.compute_digest(0) == blake3_digest(ALIGNED)
+    assert parts.hashes.get_position(0) == 0  # no byte was read again
+    parts.finisher.finish([0])
+    assert (parts.finished, parts.mismatches) == (([[0]], [0]) if right else ([], [0, 0]))
+
+
+def test_an_empty_file_and_one_of_a_single_segment_have_the_digests_of_their_bytes(tmp_path):
+    files = [
+        File("empty", 0, "etag", "s3://bucket/empty", blake3_digest(b"")),
+        File("small", len(SMALL), "etag", "s3://bucket/small", sha256_digest(SMALL)),
+        File("odd", 3 * SIZE, "etag", "s3://bucket/odd", blake3_digest(LARGE)),
+    ]
+    for file, body in zip(files, (b"", SMALL, LARGE), strict=True):
+        (tmp_path / file.path).write_bytes(body)
+        assert hash_file(tmp_path / file.path, file, 2 * SIZE)[0] == file.digest
+        assert hash_file(tmp_path / file.path, file, 4 * SIZE) == (
+            file.digest,
+            [hash_one_block(body)],
+        )
+
+
+@pytest.mark.parametrize("step", [MIB, 2 * MIB, MIB // 2 + 3])
+def test_ranges_of_a_journal_serve_a_run_of_another_piece_size(tmp_path, step):
+    """Blocks are counted from the first byte of a range, wherever the range begins."""
+    path, size = tmp_path / "partial", len(ALIGNED)
+    path.write_bytes(ALIGNED)
+    noted = {
+        (at, min(step, size - at)): hash_blocks(ALIGNED[at : at + step]).hex()
+        for at in range(0, size, step)
+    }
+    wanted = [(0, 4 * SIZE), (MIB + 5, MIB), (size - 1, 1)]
+    found = verify_ranges(path, noted, wanted)
+    assert found == {i: hash_blocks(ALIGNED[at : at + n]) for i, (at, n) in enumerate(wanted)}
+    with path.open("r+b") as opened:  # damaged since
+        opened.seek(size - 1)
+        opened.write(bytes([ALIGNED[-1] ^ 1]))
+    assert 2 not in verify_ranges(path, noted, wanted)
 
 
 def test_the_next_run_finds_what_was_finished_and_what_was_written(tmp_path):

@@ -19,8 +19,8 @@ def make_catalogue(*files: File) -> Catalogue:
     return build_catalogue(files or (make_file("a"), make_file("b")), SIZE)
 
 
-def make_file(name: str, *, sha256: str = "", md5: str = "") -> File:
-    return File(name, SIZE, "etag", f"s3://bucket/{name}", sha256=sha256, md5=md5)
+def make_file(name: str, digest: str = "") -> File:
+    return File(name, SIZE, "etag", f"s3://bucket/{name}", digest)
 
 
 def make_member(name: str, *, port: int = 1, identity: str = "", fingerprint: str = "") -> Member:

@@ -1,7 +1,5 @@
 """The driver's own pieces, and its conclusions from the nodes' reports."""
 
-import hashlib
-
 import pytest
 
 from millrace import errors
@@ -22,9 +20,10 @@ from millrace.swarm.messages import (
 from millrace.swarm.nodes import AbsentNode
 from millrace.swarm.progress_events import FileMismatched, NodeAccused, NodeReady, NodeUntrusted
 from millrace.swarm.transfer import FetchError
+from tests.oracle import blake3_digest
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
 
-RIGHT = hashlib.sha256(b"right").hexdigest()
+RIGHT = blake3_digest(b"right")
 
 
 def make_piece_checks(run: Run, store_timeout: float = 60.0) -> tuple[PieceChecks, list[int]]:
@@ -74,9 +73,9 @@ def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
     assert isinstance(run.state.fatal, kind)
 
 
-def make_file_checks(run: Run, sha256: str = RIGHT, md5: str = "") -> tuple[FileChecks, list[int]]:
+def make_file_checks(run: Run, digest: str = RIGHT) -> tuple[FileChecks, list[int]]:
     requested: list[int] = []
-    catalogue = make_catalogue(make_file("a", sha256=sha256, md5=md5), make_file("b"))
+    catalogue = make_catalogue(make_file("a", digest), make_file("b"))
     return FileChecks(run.state, catalogue, requested.append), requested
 
 
@@ -96,16 +95,17 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     assert "not those that the store has" in run["b"].lost_reason
 
 
-def test_an_object_that_is_not_what_its_sha256_says_ends_the_run():
+@pytest.mark.parametrize("digest", [RIGHT, f"sha256:{0:064x}"])
+def test_an_object_that_is_not_what_its_digest_says_ends_the_run(digest):
     run = Run("a")
-    files, _ = make_file_checks(run)
+    files, _ = make_file_checks(run, digest)
     files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
     assert isinstance(run.state.fatal, errors.CorruptError)
 
 
 def test_an_etag_that_is_no_md5_is_void_for_every_node():
     run = Run("a")
-    files, _ = make_file_checks(run, sha256="", md5="an-md5")
+    files, _ = make_file_checks(run, f"md5:{0:032x}")
     files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
     assert files.void == {0}
     assert VoidDigest(0) in run.take_orders("a")
@@ -181,6 +181,5 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
 
 
 def test_pieces_of_files_without_a_digest_are_unproven():
-    assert make_catalogue(make_file("a", sha256=RIGHT), make_file("b")).list_unproven_pieces() == [
-        1
-    ]
+    catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
+    assert catalogue.list_unproven_pieces() == [1]
