@@ -23,6 +23,8 @@ import orjson
 from blake3 import blake3
 from pydantic import AfterValidator
 
+from millrace.errors import CorruptError
+
 Bytes = bytes | bytearray | memoryview
 
 BLOCK_SIZE = 1 << 20
@@ -93,6 +95,30 @@ def combine_blocks(blocks: bytes) -> str:
 def count_blocks(size: int) -> int:
     """Return the number of blocks of bytes of a size."""
     return max(1, -(-size // BLOCK_SIZE))
+
+
+def check_blocks(blocks: bytes, digest: str, size: int) -> bytes:
+    """Return the joined digests of blocks, checked against their root.
+
+    A list that fits its root can be trusted, wherever it comes from.
+
+    Args:
+        blocks: Joined digests of the blocks.
+        digest: BLAKE3 digest of the bytes.
+        size: Number of bytes.
+
+    Raises:
+        CorruptError: The list has the digests of another number of blocks, or another root.
+    """
+    expected = count_blocks(size)
+    if len(blocks) != expected * BLOCK_DIGEST_SIZE:
+        raise CorruptError(
+            f"The list of block digests has {len(blocks):,} bytes. {size:,} bytes have "
+            f"{expected:,} blocks, whose list has {expected * BLOCK_DIGEST_SIZE:,} bytes."
+        )
+    if (root := combine_blocks(blocks)) != digest:
+        raise CorruptError(f"The list of block digests has the root {root}, not {digest}.")
+    return blocks
 
 
 def list_block_digests(blocks: bytes) -> list[bytes]:

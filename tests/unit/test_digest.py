@@ -13,6 +13,7 @@ from millrace.digest import (
     Algorithm,
     BlockHasher,
     Digest,
+    check_blocks,
     combine_blocks,
     compute_digest,
     compute_stream_digest,
@@ -23,6 +24,7 @@ from millrace.digest import (
     make_hasher,
     matches,
 )
+from millrace.errors import CorruptError
 
 SIZES = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 17]
 
@@ -70,6 +72,32 @@ def test_a_stream_has_the_digest_of_its_bytes_however_it_is_cut(size: int) -> No
 def test_the_digests_of_blocks_are_not_the_bytes_of_another_object() -> None:
     blocks = hash_blocks(make_bytes(3 * BLOCK_SIZE))
     assert compute_digest(blocks) != combine_blocks(blocks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_list_of_block_digests_is_accepted_by_its_root_only(size: int) -> None:
+    data = make_bytes(size)
+    blocks, digest = hash_blocks(data), compute_digest(data)
+    assert check_blocks(blocks, digest, size) == blocks
+    for at in range(len(blocks)):
+        damaged = bytearray(blocks)
+        damaged[at] ^= 1
+        with pytest.raises(CorruptError, match=f"has the root blake3:.*, not {digest}"):
+            check_blocks(bytes(damaged), digest, size)
+
+
+def test_a_list_of_block_digests_is_refused_for_another_number_of_blocks() -> None:
+    data = make_bytes(3 * BLOCK_SIZE)
+    blocks, digest = hash_blocks(data), compute_digest(data)
+    for other in (b"", blocks[:-1], blocks[:-32], blocks + b"x", blocks + blocks[:32]):
+        with pytest.raises(CorruptError, match="3,145,728 bytes have 3 blocks, whose list has 96"):
+            check_blocks(other, digest, len(data))
+    for size in (2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1):
+        with pytest.raises(CorruptError, match="The list of block digests has 96 bytes"):
+            check_blocks(blocks, digest, size)
+    # The joined digests are bytes themselves, and one block as such: their own list is another one.
+    with pytest.raises(CorruptError, match="has the root"):
+        check_blocks(hash_blocks(blocks), digest, len(blocks))
 
 
 def test_every_flipped_bit_changes_the_digest_and_that_of_one_block() -> None:
