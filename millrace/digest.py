@@ -79,10 +79,16 @@ def compute_digest(data: Bytes) -> str:
 
 def hash_blocks(data: Bytes) -> bytes:
     """Return the joined BLAKE3 digests of the blocks of bytes. Empty bytes are one empty block."""
-    view = memoryview(data)
+    view = _view_bytes(data)
     return b"".join(
         blake3(view[at : at + BLOCK_SIZE]).digest() for at in range(0, len(view) or 1, BLOCK_SIZE)
     )
+
+
+def _view_bytes(data: Bytes) -> memoryview:
+    """Return a view of the bytes of a buffer, such as an array's, whatever its items are."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def combine_blocks(blocks: bytes) -> str:
@@ -153,7 +159,7 @@ class BlockHasher:
 
     def update(self, data: Bytes, /) -> None:
         """Hash the next bytes."""
-        view = memoryview(data)
+        view = _view_bytes(data)
         self.size += len(view)
         while len(view) > self._room:
             self._last.update(view[: self._room])

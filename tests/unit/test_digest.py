@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
@@ -67,6 +68,15 @@ def test_a_stream_has_the_digest_of_its_bytes_however_it_is_cut(size: int) -> No
         assert (hasher.size, hasher.blocks) == (size, hash_blocks(data))
         assert hasher.compute() == compute_digest(data)
         assert compute_stream_digest(cut(data, seed)) == (compute_digest(data), size)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (700, 1000), (3, 0)])
+def test_an_array_has_the_digest_of_its_bytes(shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(1).standard_normal(shape).astype("<f4")
+    hasher = BlockHasher()
+    hasher.update(array.data)
+    assert hasher.size == array.nbytes
+    assert hasher.compute() == compute_digest(array.data) == compute_digest(array.tobytes())
 
 
 def test_the_digests_of_blocks_are_not_the_bytes_of_another_object() -> None:
