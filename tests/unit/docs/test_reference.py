@@ -27,7 +27,7 @@ from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
 from millrace.swarm.driving import agent_client
 
 PAGES = sorted(REFERENCE.glob("*.md"))
-SHA256 = "0" * 64
+DIGEST = "blake3:" + "0" * 64
 
 
 def test_no_page_is_stale():
@@ -163,19 +163,19 @@ def build_names():
     dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
-    yield from (dataset.sample_list("train-00000", SHA256), dataset.shard(name, "tar"))
+    yield from (dataset.sample_list("train-00000", DIGEST), dataset.shard(name, "tar"))
     yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
     yield from (lease.term(1), lease.beat(1), lease.end(1))
     job = CheckpointKeys("jobs/one")
-    yield from (job.part(1, SHA256), job.metadata(1), job.share(1, "a", 0), job.pin(1))
-    yield from (job.quarantine(1, SHA256), job.damaged(1, SHA256), job.epoch(1))
+    yield from (job.part(1, DIGEST), job.metadata(1), job.share(1, "a", 0), job.pin(1))
+    yield from (job.quarantine(1, DIGEST), job.damaged(1, DIGEST), job.epoch(1))
     cooldown = CooldownKeys("jobs/one", 1)
     yield from (cooldown.roster, cooldown.vote("a"), cooldown.late("a"), cooldown.result("a"))
-    yield from (cooldown.draft("a"), cooldown.part("a", SHA256))
+    yield from (cooldown.draft("a"), cooldown.part("a", DIGEST))
     yield make_member_lease("jobs/one", "a").term(1)
     gradients, chain = GradientKeys("runs/one", "1"), ChainKeys("runs/one", "1")
     yield from (gradients.gradient("w", 1), gradients.start_window("w", 1))
-    yield from (chain.link(1), chain.opening(1), chain.update(1, SHA256))
+    yield from (chain.link(1), chain.opening(1), chain.update(1, DIGEST))
     yield CheckpointKeys(chain.job).metadata(1)
     yield LeaseKeys(chain.job, "aggregator").beat(1)
     campaign = CampaignKeys("camp")
