@@ -92,7 +92,7 @@ def put_with_signature(store: Store, key: str, data: bytes | bytearray | memoryv
     The store checks the body: against a CRC-64/NVME over TLS if the store is known to check it, and
     against a signed SHA-256 otherwise. A store checks CRCs if its answer to a PUT repeats them. The
     first PUT over TLS is a trial, and is sent again with a SHA-256 if the store refuses it. If the
-    store ignores the CRC of the trial, TLS alone has protected the bytes of this one object.
+    store ignores the CRC of a trial, TLS alone has protected the bytes of the trial.
 
     Args:
         store: Store for which `can_sign` returns true.
