@@ -72,6 +72,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.cleanup
+	$(BIN)/python -m benchmarks.digest
 
 soak: .venv/dev
 	@deployments/test-servers.sh

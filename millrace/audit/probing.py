@@ -17,6 +17,7 @@ from millrace import errors
 from millrace.audit.outcomes import classify_error
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import Backend, Store
+from millrace.storage.signed import describe_body_check
 
 if TYPE_CHECKING:
     from millrace.checkpoints import Destination
@@ -54,12 +55,15 @@ class ProbeResult:
         reason: Sentence with the reason. If the destination is not ready, it names the remedy.
         rate: Rate of one upload, in bytes per second; 0 if no upload succeeded.
         expected: Expected seconds of the upload of a checkpoint at this rate; 0 without a size.
+        body_check: Sentence about the checksum of each upload that the store checks, as the trial
+            has shown; empty for other destinations than S3, and without an upload.
     """
 
     verdict: ProbeVerdict
     reason: str
     rate: float = 0.0
     expected: float = 0.0
+    body_check: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -106,6 +110,7 @@ def probe(
         rate = destination.try_save(job, timeout=timeout)
     except errors.MillraceError as error:
         return _make_refusal(error, store)
+    body_check = describe_body_check(store) if store is not None else ""
     # If the trial used a permission that Google does not list, the grant is for a prefix only.
     lacking = _find_missing_permissions(store)
     if lacking and all("multipart" in name for name in lacking):
@@ -118,16 +123,16 @@ def probe(
             f"{url} has {free:,} bytes free, and a checkpoint has {size:,}: free some, or choose "
             "another folder."
         )
-        return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected)
+        return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected, body_check)
     if within is not None and expected > within.total_seconds():
         reason = (
             f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
             f"{within.total_seconds():.0f} s are allowed: make the cooldown longer, or let more "
             "members upload."
         )
-        return ProbeResult(ProbeVerdict.TOO_SLOW, reason, rate, expected)
+        return ProbeResult(ProbeVerdict.TOO_SLOW, reason, rate, expected, body_check)
     reason = f"{url} stores, returns, overwrites and deletes objects."
-    return ProbeResult(ProbeVerdict.READY, reason, rate, expected)
+    return ProbeResult(ProbeVerdict.READY, reason, rate, expected, body_check)
 
 
 def _make_refusal(error: errors.MillraceError, store: Store | None) -> ProbeResult:

@@ -207,6 +207,8 @@ def probe(url: str, job: str, *, size: int, within: timedelta | None) -> Command
     echo(f"{found.verdict}: {found.reason}")
     if found.rate:
         echo(f"One upload: {found.rate / 1e6:.1f} MB/s.")
+    if found.body_check:
+        echo(found.body_check)
     return CommandResult(found, found.verdict.exit_code)
 
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
 _memory: dict[str, MemoryStore] = {}
+# The checksum of the whole body is sent as a header: R2 refuses trailers. A signed SHA-256 is
+# accepted everywhere. obstore does not tell whether a store checks a CRC.
+_CHECKED_BY_SHA256 = {"checksum_algorithm": "SHA256"}
+_CHECKED_BY_CRC = {"checksum_algorithm": "CRC64NVME", "unsigned_payload": True}
 
 
 class Backend(StrEnum):
@@ -464,14 +468,22 @@ def _read_pem(path: Path) -> str:
         raise ConfigurationError(f"ca_file {path} cannot be read: {error.strerror}.") from None
 
 
-def _open_s3(spec: StoreSpec, location: Location, retry: Any) -> S3Store:
+def open_with_crc(store: Store) -> ObjectStore:
+    """Open the store of obstore that retries, and has each body checked against a CRC-64/NVME.
+
+    The bodies are not signed, and obstore computes no SHA-256: 0.3 instead of 0.9 CPU seconds per
+    GB. Only for an S3-compatible store that is known to check the CRC, over TLS.
+    """
+    _, retry = _make_retry_configs(store.spec.retry_timeout)
+    return _open_s3(store.spec, store.location, retry, _CHECKED_BY_CRC)
+
+
+def _open_s3(
+    spec: StoreSpec, location: Location, retry: Any, checked: Mapping[str, Any] = _CHECKED_BY_SHA256
+) -> S3Store:
     endpoint = resolve_endpoint(spec, location)
     region = "auto" if location.backend is Backend.R2 else spec.region
-    config: dict[str, Any] = {
-        # The digest of the whole body is sent as a header: R2 refuses trailers.
-        "checksum_algorithm": "SHA256",
-        "conditional_put": "etag",
-    }
+    config: dict[str, Any] = {**checked, "conditional_put": "etag"}
     if endpoint:
         config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
     if endpoint or region:

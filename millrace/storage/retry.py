@@ -51,6 +51,8 @@ _METADATA = "/latest/api/token"  # of http://169.254.169.254
 _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delete)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET|Get)")
+_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch"}
+"""Codes of refused writes whose bytes have changed on their way to the store."""
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
 """Codes of refused reads of archived objects, and of objects with customer keys (SSE-C)."""
 _REFUSALS = {
@@ -306,7 +308,7 @@ def _translate_status(
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)
-        case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
+        case _ if 400 <= status < 500 and not (status in _RETRIED_4XX or _is_damaged(error)):
             return errors.MillraceError(
                 f"{where}: the store refused the request: {errors.format_error(error)}"
             )
@@ -318,6 +320,12 @@ def _is_unreadable(error: BaseException) -> bool:
     """Decide whether a read was refused because of the object, not of the credentials."""
     code = _CODE.search(str(error))
     return bool(code) and code[1] in _UNREADABLE and bool(_READS.search(str(error)))
+
+
+def _is_damaged(error: BaseException) -> bool:
+    """Decide whether the store has found a body that differs from its checksum."""
+    code = _CODE.search(str(error))
+    return bool(code) and code[1] in _DAMAGED
 
 
 def _make_denied_error(where: str, error: BaseException, store: Store) -> errors.DeniedError:

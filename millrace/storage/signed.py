@@ -1,12 +1,15 @@
 """Send signed requests to S3-compatible stores, which obstore does not offer.
 
-`create_with_signature` writes an object whose bytes the store checks, without a SHA-256 where the
-store checks a CRC-64/NVME (as R2 and S3 do) and the connection is encrypted. obstore always hashes,
-which takes 0.7 to 2.7 CPU seconds per GB; a CRC takes 0.1. `matches_stored_checksum` compares bytes
-with the checksum that a store keeps, and `fetch_stored_sha256` returns a digest that it keeps.
+`create_with_signature` and `put_with_signature` write an object whose bytes the store checks. Where
+the connection is encrypted and the store checks a CRC-64/NVME (as R2 and S3 do), they compute no
+SHA-256. A SHA-256 takes 0.7 to 2.7 CPU seconds per GB, and a CRC takes 0.1. obstore does not show
+the headers of an answer, from which this module learns what the store checks.
 
-Source: "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)",
-Amazon S3 API reference.
+`matches_stored_checksum` compares bytes with the checksum that a store keeps, and
+`fetch_stored_sha256` returns a digest that it keeps.
+
+Sources: "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)" and
+"Checking object integrity in Amazon S3"; "S3 API compatibility", Cloudflare R2 documentation.
 """
 
 import base64
@@ -34,9 +37,17 @@ _TIMEOUT = 30.0  # seconds without a moved byte: the same as in obstore
 _CONNECTIONS = 16
 _EMPTY = hashlib.sha256().hexdigest()  # digest of an empty body
 _CRC_HEADER = "x-amz-checksum-crc64nvme"
+_SHA256_HEADER = "x-amz-checksum-sha256"
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _NOT_SUPPORTED = {400, 403, 501}  # answers of stores without unsigned bodies, or for other reasons
-_crc_checks: dict[str, bool] = {}  # whether a store checks CRCs over TLS, by its endpoint
+_THROTTLED = {429, 503}
+_crc_checks: dict[tuple[str, str], bool] = {}
+"""Whether a store checks CRCs of unsigned bodies, by its endpoint and its bucket.
+
+The policy of a bucket can refuse unsigned bodies.
+"""
+_refused_trials: set[tuple[str, str]] = set()
+"""Endpoints and buckets that have refused a trial, until they answer to a signed body."""
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obstore supports
 
 
@@ -56,11 +67,7 @@ def create_with_signature(
     data: bytes | bytearray | memoryview,
     is_stopped: Callable[[], bool] | None = None,
 ) -> None:
-    """Create an object if there is none under its key. One try of one request.
-
-    The store checks the body: against a CRC-64/NVME over TLS if the store is known to check it, and
-    against a signed SHA-256 otherwise. A store checks CRCs if its answer to a PUT repeats them. The
-    first PUT over TLS is a trial, and is sent again with a SHA-256 if the store refuses it.
+    """Create an object if there is none under its key. One try, as `put_with_signature`.
 
     Args:
         store: Store for which `can_sign` returns true.
@@ -73,28 +80,77 @@ def create_with_signature(
         AlreadyExistsError: There is an object, or another create is undecided (409).
         GenericError: The request failed for another reason, or the key has relative segments.
     """
+    answer = _put_body(store, key, data, {"if-none-match": "*"}, is_stopped)
+    if answer.status in {409, 412}:
+        raise AlreadyExistsError(_describe_failure("PUT", answer))
+    _raise_failure("PUT", answer)
+
+
+def put_with_signature(store: Store, key: str, data: bytes | bytearray | memoryview) -> None:
+    """Write or replace an object. One try of one request, or of two.
+
+    The store checks the body: against a CRC-64/NVME over TLS if the store is known to check it, and
+    against a signed SHA-256 otherwise. A store checks CRCs if its answer to a PUT repeats them. The
+    first PUT over TLS is a trial, and is sent again with a SHA-256 if the store refuses it. If the
+    store ignores the CRC of a trial, TLS alone has protected the bytes of the trial.
+
+    Args:
+        store: Store for which `can_sign` returns true.
+        key: Key of the object.
+        data: Contiguous bytes of the object.
+
+    Raises:
+        GenericError: The request failed, or the key has relative segments.
+    """
+    _raise_failure("PUT", _put_body(store, key, data, {}))
+
+
+def _put_body(
+    store: Store,
+    key: str,
+    data: bytes | bytearray | memoryview,
+    conditions: Mapping[str, str],
+    is_stopped: Callable[[], bool] | None = None,
+) -> "BaseHTTPResponse":
     if not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise GenericError(f"Error parsing Path: {key!r} has an empty or a relative segment")
-    headers = {
-        "content-length": str(len(data)),
-        "if-none-match": "*",
-        _CRC_HEADER: encode_crc64(data),
-    }
 
-    def try_put(payload: str) -> "BaseHTTPResponse":
+    def try_put(checksums: dict[str, str]) -> "BaseHTTPResponse":
+        headers = {"content-length": str(len(data)), **conditions, **checksums}
         body = _iterate_chunks(memoryview(data), is_stopped)
-        return _send_request(store, "PUT", key, {**headers, "x-amz-content-sha256": payload}, body)
+        return _send_request(store, "PUT", key, headers, body)
 
-    checks = _find_crc_check(store)
-    answer = try_put(hashlib.sha256(data).hexdigest() if checks is False else _UNSIGNED)
-    if checks is None and answer.status in _NOT_SUPPORTED:
-        answer = try_put(hashlib.sha256(data).hexdigest())
+    checks, bucket = _find_crc_check(store), (_get_endpoint(store), store.location.bucket)
+    if checks is not False and bucket not in _refused_trials:
+        crc = encode_crc64(data)
+        answer = try_put({"x-amz-content-sha256": _UNSIGNED, _CRC_HEADER: crc})
+        if checks is None and answer.status < 300:
+            _crc_checks[bucket] = answer.headers.get(_CRC_HEADER) == crc
+        has_found_damage = b"<Code>BadDigest</Code>" in answer.data
+        if checks is True or answer.status not in _NOT_SUPPORTED or has_found_damage:
+            return answer
+        _refused_trials.add(bucket)
+    digest = hashlib.sha256(data)
+    encoded = base64.b64encode(digest.digest()).decode()
+    answer = try_put({"x-amz-content-sha256": digest.hexdigest(), _SHA256_HEADER: encoded})
+    if answer.status not in _THROTTLED:  # as R2 answers to a second write within a second
+        _refused_trials.discard(bucket)
     if checks is None and answer.status < 300:
-        _crc_checks[_get_endpoint(store)] = answer.headers.get(_CRC_HEADER) == headers[_CRC_HEADER]
+        _crc_checks[bucket] = False
+    return answer
+
+
+def _raise_failure(method: str, answer: "BaseHTTPResponse") -> None:
     if answer.status >= 300:
-        body = answer.data[:1000].decode("utf-8", "replace")
-        message = f"Server returned non-2xx status code: {answer.status}: {body}"
-        raise (AlreadyExistsError if answer.status in {409, 412} else GenericError)(message)
+        raise GenericError(_describe_failure(method, answer))
+
+
+def _describe_failure(method: str, answer: "BaseHTTPResponse") -> str:
+    """Return the text of an error as obstore writes it, which `millrace.storage.retry` parses."""
+    body = answer.data[:1000].decode("utf-8", "replace")
+    return (
+        f"Error performing {method} - Server returned non-2xx status code: {answer.status}: {body}"
+    )
 
 
 def has_crc_check(store: Store) -> bool:
@@ -102,12 +158,24 @@ def has_crc_check(store: Store) -> bool:
     return _find_crc_check(store) is True
 
 
+def describe_body_check(store: Store) -> str:
+    """Return a sentence about what a store checks of each upload, after an upload of 256 KiB.
+
+    Returns:
+        Sentence; empty if the store does not speak S3.
+    """
+    if not store.is_s3_compatible:
+        return ""
+    checksum = "CRC-64/NVME" if can_sign(store) and has_crc_check(store) else "signed SHA-256"
+    return f"The store checks a {checksum} of each upload."
+
+
 def _find_crc_check(store: Store) -> bool | None:
     """Return whether a CRC is enough for a store to check a body; None if it is not known yet."""
     endpoint = _get_endpoint(store)
     if not endpoint.startswith("https://"):
         return False  # a body without encryption and without a signature could be replaced
-    return _crc_checks.get(endpoint)
+    return _crc_checks.get((endpoint, store.location.bucket))
 
 
 def encode_crc64(data: bytes | bytearray | memoryview) -> str:
@@ -121,14 +189,17 @@ def encode_crc64(data: bytes | bytearray | memoryview) -> str:
 def matches_stored_checksum(store: Store, key: str, data: bytes | bytearray | memoryview) -> bool:
     """Decide whether the checksum that a store keeps with an object is that of bytes.
 
-    The checksum is a CRC-64/NVME. It shows damage, and does not show a forgery. One try of one
-    request.
+    The checksum is a CRC-64/NVME, or else a SHA-256. A CRC shows damage, and does not show a
+    forgery. One try of one request.
 
     Returns:
         False if the store keeps no checksum, or if the request failed.
     """
-    stored = _fetch_checksums(store, key).get(_CRC_HEADER, "")
-    return bool(stored) and stored == encode_crc64(data)
+    stored = _fetch_checksums(store, key)
+    if crc := stored.get(_CRC_HEADER):
+        return crc == encode_crc64(data)
+    sha256 = stored.get(_SHA256_HEADER)
+    return bool(sha256) and sha256 == base64.b64encode(hashlib.sha256(data).digest()).decode()
 
 
 def fetch_stored_sha256(store: Store, key: str) -> str:
@@ -144,7 +215,7 @@ def fetch_stored_sha256(store: Store, key: str) -> str:
     Returns:
         Digest; empty if the store keeps none, or if the request failed.
     """
-    stored = _fetch_checksums(store, key).get("x-amz-checksum-sha256", "")
+    stored = _fetch_checksums(store, key).get(_SHA256_HEADER, "")
     try:
         digest = base64.b64decode(stored, validate=True)
     except ValueError:  # a digest of parts ends with their number

@@ -13,9 +13,14 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import Backend, Store, open_with_crc
 from millrace.storage.retry import call_boto3, call_with_retries, translate_error
-from millrace.storage.signed import can_sign, create_with_signature
+from millrace.storage.signed import (
+    can_sign,
+    create_with_signature,
+    has_crc_check,
+    put_with_signature,
+)
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -36,7 +41,14 @@ def put(store: Store, key: str, data: Bytes) -> None:
         DeniedError: The credentials may not write here.
     """
     body = _make_body(store, data)
-    call_with_retries(store, key, lambda: obstore.put(store.raw, key, body, use_multipart=False))
+
+    def try_put() -> None:
+        if len(body) >= _LARGE and can_sign(store):
+            put_with_signature(store, key, body)
+        else:
+            obstore.put(store.raw, key, body, use_multipart=False)
+
+    call_with_retries(store, key, try_put)
 
 
 def create(
@@ -120,7 +132,9 @@ def open_writer(
     """Open a writer of an object whose size is not known in advance.
 
     The object appears when the block ends. If the block raises, no object appears. Parts have
-    equal sizes, as R2 demands. Memory is about ``part_size * (concurrency + 1)``.
+    equal sizes, as R2 demands. The store checks each part: against a CRC-64/NVME if an earlier
+    upload has shown that it does, and against a signed SHA-256 otherwise. Memory is about
+    ``part_size * (concurrency + 1)``.
 
     Args:
         store: Store to write to.
@@ -128,9 +142,8 @@ def open_writer(
         part_size: Bytes of a part: at least 5 MiB, and at least 1/10,000 of the object.
         concurrency: Number of parts that are sent at once.
     """
-    writer = obstore.open_writer(
-        store.retrying, key, buffer_size=part_size, max_concurrency=concurrency
-    )
+    raw = open_with_crc(store) if can_sign(store) and has_crc_check(store) else store.retrying
+    writer = obstore.open_writer(raw, key, buffer_size=part_size, max_concurrency=concurrency)
     earliest = datetime.now(UTC) - timedelta(minutes=5)  # the store's clock may differ
     try:
         yield writer

@@ -22,6 +22,8 @@ class Fault(StrEnum):
     """It is done, and the connection closed without an answer."""
     STALL = "stall"
     """Nothing for a while, then the connection is closed; nothing done."""
+    DAMAGE = "damage"
+    """A bit of the body changes on its way to the server, before the server checks the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Faults:
     cut: float = 0.0
     lost: float = 0.0
     stall: float = 0.0
+    damage: float = 0.0
     seed: int = 0
     methods: tuple[str, ...] = ()
     """HTTP methods to which they apply; none: all."""

@@ -12,11 +12,14 @@ signed goes on unchanged, so the upstream checks it. The proxy adds what R2 refu
 - Temporary credentials (`r2_token`): R2's JWT, checked in full, held to its bucket,
   paths, scope and actions (403 AccessDenied), its time (403 ExpiredToken) and its endpoint (401).
   The request is then signed anew with the parent's key.
-- A body that is not what ``x-amz-checksum-sha256`` says, of PutObject and UploadPart (400
-  BadDigest). Its last piece is held back until then, so the upstream never has the object.
+- A body that is not what ``x-amz-checksum-sha256`` or ``x-amz-checksum-crc64nvme`` says, of
+  PutObject and UploadPart (400 BadDigest). Its last piece is held back until then, so the upstream
+  never has the object. The answer repeats the CRC, as do HEAD and GET of the whole object with
+  ``x-amz-checksum-mode: ENABLED``, as long as the object has the same ETag.
 
-What it does not add: conditions on CompleteMultipartUpload, other checksums than SHA-256, the
-checksum on the way back. `Faults` are injected on top, seeded, and counted when they fire.
+What it does not add: conditions on CompleteMultipartUpload, other checksums, the SHA-256 on the way
+back, the CRC of a multipart upload or a copy. `Faults` are injected on top, seeded, and counted
+when they fire.
 
 ``python -m millrace.testing.r2 --upstream URL --keys FILE`` runs one.
 """
@@ -61,6 +64,8 @@ class RequestRecord(TypedDict):
     """Bytes of body that came from the client."""
     sent: int
     """Bytes of body that went to the client."""
+    payload: str
+    """As ``x-amz-content-sha256`` has it: a SHA-256 that was signed, or ``UNSIGNED-PAYLOAD``."""
 
 
 class R2Proxy:

@@ -63,6 +63,10 @@ class Rules:
     """The smallest part of a multipart upload but for its last, in bytes."""
     write_interval: float = 1.0
     """Seconds between two writes to one key; 0: as many as one likes."""
+    checks_crc: bool = True
+    """Check, keep and repeat ``x-amz-checksum-crc64nvme``; false: ignore it, as others do."""
+    accepts_unsigned: bool = True
+    """Accept UNSIGNED-PAYLOAD; false: refuse it, as a policy of an S3 bucket can (403)."""
 
 
 class RefusedError(Exception):
@@ -129,6 +133,16 @@ def check_head(
     custom = [(name, headers[name]) for name in headers if name.lower().startswith("x-amz-meta-")]
     if sum(len(name) - len("x-amz-meta-") + len(value) for name, value in custom) > METADATA_LIMIT:
         raise RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
+
+
+def check_payload(headers: Mapping[str, str], rules: Rules) -> None:
+    """Refuse a body without a signature, if the rules do.
+
+    Raises:
+        RefusedError: It is refused.
+    """
+    if headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD" and not rules.accepts_unsigned:
+        raise RefusedError(403, "AccessDenied", "The body must be signed.")
 
 
 def check_parts(sizes: Sequence[int], rules: Rules) -> None:

@@ -12,15 +12,16 @@ import ssl
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from millrace.testing import r2_token, sigv4
+from millrace.testing.crc64 import Crc64
 from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
 from millrace.testing.r2_rules import (
     COUNTED_WRITES,
@@ -29,6 +30,7 @@ from millrace.testing.r2_rules import (
     Rules,
     check_head,
     check_parts,
+    check_payload,
     operation,
 )
 from millrace.testing.upstream import CHUNK, Answer, Upstream, UpstreamError
@@ -43,6 +45,8 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 READ_WHOLE = frozenset({"CompleteMultipartUpload", "DeleteObjects"})
 HASHED = frozenset({"PutObject", "UploadPart"})
+SHA256_HEADER = "x-amz-checksum-sha256"
+CRC_HEADER = "x-amz-checksum-crc64nvme"
 FAULT_ANSWERS = {
     Fault.ERROR500: (500, "InternalError", "We encountered an internal error. Please try again."),
     Fault.ERROR503: (503, "ServiceUnavailable", "Service is temporarily unavailable."),
@@ -71,6 +75,35 @@ class Seen:
     refused: str | None = None
     received: int = 0
     sent: int = 0
+    payload: str = ""
+
+
+class Sha256:
+    """Computation of a SHA-256 as `Crc64` computes a CRC."""
+
+    def __init__(self) -> None:
+        """Begin with no bytes."""
+        self._hash = hashlib.sha256()
+
+    def update(self, data: bytes) -> None:
+        """Hash the next bytes."""
+        self._hash.update(data)
+
+    def encode(self) -> str:
+        """Return the SHA-256 as a header has it."""
+        return base64.b64encode(self._hash.digest()).decode()
+
+
+class Checksum(Protocol):
+    """Computation of a checksum that a header promises."""
+
+    def update(self, data: bytes, /) -> None:
+        """Hash the next bytes."""
+        ...
+
+    def encode(self) -> str:
+        """Return the checksum as the header has it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -112,6 +145,7 @@ class Proxy:
         self.refusals: Counter[str] = Counter()
         self.seen: deque[Seen] = deque(maxlen=REMEMBERED_REQUESTS)
         self.last_write: dict[str, float] = {}
+        self.crcs: dict[str, tuple[str, str]] = {}  # ETag and CRC of an object, by bucket/key
         self.release = asyncio.Event()
 
     def reset(self) -> None:
@@ -134,6 +168,7 @@ class Proxy:
         )
         named = operation(request.method, path, query, headers)
         seen = Seen(request.method, request.raw_path, named.name, time.monotonic())
+        seen.payload = headers.get("x-amz-content-sha256", "")
         self.seen.append(seen)
         length = request.content_length or 0
         asked = Asked(request, named, seen, path, query, headers, length)
@@ -175,6 +210,7 @@ class Proxy:
                 raise
             self._fire(asked)
             return _close(asked.request)
+        self._keep_crc(asked, answer)
         if asked.meets(Fault.LOST):
             self._fire(asked)
             answer.close()
@@ -192,6 +228,8 @@ class Proxy:
             raise RefusedError(401, "Unauthorized", "The request is not signed.")
         has_body = request.method in ("PUT", "POST")
         check_head(asked_for, asked.headers, has_body=has_body, region=signature.region)
+        if has_body:
+            check_payload(asked.headers, self.rules)
         token = asked.headers.get(sigv4.TOKEN) or asked_for.query.get("X-Amz-Security-Token")
         asked.secret = self.keys.get(signature.access_key_id)
         grant = None if token is None else self._grant(asked, signature, token)
@@ -302,18 +340,59 @@ class Proxy:
     async def _forward(self, asked: Asked, whole: bytes | None) -> Answer:
         """Send it on; its body as it arrives, the last piece only when all of it is right."""
         target = f"{asked.path}?{asked.query}" if asked.query else asked.path
-        promised = None
-        if asked.operation.name in HASHED:
-            promised = asked.headers.get("x-amz-checksum-sha256")
+        promised = self._find_promises(asked)
         cut_at = asked.length // 2 if asked.meets(Fault.CUT) and asked.length else None
         body = None
-        if asked.length or promised is not None:
+        if asked.length or promised:
             pieces = _once(whole) if whole is not None else self._received(asked)
+            if asked.meets(Fault.DAMAGE):
+                pieces = self._damaged(asked, pieces)
             body = _checked(pieces, promised=promised, cut_at=cut_at)
-        if promised is not None and not asked.length:
+        if promised and not asked.length:
             async for _ in _checked(_once(b""), promised=promised, cut_at=None):
                 pass
         return await self.upstream.send(asked.request.method, target, asked.headers.items(), body)
+
+    def _find_promises(self, asked: Asked) -> list[tuple[str, Checksum]]:
+        """Return the checksums that the headers promise, and a computation of each."""
+        found: list[tuple[str, Checksum]] = []
+        if asked.operation.name in HASHED:
+            if promised := asked.headers.get(SHA256_HEADER):
+                found.append((promised, Sha256()))
+            if self.rules.checks_crc and (promised := asked.headers.get(CRC_HEADER)):
+                found.append((promised, Crc64()))
+        return found
+
+    def _keep_crc(self, asked: Asked, answer: Answer) -> None:
+        """Keep the CRC of an object that the upstream has now."""
+        crc = asked.headers.get(CRC_HEADER)
+        if asked.operation.name != "PutObject" or answer.status != 200:
+            return
+        self.crcs.pop(asked.name, None)
+        if crc and self.rules.checks_crc:
+            self.crcs[asked.name] = (answer.find("etag"), crc)
+            if len(self.crcs) > REMEMBERED_REQUESTS:
+                self.crcs.pop(next(iter(self.crcs)))
+
+    def _find_checksum_headers(self, asked: Asked, answer: Answer) -> dict[str, str]:
+        """Return the headers with a CRC for the client."""
+        crc = None
+        if answer.status == 200 and self.rules.checks_crc:
+            if asked.operation.name in HASHED:
+                crc = asked.headers.get(CRC_HEADER)
+            elif asked.headers.get("x-amz-checksum-mode") == "ENABLED":
+                etag, crc = self.crcs.get(asked.name, ("", None))
+                crc = crc if etag == answer.find("etag") else None
+        return {CRC_HEADER: crc, "x-amz-checksum-type": "FULL_OBJECT"} if crc else {}
+
+    async def _damaged(self, asked: Asked, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Change a bit of the first byte."""
+        async for piece in pieces:
+            if asked.fired or not piece:
+                yield piece
+            else:
+                self._fire(asked)
+                yield bytes([piece[0] ^ 1]) + piece[1:]
 
     async def _received(self, asked: Asked) -> AsyncIterator[bytes]:
         async for piece in _body(asked.request):
@@ -325,6 +404,7 @@ class Proxy:
         headers = CIMultiDict(
             (name, value) for name, value in answer.headers if name.lower() not in HOP_BY_HOP
         )
+        headers.update(self._find_checksum_headers(asked, answer))
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         asked.seen.status = answer.status
         has_body = not answer.bodiless and answer.length != 0
@@ -363,8 +443,11 @@ class Proxy:
         retry_after: float | None = None,
     ) -> web.StreamResponse:
         """Answer with an error of S3's, once the client has sent all of its request."""
-        async for piece in _body(asked.request):
-            asked.seen.received += len(piece)
+        try:
+            async for piece in _body(asked.request):
+                asked.seen.received += len(piece)
+        except ClientGoneError:
+            return _close(asked.request)
         asked.seen.status = status
         headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
         body = (
@@ -453,8 +536,12 @@ async def serve(
 
 def _possible(asked: Asked) -> set[Fault]:
     """The faults that can befall a request."""
-    cuttable = asked.request.method == "GET" or asked.length > 0
-    return set(Fault) if cuttable else set(Fault) - {Fault.CUT}
+    possible = set(Fault)
+    if asked.request.method != "GET" and not asked.length:
+        possible.remove(Fault.CUT)
+    if asked.operation.name not in HASHED or not asked.length:
+        possible.remove(Fault.DAMAGE)
+    return possible
 
 
 def _check_grant(asked: Asked, grant: r2_token.Grant, whole: bytes | None) -> None:
@@ -502,16 +589,18 @@ async def _once(whole: bytes) -> AsyncIterator[bytes]:
 
 
 async def _checked(
-    pieces: AsyncIterator[bytes], *, promised: str | None, cut_at: int | None
+    pieces: AsyncIterator[bytes],
+    *,
+    promised: Sequence[tuple[str, Checksum]],
+    cut_at: int | None,
 ) -> AsyncIterator[bytes]:
     """Hold back the last piece of a body until the whole is known to be right.
 
     Args:
         pieces: The body.
-        promised: What ``x-amz-checksum-sha256`` says, in base64.
+        promised: Checksums that headers promise, and a computation of each.
         cut_at: After so many bytes, raise `CutError`.
     """
-    digest = hashlib.sha256() if promised is not None else None
     held = b""
     seen = 0
     async for piece in pieces:
@@ -519,13 +608,13 @@ async def _checked(
             yield held
         held = piece
         seen += len(piece)
-        if digest is not None:
-            digest.update(piece)
+        for _, checksum in promised:
+            checksum.update(piece)
         if cut_at is not None and seen >= cut_at:
             yield piece[: cut_at - (seen - len(piece))]
             raise CutError
-    if digest is not None and base64.b64encode(digest.digest()).decode() != promised:
-        message = "The SHA-256 you specified did not match the calculated checksum."
+    if any(checksum.encode() != header for header, checksum in promised):
+        message = "The checksum you specified did not match the calculated checksum."
         raise RefusedError(400, "BadDigest", message)
     if held:
         yield held

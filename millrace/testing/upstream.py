@@ -47,6 +47,10 @@ class Answer:
         self._ended = False
         self._reusable = sent and known.get("connection", "").lower() != "close"
 
+    def find(self, name: str) -> str:
+        """Return the value of a header; empty if there is none."""
+        return next((value for given, value in self.headers if given.lower() == name), "")
+
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, in pieces of at most `CHUNK` bytes.
 

@@ -23,7 +23,7 @@ def bad_weather(
     stall_seconds: float = 0.5,
     each: float = EACH,
 ) -> Faults:
-    """All six kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
+    """All kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
     chances = {kind.value: each for kind in Fault}
     return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)
 

@@ -46,6 +46,7 @@ def test_the_names_of_storage():
         "list_uploads",
         "list_versions",
         "make_boto3_client",
+        "matches_stored_checksum",
         "measure_upload",
         "open_filesystem",
         "open_scoped_store",

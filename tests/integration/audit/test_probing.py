@@ -114,6 +114,7 @@ def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, [*words, "1MB"])
     assert run.exit_code == 0, run.output
     assert run.output.startswith("ready: ")
+    assert "The store checks" not in run.output
     run = CliRunner().invoke(main, [*words, "1EB"])
     assert run.exit_code == ProbeVerdict.NO_SPACE.exit_code == 17
     run = CliRunner().invoke(main, [*words, "much"])
@@ -134,3 +135,19 @@ def test_the_command_probes_a_bucket_at_the_endpoint_of_the_environment(
     run = CliRunner().invoke(main, ["checkpoint", "probe", spec.url, "job", "--size", "1MB"])
     assert run.exit_code == 0, run.output
     assert run.output.startswith("ready: ")
+    assert "The store checks a signed SHA-256 of each upload." in run.output
+
+
+@pytest.mark.parametrize(
+    ("rules", "checksum"),
+    [
+        ({}, "CRC-64/NVME"),
+        ({"checks_crc": False}, "signed SHA-256"),
+        ({"accepts_unsigned": False}, "signed SHA-256"),
+    ],
+)
+def test_the_probe_says_what_the_store_checks(rules, checksum, r2, request, monkeypatch) -> None:
+    monkeypatch.setattr("millrace.storage.signed._crc_checks", {})
+    r2.set_rules(**rules)
+    found = probe(open_store(spec_of("r2", request)), "job")
+    assert found.body_check == f"The store checks a {checksum} of each upload."

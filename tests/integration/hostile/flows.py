@@ -94,6 +94,7 @@ from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site
+from tests.oracle import blake3_digest
 from tests.support.cleanup.material import Place
 from tests.support.swarm.swarms import (
     LIE,
@@ -478,13 +479,13 @@ def _forge(site: Site) -> None:
             update["key"] = site.dice.choice(["", "/", "a//b", "../../x", key, RUN.chain.prefix])
         case "bomb":
             body = arrays.getvalue()
-            digest = hashlib.sha256(body).hexdigest()
-            update |= {"key": f"{RUN.chain.prefix}bomb.npz", "size": len(body), "sha256": digest}
+            digest = blake3_digest(body)
+            update |= {"key": f"{RUN.chain.prefix}bomb.npz", "size": len(body), "digest": digest}
             site.plant([Junk(Kind.CHAIN, update["key"], body)])
         case "lr":
             link["outer"]["lr"] = 1e30
         case "state":
-            link["state"] = "0" * 64
+            link["state"] = "blake3:" + "0" * 64
         case _:
             link["taken"] = {"late": next(iter(link["taken"].values()))}
     site.plant([Junk(Kind.CHAIN, key, json.dumps(envelope).encode())])

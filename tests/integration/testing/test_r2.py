@@ -493,7 +493,7 @@ def test_the_same_seed_brings_the_same_faults(r2, s3, stored):
 
 
 def test_each_kind_befalls_requests_as_often_as_was_asked():
-    faults = Faults(error500=0.1, error503=0.1, error429=0.1, cut=0.1, lost=0.1, stall=0.1, seed=3)
+    faults = Faults(**{kind.value: 0.1 for kind in Fault}, seed=3)
     box = FaultBox()
     box.use(faults)
     plans = [box.choose("GET", "GetObject", "bucket/key", Fault) for _ in range(10_000)]

@@ -9,17 +9,19 @@ from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe_windows
 from tasks.plot import draw_windows
 
+DIGEST = "blake3:" + "0" * 64
+
 
 def link(
     window: int, norms: dict[str, float], out: dict[str, ExcludedWorker] | None = None
 ) -> ChainLink:
     taken = {
-        uid: MergedWorker(weight=0.5, norm=norm, digest="", size=1000, tokens=0)
+        uid: MergedWorker(weight=0.5, norm=norm, digest=DIGEST, size=1000, tokens=0)
         for uid, norm in norms.items()
     }
     return ChainLink(
         run="runs/one", window=window, step=10 * window,
-        updates=(Update(key="k", digest="", size=2500, tensors=0),),
+        updates=(Update(key="k", digest=DIGEST, size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
         rule="centered clip", taken=taken,
         out=out or {}, seconds=1.5, previous="", state="",
