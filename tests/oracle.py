@@ -109,16 +109,6 @@ class Verdict:
         return "; ".join([counts, *self.problems])
 
 
-def blake3_digest(data: bytes) -> str:
-    """Digest of Millrace's definition: BLAKE3, or the root of the digests of blocks of 1 MiB."""
-    blocks = [blake3(data[at : at + (1 << 20)]) for at in range(0, len(data) or 1, 1 << 20)]
-    if len(blocks) > 1:
-        joined = b"".join(block.digest() for block in blocks)
-        context = "millrace 2026-11-25 digests of blocks of 1 MiB"
-        return f"blake3:{blake3(joined, derive_key_context=context).hexdigest()}"
-    return f"blake3:{blocks[0].hexdigest()}"
-
-
 def row_token(name: str, text: bytes) -> str:
     """Identity of a row: its unique id, and its content."""
     return f"{name} {hashlib.sha256(text).hexdigest()}"
