@@ -1,4 +1,4 @@
-"""What a store checks of each upload: a CRC-64/NVME over TLS, otherwise a signed SHA-256."""
+"""Check of each upload by the store: a CRC-64/NVME over TLS, otherwise a signed SHA-256."""
 
 import base64
 import hashlib
