@@ -2,21 +2,29 @@
 
 import gc
 import subprocess
-import sys
 from pathlib import Path
 
-from millrace.testing.process import REPOSITORY
+from tests.support.fork_server import RUN_MODULE, fork_server
+
+IMPORTED = (
+    "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "safetensors.torch", "millrace.checkpoints", "millrace.gradients",
+    "millrace.gradients.backends.rank_group", "tests.ranks",
+)  # fmt: skip
+"""Modules that ranks need; optimizers import the first."""
 
 
 def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tuple[int, str]]:
-    """Run ``python -m MODULE FOLDER SCENARIO RANK WORLD`` for each: how it ended, what it said."""
+    """Run a module as each rank, and return their exit codes and all that they print.
+
+    The arguments of the module are the folder, the scenario, the rank and the number of ranks.
+    """
+    server = fork_server(*IMPORTED)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, folder, scenario, str(rank), str(world)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
+        server.start(
+            RUN_MODULE,
+            *(module, str(folder), scenario, str(rank), str(world)),
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(world)
     ]
@@ -25,7 +33,7 @@ def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tupl
     finally:
         for rank in ranks:
             rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    return [(rank.wait(), text) for rank, text in zip(ranks, said, strict=True)]
 
 
 def leave() -> None:

@@ -5,15 +5,17 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.fork_server import RUN_MODULE, fork_server
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+IMPORTED = ("millrace.datasets", "millrace.datasets.pipeline", "millrace.storage")
+"""Modules that a driver needs."""
 HANGS = 120.0  # seconds without a word from a driver: it never comes
 
 
@@ -70,15 +72,15 @@ class Child:
             "HOME": str(self.staging),
         }
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.soak.driver"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self.staging,
+            self._process = fork_server(*IMPORTED).start(
+                RUN_MODULE,
+                "tests.soak.driver",
                 env=environment,
-                start_new_session=True,
-                bufsize=0,
+                cwd=self.staging,
+                stdin=True,
+                stderr=log,
+                text=False,
+                new_session=True,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

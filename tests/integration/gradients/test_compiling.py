@@ -1,18 +1,19 @@
 """Compiled functions that many processes keep in one cache."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from millrace.testing.process import REPOSITORY
 from tests.integration.gradients.compiling_child import VALUES
+from tests.support.fork_server import RUN_MODULE, ForkedProcess, fork_server
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., ForkedProcess]
+
+READ_SETTINGS = "import numba; numba.config.reload_config()"
+"""Lets a process whose parent has imported numba use the cache of its own environment."""
 
 
 @pytest.fixture
@@ -20,14 +21,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start processes that call a kernel, with an empty cache of their own."""
     with ExitStack() as stack:
 
-        def started(*arguments: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.gradients.compiling_child", *arguments],
-                cwd=REPOSITORY,
+        def started(*arguments: str) -> ForkedProcess:
+            process = fork_server("numba").start(
+                READ_SETTINGS + RUN_MODULE,
+                "tests.integration.gradients.compiling_child",
+                *arguments,
                 env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                stdin=True,
             )
             stack.callback(process.__exit__, None, None, None)
             stack.callback(process.kill)
@@ -36,12 +36,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield started
 
 
-def heard(process: subprocess.Popen[str]) -> str:
+def heard(process: ForkedProcess) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def tell(process: subprocess.Popen[str]) -> None:
+def tell(process: ForkedProcess) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()

@@ -2,8 +2,6 @@
 
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from millrace.progress import Event
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request
 from millrace.swarm.progress_events import PrewarmProgressed
+from tests.support.fork_server import ForkedProcess, fork_server
 
 KEY = secrets.token_hex(16)
 
@@ -29,7 +28,7 @@ class Agent:
     name: str
     root: Path
     url: str
-    process: subprocess.Popen[str]
+    process: ForkedProcess
 
     @property
     def host(self) -> Host:
@@ -171,13 +170,10 @@ fetcher.ConnectionPool = ConnectionPool
 
 def start_agent(name: str, root: Path, *, port: int = 0, code: str = "") -> Agent:
     """Start a node; code may change what it does, as `LIE` and `TRICKLE` do."""
-    command = [sys.executable, "-c", f"{code}from millrace.cli import main; main()"]
-    command += ["swarm", "node"]
-    process = subprocess.Popen(
-        [*command, "--root", str(root), "--port", str(port)],
+    process = fork_server("millrace.cli", "millrace.swarm", "millrace.swarm.agent").start(
+        f"{code}from millrace.cli import main; main()",
+        *("swarm", "node", "--root", str(root), "--port", str(port)),
         env=os.environ | {"MILLRACE_NODE_KEY": KEY},
-        stdout=subprocess.PIPE,
-        text=True,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
