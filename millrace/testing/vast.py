@@ -23,6 +23,7 @@ import re
 import secrets
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -70,10 +71,11 @@ class VastServer:
         url: ``http://127.0.0.1:PORT``.
     """
 
-    def __init__(self, child: Child, port: int) -> None:
+    def __init__(self, child: Child, port: int, folder: Path) -> None:
         """Describe a server that runs already; `start` runs it."""
         self.url = f"http://127.0.0.1:{port}"
         self._child = child
+        self._clock = _SharedClock(folder)
 
     @classmethod
     def start(cls, folder: Path) -> Self:
@@ -81,7 +83,7 @@ class VastServer:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "vast.log"
         child = python_module("millrace.testing.vast", "--folder", str(folder), log=log)
-        return cls(child, child.announced()["port"])
+        return cls(child, child.announced()["port"], folder)
 
     def reset(self, **world: Any) -> str:
         """Begin anew, and return the account's API key. See `World` for what may be said."""
@@ -89,7 +91,7 @@ class VastServer:
 
     def now(self) -> float:
         """The time by its clock, in seconds since 1970."""
-        return self.ask("time", {})["now"]
+        return self._clock.now()
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
@@ -136,6 +138,33 @@ class VastServer:
 
     def __exit__(self, *_: object) -> None:
         self._child.stop()
+        self._clock.close()
+
+
+class _SharedClock:
+    """Clock that one process sets and others read, in a file: a rental asks for the time very often.
+
+    Args:
+        folder: Folder of the server.
+    """
+
+    _FORMAT = struct.Struct("dd")  # time at the zero of the monotonic clock, and the rate
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "clock", os.O_RDWR | os.O_CREAT)
+
+    def set(self, now: float, rate: float) -> None:
+        """Set the time, in seconds since 1970, and how fast it passes."""
+        os.pwrite(self._file, self._FORMAT.pack(now - time.monotonic() * rate, rate), 0)
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970."""
+        zero, rate = self._FORMAT.unpack(os.pread(self._file, self._FORMAT.size, 0))
+        return zero + time.monotonic() * rate
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
 
 
 class StandInClock:
@@ -363,11 +392,10 @@ class _RefusedError(Exception):
 @dataclass
 class _Server:
     folder: Path
+    clock: _SharedClock
     world: World = field(default_factory=World)
     key: str = ""
     others: dict[str, int] = field(default_factory=dict)  # accounts, by their keys
-    extra: float = 0.0
-    begun: float = 0.0
     drawing: random.Random = field(default_factory=random.Random)
     machines: dict[int, Machine] = field(default_factory=dict)
     asks: dict[int, int] = field(default_factory=dict)
@@ -382,7 +410,11 @@ class _Server:
 
     @property
     def now(self) -> float:
-        return EPOCH + self.extra + (time.monotonic() - self.begun) * self.world.rate
+        return self.clock.now()
+
+    def pass_time(self, seconds: float) -> None:
+        """Set the clock forward."""
+        self.clock.set(self.now + seconds, self.world.rate)
 
     def tick(self) -> None:
         """Let happen what has come due."""
@@ -460,10 +492,8 @@ class _Server:
         match request.match_info["verb"]:
             case "reset" | "account" as verb:
                 answer: Any = {"key": self.reset(World(**body)) if verb == "reset" else self.open()}
-            case "time":
-                answer = {"now": self.now}
             case "advance":
-                self.extra += body["seconds"]
+                self.pass_time(body["seconds"])
                 self.tick()
                 answer = {}
             case "books":
@@ -524,10 +554,10 @@ class _Server:
             self._end(one)
         unknown = set(world.faults) - FAULTS
         assert not unknown, unknown
-        vars(self).update(vars(_Server(self.folder, world)))
+        vars(self).update(vars(_Server(self.folder, self.clock, world)))
         self.drawing = random.Random(world.seed)
         self.key = f"account-{secrets.token_hex(16)}"
-        self.begun = time.monotonic()
+        self.clock.set(EPOCH, world.rate)
         for _ in range(world.machines):
             draw = self.drawing
             place = draw.choice(["Texas, US", "Bavaria, DE", "Ontario, CA", "Tokyo, JP"])
@@ -635,7 +665,7 @@ class _Server:
                 page["total_instances"] = max(1, page["total_instances"])
                 return web.json_response(page)
             case "slow":
-                self.extra += 40.0
+                self.pass_time(40.0)
         return await handler(request)
 
     def _fault(self, call: str) -> str:
@@ -886,7 +916,7 @@ def _apart() -> tuple[str, ...]:
 
 
 async def _serve(folder: Path) -> None:
-    server = _Server(folder)
+    server = _Server(folder, _SharedClock(folder))
     server.reset(World())
     runner = web.AppRunner(server.application())
     await runner.setup()
