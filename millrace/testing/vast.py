@@ -142,7 +142,7 @@ class VastServer:
 
 
 class _SharedClock:
-    """Clock that one process sets and others read, in a file: a rental asks for the time very often.
+    """Clock in a file, which one process sets and others read: rentals read the time very often.
 
     Args:
         folder: Folder of the server.
@@ -362,6 +362,7 @@ class World:
         rate: How fast the clock goes by itself: 0 only when it is told to.
         real: Whether machines are run for real.
         image: Where the packages are that a real machine's image has, for its Python to find.
+        index: Whether a machine with such an image may fetch further packages from pip's index.
         credit: Dollars of the account; none left, and nothing can be rented.
         lag: Seconds after which a machine comes to be seen in the listing.
         late: The same for a machine whose create is ``lost, listed late``.
@@ -377,6 +378,7 @@ class World:
     rate: float = 0.0
     real: bool = False
     image: str = ""
+    index: bool = False
     credit: float = 100.0
     lag: float = 0.0
     late: float = 90.0
@@ -436,7 +438,7 @@ class _Server:
         if self.world.real:
             one.home = self.folder / f"{self.key[-8:]}-{one.id}"
             (one.port,) = free_ports(1)
-            one.process = _run(one, one.home, self.world.image)
+            one.process = _run(one, one.home, self.world)
         elif one.order:
             state = {"state": "failed", "detail": "pip: no such package"}
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
@@ -864,7 +866,7 @@ def _write(one: Instance, name: str, body: Any) -> None:
     part.replace(path)
 
 
-def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
+def _run(one: Instance, home: Path, world: World) -> "subprocess.Popen[bytes]":
     """Run a machine's onstart: in a folder and a process namespace of its own, with a clean
     environment. All that it starts ends with it.
     """
@@ -881,7 +883,7 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
         "GPU_COUNT": "0",
         **variables,
         **{f"VAST_TCP_PORT_{port}": str(one.port) for port in one.ports},
-        **(_image(image) if image else {}),
+        **_image(world),
     }
     script = f"{one.body['onstart']}\nwait\nexec sleep infinity"
     with (home / "onstart.log").open("ab") as log:
@@ -892,13 +894,17 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
         )  # fmt: skip
 
 
-def _image(packages: str) -> dict[str, str]:
-    """Return the environment of an image with all packages, setuptools among them.
+def _image(world: World) -> dict[str, str]:
+    """Return the environment of an image with packages, setuptools among them.
 
-    pip finds all packages there, and asks no index.
+    pip finds the packages there. Without an index it asks none.
     """
-    return {
-        "PYTHONPATH": packages,
+    if not world.image:
+        return {}
+    packages = {"PYTHONPATH": world.image}
+    if world.index:
+        return packages
+    return packages | {
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it the other way round: no isolation
         "PIP_CONFIG_FILE": os.devnull,

@@ -172,7 +172,9 @@ def install(folder: Path, commit: str) -> Path:
         pins = folder / "constraints.txt"
         constraint_options = ["--constraint", str(pins)] if pins.exists() else []
         requirement = f"{folder}[{extras}]" if extras else str(folder)
-        run_with_retries(*pip, "install", "--quiet", *constraint_options, "--editable", requirement)
+        # pip would compare the requirements of all packages of the image, for warnings only.
+        options = ("--quiet", "--no-warn-conflicts", *constraint_options)
+        run_with_retries(*pip, "install", *options, "--editable", requirement)
     marker.write_text(fingerprint)
     return python
 
