@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 
 PYTHON ?= python3
+# Options of the demo: make demo DEMO='--machines 2 --windows 2'.
+DEMO ?=
 BIN := .venv/bin
 # Without --no-compile, pip compiles all of a library, of which a run imports a small part.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
@@ -35,7 +37,7 @@ help:
 	@touch $@
 
 demo: .venv/demo
-	@$(BIN)/python -m examples.demo
+	@$(BIN)/python -m examples.demo $(DEMO)
 
 ui: .venv/demo
 	@$(BIN)/python -m examples.demo --ui

@@ -20,6 +20,7 @@ import urllib.request
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,22 @@ HOME = Path(".millrace/demo").absolute()
 STORE = HOME / "store"
 UI_PORT = 4200
 DATASET = "python-stdlib"
-WORKERS, EPOCHS, WINDOWS, STEPS = 4, 2, 5, 25
+EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of the demo's training.
+
+    Attributes:
+        machines: Number of machines, each with a worker.
+        windows: Number of windows of each epoch.
+        steps: Number of steps of each window.
+    """
+
+    machines: int = 4
+    windows: int = 5
+    steps: int = 25
 
 
 @contextmanager
@@ -101,7 +117,7 @@ def cloud() -> Iterator["VastServer"]:
         yield server
 
 
-def plan_of(name: str) -> dict[str, Any]:
+def plan_of(name: str, size: Size) -> dict[str, Any]:
     """Return the plan: as `millrace campaign` reads it from a file, too."""
     from millrace.testing.repository import snapshot
 
@@ -121,7 +137,7 @@ def plan_of(name: str) -> dict[str, Any]:
         "training": {
             "command": ["python", "-m", "examples.tiny_lm.train"],
             "initial_weights": {"job": f"{name}/first", "tensors": "model."},
-            "workers": WORKERS,
+            "workers": size.machines,
             "machines": {
                 "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
                 "vast": "demo",
@@ -129,12 +145,12 @@ def plan_of(name: str) -> dict[str, Any]:
                 "timeouts": {"poll_interval": "PT2S", "heartbeat_timeout": "PT1M"},
             },
             "epochs": EPOCHS,
-            "windows_per_epoch": WINDOWS,
+            "windows_per_epoch": size.windows,
             "run": {
                 "codec": {"k": 112},
                 "decay": 0.95,
                 "outer": {"lr": 1.9},
-                "steps": STEPS,
+                "steps": size.steps,
                 "window": "PT10M",
                 "gather": {"quorum": 2, "poll_interval": "PT0.3S"},
             },
@@ -143,7 +159,7 @@ def plan_of(name: str) -> dict[str, Any]:
     }
 
 
-def run() -> None:
+def run(size: Size) -> None:
     """Run a campaign, or go on with one that was stopped; then say what came of it."""
     from examples.tiny_lm.begin import begin
     from flows.campaign import run_campaign
@@ -157,25 +173,25 @@ def run() -> None:
     name = f"tiny-{number}"
     began = time.monotonic()
     weights = begin(open_store(STORE.as_uri()), f"{name}/first")
-    print(f"The campaign {name}: {weights:,} weights, {WORKERS} machines.", flush=True)
+    print(f"The campaign {name}: {weights:,} weights, {size.machines} machines.", flush=True)
     with cloud() as server:
-        found = run_campaign(CampaignPlan.model_validate(plan_of(name)))
+        found = run_campaign(CampaignPlan.model_validate(plan_of(name, size)))
         books, alive = server.books(), server.alive()
-    tell(found, time.monotonic() - began)
+    tell(found, size, time.monotonic() - began)
     billed = sum(one["cost"] for one in books)
     print(f"  the provider's books: {len(books)} machines rented, ${billed:.4f} billed,")
     print(f"  {len(alive)} left")
     (HOME / f"{name}.svg").write_bytes(picture_of(name))
-    if alive or found.windows != EPOCHS * WINDOWS:
+    if alive or found.windows != EPOCHS * size.windows:
         sys.exit("That should have been none left, and all windows.")
 
 
-def tell(found: "CampaignSummary", seconds: float) -> None:
+def tell(found: "CampaignSummary", size: Size, seconds: float) -> None:
     """Tell the result, and where it is."""
     losses = [found.losses[window] for window in sorted(found.losses)]
     print(f"\n{found.name}, in {timedelta(seconds=round(seconds))}:")
     print(f"  {DATASET}: {found.samples} samples in {found.shards} shards")
-    print(f"  {found.windows} windows, {found.step} steps of each of {WORKERS} workers")
+    print(f"  {found.windows} windows, {found.step} steps of each of {size.machines} workers")
     print(f"  loss {losses[0]:.3f} to {losses[-1]:.3f}, on text that the model was not trained on")
     sent, dense = found.sent_bytes / 1e6, found.dense_bytes / 1e6
     print(
@@ -210,7 +226,14 @@ def main() -> None:
     """Run the campaign, or show what was run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ui", action="store_true", help="only serve the UI, on port 4200")
-    if parser.parse_args().ui:
+    for name, meaning in {
+        "machines": "number of machines",
+        "windows": "number of windows of each epoch",
+        "steps": "number of steps of each window",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=getattr(Size, name), help=meaning)
+    arguments = parser.parse_args()
+    if arguments.ui:
         with prefect_server(UI_PORT) as address:
             print(f"The demo's runs: {address}/runs (Ctrl-C ends it)", flush=True)
             try:
@@ -219,7 +242,7 @@ def main() -> None:
             except KeyboardInterrupt:
                 return
     with prefect_server(free_port()):
-        run()
+        run(Size(arguments.machines, arguments.windows, arguments.steps))
         for handler in logging.getLogger("prefect.flow_runs").handlers:
             handler.flush()  # while the server is there that the run's lines are sent to
     print("\nSee the runs, their reports and plots: make ui")

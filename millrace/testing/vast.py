@@ -23,6 +23,7 @@ import re
 import secrets
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -70,10 +71,11 @@ class VastServer:
         url: ``http://127.0.0.1:PORT``.
     """
 
-    def __init__(self, child: Child, port: int) -> None:
+    def __init__(self, child: Child, port: int, folder: Path) -> None:
         """Describe a server that runs already; `start` runs it."""
         self.url = f"http://127.0.0.1:{port}"
         self._child = child
+        self._clock = _SharedClock(folder)
 
     @classmethod
     def start(cls, folder: Path) -> Self:
@@ -81,7 +83,7 @@ class VastServer:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "vast.log"
         child = python_module("millrace.testing.vast", "--folder", str(folder), log=log)
-        return cls(child, child.announced()["port"])
+        return cls(child, child.announced()["port"], folder)
 
     def reset(self, **world: Any) -> str:
         """Begin anew, and return the account's API key. See `World` for what may be said."""
@@ -89,7 +91,7 @@ class VastServer:
 
     def now(self) -> float:
         """The time by its clock, in seconds since 1970."""
-        return self.ask("time", {})["now"]
+        return self._clock.now()
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
@@ -136,6 +138,33 @@ class VastServer:
 
     def __exit__(self, *_: object) -> None:
         self._child.stop()
+        self._clock.close()
+
+
+class _SharedClock:
+    """Clock in a file, which one process sets and others read: rentals read the time very often.
+
+    Args:
+        folder: Folder of the server.
+    """
+
+    _FORMAT = struct.Struct("dd")  # time at the zero of the monotonic clock, and the rate
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "clock", os.O_RDWR | os.O_CREAT)
+
+    def set(self, now: float, rate: float) -> None:
+        """Set the time, in seconds since 1970, and how fast it passes."""
+        os.pwrite(self._file, self._FORMAT.pack(now - time.monotonic() * rate, rate), 0)
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970."""
+        zero, rate = self._FORMAT.unpack(os.pread(self._file, self._FORMAT.size, 0))
+        return zero + time.monotonic() * rate
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
 
 
 class StandInClock:
@@ -333,6 +362,7 @@ class World:
         rate: How fast the clock goes by itself: 0 only when it is told to.
         real: Whether machines are run for real.
         image: Where the packages are that a real machine's image has, for its Python to find.
+        index: Whether a machine with such an image may fetch further packages from pip's index.
         credit: Dollars of the account; none left, and nothing can be rented.
         lag: Seconds after which a machine comes to be seen in the listing.
         late: The same for a machine whose create is ``lost, listed late``.
@@ -348,6 +378,7 @@ class World:
     rate: float = 0.0
     real: bool = False
     image: str = ""
+    index: bool = False
     credit: float = 100.0
     lag: float = 0.0
     late: float = 90.0
@@ -363,11 +394,10 @@ class _RefusedError(Exception):
 @dataclass
 class _Server:
     folder: Path
+    clock: _SharedClock
     world: World = field(default_factory=World)
     key: str = ""
     others: dict[str, int] = field(default_factory=dict)  # accounts, by their keys
-    extra: float = 0.0
-    begun: float = 0.0
     drawing: random.Random = field(default_factory=random.Random)
     machines: dict[int, Machine] = field(default_factory=dict)
     asks: dict[int, int] = field(default_factory=dict)
@@ -382,7 +412,11 @@ class _Server:
 
     @property
     def now(self) -> float:
-        return EPOCH + self.extra + (time.monotonic() - self.begun) * self.world.rate
+        return self.clock.now()
+
+    def pass_time(self, seconds: float) -> None:
+        """Set the clock forward."""
+        self.clock.set(self.now + seconds, self.world.rate)
 
     def tick(self) -> None:
         """Let happen what has come due."""
@@ -404,7 +438,7 @@ class _Server:
         if self.world.real:
             one.home = self.folder / f"{self.key[-8:]}-{one.id}"
             (one.port,) = free_ports(1)
-            one.process = _run(one, one.home, self.world.image)
+            one.process = _run(one, one.home, self.world)
         elif one.order:
             state = {"state": "failed", "detail": "pip: no such package"}
             _write(one, "setup.json", state if one.fate == "broken" else {"state": "starting"})
@@ -460,10 +494,8 @@ class _Server:
         match request.match_info["verb"]:
             case "reset" | "account" as verb:
                 answer: Any = {"key": self.reset(World(**body)) if verb == "reset" else self.open()}
-            case "time":
-                answer = {"now": self.now}
             case "advance":
-                self.extra += body["seconds"]
+                self.pass_time(body["seconds"])
                 self.tick()
                 answer = {}
             case "books":
@@ -524,10 +556,10 @@ class _Server:
             self._end(one)
         unknown = set(world.faults) - FAULTS
         assert not unknown, unknown
-        vars(self).update(vars(_Server(self.folder, world)))
+        vars(self).update(vars(_Server(self.folder, self.clock, world)))
         self.drawing = random.Random(world.seed)
         self.key = f"account-{secrets.token_hex(16)}"
-        self.begun = time.monotonic()
+        self.clock.set(EPOCH, world.rate)
         for _ in range(world.machines):
             draw = self.drawing
             place = draw.choice(["Texas, US", "Bavaria, DE", "Ontario, CA", "Tokyo, JP"])
@@ -635,7 +667,7 @@ class _Server:
                 page["total_instances"] = max(1, page["total_instances"])
                 return web.json_response(page)
             case "slow":
-                self.extra += 40.0
+                self.pass_time(40.0)
         return await handler(request)
 
     def _fault(self, call: str) -> str:
@@ -834,7 +866,7 @@ def _write(one: Instance, name: str, body: Any) -> None:
     part.replace(path)
 
 
-def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
+def _run(one: Instance, home: Path, world: World) -> "subprocess.Popen[bytes]":
     """Run a machine's onstart: in a folder and a process namespace of its own, with a clean
     environment. All that it starts ends with it.
     """
@@ -851,7 +883,7 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
         "GPU_COUNT": "0",
         **variables,
         **{f"VAST_TCP_PORT_{port}": str(one.port) for port in one.ports},
-        **(_image(image) if image else {}),
+        **_image(world),
     }
     script = f"{one.body['onstart']}\nwait\nexec sleep infinity"
     with (home / "onstart.log").open("ab") as log:
@@ -862,13 +894,17 @@ def _run(one: Instance, home: Path, image: str) -> "subprocess.Popen[bytes]":
         )  # fmt: skip
 
 
-def _image(packages: str) -> dict[str, str]:
-    """Return the environment of an image with all packages, setuptools among them.
+def _image(world: World) -> dict[str, str]:
+    """Return the environment of an image with packages, setuptools among them.
 
-    pip finds all packages there, and asks no index.
+    pip finds the packages there. Without an index it asks none.
     """
-    return {
-        "PYTHONPATH": packages,
+    if not world.image:
+        return {}
+    packages = {"PYTHONPATH": world.image}
+    if world.index:
+        return packages
+    return packages | {
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it the other way round: no isolation
         "PIP_CONFIG_FILE": os.devnull,
@@ -886,7 +922,7 @@ def _apart() -> tuple[str, ...]:
 
 
 async def _serve(folder: Path) -> None:
-    server = _Server(folder)
+    server = _Server(folder, _SharedClock(folder))
     server.reset(World())
     runner = web.AppRunner(server.application())
     await runner.setup()

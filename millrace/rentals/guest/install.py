@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -167,22 +168,46 @@ def install(folder: Path, commit: str) -> Path:
         names = [word for extra in extras.split(",") if extra for word in ("--extra", extra)]
         run_with_retries("uv", "sync", "--project", str(folder), "--frozen", "--no-dev", *names)
     else:
-        run_command(sys.executable, "-m", "venv", "--system-site-packages", str(folder / ".venv"))
+        pip = make_environment(folder / ".venv")
         pins = folder / "constraints.txt"
         constraint_options = ["--constraint", str(pins)] if pins.exists() else []
         requirement = f"{folder}[{extras}]" if extras else str(folder)
-        run_with_retries(
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            *constraint_options,
-            "--editable",
-            requirement,
-        )
+        # pip would compare the requirements of all packages of the image, for warnings only.
+        options = ("--quiet", "--no-warn-conflicts", *constraint_options)
+        run_with_retries(*pip, "install", *options, "--editable", requirement)
     marker.write_text(fingerprint)
     return python
+
+
+def make_environment(folder: Path) -> tuple[str, ...]:
+    """Make a virtual environment on the packages of the image; return the command of its pip.
+
+    The environment gets a pip of its own only if the image's pip cannot install into it.
+    """
+    command = (sys.executable, "-m", "venv", "--system-site-packages")
+    python = folder / "bin" / "python"
+    if not can_install_elsewhere():
+        run_command(*command, str(folder))
+        return str(python), "-m", "pip"
+    run_command(*command, "--without-pip", str(folder))
+    script = folder / "bin" / "pip"  # without it, a program's `pip` would be the image's
+    script.write_text(f'#!/bin/sh\nexec "{python}" -m pip "$@"\n')
+    script.chmod(0o755)
+    return sys.executable, "-m", "pip", "--python", str(python)
+
+
+def can_install_elsewhere() -> bool:
+    """Decide whether this Python has a pip that can install into another environment (22.3).
+
+    The new environment must also see that pip. It does not if this Python is in one itself.
+    """
+    if sys.prefix != sys.base_prefix:
+        return False
+    try:
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (22, 3)
 
 
 def main() -> None:

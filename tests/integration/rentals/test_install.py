@@ -1,11 +1,13 @@
 """Refs that a rented machine checks out, by real git."""
 
+import importlib.metadata
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from millrace.rentals.guest.install import clone
+from millrace.rentals.guest.install import can_install_elsewhere, clone, make_environment
 
 
 class Origin:
@@ -87,3 +89,32 @@ def test_branches_and_tags_are_found_and_what_is_not_there_is_said(
     for ref in ("gone", "0" * 40, "deadbeef"):
         with pytest.raises(RuntimeError, match=f"has no {ref}: name a branch, a tag or a commit"):
             checked_out(tmp_path / "clone", ref, monkeypatch)
+
+
+def test_an_environment_uses_the_pip_of_the_image_and_is_where_pip_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", f"{sys.base_prefix}/bin/python3")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    folder = tmp_path / "env"
+    pip = make_environment(folder)
+    assert not list(folder.glob("lib/*/site-packages/pip"))
+    for command in (pip, (str(folder / "bin/pip"),)):
+        listed = subprocess.run(
+            [*command, "--disable-pip-version-check", "inspect", "--local"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        assert '"installed": []' in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new"), [("22.2.2", False), ("22.3", True), ("23.0.1", True), ("9.0", False)]
+)
+def test_an_environment_has_a_pip_of_its_own_if_the_image_has_an_old_one(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_new: bool
+) -> None:
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert can_install_elsewhere() is is_new
+    monkeypatch.setattr(sys, "prefix", "/an/environment")
+    assert can_install_elsewhere() is False

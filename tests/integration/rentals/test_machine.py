@@ -37,6 +37,7 @@ from millrace.testing.rgw import RGW, Key
 from millrace.testing.vast import VastServer
 from tests.prefect_server import until
 from tests.stores import credentials
+from tests.support.packages import link_requirements
 
 SETTINGS = """
 dataset: data/words
@@ -54,6 +55,7 @@ store:
     session_token: ${MILLRACE_WRITE_SESSION_TOKEN}
 execution: {workers: 0}
 """
+VENV = ".millrace/program/.venv"
 UNTIL_SEEN = "while [ ! -e ~/seen ]; do sleep 0.1; done"
 
 
@@ -158,13 +160,16 @@ def moved() -> int:
 
 
 def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
-    vast: VastServer, real: str, rgw: RGW, bucket: str, repository: Path,
+    vast: VastServer, rgw: RGW, bucket: str, repository: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
+    packages = tmp_path / "packages"  # the image has what a worker without extras needs, but for:
+    link_requirements(packages, without={"orjson", "zstandard"})
+    key = vast.reset(real=True, rate=1.0, strict=False, image=str(packages), index=True)
     role = rgw.create_role(f"machine-{secrets.token_hex(4)}")
     full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
     words = "\n".join(json.dumps({"text": f"word {number}"}) for number in range(1000))
     settings = settings_of(
-        vast, real, full, role_arn=role,
+        vast, key, full, role_arn=role,
         storage_grants=(StorageGrant(prefix="data/", access=Right.WRITE),),
         program=Program(
             repo_url=repository.as_uri(),
@@ -174,16 +179,18 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     )  # fmt: skip
     told: list[str] = []
     before = moved()
-    account = VastClient(SecretStr(real), vast.url)
+    account = VastClient(SecretStr(key), vast.url)
     with Rental(
         settings, vast=account, progress=lambda event: told.append(read_line(event))
     ) as rental:
         rental.wait_until_ready()
         (entry,) = vast.alive()
         held = b"\n".join(everything_of(entry))
+        fetched = {one.name for one in Path(entry["home"]).glob(f"{VENV}/lib/*/site-packages/*")}
         (Path(entry["home"]) / "seen").touch()
         rental.wait_until_done()
     assert vast.alive() == []
+    assert fetched >= {"orjson", "zstandard"}
     client = rgw.client(rgw.full)
     keys = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
     assert "data/words/manifest.json" in keys
@@ -194,7 +201,8 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     assert json.loads(beat)["received"] <= moved() - before  # not what the host has moved before
 
     # What it held: nothing of ours but credentials for two prefixes, that end with the rental.
-    for secret in (real, rgw.full.secret_access_key, rgw.read_only.secret_access_key):
+    vast.reset()
+    for secret in (key, rgw.full.secret_access_key, rgw.read_only.secret_access_key):
         assert secret.encode() not in held
     assert b"CONTAINER_ID=" in held
     assert b"PYTEST_CURRENT_TEST" not in held
@@ -222,7 +230,7 @@ def test_a_machine_whose_image_has_everything_fetches_nothing(
     packages = sysconfig.get_path("purelib")
     key = vast.reset(real=True, rate=1.0, strict=False, image=packages)  # as the demo's machines
     program = Program(
-        repo_url=repository.as_uri(), extras=("gradients",), command=("millrace", "--help")
+        repo_url=repository.as_uri(), extras=("gradients",), command=("millrace", "run", "--help")
     )
     told: list[str] = []
     with Rental(

@@ -252,7 +252,8 @@ def test_creates_that_are_never_answered_are_sent_ever_more_rarely_while_others_
             account.server.fail_next(10_000, "cut", "create")
 
     request = {"max_lifetime": timedelta(hours=2 * hours)}
-    settings = account.settings(machines=2, request=request)
+    minute = timedelta(minutes=1)  # far shorter than what lies between two creates
+    settings = account.settings(machines=2, request=request, poll_interval=minute)
     with Rental(settings, vast=account.vast, progress=fail_creates) as rental:
         with pytest.raises(errors.UnavailableError, match="does not answer whether"):
             rental.wait_until_done()  # the one that runs has done its work: then it ends
