@@ -12,7 +12,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from millrace.testing.process import REPOSITORY
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker
-from tests.support.flows.browser import field, open_run_form, press, told
+from tests.support.flows.browser import field, open_form, open_run_form, press, told
 from tests.support.flows.fixtures import jsonl, texts, texts_in
 
 DEPLOYMENTS = REPOSITORY / "prefect.yaml"
@@ -58,7 +58,7 @@ def test_every_form_fits_into_a_few_screens(deployed: PrefectServer, page: Page)
     names = [one["name"] for one in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]]
     heights: dict[str, int] = {}
     for name in names:
-        open_run_form(deployed, page, name)
+        open_form(deployed, page, name)
         expect(page.locator(".schema-form-property").first).to_be_visible()
         expect(page.get_by_role("button", name="Submit")).to_be_attached()
         heights[name] = page.locator("form").evaluate("form => form.scrollHeight")

@@ -30,12 +30,24 @@ def page() -> Iterator[Page]:
 
 
 def open_run_form(server: PrefectServer, page: Page, name: str) -> None:
-    """The form in which a deployment is run. Its list has pages: it is opened by its address."""
-    with server.client() as client:
-        deployment = client.read_deployment_by_name(f"{name}/{name}")
-    page.goto(f"{server.url.removesuffix('/api')}/deployments/deployment/{deployment.id}")
+    """Open the form in which a deployment is run, as a person does: from the deployment's page.
+
+    The list of deployments has pages, so the deployment is opened by its address.
+    """
+    page.goto(_address(server, name))
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
+
+
+def open_form(server: PrefectServer, page: Page, name: str) -> None:
+    """Open the same form by its address."""
+    page.goto(f"{_address(server, name)}/run")
+
+
+def _address(server: PrefectServer, name: str) -> str:
+    with server.client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+    return f"{server.url.removesuffix('/api')}/deployments/deployment/{deployment.id}"
 
 
 def field(page: Page, label: str) -> Locator:
