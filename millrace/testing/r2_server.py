@@ -24,9 +24,9 @@ from millrace.testing import r2_token, sigv4
 from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
 from millrace.testing.r2_rules import (
     COUNTED_WRITES,
-    Operation,
     RefusedError,
     Rules,
+    S3Operation,
     check_head,
     check_parts,
     operation,
@@ -78,7 +78,7 @@ class Asked:
     """A request on its way through."""
 
     request: web.BaseRequest
-    operation: Operation
+    operation: S3Operation
     seen: Seen
     path: str
     query: str
@@ -452,7 +452,7 @@ async def serve(
 
 
 def _possible(asked: Asked) -> set[Fault]:
-    """The faults that can befall a request."""
+    """Return the faults that can befall a request."""
     cuttable = asked.request.method == "GET" or asked.length > 0
     return set(Fault) if cuttable else set(Fault) - {Fault.CUT}
 
@@ -532,7 +532,7 @@ async def _checked(
 
 
 def _texts(document: bytes, tag: str) -> list[str]:
-    """The texts of the elements of that name, whatever their namespace."""
+    """Return the texts of the elements of a name, whatever their namespace."""
     root = ET.fromstring(document)
     return [one.text or "" for one in root.iter() if one.tag.rpartition("}")[2] == tag]
 
