@@ -16,7 +16,7 @@ from millrace.testing.vast.faults import (
     INTERVALS,
     LISTS,
     REFUSALS,
-    RefusedError,
+    VastRefusedError,
     make_refusal,
 )
 from millrace.testing.vast.machines import StandInInstance, StandInMachine
@@ -131,7 +131,7 @@ class VastApplication:
             self.counted[fault] += 1
         try:
             response = await self._answer_with_fault(fault, request, handler, call)
-        except RefusedError as refused:
+        except VastRefusedError as refused:
             response = make_response(refused)
         entry["status"] = response.status if response is not None else None
         if response is None:
@@ -146,11 +146,11 @@ class VastApplication:
         """Answer, with a fault or without; None: the connection is closed."""
         self._check_pace(call)
         if fault in REFUSALS:
-            raise RefusedError(*REFUSALS[fault])
+            raise VastRefusedError(*REFUSALS[fault])
         if fault == "cut":
             return None
         if fault == "lost" or (fault == "lost, listed late" and call == "create"):
-            with contextlib.suppress(RefusedError):
+            with contextlib.suppress(VastRefusedError):
                 answer = json.loads((await handler(request)).text)
                 if fault != "lost":
                     self.books.instances[answer["new_contract"]].lag = self.books.world.late
@@ -202,7 +202,7 @@ class VastApplication:
         before = self.last.get(name, float("-inf"))
         if self.books.world.strict and self.books.now - before < interval - 0.01:
             self.counted["too frequent"] += 1
-            raise RefusedError(429, f"API requests too frequent endpoint threshold={interval}")
+            raise VastRefusedError(429, f"API requests too frequent endpoint threshold={interval}")
         self.last[name] = self.books.now
 
     def _identify_caller(self, request: web.Request) -> str:
@@ -321,7 +321,7 @@ class VastApplication:
         )
 
 
-def make_response(refused: RefusedError) -> web.Response:
+def make_response(refused: VastRefusedError) -> web.Response:
     if isinstance(refused.body, str):
         return web.Response(status=refused.status, text=refused.body)
     return web.json_response(refused.body, status=refused.status)

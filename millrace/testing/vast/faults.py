@@ -27,11 +27,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-class RefusedError(Exception):
+class VastRefusedError(Exception):
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(status, body)
         self.status, self.body = status, body
 
 
-def make_refusal(status: int, code: str, said: str) -> RefusedError:
-    return RefusedError(status, {"success": False, "error": code, "msg": said})
+def make_refusal(status: int, code: str, said: str) -> VastRefusedError:
+    return VastRefusedError(status, {"success": False, "error": code, "msg": said})
