@@ -54,7 +54,7 @@ class Holder(BaseModel):
     started: str
 
     @classmethod
-    def this_process(cls) -> "Holder":
+    def describe_this_process(cls) -> "Holder":
         """Return a new holder in this process."""
         pid = os.getpid()
         return cls(
@@ -114,7 +114,7 @@ class StoreClock:
         return clock
 
     @classmethod
-    def of_this_machine(cls) -> "StoreClock":
+    def read_machine_clock(cls) -> "StoreClock":
         """Return the clock of this machine, for callers that may not write to the store."""
         return cls(datetime.now(UTC), _read_boot_clock())
 

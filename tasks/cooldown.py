@@ -74,7 +74,7 @@ def _watch_with_progress(
     spec: StoreSpec, job: str, epoch: int, timeout: timedelta, members: Sequence[str] = ()
 ) -> EpochStatus:
     store = open_store(spec, make_folder=False)
-    clock = StoreClock.read(store, job, Holder.this_process())
+    clock = StoreClock.read(store, job, Holder.describe_this_process())
     with CheckpointProgress(make_artifact_key("progress", "cooldown")) as progress:
         return watch_epoch_end(
             store, job, epoch, timeout=timeout, members=members, clock=clock, progress=progress

@@ -56,7 +56,7 @@ class Training:
     @property
     def uids(self) -> list[str]:
         """Names of all workers."""
-        return [self.keys.uid(number) for number in range(self.rules.workers)]
+        return [self.keys.make_uid(number) for number in range(self.rules.workers)]
 
     @property
     def prewarm_timeout(self) -> timedelta | None:

@@ -19,7 +19,7 @@ def hold_campaign_lease(spec: StoreSpec, name: str) -> Generator[None]:
     Raises:
         HeldError: A living process holds the lease.
     """
-    store, keys, holder = open_store(spec), CampaignKeys(name), Holder.this_process()
+    store, keys, holder = open_store(spec), CampaignKeys(name), Holder.describe_this_process()
     clock = StoreClock.read(store, name, holder)
     held = await_lease(store, keys.lease, holder, _TTL, clock)
     if isinstance(held, HeldLease):

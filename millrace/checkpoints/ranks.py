@@ -57,7 +57,7 @@ class Ranks:
             )
 
     @classmethod
-    def of_group(cls, group: torch.distributed.ProcessGroup | None = None) -> Self:
+    def from_group(cls, group: torch.distributed.ProcessGroup | None = None) -> Self:
         """Return the rank of this process in a process group of torch.
 
         The first rank draws the attempt. All ranks of the group must call this collective.

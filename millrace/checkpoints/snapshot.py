@@ -127,7 +127,7 @@ def _select_shard(
     if rank is None:
         raise ConfigurationError(
             f"{name} is distributed over several ranks: let each of them save with a "
-            "Saver(ranks=Ranks.of_group())."
+            "Saver(ranks=Ranks.from_group())."
         )
     return piece
 

@@ -40,9 +40,9 @@ def read_store_clock(store: Store, fallback: StoreClock | None = None) -> StoreC
             is taken, as a fast clock would end leases that are held.
     """
     try:
-        return StoreClock.read(store, CLEANING, Holder.this_process())
+        return StoreClock.read(store, CLEANING, Holder.describe_this_process())
     except errors.DeniedError:
-        own = StoreClock.of_this_machine()
+        own = StoreClock.read_machine_clock()
         return min(own, fallback or own, key=StoreClock.now)
 
 

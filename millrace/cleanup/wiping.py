@@ -76,7 +76,7 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
     """
     store = open_store(spec, make_folder=False)
     # The clock of this machine is used, because reading that of the store needs a write.
-    protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, StoreClock.of_this_machine())
+    protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, StoreClock.read_machine_clock())
     objects = size = 0
     for entry in _iterate_entries(store, protection, progress):
         objects += 1

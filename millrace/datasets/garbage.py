@@ -169,7 +169,7 @@ def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
             f"{store.make_url(dataset)} has no plan, so garbage cannot be identified. Correct the "
             "name of the dataset, or delete the objects by hand."
         ) from None
-    holder = Holder.this_process()
+    holder = Holder.describe_this_process()
     clock = StoreClock.read(store, dataset, holder)
     claimed: set[str] = set()
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:

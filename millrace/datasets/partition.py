@@ -76,7 +76,7 @@ def shard_partition(
             partition=partition.name,
             cursor=cursor,
             commits=number,
-            fraction=partition.source_range.fraction_before(cursor),
+            fraction=partition.source_range.compute_fraction_before(cursor),
         )
     )
     with _ShardUploader(
@@ -320,7 +320,7 @@ class _ShardUploader:
                 samples=commit.samples,
                 size=commit.size,
                 quarantined=commit.quarantined,
-                fraction=self._partition.source_range.fraction_before(commit.next_cursor),
+                fraction=self._partition.source_range.compute_fraction_before(commit.next_cursor),
             )
         )
 

@@ -197,7 +197,7 @@ def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, S
         This process, the store's clock, and whether the claim succeeded. The claim fails while
         another run removes the plan.
     """
-    holder = Holder.this_process()
+    holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
         lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _LEASE_TIMEOUT, clock)

@@ -79,7 +79,7 @@ def shard_all_partitions(
     """
     pending = _PendingPartitions(store, keys, jobs)
     progress(PartitionsPending(partitions=len(pending)))
-    holder = Holder.this_process()
+    holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(lease_timeout) as heartbeat:
         leases = _PartitionLeases(store, keys, holder, lease_timeout, clock, heartbeat)

@@ -60,7 +60,8 @@ class QuarantineLimit:
             check_plan_digest([entry], self._plan_digest)
             self._count_rows(entry.samples, entry.quarantined)
             self._advance(
-                entry.partition, source_ranges[entry.partition].fraction_before(entry.next_cursor)
+                entry.partition,
+                source_ranges[entry.partition].compute_fraction_before(entry.next_cursor),
             )
         self._check_early()
 

@@ -157,6 +157,6 @@ def _make_partition_status(
 def _read_clock(store: Store, dataset: str) -> StoreClock:
     """Return the store's clock, or this machine's clock if the credentials may only read."""
     try:
-        return StoreClock.read(store, dataset, Holder.this_process())
+        return StoreClock.read(store, dataset, Holder.describe_this_process())
     except errors.DeniedError:
-        return StoreClock.of_this_machine()
+        return StoreClock.read_machine_clock()

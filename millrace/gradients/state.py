@@ -52,7 +52,7 @@ class WeightState:
         weight = self.weights.get(name)
         if weight is None:
             raise errors.ConfigurationError(f"The weights have no {name}.")
-        change = compute_dense_change(groups, weight.shape, codec.for_tensor(name))
+        change = compute_dense_change(groups, weight.shape, codec.select_for_tensor(name))
         if codec.is_buffer(name):
             weight[...] = change
             if outer.kind is OuterKind.NESTEROV:

@@ -33,7 +33,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.schemas.gradient import BUFFER_NAMES, last_part_of
+from millrace.schemas.gradient import BUFFER_NAMES, take_last_part
 from millrace.storage import Store
 
 S = TypeVar("S", bound=ShardedWeights)
@@ -293,7 +293,7 @@ def _read_shapes(found: Checkpoint, prefix: str) -> Shapes:
         for name, record in found.tensors.items()
         if name.startswith(prefix)
         and parse_own_name(name) is None
-        and (parse_dtype(record.dtype).is_floating_point or last_part_of(name) in BUFFER_NAMES)
+        and (parse_dtype(record.dtype).is_floating_point or take_last_part(name) in BUFFER_NAMES)
     }
 
 

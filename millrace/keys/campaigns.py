@@ -64,14 +64,14 @@ class CampaignKeys:
         Args:
             number: Number of the worker, or its placeholder ``{slot}``.
         """
-        uid = self.uid(number)
+        uid = self.make_uid(number)
         return [
             f"{self.run}/{uid}/",
             f"{self.job}/{MEMBERS}/{uid}/",
             f"{make_lease_prefix(self.job)}{MEMBERS}/{uid}/",
         ]
 
-    def uid(self, number: int | str) -> str:
+    def make_uid(self, number: int | str) -> str:
         """Return the name of a worker, from its number."""
         return f"worker-{number}"
 

@@ -39,7 +39,7 @@ def acquire_ownership(
     Raises:
         HeldError: The rental has another owner.
     """
-    holder = Holder.this_process()
+    holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.scope, holder)
     take_lease = await_lease if wait else acquire
     lease = take_lease(store, keys.lease, holder, _TTL, clock)

@@ -157,7 +157,7 @@ class _OwnerLookup:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.this_process())
+        self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.describe_this_process())
         self._leases: dict[str, HeldLease | None] = {}
 
     def find_owner(self, rental: str) -> str:

@@ -66,7 +66,7 @@ class ByteRange(RecordPart):
         """Bytes of the range."""
         return self.end - self.start
 
-    def fraction_before(self, cursor: int) -> float:
+    def compute_fraction_before(self, cursor: int) -> float:
         """Return the fraction of the range before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
@@ -87,7 +87,7 @@ class SampleList(RecordPart):
     samples: int
     size: int
 
-    def fraction_before(self, cursor: int) -> float:
+    def compute_fraction_before(self, cursor: int) -> float:
         """Return the fraction of the range before a cursor, from 0 to 1."""
         return cursor / self.samples
 

@@ -72,9 +72,9 @@ class Codec(RecordPart):
 
     def is_buffer(self, name: str) -> bool:
         """Return whether a tensor is a buffer, by its name."""
-        return name in self.buffers or last_part_of(name) in self.buffers
+        return name in self.buffers or take_last_part(name) in self.buffers
 
-    def for_tensor(self, name: str) -> "Codec":
+    def select_for_tensor(self, name: str) -> "Codec":
         """Return the settings for one tensor. A buffer is sent whole, in float32."""
         if not self.is_buffer(name):
             return self
@@ -87,14 +87,14 @@ class Codec(RecordPart):
         return self.model_copy(update=whole)
 
 
-def last_part_of(name: str) -> str:
+def take_last_part(name: str) -> str:
     """Return the last part of a tensor's name: ``running_var`` of ``layer.1.running_var``."""
     return name.rpartition(".")[2]
 
 
-def range_of(name: str) -> tuple[float, float]:
+def find_buffer_range(name: str) -> tuple[float, float]:
     """Return the least and the largest value that a buffer may have, by the buffer's name."""
-    return _BUFFER_RANGES.get(last_part_of(name), (-math.inf, math.inf))
+    return _BUFFER_RANGES.get(take_last_part(name), (-math.inf, math.inf))
 
 
 class GradientHeader(RecordPart):

@@ -90,8 +90,8 @@ class Journal:
 
         Args:
             objects: Objects of this run, whose partial files are not of other requests.
-            stems: `partial_stem` of each destination of this run. Partial files of earlier contents
-                there are not kept.
+            stems: `cut_partial_stem` of each destination of this run. Partial files of earlier
+                contents there are not kept.
             room: Free bytes of the disk that this run does not need.
 
         Returns:
@@ -100,7 +100,7 @@ class Journal:
         found: list[tuple[float, int, str, str]] = []
         for name, path in self.partials.items():
             left = self._root / path
-            if name in objects or partial_stem(path) in stems or not self._is_below_root(left):
+            if name in objects or cut_partial_stem(path) in stems or not self._is_below_root(left):
                 continue
             if left.is_file() and not left.is_symlink():
                 stat = left.stat()
@@ -168,7 +168,7 @@ class Journal:
         return path.parent.resolve().is_relative_to(self._root)
 
 
-def partial_stem(path: str) -> str:
+def cut_partial_stem(path: str) -> str:
     """Return the part of a partial file's path that depends only on its destination."""
     return path.rsplit(".", 2)[0]
 

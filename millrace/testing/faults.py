@@ -54,7 +54,7 @@ class Faults:
             raise ValueError("The probabilities must be from 0 to 1, their sum too.")
 
     def probabilities(self) -> list[float]:
-        """One for each `Fault`, in order."""
+        """Return one probability for each `Fault`, in order."""
         return [getattr(self, kind.value) for kind in Fault]
 
 
@@ -102,7 +102,7 @@ class FaultBox:
     def choose(
         self, method: str, operation: str, name: str, possible: Iterable[Fault]
     ) -> Plan | None:
-        """The fault for a request: a deterministic one first, else one drawn.
+        """Return the fault for a request: a deterministic one first, else one drawn.
 
         Args:
             method: Its HTTP method.
@@ -136,7 +136,7 @@ class FaultBox:
         self.fired[plan.kind] += 1
 
     def give_back(self, plan: Plan) -> None:
-        """A fault could not be done after all: another request shall meet it."""
+        """Give back a fault that could not be done: another request shall meet it."""
         if plan.reserved is not None:
             plan.reserved.times += 1
 
@@ -149,7 +149,7 @@ class FaultBox:
         return sum(one.times for one in self._next)
 
     def reset(self) -> None:
-        """No faults, and counts of zero."""
+        """Remove all faults, and set the counts to zero."""
         self.use(Faults())
         self.fired.clear()
         self._next.clear()

@@ -32,7 +32,7 @@ from aiohttp import web
 
 from millrace.testing.process import Child, python_module
 
-__all__ = ["GCSServer", "RequestRecord"]
+__all__ = ["GCSRequestRecord", "GCSServer"]
 
 MIN_PART = 5 << 20
 PAGE = 1000
@@ -50,14 +50,14 @@ STORED_HEADERS = frozenset(
 _local = build_opener(ProxyHandler({}))
 
 
-class RequestRecord(TypedDict):
+class GCSRequestRecord(TypedDict):
     """A request that the server saw, in the order of arrival."""
 
     method: str
     path: str
-    """As it stood in the request line, encoded, with its query."""
+    """Path of the request line, encoded, with its query."""
     arrived: float
-    """On the clock of ``time.monotonic()``, which all processes of a machine share."""
+    """Time of ``time.monotonic()``, whose clock all processes of a machine share."""
     status: int
     received: int
     """Bytes of body that came from the client."""
@@ -138,8 +138,8 @@ class GCSServer:
         with contextlib.closing(_local.open(request)):
             pass
 
-    def requests(self) -> list[RequestRecord]:
-        """The last 100,000 requests, in the order of their arrival."""
+    def requests(self) -> list[GCSRequestRecord]:
+        """Return the last 100,000 requests, in the order of their arrival."""
         with contextlib.closing(_local.open(self.endpoint + CONTROL)) as answer:
             return json.load(answer)
 
@@ -191,7 +191,7 @@ class _Error(Exception):
         self.code = code
 
 
-class _Server:
+class _GCSApplication:
     def __init__(self, buckets: Iterable[str], page: int) -> None:
         self.buckets = {name: _Bucket() for name in buckets}
         self.page = page
@@ -351,7 +351,10 @@ class _Server:
 
 
 def _needed(request: web.BaseRequest, bucket: _Bucket, key: str) -> set[str]:
-    """The permissions that a request needs: "IAM permissions for XML requests"."""
+    """Return the permissions that a request needs.
+
+    Source: "IAM permissions for XML requests".
+    """
     objects, multipart = "storage.objects", "storage.multipartUploads"
     match request.method:
         case "GET" | "HEAD":
@@ -376,7 +379,7 @@ def _existing(bucket: _Bucket, key: str) -> _Object:
 
 
 def _kept(request: web.BaseRequest) -> dict[str, str]:
-    """The headers that are stored with an object."""
+    """Return the headers that are stored with an object."""
     return {
         name: value
         for name, value in request.headers.items()
@@ -433,7 +436,7 @@ def _read(stored: _Object, request: web.BaseRequest) -> web.Response:
 
 
 def _chosen(upload: _Upload, completion: bytes) -> list[bytes]:
-    """The parts that an upload is completed with, in order."""
+    """Return the parts that an upload is completed with, in order."""
     parts: list[bytes] = []
     previous = 0
     for part in ET.fromstring(completion).iter():
@@ -456,7 +459,7 @@ def _chosen(upload: _Upload, completion: bytes) -> list[bytes]:
 
 
 def _rolled_up(key: str, prefix: str, delimiter: str) -> str:
-    """The key, or the common prefix that stands for it in a listing."""
+    """Return the key, or the common prefix that stands for it in a listing."""
     head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
     return prefix + head + found if found else key
 
@@ -501,7 +504,7 @@ def main() -> None:
 
     async def run() -> None:
         server = web.Server(
-            _Server(options.bucket, options.page).handle,
+            _GCSApplication(options.bucket, options.page).handle,
             access_log=None,
             auto_decompress=False,
         )

@@ -49,7 +49,7 @@ class HubServer:
         return cls(child, child.announced()["port"])
 
     def make_repo(self) -> str:
-        """A new repository, with one commit."""
+        """Make a new repository, with one commit, and return its name."""
         name = f"person/repo-{next(self._names)}"
         self._ask("repo", {"name": name})
         return name
@@ -175,7 +175,7 @@ class _Failing:
 
 
 @dataclass
-class _Server:
+class _HubApplication:
     repos: dict[str, _Repo] = field(default_factory=dict)
     failing: list[_Failing] = field(default_factory=list)
 
@@ -379,7 +379,7 @@ def _by_lfs(path: str, size: int) -> bool:
 
 
 async def _serve() -> None:
-    runner = web.AppRunner(_Server().application(), access_log=None)
+    runner = web.AppRunner(_HubApplication().application(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

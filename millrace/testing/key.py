@@ -24,7 +24,7 @@ def connect(
     region: str = "us-east-1",
     verify: str | bool | None = None,
 ) -> Any:
-    """A boto3 client: path-style, no retries, no checksum that was not asked for."""
+    """Return a boto3 client: path-style, no retries, no checksum that was not asked for."""
     return cast("Any", boto3).client(
         service,
         endpoint_url=endpoint,

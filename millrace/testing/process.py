@@ -68,7 +68,7 @@ class Child:
         return json.loads(line)
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines that it printed, for an error message."""
+        """Return the last lines that the process printed, for an error message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -101,7 +101,7 @@ def ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on at this moment."""
+    """Return ports of 127.0.0.1 that nothing listens on at this moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -41,19 +41,19 @@ from millrace.testing.r2_rules import Rules
 from millrace.testing.r2_server import Proxy, serve
 from millrace.testing.tls import make_certificates
 
-__all__ = ["Fault", "Faults", "R2Proxy", "RequestRecord", "Rules"]
+__all__ = ["Fault", "Faults", "R2Proxy", "R2RequestRecord", "Rules"]
 
 
-class RequestRecord(TypedDict):
+class R2RequestRecord(TypedDict):
     """A request that the proxy saw, in the order of arrival."""
 
     method: str
     path: str
-    """As it stood in the request line, encoded, with its query."""
+    """Path of the request line, encoded, with its query."""
     operation: str
-    """In S3's words, ``PutObject``."""
+    """Name of the operation in S3, such as ``PutObject``."""
     arrived: float
-    """On the clock of ``time.monotonic()``, which all processes of a machine share."""
+    """Time of ``time.monotonic()``, whose clock all processes of a machine share."""
     status: int | None
     """None if nothing was answered."""
     fault: str | None
@@ -145,16 +145,16 @@ class R2Proxy:
         return self._child.log
 
     def key(self, access_key_id: str) -> Key:
-        """One of the keys that it was started with."""
+        """Return one of the keys that the server was started with."""
         return Key(access_key_id, self._keys[access_key_id])
 
     def client(self, key: Key) -> Any:
-        """A boto3 client of this server, path-style and without retries."""
+        """Return a boto3 client of this server, path-style and without retries."""
         verify = None if self.ca_file is None else str(self.ca_file)
         return connect(self.endpoint, key, region="auto", verify=verify)
 
     def temporary(self, parent: Key, bucket: str, **options: Any) -> Key:
-        """Temporary credentials for this endpoint; ``options`` as in `r2_token.mint`."""
+        """Make temporary credentials for this endpoint; ``options`` as in `r2_token.mint`."""
         return r2_token.mint(parent, bucket=bucket, audience=self.host, **options)
 
     def set_faults(self, faults: Faults) -> None:
@@ -212,12 +212,12 @@ class R2Proxy:
         """Return the refusals by S3's error code; ``BadGateway``: the upstream failed."""
         return self._ask("/refusals")
 
-    def requests(self) -> list[RequestRecord]:
-        """The last 100,000 requests since the last `reset`, in the order of their arrival."""
+    def requests(self) -> list[R2RequestRecord]:
+        """Return the last 100,000 requests since the last `reset`, in order of arrival."""
         return self._ask("/requests")
 
     def reset(self) -> None:
-        """No faults, no counts, no requests, the first rules; stalled requests end."""
+        """Forget faults, counts and requests, restore the first rules, and end stalled requests."""
         self._ask("/reset")
 
     def stop(self) -> None:

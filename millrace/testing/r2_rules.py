@@ -81,7 +81,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class S3Operation:
     """Operation of a request, in the terms of S3."""
 
     name: str
@@ -90,7 +90,7 @@ class Operation:
     query: Mapping[str, str]
 
 
-def operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> Operation:
+def operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> S3Operation:
     """Name the operation of a path-style request."""
     bucket, _, key = unquote(path).removeprefix("/").partition("/")
     fields = dict(parse_qsl(query, keep_blank_values=True))
@@ -100,11 +100,11 @@ def operation(method: str, path: str, query: str, headers: Mapping[str, str]) ->
         name = _on_bucket(method, fields)
     else:
         name = _on_object(method, fields, copies="x-amz-copy-source" in headers)
-    return Operation(name, bucket, key, fields)
+    return S3Operation(name, bucket, key, fields)
 
 
 def check_head(
-    asked: Operation, headers: Mapping[str, str], *, has_body: bool, region: str
+    asked: S3Operation, headers: Mapping[str, str], *, has_body: bool, region: str
 ) -> None:
     """Refuse what R2 refuses whoever asks.
 

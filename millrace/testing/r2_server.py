@@ -25,9 +25,9 @@ from millrace.testing.crc64 import Crc64
 from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
 from millrace.testing.r2_rules import (
     COUNTED_WRITES,
-    Operation,
     RefusedError,
     Rules,
+    S3Operation,
     check_head,
     check_parts,
     check_payload,
@@ -111,7 +111,7 @@ class Asked:
     """A request on its way through."""
 
     request: web.BaseRequest
-    operation: Operation
+    operation: S3Operation
     seen: Seen
     path: str
     query: str
@@ -535,7 +535,7 @@ async def serve(
 
 
 def _possible(asked: Asked) -> set[Fault]:
-    """The faults that can befall a request."""
+    """Return the faults that can befall a request."""
     possible = set(Fault)
     if asked.request.method != "GET" and not asked.length:
         possible.remove(Fault.CUT)
@@ -621,7 +621,7 @@ async def _checked(
 
 
 def _texts(document: bytes, tag: str) -> list[str]:
-    """The texts of the elements of that name, whatever their namespace."""
+    """Return the texts of the elements of a name, whatever their namespace."""
     root = ET.fromstring(document)
     return [one.text or "" for one in root.iter() if one.tag.rpartition("}")[2] == tag]
 

@@ -88,7 +88,7 @@ def mint(
     issued: float | None = None,
     **claims: Any,
 ) -> Key:
-    """Temporary credentials as Cloudflare's own example makes them.
+    """Make temporary credentials as Cloudflare's own example makes them.
 
     Args:
         parent: The key that signs, and whose permissions they cannot exceed.

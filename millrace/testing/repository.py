@@ -11,7 +11,7 @@ _FILES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 
 
 def snapshot(folder: Path) -> Path:
-    """A repository of what the project is now, committed or not; a new one each time."""
+    """Make a new repository of the project's present files, committed or not."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in _FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")

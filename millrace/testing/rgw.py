@@ -180,7 +180,7 @@ class RGW:
         return name
 
     def client(self, key: Key, *, service: str = "s3") -> Any:
-        """A boto3 client of this server, path-style and without retries (or ``service="sts"``)."""
+        """Return a boto3 client, path-style and without retries (or ``service="sts"``)."""
         return connect(self.endpoint, key, service=service)
 
     def create_role(self, name: str) -> str:
@@ -204,7 +204,7 @@ class RGW:
         return json.loads(made)["Arn"]
 
     def assume_role(self, role: str, *statements: dict[str, Any], seconds: int = 900) -> Key:
-        """Temporary credentials of a role, restricted to what ``statements`` allow (none: all)."""
+        """Return temporary credentials of a role, limited to ``statements`` (none: all)."""
         session: dict[str, Any] = {"Policy": _policy(*statements)} if statements else {}
         given = self.client(self.full, service="sts").assume_role(
             RoleArn=role, RoleSessionName="session", DurationSeconds=seconds, **session
@@ -212,7 +212,7 @@ class RGW:
         return Key(given["AccessKeyId"], given["SecretAccessKey"], given["SessionToken"])
 
     def requests(self) -> list[str]:
-        """The gateway's own access log so far, one line a request, the oldest first.
+        """Return the gateway's own access log so far, one line a request, the oldest first.
 
         A line reads ``127.0.0.1 - USER [TIME] "GET /bucket/key HTTP/1.1" 200 BYTES RANGE "-"
         "AGENT" - latency=Ns``. A request that was answered before the call is in the list.

@@ -39,7 +39,7 @@ class Signature:
 
 
 def found(headers: Mapping[str, str], query: str) -> Signature | None:
-    """The signature of a request; None if it is anonymous.
+    """Return the signature of a request; None if it is anonymous.
 
     Raises:
         MalformedError: There is one, and it cannot be read.
@@ -76,7 +76,7 @@ def compute(
     headers: Mapping[str, str],
     signature: Signature,
 ) -> str:
-    """The signature that a request should carry.
+    """Compute the signature that a request should carry.
 
     Args:
         secret: The secret access key.
@@ -132,7 +132,7 @@ def without_token(
 
 
 def authorization(signature: Signature, value: str) -> str:
-    """The ``Authorization`` header with another signature in it."""
+    """Return the ``Authorization`` header with another signature in it."""
     return (
         f"{ALGORITHM} Credential={signature.access_key_id}/{signature.scope}, "
         f"SignedHeaders={';'.join(signature.signed_headers)}, Signature={value}"
@@ -147,7 +147,7 @@ def _signature(credential: str, headers: str, value: str, *, presigned: bool) ->
 
 
 def _pairs(query: str) -> list[tuple[str, str]]:
-    """The query's names and values, each encoded the one canonical way."""
+    """Return the query's names and values, each encoded the one canonical way."""
     words = (word.partition("=") for word in query.split("&") if word)
     return [(encoded(name), encoded(value)) for name, _, value in words]
 

@@ -52,7 +52,7 @@ class Answer:
         return next((value for given, value in self.headers if given.lower() == name), "")
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body, in pieces of at most `CHUNK` bytes.
+        """Yield the body, in pieces of at most `CHUNK` bytes.
 
         The connection is given back after the last piece, and dropped when one stops before.
         """
@@ -83,7 +83,7 @@ class Answer:
         self._ended = True
 
     async def read(self) -> bytes:
-        """The whole body, which must be small."""
+        """Return the whole body, which must be small."""
         return b"".join([piece async for piece in self.chunks()])
 
     def close(self) -> None:

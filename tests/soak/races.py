@@ -189,7 +189,7 @@ class _Race:
 
     def _own(self) -> None:
         store = open_store(self._place)
-        clock = StoreClock.read(store, self.job, Holder.this_process())
+        clock = StoreClock.read(store, self.job, Holder.describe_this_process())
         census = make_census(store, self.job, clock)
         deadline = time.monotonic() + _HANGS
         while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ def store():
 
 @pytest.fixture
 def clock(store):
-    return StoreClock.read(store, "run", Holder.this_process())
+    return StoreClock.read(store, "run", Holder.describe_this_process())
 
 
 def later(clock: StoreClock, seconds: float) -> StoreClock:
@@ -41,9 +41,9 @@ def later(clock: StoreClock, seconds: float) -> StoreClock:
 
 
 def test_a_lease_is_held_by_one(store, clock):
-    mine = acquire(store, KEYS, Holder.this_process(), TTL, clock)
+    mine = acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
     assert isinstance(mine, Lease)
-    theirs = acquire(store, KEYS, Holder.this_process(), TTL, clock)
+    theirs = acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
     assert isinstance(theirs, HeldLease)
     assert theirs.holder == mine.holder
     assert find_holder(store, KEYS, clock).holder == mine.holder
@@ -51,7 +51,7 @@ def test_a_lease_is_held_by_one(store, clock):
 
 def test_of_many_at_once_one_gets_it(store, clock):
     def attempt(_: int) -> Lease | HeldLease:
-        return acquire(store, KEYS, Holder.this_process(), TTL, clock)
+        return acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
 
     with ThreadPoolExecutor(16) as pool:
         taken = list(pool.map(attempt, range(32)))
@@ -59,23 +59,27 @@ def test_of_many_at_once_one_gets_it(store, clock):
 
 
 def test_given_back_it_is_free_and_a_new_term_begins(store, clock):
-    first = acquire(store, KEYS, Holder.this_process(), TTL, clock)
+    first = acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
     first.release()
     first.release()
     assert find_holder(store, KEYS, clock) is None
-    second = acquire(store, KEYS, Holder.this_process(), TTL, clock)
+    second = acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
     assert (first.term, second.term) == (0, 1)
 
 
 def test_a_holder_that_is_not_heard_of_is_followed(store, clock):
-    elsewhere = Holder.this_process().model_copy(update={"machine": "another"})
+    elsewhere = Holder.describe_this_process().model_copy(update={"machine": "another"})
     acquire(store, KEYS, elsewhere, TTL, clock)
-    assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, later(clock, 29)), HeldLease)
-    assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, later(clock, 40)), Lease)
+    assert isinstance(
+        acquire(store, KEYS, Holder.describe_this_process(), TTL, later(clock, 29)), HeldLease
+    )
+    assert isinstance(
+        acquire(store, KEYS, Holder.describe_this_process(), TTL, later(clock, 40)), Lease
+    )
 
 
 def test_a_heartbeat_keeps_it(store, clock):
-    elsewhere = Holder.this_process().model_copy(update={"machine": "another"})
+    elsewhere = Holder.describe_this_process().model_copy(update={"machine": "another"})
     lease = acquire(store, KEYS, elsewhere, TTL, clock)
     before = find_holder(store, KEYS, clock).until
     lease.beat()
@@ -83,32 +87,34 @@ def test_a_heartbeat_keeps_it(store, clock):
 
 
 def test_a_neighbour_that_died_is_followed_at_once(store, clock):
-    code = "from millrace.lease import Holder; print(Holder.this_process().model_dump_json())"
+    code = (
+        "from millrace.lease import Holder; print(Holder.describe_this_process().model_dump_json())"
+    )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     dead = Holder.model_validate_json(child.stdout)
     assert dead.is_known_dead
-    assert not Holder.this_process().is_known_dead
+    assert not Holder.describe_this_process().is_known_dead
     acquire(store, KEYS, dead, TTL, clock)
-    assert isinstance(acquire(store, KEYS, Holder.this_process(), TTL, clock), Lease)
+    assert isinstance(acquire(store, KEYS, Holder.describe_this_process(), TTL, clock), Lease)
 
 
 def test_leaving_the_heartbeat_gives_back_what_is_held(store, clock):
     with Heartbeat(TTL) as heartbeat:
-        lease = acquire(store, KEYS, Holder.this_process(), TTL, clock)
+        lease = acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
         heartbeat.keep(lease)
         assert find_holder(store, KEYS, clock) is not None
     assert find_holder(store, KEYS, clock) is None
 
 
 def test_the_clock_is_the_stores(store):
-    clock = StoreClock.read(store, "run", Holder.this_process())
+    clock = StoreClock.read(store, "run", Holder.describe_this_process())
     assert list(list_objects(store, "run/lease/clock/")) == []
     assert clock.now() >= clock.base
 
 
 def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
     with pytest.raises(errors.ConfigurationError, match="choose at least 3 s"):
-        acquire(store, KEYS, Holder.this_process(), timedelta(seconds=1), clock)
+        acquire(store, KEYS, Holder.describe_this_process(), timedelta(seconds=1), clock)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
 )
 @pytest.mark.parametrize("body", [b"", b"junk"])
 def test_what_a_member_writes_below_its_lease_hides_and_adds_no_other(store, clock, key, body):
-    mine = acquire(store, LeaseKeys("job", "members/a"), Holder.this_process(), TTL, clock)
+    mine = acquire(store, LeaseKeys("job", "members/a"), Holder.describe_this_process(), TTL, clock)
     put(store, f"job/lease/members/{key}", body)
     census = Census(store, "job", "members", clock, strict=False)
     assert {name: one.holder for name, one in census.find_holders().items()} == {"a": mine.holder}
@@ -139,7 +145,7 @@ def test_a_member_with_many_objects_makes_the_census_no_longer(store, clock, mon
     monkeypatch.setattr("millrace.lease._MAX_OBJECTS", 50)
     for number in range(3000):
         put(store, f"job/lease/members/b/x{number:06d}", b"")
-    mine = acquire(store, LeaseKeys("job", "members/c"), Holder.this_process(), TTL, clock)
+    mine = acquire(store, LeaseKeys("job", "members/c"), Holder.describe_this_process(), TTL, clock)
     listed: list[str] = []
 
     def count(*args, **options):

@@ -22,7 +22,10 @@ def render_worker_settings(plan: TrainingPlan, store: StoreSpec, number: int | s
         store: Store of the campaign.
         number: Number of the worker; ``{slot}`` is filled in on a rented machine.
     """
-    plan_fields = {**plan.model_dump(mode="json"), "uid": CampaignKeys(plan.campaign).uid(number)}
+    plan_fields = {
+        **plan.model_dump(mode="json"),
+        "uid": CampaignKeys(plan.campaign).make_uid(number),
+    }
     settings: dict[str, Any] = _escape_settings(plan_fields, number)
     settings |= {"number": number}
     settings |= {

@@ -49,7 +49,7 @@ class Membership:
         self.reads, self.confined = reads or store, reads is not None
         self._keys = make_member_lease(job, member)
         self._stack = ExitStack()
-        self.holder = Holder.this_process()
+        self.holder = Holder.describe_this_process()
 
     def __enter__(self) -> Self:
         """Acquire the lease. The lease of a dead member with the same name must end first.

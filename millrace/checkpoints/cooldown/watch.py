@@ -82,7 +82,7 @@ def watch_epoch_end(
         UnavailableError: The store does not answer.
     """
     began = time.monotonic()
-    watched = _EpochWatcher(store, job, epoch, clock or StoreClock.of_this_machine(), members)
+    watched = _EpochWatcher(store, job, epoch, clock or StoreClock.read_machine_clock(), members)
     while True:
         spent = time.monotonic() - began
         seen = watched.poll(spent, last=spent > timeout.total_seconds())

@@ -28,7 +28,7 @@ from millrace.gradients.codec.tensors import (
     unpack_tensor,
 )
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
-from millrace.schemas.gradient import Codec, GradientHeader, Refusal, range_of
+from millrace.schemas.gradient import Codec, GradientHeader, Refusal, find_buffer_range
 from millrace.storage import Stat, Store, read_range
 
 _LENGTH = struct.Struct("<Q")
@@ -83,7 +83,7 @@ class ExpectedGradient:
         """Largest size of the object in bytes."""
         codec = self.codec
         bodies = sum(
-            compute_largest_size(shape, codec.for_tensor(name))
+            compute_largest_size(shape, codec.select_for_tensor(name))
             for name, shape in self.shapes.items()
         )
         return self.header_size + bodies
@@ -381,9 +381,11 @@ def check_tensors(
         piece = body[begin - at : end - at]
         digests[name] = compute_digest(piece)
         try:
-            groups = unpack_tensor(piece, expected.shapes[name], codec.for_tensor(name), mask=mask)
+            groups = unpack_tensor(
+                piece, expected.shapes[name], codec.select_for_tensor(name), mask=mask
+            )
             if codec.is_buffer(name):
-                _check_range(name, groups, codec.for_tensor(name))
+                _check_range(name, groups, codec.select_for_tensor(name))
         except CodeError as error:
             fault = fault or f"{name}: {error}"
             continue
@@ -401,7 +403,7 @@ def _check_range(name: str, groups: Sequence[SparseChunks], codec: Codec) -> Non
     Raises:
         CodeError: A value is out of the buffer's range.
     """
-    least, most = range_of(name)
+    least, most = find_buffer_range(name)
     for sparse in groups:
         values = decode_values(sparse, codec)
         if (values < least).any() or (values > most).any():

@@ -121,7 +121,7 @@ def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     Raises:
         HeldError: The holder of the lease is alive.
     """
-    holder = Holder.this_process()
+    holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.job, holder)
     held = await_lease(store, LeaseKeys(keys.job, "aggregator"), holder, ttl, clock)
     if isinstance(held, HeldLease):

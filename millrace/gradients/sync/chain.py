@@ -282,7 +282,7 @@ def _read_update(
             if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
                 raise ValueError("it is compressed")
             return {
-                name: _parse_groups(arrays, number, shape, link.codec.for_tensor(name))
+                name: _parse_groups(arrays, number, shape, link.codec.select_for_tensor(name))
                 for name, (number, shape) in tensors.items()
             }
     except _UNREADABLE as error:

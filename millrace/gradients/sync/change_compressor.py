@@ -83,7 +83,9 @@ class ChangeCompressor:
             raise errors.ConfigurationError(
                 f"The buffer {name} has values that are not finite: leave this window out."
             )
-        return GradientEncoder(self._settings.codec.for_tensor(name), self._threads).encode(values)
+        return GradientEncoder(self._settings.codec.select_for_tensor(name), self._threads).encode(
+            values
+        )
 
     def _compute_change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(self._weights.held.weights[name])  # pyright: ignore[reportUnknownMemberType]

@@ -65,7 +65,7 @@ def follow(
     """
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
-    clock = StoreClock.read(store, settings.chain.job, Holder.this_process())
+    clock = StoreClock.read(store, settings.chain.job, Holder.describe_this_process())
     number, last = after, find_newest_window(store, settings.chain)
     before = read_link(store, settings.chain, number)
     while until is None or number < until:

@@ -63,7 +63,7 @@ def gather(
             f"{wanted} gradients are needed from {len(everybody)} workers."
         )
     gathering = _Gathering(window, workers, reserves, settings, wanted, read_gradient, progress)
-    return gathering.run(clock or StoreClock.of_this_machine())
+    return gathering.run(clock or StoreClock.read_machine_clock())
 
 
 class _Gathering:

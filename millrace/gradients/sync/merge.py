@@ -341,7 +341,11 @@ def _merge_buffer(
     `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. The median of two workers is their
     mean, so the influence of one of them has no bound.
     """
-    codec, settings, weights = request.codec.for_tensor(name), request.settings, request.weights
+    codec, settings, weights = (
+        request.codec.select_for_tensor(name),
+        request.settings,
+        request.weights,
+    )
     counted = np.flatnonzero(weights.shares)
     senders = [gradients[weights.workers[number]][name] for number in counted]
     groups = [sparse.chunks for sparse in senders[0]]

@@ -18,7 +18,7 @@ from millrace.swarm.cache_index import (
     recognise_file,
 )
 from millrace.swarm.catalogue import Catalogue
-from millrace.swarm.journal import Journal, partial_stem, verify_ranges
+from millrace.swarm.journal import Journal, cut_partial_stem, verify_ranges
 from millrace.swarm.targets import Targets
 
 
@@ -120,7 +120,7 @@ class Leftovers:
             partials.mark_noted(state)
         self._others = self._journal.select_other_partials(
             {state.target.object for state in states},
-            {partial_stem(partials.make_relative(state.target.partial)) for state in states},
+            {cut_partial_stem(partials.make_relative(state.target.partial)) for state in states},
             self._targets.measure_spare_room(
                 state.target for state in self._arrivals.iterate_coming()
             ),

@@ -67,7 +67,7 @@ def save(folder: Path, rank: int, *, deadly: bool) -> None:
 
     store, settings = open_store(folder.as_uri()), SHORT if deadly else SETTINGS
     own = {"generator": torch.full((3,), rank), "seen": 10 * rank}
-    with Saver(store, "job", settings, ranks=Ranks.of_group(), progress=progress) as saver:
+    with Saver(store, "job", settings, ranks=Ranks.from_group(), progress=progress) as saver:
         saving = saver.save(state, step=7, position={"sample": 5}, own=own)
         if not deadly:
             whole = full({name: state[name] for name in ("model", "optimizer")})

@@ -175,7 +175,7 @@ def test_another_position_is_another_content(folder, members) -> None:
 
 def dead(store: Store, name: str) -> None:
     """A member that was killed: its lease stands, and its process is gone."""
-    holder = Holder.this_process().model_copy(update={"pid": 2**22 - 1})
+    holder = Holder.describe_this_process().model_copy(update={"pid": 2**22 - 1})
     clock = StoreClock.read(store, JOB, holder)
     acquire(store, make_member_lease(JOB, name), holder, timedelta(minutes=1), clock)
 

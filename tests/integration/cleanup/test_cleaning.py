@@ -289,12 +289,12 @@ def test_deep_keys_of_a_worker_cost_a_cleaning_few_listings(tmp_path, monkeypatc
 
 def test_a_worker_keeps_no_dataset_by_a_campaign_of_its_own_making(tmp_path):
     store = folder_place(tmp_path).store
-    clock = StoreClock.read(store, "c", Holder.this_process())
+    clock = StoreClock.read(store, "c", Holder.describe_this_process())
     put(store, f"c/run/worker-1/{place_of_gradient('worker-1')}", b"x")
     for campaign in ("c/run/worker-1/x", "d"):
         put(store, f"{campaign}/campaign/plan.json", b'{"record": {"dataset": "words"}}')
         lease = LeaseKeys(f"{campaign}/model", "members/z")
-        acquire(store, lease, Holder.this_process(), timedelta(hours=1), clock)
+        acquire(store, lease, Holder.describe_this_process(), timedelta(hours=1), clock)
     policy = ProtectionPolicy([store], (), VerifyDepth.SIZES, clock)
     reason = policy.describe_training_campaign("words")
     assert reason.startswith("the campaign d trains on it")

@@ -310,10 +310,14 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
 def test_no_plan_is_committed_while_another_run_removes_one(settings):
     """The resumed run deletes shards without a commit, such as the first ones of a new run."""
     store = open_store(settings.store)
-    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+    clock = StoreClock.read(store, "sets/one", Holder.describe_this_process())
     put(store, "sets/one/plan-removed.json", b"")
     lease = acquire(
-        store, LeaseKeys("sets/one", "plan"), Holder.this_process(), timedelta(minutes=1), clock
+        store,
+        LeaseKeys("sets/one", "plan"),
+        Holder.describe_this_process(),
+        timedelta(minutes=1),
+        clock,
     )
     assert isinstance(lease, Lease)
     with ThreadPoolExecutor(1) as pool:
@@ -505,11 +509,11 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     store = open_store(settings.store)
     for number in range(30):
         put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
-    clock = StoreClock.read(store, "sets/one", Holder.this_process())
+    clock = StoreClock.read(store, "sets/one", Holder.describe_this_process())
 
     def take_lease(event: Event) -> None:
         if isinstance(event, ObjectsDeleted) and event.objects == 10:
-            keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.this_process()
+            keys, holder = LeaseKeys("sets/one", "train-00000"), Holder.describe_this_process()
             assert isinstance(acquire(store, keys, holder, timedelta(hours=1), clock), Lease)
 
     plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)

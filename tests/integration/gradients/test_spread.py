@@ -83,7 +83,7 @@ def gradient(
 ) -> bytes:
     mask = Mask(run.name, window)
     bodies = {
-        name: GradientEncoder(run.codec.for_tensor(name), 1).encode(
+        name: GradientEncoder(run.codec.select_for_tensor(name), 1).encode(
             drawn(shape, 100 * window + ord(uid)), mask
         )
         for name, shape in shapes.items()

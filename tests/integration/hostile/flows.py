@@ -348,7 +348,7 @@ RUN = RunSettings(
     window=timedelta(minutes=4),
     steps=5,
 )
-UIDS = tuple(CAMPAIGN.uid(number) for number in range(3))
+UIDS = tuple(CAMPAIGN.make_uid(number) for number in range(3))
 EVIL = UIDS[2]
 LAST = 2
 

@@ -57,7 +57,7 @@ def digits(text: str, least: int) -> int | None:
 
 
 def what_is(key: str) -> What | None:
-    """By its name, taken apart at its slashes."""
+    """Find the kind of an object by its name, taken apart at its slashes."""
     finders = (_of_worker, _of_gathers, _of_checkpoints, _temporary, _record, _of_dataset)
     return next((found for finder in finders if (found := finder(key))), None)
 
@@ -421,5 +421,5 @@ class Judge:
 
 
 def now() -> datetime:
-    """By this machine's clock, which is that of a folder."""
+    """Return the time by this machine's clock, which is that of a folder."""
     return datetime.now(UTC)

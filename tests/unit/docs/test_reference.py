@@ -193,5 +193,5 @@ def build_names():
 
 
 def test_the_pages_name_the_time_after_which_a_silent_node_is_lost() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
+    page = (ROOT / "docs/design/swarm-nodes.md").read_text()
     assert page.count(f"does not answer for {agent_client._ANSWER_TIMEOUT:g} s") == 2

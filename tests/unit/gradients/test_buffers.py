@@ -225,7 +225,7 @@ def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[
         **(values or {}),
     }
     return {
-        name: GradientEncoder(CODEC.for_tensor(name), 1).encode(one, MASK)
+        name: GradientEncoder(CODEC.select_for_tensor(name), 1).encode(one, MASK)
         for name, one in sent.items()
     }
 

@@ -106,7 +106,7 @@ def test_the_change_of_a_weight_and_the_values_of_a_buffer_are_packed():
     decoder = Decoder(SETTINGS.codec, 1)
     bias = decoder.decode(packed["0.bias"].tobytes(), (4,))
     assert torch.allclose(bias, torch.full((4,), -0.5))
-    mean = Decoder(SETTINGS.codec.for_tensor("1.running_mean"), 1).decode(
+    mean = Decoder(SETTINGS.codec.select_for_tensor("1.running_mean"), 1).decode(
         packed["1.running_mean"].tobytes(), (4,)
     )
     assert torch.equal(mean, torch.full((4,), 2.0))

@@ -1,0 +1,37 @@
+"""Faults that the server injects, and its refusals."""
+
+from typing import Any
+
+CONTROL = "/-/"
+"""Prefix of the paths that only `VastServer` asks."""
+INTERVALS = {"create": 4.5, "destroy": 3.0, "list": 1.0, "search": 6.0, "show": 2.0, "label": 1.0}
+REFUSALS: dict[str, tuple[int, Any]] = {
+    "error500": (500, {"success": False, "error": "internal", "msg": "oops"}),
+    "error502": (502, "<html>Bad Gateway</html>"),
+    "text429": (429, "API requests too frequent endpoint threshold=4.5"),
+    "json429": (429, {"detail": "Too many requests"}),
+    "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
+}
+LISTS: dict[str, Any] = {  # what a list of instances is answered with, with status 200
+    "unsuccessful list": {
+        "success": False, "error": "db", "msg": "timeout", "instances": [], "total_instances": 0,
+    },
+    "null list": {"success": True, "instances": None, "total_instances": 0},
+    "no list": {"success": True, "total_instances": 0},
+    "object list": {"success": True, "instances": {}, "total_instances": 0},
+    "bare list": [],
+}  # fmt: skip
+FAULTS = {
+    *REFUSALS, *LISTS, "lost", "lost, listed late", "cut", "slow", "refused", "part", "gone",
+    "low bid", "low bid, 400",
+}  # fmt: skip
+
+
+class VastRefusedError(Exception):
+    def __init__(self, status: int, body: Any) -> None:
+        super().__init__(status, body)
+        self.status, self.body = status, body
+
+
+def make_refusal(status: int, code: str, said: str) -> VastRefusedError:
+    return VastRefusedError(status, {"success": False, "error": code, "msg": said})
