@@ -10,7 +10,7 @@ RGW on loopback by plain HTTP, and the stand-in of R2 in front of it, by TLS.
 
 The engine has no switch for its algorithm. Therefore ``hashing`` is computed from the speeds of
 this run: it is the time of the algorithms that hash each byte of the path once. ``with SHA-256`` is
-the measured path with its hashing replaced by one SHA-256, then both digest and signature.
+the measured path with one SHA-256 instead, which would be both digest and signature.
 """
 
 import hashlib
@@ -82,6 +82,7 @@ PATHS = (
     *(Route("save", store, hashes) for store, hashes in STORES.items()),
     Route("warm", "RGW, HTTP", (BLAKE3,)),
 )
+BY_NAME = {path.name: path for path in PATHS}
 
 
 def run_speeds(results: Results, *, size: int, repeats: int) -> None:
@@ -154,7 +155,7 @@ def run_warm(spec: dict[str, Any], root: Path, _: int) -> dict[str, float]:
         assert node.stdout is not None
         url = node.stdout.readline().split()[-1]
         settings = PrewarmSettings(
-            requests=[Request(dataset=DATASET)],
+            requests=(Request(dataset=DATASET),),
             stores={"s": StoreSpec.model_validate(spec)},
             root=root,
             nodes=Hosts(hosts=(Host(url=url, name="node"),), key=SecretStr(KEY)),
@@ -196,7 +197,7 @@ class Bench:
         warm = self._make_spec("RGW, HTTP")
         measured(run_shard, warm, source, size)
         for repeat in range(repeats):
-            for path in rotated(PATHS, repeat):
+            for path in map(BY_NAME.__getitem__, rotated(list(BY_NAME), repeat)):
                 spec = warm if path.work == "warm" else self._make_spec(path.store)
                 where = self._folder / f"node-{repeat}" if path.work == "warm" else source
                 figures = measured(RUNS[path.work], spec, where, size).figures

@@ -46,8 +46,8 @@ _crc_checks: dict[tuple[str, str], bool] = {}
 
 The policy of a bucket can refuse unsigned bodies.
 """
-_refused_trials: set[tuple[str, str]] = set()
-"""Endpoints and buckets that have refused a trial, until they answer to a signed body."""
+_refused_trials: set[str] = set()
+"""URLs of objects whose trial was refused, until the store has answered to their signed body."""
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obstore supports
 
 
@@ -121,7 +121,8 @@ def _put_body(
         return _send_request(store, "PUT", key, headers, body)
 
     checks, bucket = _find_crc_check(store), (_get_endpoint(store), store.location.bucket)
-    if checks is not False and bucket not in _refused_trials:
+    url = "/".join([*bucket, make_full_key(store, key)])
+    if checks is not False and url not in _refused_trials:
         crc = encode_crc64(data)
         answer = try_put({"x-amz-content-sha256": _UNSIGNED, _CRC_HEADER: crc})
         if checks is None and answer.status < 300:
@@ -129,12 +130,12 @@ def _put_body(
         has_found_damage = b"<Code>BadDigest</Code>" in answer.data
         if checks is True or answer.status not in _NOT_SUPPORTED or has_found_damage:
             return answer
-        _refused_trials.add(bucket)
+        _refused_trials.add(url)
     digest = hashlib.sha256(data)
     encoded = base64.b64encode(digest.digest()).decode()
     answer = try_put({"x-amz-content-sha256": digest.hexdigest(), _SHA256_HEADER: encoded})
     if answer.status not in _THROTTLED:  # as R2 answers to a second write within a second
-        _refused_trials.discard(bucket)
+        _refused_trials.discard(url)
     if checks is None and answer.status < 300:
         _crc_checks[bucket] = False
     return answer

@@ -205,6 +205,7 @@ def test_credentials_without_the_right_do_not_switch_the_crc_off(request, store,
         with pytest.raises(errors.DeniedError, match="may list this bucket, but not write here"):
             write(reader, "denied", data)
         assert has_crc_check(store) == known
+        assert signed._refused_trials == set()
         write(store, f"{known}", data)
         assert has_crc_check(store)
     assert not exists(store, "denied")
