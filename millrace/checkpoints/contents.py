@@ -1,7 +1,8 @@
 """Content of a checkpoint: its files by their digests, and the tensors in them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,11 +11,14 @@ import orjson
 
 from millrace import errors
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import compute_digest
+from millrace.digest import combine_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
-from millrace.storage import Store, read_into
+from millrace.storage import Store, read_and_hash
+
+_RANGE_SIZE = 128 << 20  # bytes of a request: a file of the default size needs one
+_CONCURRENCY = 4  # requests for one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +103,76 @@ def _convert_number(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} is no kind of JSON value")
 
 
-def read_part(store: Store, job: str, part: Part, into: memoryview) -> memoryview:
-    """Return the verified bytes of a file.
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """Memory for some bytes of a file.
+
+    Attributes:
+        offset: Offset of the first byte in the file.
+        memory: Memory for the bytes.
+    """
+
+    offset: int
+    memory: memoryview = field(repr=False)
+
+    @property
+    def end(self) -> int:
+        """Offset after the last byte in the file."""
+        return self.offset + len(self.memory)
+
+
+def read_part(
+    store: Store, job: str, part: Part, into: memoryview, targets: Sequence[ReadTarget] = ()
+) -> memoryview:
+    """Read a file, and verify its bytes.
 
     Args:
         store: Store of the checkpoint.
         job: Job of the checkpoint.
         part: File to read.
-        into: Buffer for the bytes. By default a new one is made.
+        into: Buffer for the bytes.
+        targets: Bytes that are read into other memory than the buffer, in the order of the file.
+            After an error, this memory may have wrong bytes.
 
     Returns:
-        Part of the buffer with the bytes.
+        Part of the buffer for the file, without the bytes of ``targets``.
 
     Raises:
         CorruptError: The file is missing, or has other bytes than were saved.
     """
     key = CheckpointKeys(job).part(part.step, part.digest)
     body = into[: part.size]
+
+    def read_blocks(start: int) -> bytes:
+        views = _list_views(body, targets, start, min(start + _RANGE_SIZE, part.size))
+        return read_and_hash(store, key, views, size=part.size, start=start)
+
+    starts = range(0, part.size, _RANGE_SIZE)
     try:
-        right = read_into(store, key, body) == part.size and compute_digest(body) == part.digest
+        if len(starts) == 1:
+            blocks = read_blocks(0)
+        else:
+            with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="range") as pool:
+                blocks = b"".join(pool.map(read_blocks, starts))
     except errors.NotFoundError:
         raise errors.CorruptError(f"{store.make_url(key)} is missing.") from None
-    if not right:
+    if not blocks or combine_blocks(blocks) != part.digest:
         raise errors.CorruptError(
             f"{store.make_url(key)} is not the bytes that were saved: verify the checkpoint, or "
             "load the one before it."
         )
     return body
+
+
+def _list_views(
+    body: memoryview, targets: Sequence[ReadTarget], start: int, stop: int
+) -> list[memoryview]:
+    """Return the memory for a range of a file: that of targets, and the buffer between them."""
+    views: list[memoryview] = []
+    at = start
+    for target in targets:
+        first, last = max(target.offset, at), min(target.end, stop)
+        if first < last:
+            views += [body[at:first], target.memory[first - target.offset : last - target.offset]]
+            at = last
+    return [view for view in (*views, body[at:stop]) if view]

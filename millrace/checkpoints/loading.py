@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 
 from millrace import errors
-from millrace.checkpoints.contents import read_part
+from millrace.checkpoints.contents import ReadTarget, read_part
 from millrace.checkpoints.find import VerifyDepth, find_newest_verified, read_checkpoint
-from millrace.checkpoints.parts import parse_dtype, read_boxes
+from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.tensor_shards import find_local_shard
 from millrace.checkpoints.tree import (
     SKELETON,
@@ -20,12 +22,13 @@ from millrace.checkpoints.tree import (
     parse_own_name,
     unflatten_state,
 )
-from millrace.memory import map_anonymous
+from millrace.memory import map_anonymous, use_huge_pages
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.storage import Store
 
 _CONCURRENCY = 4
+_LEAST_DIRECT_SIZE = 16 << 10  # bytes of a tensor: smaller ones are copied from the file's buffer
 
 RowRanges = Mapping[str, tuple[int, int]]
 
@@ -189,25 +192,125 @@ def _read_state(
 
 def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_TensorRequest]") -> None:
     """Read the files that have the requested tensors, and fill the tensors."""
-    by_part: dict[int, list[tuple[_TensorRequest, Chunk]]] = {}
-    for tensor in wanted:
-        for chunk in tensor.iterate_chunks():
-            by_part.setdefault(chunk.part, []).append((tensor, chunk))
-
+    planned = [
+        _plan_read(tensor, chunk, checkpoint.parts[chunk.part].size)
+        for tensor in wanted
+        for chunk in tensor.iterate_chunks()
+    ]
+    by_part: dict[int, list[_BoxRead]] = {}
+    for read in _avoid_aliases(planned):
+        by_part.setdefault(read.chunk.part, []).append(read)
     largest = max((checkpoint.parts[number].size for number in by_part), default=0)
     free = [memoryview(map_anonymous(largest)) for _ in range(min(_CONCURRENCY, len(by_part)))]
 
     def fill_from_part(number: int) -> None:
-        part, asked = checkpoint.parts[number], by_part[number]
         # A copy from a reused buffer is faster than new memory that the tensors could keep.
         buffer = free.pop()
-        boxes = read_boxes(read_part(store, checkpoint.job, part, buffer))
-        for tensor, chunk in asked:
-            tensor.copy_chunk(chunk, boxes.get(chunk.name))
+        reads = _sort_by_offset(by_part[number])
+        targets = [read.target for read in reads if read.target is not None]
+        body = read_part(store, checkpoint.job, checkpoint.parts[number], buffer, targets)
+        for read in reads:
+            if read.target is None:
+                read.copy_from(body)
         free.append(buffer)
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="part") as pool:
         list(pool.map(fill_from_part, sorted(by_part)))
+
+
+@dataclass(frozen=True, slots=True)
+class _BoxRead:
+    """Read of a saved box that overlaps with a requested one.
+
+    Attributes:
+        chunk: Saved box.
+        dtype: Type of its elements.
+        there: Overlap as slices of the saved box.
+        tensor: Overlap as a part of the requested tensor.
+        target: Memory of ``tensor``, if the file has the same bytes in the same order.
+    """
+
+    chunk: Chunk
+    dtype: torch.dtype
+    there: tuple[slice, ...]
+    tensor: torch.Tensor
+    target: ReadTarget | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset after the last byte of the saved box in the file."""
+        return self.chunk.offset + prod(self.chunk.shape) * self.dtype.itemsize
+
+    def copy_from(self, body: memoryview) -> None:
+        """Copy the overlap from the bytes of the file."""
+        count, offset = prod(self.chunk.shape), self.chunk.offset
+        found = torch.frombuffer(body, dtype=self.dtype, count=count, offset=offset)
+        self.tensor.copy_(found.view(self.chunk.shape)[self.there])
+
+
+def _plan_read(request: "_TensorRequest", chunk: Chunk, part_size: int) -> _BoxRead:
+    """Plan the read of a saved box, directly into the tensor's memory if that is possible.
+
+    Raises:
+        CorruptError: The box is not in its file.
+    """
+    dtype = parse_dtype(request.record.dtype)
+    if not 0 <= chunk.offset <= part_size - prod(chunk.shape) * dtype.itemsize:
+        raise errors.CorruptError(f"{request.name} is not in the file that should hold it.")
+    here, there = request.find_overlap(chunk)
+    tensor = request.box[here].detach()
+    read = _BoxRead(chunk, dtype, there, tensor)
+    saved = torch.empty(chunk.shape, dtype=dtype, device="meta")[there]
+    same = tensor.dtype == dtype and tensor.is_contiguous() and saved.is_contiguous()
+    plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    if not (same and plain and tensor.nbytes >= _LEAST_DIRECT_SIZE):
+        return read
+    memory = tensor.view(-1).view(torch.uint8).numpy().data
+    offset = chunk.offset + int(saved.storage_offset()) * dtype.itemsize
+    return replace(read, target=ReadTarget(offset, memory))
+
+
+def _sort_by_offset(reads: list[_BoxRead]) -> list[_BoxRead]:
+    """Return the reads of one file in the order of the file.
+
+    Raises:
+        CorruptError: Two boxes have bytes in common.
+    """
+    ordered = sorted(reads, key=lambda read: read.chunk.offset)
+    for before, read in pairwise(ordered):
+        if before.end > read.chunk.offset:
+            raise errors.CorruptError(
+                f"The metadata of the checkpoint has {before.chunk.name} and {read.chunk.name} at "
+                "the same bytes of a file: load another step."
+            )
+    return ordered
+
+
+def _avoid_aliases(reads: list[_BoxRead]) -> list[_BoxRead]:
+    """Return the reads without targets in memory that another read writes too.
+
+    Two tensors of a state may be views of the same memory. Its bytes could then change between
+    their read and their verification.
+    """
+    spans: list[tuple[int, int, int]] = []
+    for number, read in enumerate(reads):
+        tensor = read.tensor
+        if tensor.device.type == "cpu":
+            axes = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in axes)
+            first = tensor.data_ptr()
+            spans.append((first, first + (last + 1) * tensor.itemsize, number))
+    shared: set[int] = set()
+    end, before = 0, -1
+    for first, stop, number in sorted(spans):
+        if first < end:
+            shared |= {before, number}
+        if stop > end:
+            end, before = stop, number
+    return [
+        replace(read, target=None) if number in shared else read
+        for number, read in enumerate(reads)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,20 +337,12 @@ class _TensorRequest:
             if all(low < high for low, high in self._find_overlap(chunk, chunk.start)):
                 yield chunk
 
-    def copy_chunk(self, chunk: Chunk, found: torch.Tensor | None) -> None:
-        """Copy the overlap of a saved box and the requested box.
-
-        Raises:
-            CorruptError: The saved box is missing, or has another shape or type.
-        """
-        if (
-            found is None
-            or tuple(found.shape) != chunk.shape
-            or found.dtype != parse_dtype(self.record.dtype)
-        ):
-            raise errors.CorruptError(f"{self.name} is not in the file that should hold it.")
-        here, there = self._find_overlap(chunk, self.start), self._find_overlap(chunk, chunk.start)
-        self.box[_to_slices(here)].copy_(found[_to_slices(there)])
+    def find_overlap(self, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the overlap with a saved box, as slices of the requested box and of the saved."""
+        return (
+            _to_slices(self._find_overlap(chunk, self.start)),
+            _to_slices(self._find_overlap(chunk, chunk.start)),
+        )
 
     def _find_overlap(self, chunk: Chunk, origin: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the overlap with a saved box in each dimension, relative to an origin."""
@@ -292,6 +387,8 @@ def _request_rows(
     saved = parse_dtype(record.dtype)
     kind = dtype if dtype is not None and saved.is_floating_point else saved
     content = torch.empty(shape, dtype=kind, device=device)
+    if content.device.type == "cpu":
+        use_huge_pages(content.data_ptr(), content.nbytes)
     return _TensorRequest(
         name, record, (first, *(0,) * (len(shape) - 1))[: len(shape)], content, content
     )

@@ -1,15 +1,19 @@
 """Saving of checkpoints during training. The trainer waits only for a copy of its state.
 
-The state is copied once, into the bytes of its files. Each file is created under its digest, so
-equal bytes are uploaded once. ``metadata.json`` is written last. After a kill, the uploaded files
-remain without metadata, and the next save of the step uses them.
+The state is copied once, into the bytes of its files. With enough cores, the upload begins while
+later files are copied. Each file is created under its digest, so equal bytes are uploaded once.
+``metadata.json`` is written last. After a kill, the uploaded files remain without metadata, and the
+next save of the step uses them.
 """
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +37,8 @@ from millrace.storage import (
     matches_stored_checksum,
     put,
 )
+
+_CORES_PER_EARLY_UPLOAD = 4
 
 
 class PendingSave:
@@ -145,17 +151,39 @@ class Saver:
         where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
         if self._under_way is not None:
             self._under_way.wait()
-        copied = self._memory.snapshot(
-            state,
-            self._settings.part_bytes,
-            rank=self._ranks and self._ranks.rank,
-            mine=mine,
-            own=own,
+        copy_began = time.monotonic()
+        uploads = _FileUploads(
+            self._pool,
+            self._count_early_uploads(),
+            lambda: self._finisher.submit(self._list_stored, step),
+            lambda body, stored: self._upload(step, body, stored),
         )
+        try:
+            copied = self._memory.snapshot(
+                state,
+                self._settings.part_bytes,
+                rank=self._ranks and self._ranks.rank,
+                mine=mine,
+                own=own,
+                on_copied=uploads.add,
+            )
+        except BaseException:
+            with suppress(Exception):  # the error of the copy is more important
+                uploads.wait()
+            raise
+        uploads.start_all()
         held = timedelta(seconds=time.monotonic() - began)
-        future = self._finisher.submit(self._finish, copied, step, run, where, said)
+        future = self._finisher.submit(
+            self._finish, copied, uploads, copy_began, step, run, where, said
+        )
         self._under_way = PendingSave(step, held, future)
         return self._under_way
+
+    def _count_early_uploads(self) -> int:
+        """Return the number of files that are uploaded at once during the copy."""
+        # The copy needs two cores and most of the memory's bandwidth. On few cores, an upload
+        # would delay it, and the trainer with it.
+        return min(self._settings.uploads, len(os.sched_getaffinity(0)) // _CORES_PER_EARLY_UPLOAD)
 
     def close(self) -> None:
         """Wait for the save in progress, and free the memory.
@@ -191,21 +219,14 @@ class Saver:
     def _finish(
         self,
         copied: Snapshot,
+        uploads: "_FileUploads",
+        began: float,
         step: int,
         run: str,
         position: dict[str, Any],
         notes: dict[str, str],
     ) -> Checkpoint:
-        began = time.monotonic()
-        there = dict(self._iterate_existing(step))
-        known = self._find_reusable()
-
-        def upload(body: memoryview) -> Part:
-            return self._upload(step, body, there, known)
-
-        futures = [self._pool.submit(upload, body) for body in copied.files]
-        wait(futures)  # also after a failure: the next save overwrites the memory of these files
-        parts = tuple(future.result() for future in futures)
+        parts = uploads.wait()
         self._proved = set(parts)
         share = RankShare(
             job=self._keys.job,
@@ -246,12 +267,12 @@ class Saver:
         root = there.root if has_share(there, share) else ""
         return check_content(self._store.make_url(key), there, root)
 
-    def _iterate_existing(self, step: int) -> Iterator[tuple[str, int]]:
-        """Yield the digests and sizes of files that an earlier save of this step uploaded."""
-        for stat in list_objects(self._store, self._keys.parts(step)):
-            found = self._keys.parse_part(stat.key)
-            if found is not None:
-                yield found[1], stat.size
+    def _list_stored(self, step: int) -> "_StoredFiles":
+        """Return the files that an earlier save of this step uploaded, and the reusable ones."""
+        stats = list_objects(self._store, self._keys.parts(step))
+        found = ((self._keys.parse_part(stat.key), stat.size) for stat in stats)
+        there = {part[1]: size for part, size in found if part is not None}
+        return _StoredFiles(there, self._find_reusable())
 
     def _find_reusable(self) -> dict[str, Part]:
         if not self._settings.refer:
@@ -261,12 +282,11 @@ class Saver:
             self._known = {part.digest: part for part in before.parts} if before else {}
         return self._known
 
-    def _upload(
-        self, step: int, body: memoryview, there: dict[str, int], known: dict[str, Part]
-    ) -> Part:
+    def _upload(self, step: int, body: memoryview, stored: "Future[_StoredFiles]") -> Part:
         digest = compute_digest(body)
+        there, reusable = stored.result().sizes, stored.result().reusable
         sent = 0
-        part = known.get(digest)
+        part = reusable.get(digest)
         if part is None or not self._is_intact(part, body):
             part = Part(step=step, digest=digest, size=len(body))
             sent = self._ensure_uploaded(part, body, there.get(digest))
@@ -308,3 +328,70 @@ class Saver:
     def _emit(self, event: Event) -> None:
         with self._telling:
             self._progress(event)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredFiles:
+    """Files that the store has before the upload of a save.
+
+    Attributes:
+        sizes: Sizes of the step's files, by their digests.
+        reusable: Files of the newest checkpoint, by their digests.
+    """
+
+    sizes: dict[str, int]
+    reusable: dict[str, Part]
+
+
+class _FileUploads:
+    """Uploads of a save's files, which begin while later files are copied.
+
+    Args:
+        pool: Threads of the uploads.
+        early: Number of files that are uploaded at once during the copy.
+        list_stored: Function that begins to list the stored files.
+        upload: Function that uploads a file, for which it waits for the listing.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        early: int,
+        list_stored: Callable[[], "Future[_StoredFiles]"],
+        upload: Callable[[memoryview, "Future[_StoredFiles]"], Part],
+    ) -> None:
+        self._pool, self._early = pool, early
+        self._list_stored, self._upload = list_stored, upload
+        self._stored: Future[_StoredFiles] | None = None
+        self._copied = deque[memoryview]()
+        self._started: list[Future[Part]] = []
+        self._running: list[Future[Part]] = []
+
+    def add(self, body: memoryview) -> None:
+        """Add a file that was copied."""
+        self._copied.append(body)
+        self._running = [future for future in self._running if not future.done()]
+        self._start(min(self._early - len(self._running), len(self._copied)))
+
+    def start_all(self) -> None:
+        """Start the uploads of all added files."""
+        self._start(len(self._copied))
+
+    def wait(self) -> tuple[Part, ...]:
+        """Wait for the uploads, and return the descriptions of the files in their order.
+
+        The next save overwrites the memory of the files, so all uploads end before an error.
+
+        Raises:
+            MillraceError: An upload failed.
+        """
+        wait(self._started)
+        return tuple(future.result() for future in self._started)
+
+    def _start(self, count: int) -> None:
+        if self._stored is None:
+            self._stored = self._list_stored()
+        for _ in range(count):
+            future = self._pool.submit(self._upload, self._copied.popleft(), self._stored)
+            self._started.append(future)
+            self._running.append(future)

@@ -106,8 +106,7 @@ class CooldownSettings(BaseModel):
         title="Check before the commit",
         default=VerifyDepth.DIGESTS,
         description="Check of files that another member uploaded, before the commit. `digests` "
-        "reads the files back. "
-        "`sizes` compares sizes only.",
+        "reads the files back. `sizes` compares sizes only.",
     )
     save: SaveSettings = Field(
         title="Files and upload",

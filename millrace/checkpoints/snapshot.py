@@ -66,10 +66,11 @@ class SnapshotBuffers:
         rank: int | None = None,
         mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
+        on_copied: Callable[[memoryview], None] = lambda _: None,
     ) -> Snapshot:
         """Copy a state, and overwrite the previous copy.
 
-        The headers of the files are read back, as `load` reads them.
+        The headers of the files are read back before the first copy.
 
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
@@ -78,9 +79,12 @@ class SnapshotBuffers:
                 shards of distributed tensors, and the first rank saves everything else.
             mine: Function that selects by path the other tensors that this rank saves.
             own: State of this rank alone, such as that of its generators.
+            on_copied: Function that is called with the bytes of each file after their copy, in
+                the order of the files.
 
         Raises:
-            ConfigurationError: A value cannot be saved. The message has its path.
+            ConfigurationError: A value cannot be saved. The message has its path. No file was
+                copied.
         """
         held = {
             name: _select_shard(name, tensor, rank, mine)
@@ -98,14 +102,15 @@ class SnapshotBuffers:
                 self._buffers.append(map_anonymous(layout.size))
             elif len(self._buffers[number]) < layout.size:
                 self._buffers[number] = map_anonymous(layout.size)
-            buffer = self._buffers[number]
-            buffer[: len(layout.head)] = layout.head
+            self._buffers[number][: len(layout.head)] = layout.head
+            _check_readable(layout, memoryview(self._buffers[number])[: layout.size])
+        del self._buffers[len(layouts) :]
+        snapshot = Snapshot(layouts, _make_tensor_records(layouts, held), tuple(self._buffers))
+        for layout, buffer, file in zip(layouts, self._buffers, snapshot.files, strict=True):
             for box in layout.boxes:
                 _copy_box(pieces[box.tensor], box, buffer)
-        del self._buffers[len(layouts) :]
-        for layout, buffer in zip(layouts, self._buffers, strict=True):
-            _check_readable(layout, memoryview(buffer)[: layout.size])
-        return Snapshot(layouts, _make_tensor_records(layouts, held), tuple(self._buffers))
+            on_copied(file)
+        return snapshot
 
     def clear(self) -> None:
         """Free the memory."""
@@ -170,7 +175,9 @@ def _make_tensor_records(
     chunks: dict[str, list[Chunk]] = {name: [] for name in held}
     for number, layout in enumerate(layouts):
         for box in layout.boxes:
-            chunk = Chunk(part=number, name=box.name, start=box.start, shape=box.shape)
+            chunk = Chunk(
+                part=number, name=box.name, offset=box.offset, start=box.start, shape=box.shape
+            )
             chunks[box.tensor].append(chunk)
     return {
         name: TensorRecord(

@@ -113,7 +113,7 @@ class UploadQueue:
                     self._changed.notify_all()
 
     def note_sent(self, digest: str, key: str) -> None:
-        """Add a file that this member has uploaded. Its store verified the digest."""
+        """Add a file that this member has uploaded. Its store verified the bytes."""
         with self._changed:
             self._found[digest] = key
             self._add_verified(digest)

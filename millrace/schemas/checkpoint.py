@@ -33,12 +33,14 @@ class Chunk(RecordPart):
     Attributes:
         part: Index of the box's file in ``Checkpoint.parts``.
         name: Name of the box in the file.
+        offset: Offset of the box's first byte in the file.
         start: Offset of the box in the tensor, in each dimension.
         shape: Shape of the box.
     """
 
     part: int
     name: str
+    offset: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """Verbs that read objects, parts of objects, or their descriptions."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
+from blake3 import blake3
 
 from millrace import errors
-from millrace.digest import compute_stream_digest, get_algorithm
+from millrace.digest import BLOCK_SIZE as HASHED_BLOCK_SIZE
+from millrace.digest import BlockHasher, compute_stream_digest, get_algorithm
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_with_retries
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
 BLOCK_SIZE = 8 * 1024 * 1024
+_MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # buffers of one read
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,110 @@ def read_into(store: Store, key: str, buffer: memoryview) -> int:
     return call_with_retries(store, key, fetch)
 
 
+def read_and_hash(
+    store: Store, key: str, buffers: Sequence[memoryview], *, size: int, start: int = 0
+) -> bytes:
+    """Read a range of an object into consecutive buffers, and return the digests of its blocks.
+
+    Each block is hashed right after its read, while the processor's cache has it. One request. The
+    range is as long as the buffers together. A file is read without another copy.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+        buffers: Buffers for the bytes. A failed read may have filled some of them.
+        size: Expected size of the whole object in bytes.
+        start: Offset of the first byte, where a block begins.
+
+    Returns:
+        Joined digests of the blocks; empty if the object has another size.
+
+    Raises:
+        NotFoundError: There is no such object.
+        CorruptError: The store sends more bytes than were requested. The rest is not read.
+    """
+    count = sum(map(len, buffers))
+
+    def fetch() -> bytes:
+        if store.location.backend is Backend.FILE:
+            with (Path(store.location.bucket) / key).open("rb", buffering=0) as file:
+                is_right = os.fstat(file.fileno()).st_size == size
+                return _hash_file(file.fileno(), buffers, start) if is_right else b""
+        if store.is_foreign and count != size:  # `read_range` has the rules of foreign stores
+            found_size, body = size, iter([read_range(store, key, start, start + count)])
+        else:
+            options: GetOptions = {} if count == size else {"range": (start, start + count)}
+            found = obstore.get(store.raw, key, options=options)
+            found_size = found.meta["size"]
+            body = map(memoryview, found.stream(min_chunk_size=HASHED_BLOCK_SIZE))
+        return _hash_body(store, key, body, buffers, count) if found_size == size else b""
+
+    return call_with_retries(store, key, fetch)
+
+
+def _hash_file(file: int, buffers: Sequence[memoryview], start: int) -> bytes:
+    """Read a range of a file into buffers, and return the digests of its blocks.
+
+    The digests of a truncated file have fewer bytes, or belong to fewer bytes.
+    """
+    digests: list[bytes] = []
+    for block in _iterate_blocks(buffers):
+        count = sum(map(len, block))
+        got = os.preadv(file, block, start) if len(block) <= _MAX_VECTORS else 0
+        hasher, at = blake3(), 0
+        for view in block:
+            while at + len(view) > got:  # a signal interrupted the read, or the file is truncated
+                more = os.preadv(file, [view[max(0, got - at) :]], start + got)
+                if not more:
+                    return b"".join(digests)
+                got += more
+            hasher.update(view)
+            at += len(view)
+        digests.append(hasher.digest())
+        start += count
+    return b"".join(digests)
+
+
+def _hash_body(
+    store: Store,
+    key: str,
+    body: Iterable[bytes | memoryview],
+    buffers: Sequence[memoryview],
+    count: int,
+) -> bytes:
+    """Copy a body into buffers, and return the digests of its blocks; empty if it is too short."""
+    hasher, targets = BlockHasher(), iter(buffers)
+    target = memoryview(b"")
+    for part in body:
+        view = memoryview(part)
+        if hasher.size + len(view) > count:
+            raise _make_excess_error(store, key, count)
+        hasher.update(view)
+        while view:
+            while not target:
+                target = next(targets)
+            step = min(len(view), len(target))
+            target[:step] = view[:step]
+            view, target = view[step:], target[step:]
+    return hasher.blocks if hasher.size == count else b""
+
+
+def _iterate_blocks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the parts of consecutive buffers that make each block."""
+    block: list[memoryview] = []
+    room = HASHED_BLOCK_SIZE
+    for buffer in buffers:
+        view = buffer
+        while view:
+            block.append(view[:room])
+            view, room = view[len(block[-1]) :], room - len(block[-1])
+            if not room:
+                yield block
+                block, room = [], HASHED_BLOCK_SIZE
+    if block:
+        yield block
+
+
 def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
     """Read bytes ``start`` to ``end`` (exclusive), or to the object's end. One request.
 
@@ -165,11 +272,15 @@ def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) 
         parts.append(part)
         size += len(part)
         if size > max_size:
-            raise errors.CorruptError(
-                f"{store.make_url(key)}: the store sends more than the {max_size} bytes that are "
-                "allowed. The rest was not read."
-            )
+            raise _make_excess_error(store, key, max_size)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _make_excess_error(store: Store, key: str, max_size: int) -> errors.CorruptError:
+    return errors.CorruptError(
+        f"{store.make_url(key)}: the store sends more than the {max_size} bytes that are allowed. "
+        "The rest was not read."
+    )
 
 
 def stream(

@@ -54,6 +54,7 @@ def test_the_names_of_storage():
         "open_writer",
         "put",
         "read",
+        "read_and_hash",
         "read_into",
         "read_range",
         "read_spec_from_environment",

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import threading
 from datetime import timedelta
 
 import numpy as np
@@ -20,10 +21,13 @@ from millrace.checkpoints import (
     find_newest_verified,
     list_steps,
     load,
+    load_into,
     read_checkpoint,
+    snapshot,
     verify,
 )
-from millrace.checkpoints.find import quarantine
+from millrace.checkpoints.find import commit_checkpoint, compute_root, quarantine
+from millrace.checkpoints.parts import Box
 from millrace.checkpoints.progress_events import CheckpointDamaged, PartStored
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import compute_digest
@@ -208,6 +212,138 @@ def test_rows_of_a_tensor(folder, rows):
     save(folder, 1, state_of(1))
     found = load(folder, KEYS.job, rows={"model.embed": rows}).state["model"]["embed"]
     assert torch.equal(found, state_of(1)["model"]["embed"][slice(*rows)])  # pyright: ignore[reportIndexIssue]
+
+
+LARGE = SaveSettings(part_bytes=ByteSize(4 << 20))  # with tensors that are read in place
+
+
+def large_state(seed: int) -> dict[str, object]:
+    """A state with tensors of several types, larger than a block and some larger than a file."""
+    dice = torch.Generator().manual_seed(seed)
+    return {
+        "cut": torch.randn(3000, 512, generator=dice),
+        "half": torch.randn(700, 1000, generator=dice).to(torch.bfloat16),
+        "complex": torch.randn(300, 300, generator=dice, dtype=torch.complex64),
+        "flags": torch.rand(100_000, generator=dice) > 0.5,
+        "small": torch.randn(7, generator=dice),
+        "strided": torch.randn(200, 300, generator=dice).t(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def save_large(store: Store, step: int, seed: int) -> Checkpoint:
+    with Saver(store, KEYS.job, LARGE) as saver:
+        return saver.save(large_state(seed), step=step).result()
+
+
+def test_large_tensors_are_read_in_place(store):
+    save_large(store, 1, 1)
+    state = large_state(1)
+    assert same(load(store, KEYS.job).state, state)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
+    into["half"] = into["half"].t().contiguous().t()  # in another order than in the file
+    into["cut"] = torch.nn.Parameter(into["cut"])
+    places = {name: tensor.data_ptr() for name, tensor in into.items()}
+    found = load_into(into, store, KEYS.job)
+    assert same(found.state | {"cut": into["cut"].detach()}, state)
+    assert {name: tensor.data_ptr() for name, tensor in into.items()} == places
+    for rows in ((0, 3000), (10, 2990), (2047, 2049)):
+        part = load(store, KEYS.job, rows={"cut": rows}).state["cut"]
+        assert torch.equal(part, state["cut"][slice(*rows)])  # pyright: ignore[reportIndexIssue]
+    wide = load(store, KEYS.job, dtype=torch.float64).state
+    assert torch.equal(wide["half"], state["half"].to(torch.float64))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_tensors_that_share_memory_are_filled_with_verified_bytes(folder):
+    with Saver(folder, KEYS.job, LARGE) as saver:
+        saver.save({"a": torch.zeros(1 << 18), "b": torch.ones(1 << 17)}, step=1).result()
+    memory = torch.full((1 << 18,), 7.0)
+    for _ in range(20):
+        load_into({"a": memory, "b": memory[1 << 17 :]}, folder, KEYS.job)
+        assert not memory[: 1 << 17].any()
+
+
+@pytest.mark.parametrize("kind", ["flip", "flip in the header", "truncate", "longer", "missing"])
+def test_damage_of_a_large_file_is_found_while_it_is_read_in_place(store, kind):
+    save_large(store, 1, 1)
+    saved = save_large(store, 2, 2)
+    key = KEYS.part(2, saved.parts[0].digest)
+    body = damage_of(kind, read(store, key))
+    if body is None:
+        delete(store, [key])
+    else:
+        put(store, key, body)
+    into = {name: torch.zeros_like(tensor) for name, tensor in large_state(1).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(errors.CorruptError, match=r"not the bytes|missing"):
+        load_into(into, store, KEYS.job, step=2)
+    assert same(load_into(into, store, KEYS.job).state, large_state(1))
+
+
+def move_box(store: Store, saved: Checkpoint, name: str, part: int, offset: int) -> None:
+    """Commit a checkpoint anew with another position of a tensor's only box."""
+    record = saved.tensors[name]
+    chunk = record.chunks[0].model_copy(update={"part": part, "offset": offset})
+    tensors = {**saved.tensors, name: record.model_copy(update={"chunks": (chunk,)})}
+    root = compute_root(saved.parts, tensors)
+    delete(store, [KEYS.metadata(saved.step)])
+    commit_checkpoint(store, saved.model_copy(update={"tensors": tensors, "root": root}))
+
+
+@pytest.mark.parametrize("offset", [-1, 1 << 40])
+def test_a_box_outside_of_its_file_is_refused(folder, offset):
+    saved = save(folder, 1, state_of(1))
+    move_box(folder, saved, "model.half", saved.tensors["model.half"].chunks[0].part, offset)
+    with pytest.raises(errors.CorruptError, match="not in the file that should hold it"):
+        load(folder, KEYS.job, step=1)
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_boxes_with_bytes_in_common_are_refused(folder, shift):
+    saved = save_large(folder, 1, 1)
+    there = saved.tensors["cut"].chunks[0]
+    move_box(folder, saved, "flags", there.part, there.offset + shift)
+    with pytest.raises(errors.CorruptError, match="flags at the same bytes of a file"):
+        load(folder, KEYS.job, step=1)
+
+
+def test_the_upload_begins_while_later_files_are_copied(folder, monkeypatch):
+    """The last file is copied only after the first file is in the store."""
+    stored = threading.Event()
+    copy_box = snapshot._copy_box
+
+    def copy_late(piece: object, box: Box, buffer: object) -> None:
+        if box.tensor == "last":
+            assert stored.wait(30)
+        copy_box(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(snapshot, "_copy_box", copy_late)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    state = {"first": torch.ones(1000), "last": torch.ones(1001)}
+    with Saver(folder, KEYS.job, SMALL, progress=lambda _: stored.set()) as saver:
+        saved = saver.save(state, step=1).result()
+    assert [part.size > 4000 for part in saved.parts] == [True, True, False]
+    assert same(load(folder, KEYS.job).state, state)
+
+
+def test_an_error_of_a_copy_ends_the_uploads_that_have_begun(folder, monkeypatch):
+    copy_box = snapshot._copy_box
+
+    def fail(piece: object, box: Box, buffer: object) -> None:
+        if box.tensor == "last":
+            raise RuntimeError("CUDA error")
+        copy_box(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    state = {"first": torch.ones(1000), "last": torch.ones(1001)}
+    with Saver(folder, KEYS.job, SMALL) as saver:
+        monkeypatch.setattr(snapshot, "_copy_box", fail)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            saver.save(state, step=1)
+        assert len(parts_of(folder, 1)) == 1
+        monkeypatch.setattr(snapshot, "_copy_box", copy_box)
+        saver.save(state, step=1).result()
+    assert same(load(folder, KEYS.job).state, state)
 
 
 def test_rows_that_are_not_there_are_refused(folder):
@@ -426,7 +562,8 @@ def test_names_of_jobs_that_cannot_be_are_refused():
     for name in ("", "/a", "a/", "a b", "a/checkpoints/b"):
         with pytest.raises(errors.ConfigurationError, match="job"):
             CheckpointKeys(name)
-    assert KEYS.parse_part(KEYS.part(12, "a" * 64)) == (12, "a" * 64)
+    digest = "blake3:" + "a" * 64
+    assert KEYS.parse_part(KEYS.part(12, digest)) == (12, digest)
     assert KEYS.parse_folder("step_000000012") == 12
     assert KEYS.parse_part(KEYS.metadata(12)) is KEYS.parse_folder("other") is None
 

@@ -201,7 +201,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
         high = tuple(length - at if n == axis else length for n, length in enumerate(size))
         moved = tuple(a + at if n == axis else a for n, a in enumerate(start))
         boxes += [(start, low), (moved, high)]
-    chunks = [Chunk(part=0, name="", start=start, shape=size) for start, size in boxes]
+    chunks = [Chunk(part=0, name="", offset=0, start=start, shape=size) for start, size in boxes]
     return shape, draw(st.permutations(chunks))
 
 

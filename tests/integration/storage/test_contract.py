@@ -6,15 +6,18 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from pydantic import SecretStr
 
 from millrace import errors
+from millrace.digest import hash_blocks
 from millrace.storage import (
     Backend,
     Credentials,
     Store,
+    StoreSpec,
     copy,
     create,
     delete,
@@ -29,6 +32,7 @@ from millrace.storage import (
     open_writer,
     put,
     read,
+    read_and_hash,
     read_into,
     read_range,
     stream,
@@ -63,6 +67,32 @@ def test_what_is_put_is_read_back_whole_and_by_range(store):
     small = bytearray(10)
     assert read_into(store, "a/b c+ü.bin", memoryview(small)) == len(data)
     assert not any(small)
+
+
+def test_a_range_is_read_into_several_buffers_and_its_blocks_are_hashed(store):
+    data = secrets.token_bytes((3 << 20) + 5)
+    put(store, "large.bin", data)
+    for start, count in ((0, len(data)), (1 << 20, 1 << 20), (2 << 20, (1 << 20) + 5)):
+        memory = bytearray(count)
+        cuts = [0, 1, 70_000, min(count, (1 << 20) + 3), count]
+        buffers = [memoryview(memory)[a:b] for a, b in pairwise(cuts)]
+        blocks = read_and_hash(store, "large.bin", buffers, size=len(data), start=start)
+        assert memory == data[start : start + count]
+        assert blocks == hash_blocks(data[start : start + count])
+    buffer = memoryview(bytearray(1 << 20))
+    for size in (len(data) - 1, len(data) + 1):
+        assert read_and_hash(store, "large.bin", [buffer], size=size) == b""
+    with pytest.raises(errors.NotFoundError):
+        read_and_hash(store, "missing", [buffer], size=1 << 20)
+
+
+def test_a_file_of_more_buffers_than_one_read_takes_is_hashed(tmp_path):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    data = secrets.token_bytes(5000)
+    put(store, "a", data)
+    buffers = [memoryview(bytearray(1)) for _ in data]
+    assert read_and_hash(store, "a", buffers, size=len(data)) == hash_blocks(data)
+    assert b"".join(buffers) == data
 
 
 def test_a_buffer_may_be_used_again_once_it_was_written(store):

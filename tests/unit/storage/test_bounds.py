@@ -30,6 +30,7 @@ from millrace.storage import (
     open_store,
     put,
     read,
+    read_and_hash,
     read_into,
     read_range,
 )
@@ -253,6 +254,10 @@ def is_read(node: ast.AST) -> TypeGuard[ast.Call]:
 
 def test_a_buffer_is_not_overrun(endless: Endless) -> None:
     assert read_into(store_of(endless), "part", memoryview(bytearray(1000))) == ANNOUNCED
+    buffer = memoryview(bytearray(1000))
+    assert read_and_hash(store_of(endless), "part", [buffer], size=1000) == b""
+    with pytest.raises(errors.MillraceError):
+        read_and_hash(store_of(endless), "part", [buffer], size=ANNOUNCED)
     assert endless.sent < MODEST
 
 
