@@ -1158,7 +1158,7 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
 
 D = f"blake3:{0:064x}"
 FORGED = [
-    [{"type": "digest-mismatch", "file": 0, "digest": f"blake3:{number:064d}"} for number in range(3)],
+    [{"type": "digest-mismatch", "file": 0, "digest": f"blake3:{n:064d}"} for n in range(3)],
     [{"type": "digest-mismatch", "file": number, "digest": D} for number in range(3)],
     [{}], ["x"], {"type": "piece-written"}, [None], 7, [{"type": []}], [{"type": "piece-written"}],
     [{"type": "piece-written", "piece": 10**6, "source": "", "digest": D, "size": 1}],
