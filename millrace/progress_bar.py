@@ -33,6 +33,7 @@ from millrace.swarm.progress_events import (
     FileMismatched,
     NodeAccused,
     NodeLost,
+    NodeMisread,
     NodeUntrusted,
     PrewarmProgressed,
 )
@@ -175,6 +176,8 @@ class BytesBar(_TerminalBar):
                 self._print_above(f"{event.node} is lost: {event.reason}")
             case NodeAccused():
                 self._print_above(f"{event.accuser} says that {event.node} gave it wrong bytes.")
+            case NodeMisread():
+                self._print_above(f"{event.node} read wrong bytes of {event.origin}.")
             case NodeUntrusted():
                 self._print_above(f"{event.node} gave wrong bytes, and gets no more requests.")
             case FileMismatched():

@@ -49,6 +49,7 @@ from millrace.swarm.progress_events import (
     FileMismatched,
     NodeAccused,
     NodeLost,
+    NodeMisread,
     NodeUntrusted,
     PrewarmProgressed,
 )
@@ -246,6 +247,8 @@ class SwarmProgress(LiveProgress):
                 self._log.warning("%s is lost: %s", event.node, event.reason)
             case NodeAccused():
                 self._log.warning("%s says that %s gave it wrong bytes", event.accuser, event.node)
+            case NodeMisread():
+                self._log.warning("%s read wrong bytes of %s", event.node, event.origin)
             case NodeUntrusted():
                 self._log.warning("%s gave wrong bytes, and gets no more requests", event.node)
             case FileMismatched():

@@ -93,6 +93,7 @@ def describe_nodes(warmed: PrewarmResult) -> Markdown:
         whole,
         format_table(columns, map(_make_row, report.nodes)),
         direct if report.direct else Markdown(),
+        *(format_markdown("{}", reason) for reason in report.refused),
         unverified if report.unverified else Markdown(),
         unconfirmed if report.unconfirmed else Markdown(),
         drawn,

@@ -123,6 +123,8 @@ def _show_report(report: "PrewarmReport") -> None:
     )
     if report.direct:
         echo(f"Nodes also read from the store what others had: {report.direct}.")
+    for reason in report.refused:
+        echo(reason)
     if report.unverified:
         echo(
             f"{format_count(report.unverified, 'file')} unverified at the source: no record has "

@@ -106,3 +106,15 @@ class CheckpointKeys:
         """Decide whether a key is that of the share of a rank."""
         pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
         return re.fullmatch(pattern, key) is not None
+
+
+def parse_part_digest(key: str) -> str:
+    """Return the digest in the key of a checkpoint's part, of any job; empty for other keys."""
+    job, folder, _ = key.partition(f"/{CHECKPOINTS}/")
+    if not folder:
+        return ""
+    try:
+        part = CheckpointKeys(job).parse_part(key)
+    except ConfigurationError:  # not the name of a job
+        return ""
+    return part[1] if part else ""

@@ -15,7 +15,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from millrace.digest import combine_blocks, hash_blocks, make_hasher
+from millrace.digest import (
+    BLOCK_SIZE,
+    Algorithm,
+    combine_blocks,
+    compute_stream_digest,
+    hash_blocks,
+    make_hasher,
+)
 from millrace.errors import ConfigurationError
 from millrace.swarm.catalogue import Catalogue, File, can_combine
 
@@ -166,6 +173,12 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
             parts.append(hash_blocks(segment))
     parts = parts or [hash_blocks(b"")]
     return whole.compute() if whole else combine_blocks(b"".join(parts)), parts
+
+
+def compute_file_digest(path: Path, algorithm: Algorithm) -> str:
+    """Return the digest of a file on the disk."""
+    with path.open("rb", buffering=0) as opened:
+        return compute_stream_digest(iter(lambda: opened.read(BLOCK_SIZE), b""), algorithm)[0]
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:

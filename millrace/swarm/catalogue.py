@@ -233,9 +233,12 @@ def combine_digests(parts: Sequence[bytes]) -> str:
 
     The digest of a single segment is that of its bytes.
     """
-    if len(parts) == 1:
-        return combine_blocks(parts[0])
-    return compute_digest("".join(map(combine_blocks, parts)).encode())
+    return combine_segments([combine_blocks(part) for part in parts])
+
+
+def combine_segments(digests: Sequence[str]) -> str:
+    """Combine the BLAKE3 digests of segments into one digest, as `combine_digests` does."""
+    return digests[0] if len(digests) == 1 else compute_digest("".join(digests).encode())
 
 
 def can_combine(file: File, piece_size: int) -> bool:

@@ -14,6 +14,7 @@ from millrace.swarm.driving.driver_reader import DriverReader
 from millrace.swarm.driving.event_handler import EventHandler
 from millrace.swarm.driving.file_checks import FileChecks
 from millrace.swarm.driving.followers import NodeFollowers
+from millrace.swarm.driving.known_digests import KnownDigests, find_known_digests
 from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.quorum import Quorum
 from millrace.swarm.driving.reports import PrewarmReport, ProgressRecorder, report_nodes
@@ -39,7 +40,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
     Args:
         settings: Files, their destination, and the nodes.
         progress: Receives `PrewarmProgressed` a few times a second, and `NodeReady`, `NodeLost`,
-            `NodeAccused`, `NodeUntrusted` and `FileMismatched`.
+            `NodeAccused`, `NodeMisread`, `NodeUntrusted` and `FileMismatched`.
 
     Raises:
         NotFoundError: A requested object does not exist.
@@ -52,7 +53,9 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
     """
     began = time.monotonic()
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
-    return _PrewarmDriver(settings, resolve_requests(settings, stores), progress, began).run()
+    resolved = resolve_requests(settings, stores)
+    known = find_known_digests(resolved)
+    return _PrewarmDriver(settings, resolved, known, progress, began).run()
 
 
 class _PrewarmDriver:
@@ -60,18 +63,22 @@ class _PrewarmDriver:
         self,
         settings: PrewarmSettings,
         resolved: ResolvedCatalogue,
+        known: KnownDigests,
         progress: Progress,
         began: float,
     ) -> None:
         self._settings, self._progress, self._began = settings, progress, began
         self._catalogue = catalogue = resolved.catalogue
+        self._known = known
         self._startup = 0.0  # seconds; 0 until the first order
         sizes, files = catalogue.list_piece_sizes(), len(catalogue.files)
         self._state = self._make_state(sizes)
         self._piece_checks = PieceChecks(
             self._state, catalogue, settings.store_timeout.total_seconds(), self._request_piece
         )
-        self._file_checks = FileChecks(self._state, catalogue, self._request_file)
+        self._file_checks = FileChecks(
+            self._state, catalogue, self._request_file, known=known.files
+        )
         secrets = RunSecrets()
         spec = make_run_spec(settings, catalogue, resolved.make_sources(_URL_TTL), secrets.key)
         self._reader = DriverReader(
@@ -88,7 +95,7 @@ class _PrewarmDriver:
         )
         self._followers = NodeFollowers(
             self._state,
-            AgentClient(secrets.name, EventChecker(sizes, files, members)),
+            AgentClient(secrets.name, EventChecker(sizes, files, members, known.pieces)),
             spec.encode(),
             sizes,
             on_event=handler.handle,
@@ -176,7 +183,9 @@ class _PrewarmDriver:
         needs = [1] * len(sizes)
         for number in self._catalogue.list_unproven_pieces():
             needs[number] = VOTES_NEEDED
-        tracker = Tracker(sizes, self._settings.limits, votes_needed=needs)
+        tracker = Tracker(
+            sizes, self._settings.limits, votes_needed=needs, expected=self._known.pieces
+        )
         return RunState(tracker, sizes, self._request_piece)
 
     # The reader is made after the parts that request reads.
@@ -214,4 +223,5 @@ class _PrewarmDriver:
             nodes=report_nodes(self._state.members, set(tracker.quarantined)),
             direct=tracker.direct,
             curve=tuple(self._recorder.curve),
+            refused=self._known.refused,
         )

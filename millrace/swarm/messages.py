@@ -18,7 +18,8 @@ class FetchPiece:
     Attributes:
         piece: Number of the piece.
         source: Node that sends the piece; empty for the store.
-        digest: Digest that the piece must have; empty for a read from the store.
+        digest: Digest that the piece must have; empty for a read from the store of a piece whose
+            digest is not known.
     """
 
     piece: int

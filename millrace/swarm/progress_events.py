@@ -77,8 +77,25 @@ class NodeAccused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMisread(Event):
+    """Event after a node read other bytes of a piece than the store has; once for each node.
+
+    Attributes:
+        node: Name of the node.
+        piece: Number of the piece.
+        origin: Origin of the file, such as ``s3://bucket/key``.
+    """
+
+    kind: ClassVar[str] = "node.misread"
+
+    node: str
+    piece: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUntrusted(Event):
-    """Event after a node is proven to send wrong bytes; no node asks it for pieces any more.
+    """Event after a node is proven to give wrong bytes; no node asks it for pieces any more.
 
     Attributes:
         node: Name of the node.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.digest import Algorithm, make_local_etag
+from millrace.keys.checkpoints import parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
@@ -45,10 +46,12 @@ class ResolvedCatalogue:
     Attributes:
         catalogue: Files for every node.
         objects: Store and key of each file, by the number of the file.
+        manifests: Manifest of the dataset of each file that is a shard, by the number of the file.
     """
 
     catalogue: Catalogue
     objects: tuple[tuple[Store, str], ...]
+    manifests: Mapping[int, Manifest]
 
     def make_sources(self, ttl: timedelta) -> list[str]:
         """Return a signed URL for each file, or its path if the store is a folder.
@@ -64,6 +67,23 @@ class ResolvedCatalogue:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _FoundObject:
+    """An object that a request names.
+
+    Attributes:
+        file: File of the catalogue.
+        store: Store of the object.
+        key: Key of the object.
+        manifest: Manifest of the dataset that the object is a shard of.
+    """
+
+    file: File
+    store: Store
+    key: str
+    manifest: Manifest | None = None
+
+
 def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> ResolvedCatalogue:
     """Look up the objects of all requests, several at once.
 
@@ -76,17 +96,18 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
     for request in settings.requests:
         _select_store(request, stores)
 
-    def look_up(request: Request) -> list[tuple[File, Store, str]]:
+    def look_up(request: Request) -> list[_FoundObject]:
         return list(_resolve_request(request, stores))
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="catalogue") as pool:
         answers = pool.map(look_up, settings.requests)
         files: dict[str, File] = {}
-        objects: dict[str, tuple[Store, str]] = {}
-        for file, store, key in (item for answer in answers for item in answer):
+        objects: dict[str, _FoundObject] = {}
+        for found in (item for answer in answers for item in answer):
+            file = found.file
             first = files.get(file.origin)
             if first is None:
-                files[file.origin], objects[file.origin] = file, (store, key)
+                files[file.origin], objects[file.origin] = file, found
             elif replace(first, path=file.path, links=()) != file:
                 raise errors.ConfigurationError(
                     f"{file.origin} is requested twice, with different mode, owner, digest or "
@@ -94,9 +115,15 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
                 )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
-    found = _drop_false_md5(list(files.values()), list(objects.values()))
-    catalogue = build_catalogue(found, settings.piece_size)
-    return ResolvedCatalogue(catalogue, tuple(objects.values()))
+    stored = [(found.store, found.key) for found in objects.values()]
+    verified = _drop_false_md5(list(files.values()), stored)
+    manifests = {
+        number: found.manifest
+        for number, found in enumerate(objects.values())
+        if found.manifest is not None
+    }
+    catalogue = build_catalogue(verified, settings.piece_size)
+    return ResolvedCatalogue(catalogue, tuple(stored), manifests)
 
 
 def _drop_false_md5(files: list[File], objects: list[tuple[Store, str]]) -> list[File]:
@@ -127,19 +154,19 @@ def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:
     return stores[request.store]
 
 
-def _resolve_request(
-    request: Request, stores: Mapping[str, Store]
-) -> Iterator[tuple[File, Store, str]]:
+def _resolve_request(request: Request, stores: Mapping[str, Store]) -> Iterator[_FoundObject]:
     store = _select_store(request, stores)
     if request.key is not None:
         stat = head(store, request.key)
         destination = request.destination or request.key
         file = _make_file(request, store, stat, destination)
+        manifest = None
         if not request.sha256:
-            known = _find_digests(store, {stat.key: stat.size}).get(stat.key)
+            known, manifest = _find_digests(store, {stat.key: stat.size}).get(stat.key, ("", None))
             known = known or fetch_stored_sha256(store, stat.key)
             file = replace(file, digest=known or file.digest)
-        yield _add_unpacking(request, store, stat, file), store, stat.key
+        file = _add_unpacking(request, store, stat, file)
+        yield _FoundObject(file, store, stat.key, manifest)
         return
     if request.dataset is not None:
         yield from _resolve_shards(request, request.dataset, store)
@@ -154,12 +181,11 @@ def _resolve_request(
         inside = stat.key.removeprefix(below)
         destination = f"{request.destination}/{inside}" if request.destination else inside
         file = _make_file(request, store, stat, destination)
-        yield replace(file, digest=known.get(stat.key, file.digest)), store, stat.key
+        digest, manifest = known.get(stat.key, (file.digest, None))
+        yield _FoundObject(replace(file, digest=digest), store, stat.key, manifest)
 
 
-def _resolve_shards(
-    request: Request, dataset: str, store: Store
-) -> Iterator[tuple[File, Store, str]]:
+def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_FoundObject]:
     """Yield the shards that the manifest of a dataset names.
 
     Raises:
@@ -184,7 +210,7 @@ def _resolve_shards(
         inside = shard.key.removeprefix(f"{dataset}/")
         destination = f"{request.destination}/{inside}" if request.destination else shard.key
         file = _make_file(request, store, stat, destination)
-        yield replace(file, digest=shard.digest), store, shard.key
+        yield _FoundObject(replace(file, digest=shard.digest), store, shard.key, manifest)
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
@@ -240,9 +266,14 @@ def _strip_ending(path: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the digests of shards by their keys, from the manifests of their datasets."""
-    known: dict[str, str] = {}
+def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, tuple[str, Manifest | None]]:
+    """Return the digests of objects by their keys, with the manifests of the datasets of shards.
+
+    The digests of shards are in manifests. The key of a part of a checkpoint has its digest.
+    """
+    known: dict[str, tuple[str, Manifest | None]] = {
+        key: (digest, None) for key in sizes if (digest := parse_part_digest(key))
+    }
     datasets = {key.partition("/shards/")[0] for key in sizes if "/shards/" in key}
     for dataset in datasets:
         try:
@@ -251,5 +282,5 @@ def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, str]:
             continue  # the prefix is no dataset of Millrace, or the dataset is not complete
         for shard in manifest.shards:
             if sizes.get(shard.key) == shard.size:
-                known[shard.key] = shard.digest
+                known[shard.key] = shard.digest, manifest
     return known

@@ -15,12 +15,15 @@ vote decides, since every node verifies the whole object. Otherwise two equal vo
 differ, the driver reads the piece itself, and its digest is final (`Tracker.take_disputed`,
 `Tracker.settle_piece`).
 
+If the digest of a piece is known before the run, no vote is needed. The order to read the piece
+from the store has this digest, and the node verifies the bytes.
+
 The parts in `millrace.swarm.tracking` own the state. This module passes each event to these parts.
 
 Source: Owl (OSDI '22), where peers only transfer, and the tracker makes every decision.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.settings import LimitSettings
@@ -51,6 +54,7 @@ class Tracker:
         sizes: Bytes of each piece.
         limits: Limits on concurrent transfers.
         votes_needed: Number of equal votes that decide the digest of each piece; by default one.
+        expected: Digests of pieces that are known before the run.
         seed: Seed of the random pauses before a failed read is tried again.
     """
 
@@ -60,6 +64,7 @@ class Tracker:
         limits: LimitSettings | None = None,
         *,
         votes_needed: Sequence[int] = (),
+        expected: Mapping[int, str] | None = None,
         seed: int = 0,
     ) -> None:
         limits, count = limits or LimitSettings(), len(sizes)
@@ -80,6 +85,7 @@ class Tracker:
             orders=self._orders,
         )
         self._copies.require_votes(votes_needed)
+        self._copies.expect_digests(expected or {})
         self._direct = DirectReads(self._nodes, self._copies, self._unread, allowed=limits.direct)
         selector = UploaderSelector(self._nodes, self._copies, self._uploaders, limits.up)
         self._slots = SlotFiller(
@@ -160,6 +166,10 @@ class Tracker:
         """Tell whether votes, or the driver, have decided the digest of a piece."""
         return bool(self._copies[piece].votes.digest)
 
+    def get_expected(self, piece: int) -> str:
+        """Return the digest of a piece that is known before the run; empty if there is none."""
+        return self._copies[piece].votes.expected
+
     def is_lacked(self, piece: int) -> bool:
         """Tell whether a living node lacks a piece."""
         return self._nodes.is_lacked(piece)
@@ -201,7 +211,7 @@ class Tracker:
     ) -> list[PieceOrder]:
         """Note that a node has received a piece with a digest.
 
-        The agent reports `PieceFailed` for bytes of another node with a wrong digest. A node that
+        The agent reports `PieceFailed` for bytes without the digest of the order. A node that
         reports such bytes as received is faulty.
         """
         node = self._nodes[name]
@@ -274,6 +284,15 @@ class Tracker:
         self._copies.settle(number, digest)
         self._slots.fill_waiting(now)
         return self._take_orders()
+
+    def count_wrong_read(self, name: str, now: float) -> list[PieceOrder]:
+        """Note that a node has read bytes that differ from those that the driver has read.
+
+        After two such reads, the node is no longer trusted.
+        """
+        node = self._nodes[name]
+        self._copies.count_wrong_vote(node)
+        return self._fill_after(node, now)
 
     def _fill_after(self, node: NodeState, now: float) -> list[PieceOrder]:
         """Fill the slots of a node after an event, then those of waiting nodes."""

@@ -8,10 +8,10 @@ computations of these digests, and the number of hashed bytes of each file.
 import os
 from collections.abc import Callable
 
-from millrace.digest import combine_blocks, make_hasher
+from millrace.digest import Hasher, combine_blocks, make_hasher
 from millrace.errors import ChangedError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
-from millrace.swarm.cache_index import hash_file
+from millrace.swarm.cache_index import compute_file_digest
 from millrace.swarm.catalogue import can_combine
 
 _BLOCK = 1 << 20
@@ -27,18 +27,22 @@ class FileHashes:
 
     def __init__(self, arrivals: Arrivals, piece_size: int) -> None:
         self._arrivals, self._piece_size = arrivals, piece_size
-        self._hashers = [make_hasher(state.file.algorithm) for state in arrivals.states]
+        self._hashers: dict[int, Hasher] = {}
         self._hashed = [0] * len(arrivals.states)  # bytes
         self._buffer = memoryview(bytearray(_BLOCK))
 
     def update(self, number: int, size: int) -> None:
         """Hash the next `size` bytes of a file, which have arrived."""
+        hasher = self._hashers.get(number)
+        if hasher is None:
+            hasher = make_hasher(self._arrivals.states[number].file.algorithm)
+            self._hashers[number] = hasher
         descriptor = self._arrivals.open_current(number)
         try:
             while size:
                 block = self._buffer[: min(size, _BLOCK)]
                 got = os.preadv(descriptor, [block], self._hashed[number])
-                self._hashers[number].update(self._buffer[:got])
+                hasher.update(self._buffer[:got])
                 self._hashed[number] += got
                 size -= got
         finally:
@@ -58,7 +62,7 @@ class FileHashes:
         if self.is_combined(number):
             return combine_blocks(b"".join(state.list_digests()))
         if len(state.digests) == 1 or not state.fresh:
-            return hash_file(state.path, state.file, self._piece_size)[0]
+            return compute_file_digest(state.path, state.file.algorithm)
         if self._hashed[number] < state.file.size:
             return None
         return self._hashers[number].compute()

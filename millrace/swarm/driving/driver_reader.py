@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.digest import make_hasher
-from millrace.swarm.catalogue import Catalogue, combine_digests
+from millrace.digest import combine_blocks, make_hasher
+from millrace.swarm.catalogue import Catalogue, can_combine, combine_digests
 from millrace.swarm.protocol import ConnectionPool
 from millrace.swarm.transfer import BufferPool, FetchError, StoreReader, hash_segments
 
@@ -42,6 +42,10 @@ class PieceRequester(Protocol):
 
     def is_useful(self, number: int) -> bool:
         """Tell whether the digest of a piece is still needed."""
+        ...
+
+    def get_expected(self, number: int) -> str:
+        """Return the digest of a piece that is known from block lists; empty if there is none."""
         ...
 
     def handle_digest(self, number: int, digest: str) -> None:
@@ -195,12 +199,21 @@ class DriverReader:
         self._pool.submit(run)
 
     def _read_piece(self, number: int) -> None:
+        """Read a piece; read it again if the bytes do not have the expected digest."""
         if not self._pieces.is_useful(number):
             return
+        digest = self._hash_piece(number)
+        if digest and self._pieces.get_expected(number) not in {"", digest}:
+            digest = self._hash_piece(number)
+        if digest:
+            self._pieces.handle_digest(number, digest)
+
+    def _hash_piece(self, number: int) -> str:
+        """Read a piece, and return its digest; empty if the reader was closed before."""
         with self._buffers.borrow(self._sizes[number]) as data:
-            if self._reader.read(number, data):
-                parts = hash_segments(self._catalogue.pieces[number], data)
-                self._pieces.handle_digest(number, combine_digests(parts))
+            if not self._reader.read(number, data):
+                return ""
+            return combine_digests(hash_segments(self._catalogue.pieces[number], data))
 
     def _read_file(self, number: int) -> None:
         """Read a file; read it again if the bytes do not have the digest of the file."""
@@ -214,7 +227,9 @@ class DriverReader:
 
     def _hash_file(self, number: int) -> FileDigests | None:
         """Read all pieces of a file; return None if the digests are no longer needed."""
-        whole = make_hasher(self._catalogue.files[number].algorithm)
+        file = self._catalogue.files[number]
+        is_combined = can_combine(file, self._catalogue.piece_size)
+        whole = None if is_combined else make_hasher(file.algorithm)
         parts, pieces = list[bytes](), dict[int, str]()
         for piece, segments in enumerate(self._catalogue.pieces):
             if all(segment.file != number for segment in segments):
@@ -229,7 +244,9 @@ class DriverReader:
                 at = 0
                 for segment, digest in zip(segments, found, strict=True):
                     if segment.file == number:
-                        whole.update(data[at : at + segment.size])
+                        if whole is not None:
+                            whole.update(data[at : at + segment.size])
                         parts.append(digest)
                     at += segment.size
-        return FileDigests(number, whole.compute(), combine_digests(parts), pieces)
+        digest = whole.compute() if whole else combine_blocks(b"".join(parts))
+        return FileDigests(number, digest, combine_digests(parts), pieces)

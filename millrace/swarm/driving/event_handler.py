@@ -106,7 +106,9 @@ class EventHandler:
                     accuser=state.members.format_name(member.node),
                 )
             )
-        if source == STORE:
+        if source == STORE and wrong:
+            self._pieces.note_wrong_read(member, number)
+        elif source == STORE:
             self._pieces.note_failure(member, number, event.status, event.reason)
         state.dispatch(
             state.tracker.fail_transfer(member.node.id, number, source, now, wrong=wrong)

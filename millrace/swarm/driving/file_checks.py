@@ -3,12 +3,12 @@
 This module owns which files are checked, the results, and the false alarms of each node.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from millrace import errors
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.driving.driver_reader import FileDigests
 from millrace.swarm.driving.members import Member
+from millrace.swarm.driving.piece_checks import make_corruption_error
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.messages import VoidDigest
 from millrace.swarm.progress_events import FileMismatched
@@ -23,17 +23,24 @@ class FileChecks:
         state: Members and tracker of the run.
         catalogue: Files of the run.
         request: Starts to read a file, if a node still doubts it (`is_doubted`).
+        known: Combined digest of the segments of each file whose pieces are all known before the
+            run. The driver does not read these files: nodes drop wrong pieces without it.
 
     Attributes:
         void: Files whose ETag is not an MD5, and that have no other digest.
     """
 
     def __init__(
-        self, state: RunState, catalogue: Catalogue, request: Callable[[int], None]
+        self,
+        state: RunState,
+        catalogue: Catalogue,
+        request: Callable[[int], None],
+        known: Mapping[int, str] | None = None,
     ) -> None:
         self._state, self._catalogue, self._request = state, catalogue, request
         self._doubters: dict[int, set[str]] = {}  # file → nodes that report a mismatch
-        self._checked: dict[int, str] = {}  # file → combined digest of the segments in the store
+        # file → combined digest of the segments in the store
+        self._checked: dict[int, str] = dict(known or {})
         self._false_alarms: dict[str, int] = {}  # node → number of its false alarms
         self.void: set[int] = set()
 
@@ -74,7 +81,7 @@ class FileChecks:
         state, file = self._state, self._catalogue.files[found.file]
         with state.news:
             if found.digest != file.digest and not file.has_md5:
-                state.fatal = _make_corruption_error(file.origin, file.digest)
+                state.fatal = make_corruption_error(file.origin, file.digest)
                 state.news.notify_all()
                 return
             if found.digest != file.digest:  # the ETag is not an MD5: the store encrypts objects
@@ -94,11 +101,3 @@ class FileChecks:
             if self._false_alarms[name] >= _MAX_FALSE_ALARMS:
                 reason = f"it finds files wrong that are right in the store, {origin} for one"
                 self._state.lose(self._state.members[name], reason)
-
-
-def _make_corruption_error(origin: str, digest: str) -> errors.CorruptError:
-    return errors.CorruptError(
-        f"{origin} is not the bytes that its digest {digest} says, also when it is "
-        "read again. Upload it anew, or correct the record that has the digest. It has no "
-        "final name on any node."
-    )

@@ -1,4 +1,4 @@
-"""Pieces that the driver reads itself: a random sample, disputed pieces, and failing reads.
+"""Pieces that the driver reads itself: a sample, disputed pieces, failing and wrong reads.
 
 This module owns which pieces the driver reads, and the time since which the store fails each piece.
 """
@@ -12,6 +12,7 @@ from millrace import errors
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.progress_events import NodeMisread
 from millrace.swarm.transfer import FINAL_STATUSES, FetchError
 
 _DENIED_STATUSES = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
@@ -40,6 +41,9 @@ class PieceChecks:
         self._sample: set[int] = set()
         self._failing: dict[int, float] = {}  # piece → time of the first failed read in a row
         self._reports: dict[int, dict[str, str]] = {}  # piece → node → its reason for a failed read
+        self._doubters: dict[int, set[str]] = {}  # piece → nodes that read other bytes
+        self._intact: set[int] = set()  # pieces that have the expected digest in the store
+        self._accused: set[str] = set()  # nodes that read other bytes than the store has
 
     def request_sample(self, pieces: list[int], sizes: list[int]) -> None:
         """Request a random sample of the pieces that no digest proves, up to `_SAMPLE_BYTES`.
@@ -82,19 +86,43 @@ class PieceChecks:
             self._reports.setdefault(number, {})[member.node.id] = reason
             self._request(number)
 
+    def note_wrong_read(self, member: Member, number: int) -> None:
+        """Note that a node has read a piece whose digest is known, and that its bytes are wrong.
+
+        The driver reads the piece too, once: the node, or the object, is damaged.
+        """
+        if number in self._intact:
+            self._blame(member, number)
+            return
+        self._doubters.setdefault(number, set()).add(member.node.id)
+        self._request(number)
+
     def is_useful(self, number: int) -> bool:
-        """Tell whether a piece is of the sample, disputed, or unreadable for a living node."""
+        """Tell whether a piece is of the sample or disputed, or fails or is wrong for a node."""
         members = self._state.members
         with self._state.news:
             if number in self._sample or self._state.tracker.is_disputed(number):
                 return True
-            return any(not members[name].is_lost for name in self._reports.get(number, ()))
+            names = [*self._reports.get(number, ()), *self._doubters.get(number, ())]
+            return any(not members[name].is_lost for name in names)
+
+    def get_expected(self, number: int) -> str:
+        """Return the digest of a piece that is known from block lists; empty if there is none."""
+        return self._state.tracker.get_expected(number)
 
     def handle_digest(self, number: int, digest: str) -> None:
         """Settle a piece that the driver has read, and give up nodes that could not read it."""
         state = self._state
         with state.news:
             self._failing.pop(number, None)
+            if digest != (self.get_expected(number) or digest):
+                origins = self._describe_origins(number)
+                state.fatal = make_corruption_error(origins, self.get_expected(number))
+                state.news.notify_all()
+                return
+            self._intact.add(number)
+            for name in sorted(self._doubters.pop(number, ())):
+                self._blame(state.members[name], number)
             state.settle({number: digest})
             for name, reason in self._reports.pop(number, {}).items():
                 origin = self._catalogue.files[self._catalogue.pieces[number][0].file].origin
@@ -111,6 +139,15 @@ class PieceChecks:
             fatal = self._judge_failure(number, error.status, str(error))
             state.fatal = fatal or state.fatal
             state.news.notify_all()
+
+    def _blame(self, member: Member, number: int) -> None:
+        """Note that a node read other bytes than the store has."""
+        state = self._state
+        if member.node.id not in self._accused:
+            self._accused.add(member.node.id)
+            name, origin = state.members.format_name(member.node), self._describe_origins(number)
+            state.note_event(NodeMisread(node=name, piece=number, origin=origin))
+        state.count_wrong_read(member)
 
     def _judge_failure(self, number: int, status: int, reason: str) -> errors.MillraceError | None:
         """Return the error that ends the run; None if the read is tried again."""
@@ -136,3 +173,12 @@ class PieceChecks:
         if len(origins) == 1:
             return origins[0]
         return f"{origins[0]} or one of {len(origins)} beside it"
+
+
+def make_corruption_error(origin: str, digest: str) -> errors.CorruptError:
+    """Return the error that ends a run whose object does not have its digest in the store."""
+    return errors.CorruptError(
+        f"{origin} is not the bytes that its digest {digest} says, also when it is "
+        "read again. Upload it anew, or correct the record that has the digest. It has no "
+        "final name on any node."
+    )

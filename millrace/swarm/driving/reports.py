@@ -53,6 +53,8 @@ class PrewarmReport:
         direct: Reason for which nodes read pieces from the store that other nodes had; empty if
             no node did.
         curve: Seconds since the call, and the bytes on all nodes at that time.
+        refused: Reason for each dataset whose digests of blocks were not used. The nodes decided
+            the pieces of its shards by votes.
     """
 
     files: int
@@ -65,6 +67,7 @@ class PrewarmReport:
     nodes: tuple[NodeReport, ...]
     direct: str
     curve: tuple[tuple[float, int], ...]
+    refused: tuple[str, ...] = ()
 
     @property
     def store_bytes(self) -> int:

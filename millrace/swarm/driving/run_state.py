@@ -75,6 +75,13 @@ class RunState:
         self.dispatch(self.tracker.remove_node(member.node.id, time.monotonic()))
         self.news.notify_all()
 
+    def count_wrong_read(self, member: Member) -> None:
+        """Tell the tracker that a member has read bytes from the store that the store lacks."""
+        if member.is_lost or self.is_ending:
+            return
+        self.dispatch(self.tracker.count_wrong_read(member.node.id, time.monotonic()))
+        self.note_untrusted()
+
     def count_held(self, member: Member) -> int:
         """Return the bytes of the pieces that a member has."""
         return sum(self.tracker.list_held_sizes(member.node.id, self._sizes))

@@ -4,7 +4,7 @@ This module owns the digest and the holders of each piece. A change has conseque
 may fetch the piece, a node drops its copy, or a node reads the piece from the store again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
@@ -76,6 +76,11 @@ class CopyTable:
         for piece, count in zip(self._pieces, votes_needed, strict=False):
             piece.votes.votes_needed = count
 
+    def expect_digests(self, digests: Mapping[int, str]) -> None:
+        """Decide pieces whose digests are known before the run."""
+        for number, digest in digests.items():
+            self._pieces[number].votes.expect(digest)
+
     def is_disputed(self, number: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self._pieces[number].votes.is_disputed(self._is_trusted)
@@ -118,7 +123,12 @@ class CopyTable:
         self.request_read_if_needed(number)
 
     def settle(self, number: int, digest: str) -> None:
-        """Note the digest of a piece that the driver has read: nodes drop other copies."""
+        """Note the digest of a piece that the driver has read: nodes drop other copies.
+
+        A digest that is known before the run stays.
+        """
+        if self._pieces[number].votes.expected:
+            return
         self._pieces[number].votes.is_settled = True
         self._decide(number, digest)
         self.request_read_if_needed(number)
@@ -148,6 +158,18 @@ class CopyTable:
                 piece.holders.remove(node.name)
             self._undo_decision(node, number)
             self.request_read_if_needed(number)
+
+    def count_wrong_vote(self, node: NodeState) -> None:
+        """Count a wrong vote of a node, or bytes that it read and that the store does not have.
+
+        A node with two of them is no longer trusted. A node with more of them is faulty: else it
+        would read the piece again forever.
+        """
+        node.trust.count_wrong_vote()
+        if node.trust.has_lost_vote:
+            self.distrust(node)
+        if node.trust.has_become_faulty:
+            self.faulty.append(node.name)
 
     def mark_slow(self, node: NodeState) -> None:
         """Mark a node as slow. Request reads of the pieces that only slow nodes have."""
@@ -209,21 +231,12 @@ class CopyTable:
                 self._reject(self._nodes[name], number)
 
     def _reject(self, node: NodeState, number: int) -> None:
-        """Order a node to drop a copy with a wrong digest, or with one that is no longer decided.
-
-        A node with two wrong votes is no longer trusted. A node with more of them is faulty: else
-        it would read the piece again forever.
-        """
+        """Order a node to drop a copy whose digest is wrong, or is no longer decided."""
         voted = node.name in self._pieces[number].votes.voters
         self._drop(node, number)
         self._waiting.enqueue(node, number)
-        if not voted:
-            return
-        node.trust.count_wrong_vote()
-        if node.trust.has_lost_vote:
-            self.distrust(node)
-        if node.trust.has_become_faulty:
-            self.faulty.append(node.name)
+        if voted:
+            self.count_wrong_vote(node)
 
     def _undo_decision(self, node: NodeState, number: int) -> None:
         piece = self._pieces[number]

@@ -14,7 +14,8 @@ class PieceOrder:
         node: Node that carries out the order.
         piece: Number of the piece to fetch, or to forget with `drop`.
         source: Node that uploads the piece; `STORE` for the store.
-        digest: Digest that the piece must have; empty for a read from the store.
+        digest: Digest that the piece must have; empty for a read of a piece whose digest is not
+            known.
         drop: Whether the node must forget its copy, which is wrong or cannot be confirmed.
     """
 

@@ -49,15 +49,17 @@ class TransferOutcomes:
     def complete(self, node: NodeState, number: int, source: str, digest: str, now: float) -> bool:
         """Note that a node has received a piece with a digest.
 
-        An agent rejects bytes of another node that do not have the digest of the order. So a node
-        is faulty if it reports another digest for them.
+        An agent rejects bytes that do not have the digest of the order. So a node is faulty if it
+        reports another digest, wherever the bytes came from.
 
         Returns:
             Whether the node has a new copy, so that slots may be filled.
         """
         ended = self._transfers.end(node.transfers, number, source, now)
-        if ended is not None and source != STORE and digest != ended.digest:
+        is_ordered = ended is not None and (source != STORE or bool(ended.digest))
+        if ended is not None and is_ordered and digest != ended.digest:
             self._copies.faulty.append(node.name)
+            self._copies.request_read_if_needed(number)
             return False
         if ended is not None:
             self._measure(node, number, source, ended, now)

@@ -107,5 +107,6 @@ class SlotFiller:
             tried += 1
 
     def _order_read(self, node: NodeState, number: int, now: float) -> None:
-        self._transfers.begin_read(node.transfers, number, now)
-        self._orders.append(PieceOrder(node.name, number, STORE))
+        digest = self._copies[number].votes.expected
+        self._transfers.begin_read(node.transfers, number, now, digest)
+        self._orders.append(PieceOrder(node.name, number, STORE, digest))

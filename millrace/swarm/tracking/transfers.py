@@ -44,7 +44,7 @@ class EndedTransfer:
 
     Attributes:
         seconds: Seconds from the order to the end.
-        digest: Digest of the order; empty for a read from the store.
+        digest: Digest of the order; empty for a read of a piece whose digest is not known.
         unshared: Seconds of a read from the store without concurrent reads, computed.
     """
 
@@ -79,10 +79,10 @@ class TransferTable:
         """Tell whether a node reads a piece from the store."""
         return bool(self._readers[number])
 
-    def begin_read(self, node: NodeTransfers, number: int, now: float) -> None:
-        """Note that a node begins to read a piece from the store."""
+    def begin_read(self, node: NodeTransfers, number: int, now: float, digest: str = "") -> None:
+        """Note that a node begins to read a piece, whose digest may be known, from the store."""
         node.down.setdefault(number, {})[STORE] = now
-        node.ordered[number, STORE] = ""
+        node.ordered[number, STORE] = digest
         node.reads += 1
         node.began[number] = self._clock.read(now)
         self._clock.change_users(1, now)
@@ -119,7 +119,7 @@ class TransferTable:
         node.reads -= 1
         self._clock.change_users(-1, now)
         self._readers[number].discard(node.name)
-        return EndedTransfer(now - since, unshared=unshared)
+        return EndedTransfer(now - since, digest, unshared)
 
     def measure_read(self, node: NodeTransfers, number: int, now: float) -> float:
         """Return the seconds of a read until now, computed as if there were no concurrent reads."""

@@ -20,7 +20,8 @@ class NodeTrust:
 
     Attributes:
         is_trusted: Whether the votes of the node count, and other nodes fetch from it.
-        wrong_votes: Number of its votes that differ from the digests of the driver.
+        wrong_votes: Number of its votes, and of its reads, that differ from the digests of the
+            driver.
         excluded: Nodes that sent wrong bytes to this node.
         refusals: Number of failed uploads to this node in a row, by their uploader.
     """
@@ -31,7 +32,7 @@ class NodeTrust:
     refusals: Counter[str] = field(default_factory=Counter[str])
 
     def count_wrong_vote(self) -> None:
-        """Count a vote that differs from the digest of the driver."""
+        """Count a vote, or a read, that differs from the digest of the driver."""
         self.wrong_votes += 1
 
     @property

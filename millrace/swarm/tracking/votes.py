@@ -12,9 +12,11 @@ class PieceVotes:
     Attributes:
         votes_needed: Number of equal votes that decide.
         digest: Decided digest; empty before. Other nodes fetch only decided pieces.
-        is_settled: Whether the driver has read the piece, so that no vote counts any longer.
+        is_settled: Whether no vote counts any longer: the driver has read the piece, or its digest
+            is known before the run.
         digests: Digest of the copy of each living node that has one.
         voters: Nodes whose copies are votes: no other node has sent them in this run.
+        expected: Digest that is known before the run; empty if there is none. No vote changes it.
     """
 
     votes_needed: int = 1
@@ -22,6 +24,12 @@ class PieceVotes:
     is_settled: bool = False
     digests: dict[str, str] = field(default_factory=dict[str, str])
     voters: set[str] = field(default_factory=set[str])
+    expected: str = ""
+
+    def expect(self, digest: str) -> None:
+        """Decide the piece before the run: its digest is known."""
+        self.expected = self.digest = digest
+        self.is_settled = True
 
     def add(self, name: str, digest: str, *, vote: bool) -> None:
         """Note the copy of a node. It is a vote unless another node has sent it."""

@@ -606,11 +606,12 @@ def note_wrong(*arguments):
 server._send_file = note_wrong
 """
 """Has a node that sends wrong bytes note each time that it does."""
+_DIGEST = f"blake3:{0:064x}"
 FORGED = [
     [{}], ["x"], {"type": "piece-written"}, [None], 7, [{"type": []}],
     [{"type": "files-ready", "files": [99]}],
-    [{"type": "piece-written", "piece": 10**6, "source": "", "digest": "0" * 64, "size": 1}],
-    [{"type": "digest-mismatch", "file": 0, "sha256": "0" * 64}],
+    [{"type": "piece-written", "piece": 10**6, "source": "", "digest": _DIGEST, "size": 1}],
+    [{"type": "digest-mismatch", "file": 0, "digest": _DIGEST}],
     [make_failed(reason=MARKUP, status="x")],
     "[{'type': 'read-retried', 'reason': 'x' * (3 << 20)}]",
 ]  # fmt: skip

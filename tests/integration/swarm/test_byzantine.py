@@ -9,14 +9,18 @@ import pytest
 
 from benchmarks.rig.store import Store
 from millrace import errors
-from millrace.storage import StoreSpec
-from millrace.swarm import LimitSettings, Request, prewarm
+from millrace.keys.datasets import DatasetKeys
+from millrace.storage import StoreSpec, open_store
+from millrace.swarm import LimitSettings, PrewarmReport, Request, prewarm
 from millrace.swarm.driving import stragglers
+from millrace.swarm.progress_events import FileMismatched, NodeMisread
+from tests.support.swarm.datasets import write_dataset
 from tests.support.swarm.swarms import (
     CLAIM,
     DAWDLE,
     DRIP,
     FLIP,
+    FLIP_ALWAYS,
     IMPATIENT,
     Agent,
     Heard,
@@ -33,6 +37,10 @@ MIB = 1 << 20
 SIZES = {"large.bin": 5 * MIB + 17, "even.bin": 2 * MIB, "empty": 0, "sub/one": 1}
 CONTENTS = {name: hashlib.shake_256(name.encode()).digest(size) for name, size in SIZES.items()}
 ALL = [Request(prefix="data")]
+SHARDS = {
+    f"text/shards/train-00000-{number:06d}.tar": hashlib.shake_256(bytes([number])).digest(size)
+    for number, size in enumerate((12 * MIB + 17, 4 * MIB, 17, 1000))
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +111,80 @@ def test_a_node_that_lies_and_is_the_only_one_is_found_out(spec, start, code):
         errors.MillraceError, match=r"not what the store has|not those that|it was not ready \d s"
     ):
         prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> StoreSpec:
+    """A store with a dataset whose digests of blocks are known."""
+    store = open_store((tmp_path / "store").as_uri())
+    write_dataset(store, "text", SHARDS)
+    return store.spec
+
+
+def warm_shards(dataset: StoreSpec, nodes: list[Agent], heard: Heard) -> PrewarmReport:
+    requests = [Request(dataset="text")]
+    settings = settings_of(dataset, nodes, requests=requests, piece_size=MIB, min_node_share=0.1)
+    return prewarm(settings, progress=heard)
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [(FLIP, ""), ("", FLIP), (FLIP_ALWAYS, ""), ("", "", FLIP), (FLIP, "", FLIP)],
+    ids=["first-of-two", "last-of-two", "always", "one-of-three", "two-of-three"],
+)
+def test_where_digests_are_known_a_node_that_flips_bits_is_named_and_loses_only_itself(
+    dataset, start, codes
+):
+    nodes, heard = start(*codes), Heard()
+    report = warm_shards(dataset, nodes, heard)
+    assert report.refused == ()
+    assert {event.node for event in heard.find(NodeMisread)} == {
+        node.name for node, code in zip(nodes, codes, strict=True) if code
+    }
+    assert heard.find(FileMismatched) == []  # no whole file was read again
+    assert report.driver_bytes <= 17 * MIB
+    for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
+        if code != FLIP_ALWAYS:  # a node that flips only its reads gets the bytes from others
+            assert (seen.why, seen.ready) == ("", True)
+            assert files_below(node.root) == SHARDS
+        else:
+            assert "what it has, or reads, is not what the store has" in seen.why
+            assert set(files_below(node.root).items()) <= set(SHARDS.items())
+        assert seen.trusted or code
+
+
+@pytest.mark.parametrize("code", [CLAIM, FLIP], ids=["claims", "flips"])
+def test_where_digests_are_known_a_node_alone_that_has_other_bytes_is_found_out(
+    dataset, start, code
+):
+    with pytest.raises(errors.WorkerError, match="is not what the store has"):
+        warm_shards(dataset, start(code), Heard())
+
+
+def test_digests_of_blocks_that_do_not_fit_are_refused_and_the_nodes_vote(dataset, start, tmp_path):
+    path = tmp_path / "store" / DatasetKeys("text").block_digests
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    nodes, heard = start("", FLIP, ""), Heard()
+    report = warm_shards(dataset, nodes, heard)
+    assert len(report.refused) == 1
+    assert "its digests do not fit 1 of 4 shards" in report.refused[0]
+    for node, seen in zip(nodes, report.nodes, strict=True):
+        if seen.name != "n1":
+            assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
+            assert files_below(node.root) == SHARDS
+
+
+def test_a_shard_that_is_damaged_in_the_store_ends_the_run_at_its_first_wrong_piece(
+    dataset, start, tmp_path
+):
+    path = tmp_path / "store" / next(iter(SHARDS))
+    body = path.read_bytes()
+    path.write_bytes(bytes([body[0] ^ 1]) + body[1:])
+    nodes = start("", "")
+    with pytest.raises(errors.CorruptError, match=r"000000\.tar is not the bytes that its digest"):
+        warm_shards(dataset, nodes, Heard())
+    for node in nodes:
+        assert next(iter(SHARDS)) not in files_below(node.root)
 
 
 @pytest.mark.parametrize("status", [404, 412, 503])

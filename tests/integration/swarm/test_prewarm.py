@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import obstore
 import pytest
 import zstandard
 from pydantic import SecretStr, ValidationError
 
 from benchmarks.rig.store import Fault, FaultKind, Store
 from millrace import errors
-from millrace.storage import StoreSpec, create, fetch_stored_sha256, open_store
+from millrace.storage import StoreSpec, fetch_stored_sha256, open_store
 from millrace.swarm import (
     CacheCheck,
     Host,
@@ -437,8 +438,9 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
 def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     body = os.urandom(2 * MIB)
     origin = open_store(spec_of(store))
-    create(origin, "kept", body)
+    obstore.put(store.client(checksum_algorithm="SHA256"), "kept", body)
     store.put("not-kept", b"other")
+    assert fetch_stored_sha256(origin, "kept") == f"sha256:{hashlib.sha256(body).hexdigest()}"
     assert fetch_stored_sha256(origin, "not-kept") == fetch_stored_sha256(origin, "not-there") == ""
     store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
     heard = Heard()

@@ -65,6 +65,20 @@ fetch.StoreReader.read_piece = flip
 """
 """Makes a node flip a bit of each piece after it has read it from the store."""
 
+FLIP_ALWAYS = """
+import millrace.swarm.fetcher as fetcher
+
+write = fetcher.PieceFetcher._write
+
+def flip(self, order, data):
+    if len(data):
+        data[len(data) // 2] ^= 1
+    write(self, order, data)
+
+fetcher.PieceFetcher._write = flip
+"""
+"""Makes a node flip a bit of each piece that it receives, wherever the piece comes from."""
+
 CLAIM = """
 import millrace.swarm.assembler as assembler
 

@@ -91,6 +91,14 @@ def test_an_event_that_no_agent_sends_is_refused(event, change):
         CHECKER.read_events([as_json(event) | change])
 
 
+def test_a_node_may_find_its_own_read_wrong_only_if_the_digest_is_known():
+    event = PieceFailed(1, "", "wrong bytes", is_wrong=True)
+    checker = EventChecker([10, 20], 1, {"node-b"}, known={1})
+    assert checker.read_events([as_json(event)]) == [event]
+    with pytest.raises(ProtocolError, match="a wrong piece of no node"):
+        checker.read_events([as_json(event) | {"piece": 0}])
+
+
 def make_body() -> bytes:
     """Make the body that starts a run."""
     settings = PrewarmSettings.model_validate(

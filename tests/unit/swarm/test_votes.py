@@ -24,6 +24,7 @@ class Votes:
         gives_wrong: Nodes that give wrong bytes of what they have right.
         gives_nothing: Nodes that give nothing, whatever they say that they have.
         gives_only: Node → the only nodes that it gives anything.
+        claims: Nodes that report wrong bytes of a known piece as received.
         own: Pieces that the owner reads in any case.
         has: Node → piece → digest of its copy.
         inbox: Node → orders that it has not seen yet.
@@ -37,6 +38,7 @@ class Votes:
     gives_wrong: set[str] = field(default_factory=set)
     gives_nothing: set[str] = field(default_factory=set)
     gives_only: dict[str, set[str]] = field(default_factory=dict)
+    claims: set[str] = field(default_factory=set)
     now: float = 0.0
     has: dict[str, dict[int, str]] = field(default_factory=dict)
     inbox: dict[str, deque[PieceOrder]] = field(default_factory=dict)
@@ -105,6 +107,9 @@ class Votes:
         if source == STORE:
             lied = self.rng.random() < self.lies.get(name, 0.0)
             got = self.wrong(name, piece) if lied else f"d{piece}"
+            if order.digest not in {"", got} and name not in self.claims:
+                tell(lambda: self.tell_wrong_read(name, piece))
+                return
         else:
             given = self.has.get(source, {}).get(piece)
             if source in self.gives_nothing or name not in self.gives_only.get(source, {name}):
@@ -116,6 +121,11 @@ class Votes:
             got = given
         self.has[name][piece] = got
         tell(lambda: tracker.complete_transfer(name, piece, source, got, self.now))
+
+    def tell_wrong_read(self, name: str, piece: int) -> list[PieceOrder]:
+        """Tell the tracker of a read whose bytes the node found wrong, and the owner right."""
+        orders = self.tracker.fail_transfer(name, piece, STORE, self.now, wrong=True)
+        return orders + self.tracker.count_wrong_read(name, self.now)
 
     def finish(self) -> None:
         for _ in range(100_000):
@@ -219,6 +229,67 @@ def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, ho
     swarm.finish()
     for i in range(honest):
         assert swarm.has[f"h{i}"] == {p: f"d{p}" for p in range(pieces)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    honest=st.integers(1, 4),
+    liars=st.integers(1, 4),
+    pieces=st.integers(1, 20),
+    alike=st.booleans(),
+)
+def test_where_digests_are_known_one_honest_node_among_any_number_of_liars_is_enough(
+    seed, honest, liars, pieces, alike
+):
+    rng = random.Random(seed)
+    known = {p: f"d{p}" for p in range(pieces)}
+    swarm = Votes(Tracker([100] * pieces, expected=known, seed=seed), rng, alike=alike)
+    names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
+    rng.shuffle(names)
+    for name in names:
+        have = {p: f"d{p}" for p in range(pieces) if rng.random() < 0.1}
+        if name.startswith("liar"):
+            swarm.lies[name] = rng.choice([0.1, 1.0])
+            for kind in (swarm.claims, swarm.gives_wrong, swarm.gives_nothing):
+                if rng.random() < 0.3:
+                    kind.add(name)
+                    break
+            if rng.random() < 0.3:
+                have = {p: swarm.wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
+        swarm.join(name, have)
+    swarm.give(swarm.tracker.begin(swarm.now))
+    swarm.finish()
+    assert {f"h{i}" for i in range(honest)} <= swarm.has.keys()
+    for has in swarm.has.values():
+        assert has == known
+    assert all(swarm.tracker.is_decided(p) for p in range(pieces))
+    assert not {name for name in swarm.tracker.quarantined if name not in swarm.lies}
+
+
+def test_of_two_nodes_that_read_known_pieces_the_one_that_flips_bits_is_named():
+    known = {p: f"d{p}" for p in range(20)}
+    swarm = Votes(Tracker([100] * 20, expected=known), random.Random(0), lies={"bad": 1.0})
+    for name in ("a", "bad"):
+        swarm.join(name)
+    orders = swarm.tracker.begin(0.0)
+    assert {order.digest for order in orders} <= set(known.values())
+    swarm.give(orders)
+    swarm.finish()
+    assert swarm.has == {"a": known, "bad": known}  # the bytes came from the other node
+    assert swarm.tracker.quarantined == ["bad"]
+
+
+def test_a_known_digest_stands_against_the_votes_and_the_reads_of_the_owner():
+    tracker = Tracker([100] * 2, votes_needed=[2] * 2, expected={0: "d0"})
+    for name in ("a", "b"):
+        tracker.add_node(name, [(0, "wrong"), (1, "wrong")], 0.0)
+    assert [tracker.has("a", piece) for piece in (0, 1)] == [False, True]
+    tracker.settle_piece(0, "other", 0.0)
+    tracker.add_node("c", [(0, "d0")], 0.0)
+    assert tracker.has("c", 0)
+    assert tracker.get_expected(0) == "d0"
+    assert not tracker.take_disputed()
 
 
 def test_what_two_nodes_have_from_an_earlier_run_is_not_read_again():

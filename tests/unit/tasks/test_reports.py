@@ -75,6 +75,7 @@ def test_the_report_of_a_swarm_names_every_node() -> None:
     report = PrewarmReport(
         files=2, size=10_000_000, unverified=1, unconfirmed=1, driver_bytes=0,
         seconds=4.0, startup=1.0, nodes=(node("n0"), lost), direct="it gave more", curve=(),
+        refused=("The block digests of s3://b/text were not used: missing.",),
     )  # fmt: skip
     text = warming.describe_nodes(PrewarmResult(report, {0: 20_000_000}))
     assert text.startswith("**1 of 2 nodes** has all of 2 files, 10.0 MB, after 4.0 s. 6.0 MB left")
@@ -83,6 +84,8 @@ def test_the_report_of_a_swarm_names_every_node() -> None:
     assert "1 file unverified at the source" in text
     assert "Of 1 of them a part was read by one node alone" in text
     assert "Nodes also read from the store what others had: it gave more." in text
+    assert "The block digests of " in text
+    assert " were not used: missing." in text
     assert "](data:image/svg+xml;base64," in text
 
 

@@ -1,6 +1,7 @@
 """A run for the tests of the driver's parts: members without agents, and a real tracker."""
 
 import time
+from collections.abc import Mapping
 
 from millrace.progress import Event
 from millrace.swarm.catalogue import Catalogue, File, build_catalogue
@@ -36,8 +37,15 @@ class Run:
         disputed: Pieces of which the tracker has heard different digests.
     """
 
-    def __init__(self, names: str, *, pieces: int = 2, needs: int = 1) -> None:
-        tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces)
+    def __init__(
+        self,
+        names: str,
+        *,
+        pieces: int = 2,
+        needs: int = 1,
+        expected: Mapping[int, str] | None = None,
+    ) -> None:
+        tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces, expected=expected)
         self.disputed: list[int] = []
         self.state = RunState(tracker, [SIZE] * pieces, self.disputed.append)
         self.state.news.acquire()  # as whoever calls its methods does

@@ -3,6 +3,7 @@
 import pytest
 
 from millrace import errors
+from millrace.progress import Event
 from millrace.swarm.driving.driver_reader import FileDigests
 from millrace.swarm.driving.event_handler import EventHandler
 from millrace.swarm.driving.file_checks import FileChecks
@@ -18,7 +19,14 @@ from millrace.swarm.messages import (
     VoidDigest,
 )
 from millrace.swarm.nodes import AbsentNode
-from millrace.swarm.progress_events import FileMismatched, NodeAccused, NodeReady, NodeUntrusted
+from millrace.swarm.progress_events import (
+    FileMismatched,
+    NodeAccused,
+    NodeLost,
+    NodeMisread,
+    NodeReady,
+    NodeUntrusted,
+)
 from millrace.swarm.transfer import FetchError
 from tests.oracle import blake3_digest
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
@@ -71,6 +79,51 @@ def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
     pieces, _ = make_piece_checks(run, store_timeout=-1.0)
     pieces.handle_failure(0, FetchError("no", status))
     assert isinstance(run.state.fatal, kind)
+
+
+def test_a_node_whose_read_the_driver_finds_right_in_the_store_is_named_and_then_lost():
+    run = Run("ab", expected={0: RIGHT})
+    pieces, requested = make_piece_checks(run)
+    handler = EventHandler(run.state, pieces, make_file_checks(run)[0], file_count=2, began=0.0)
+    wrong = PieceFailed(0, "", "wrong bytes", is_wrong=True)
+    handler.handle(run["a"], wrong)
+    assert requested == [0]
+    assert pieces.is_useful(0)
+    assert run.take_events() == []
+    pieces.handle_digest(0, RIGHT)
+    assert run.take_events() == [(NodeMisread, "a")]
+    assert not pieces.is_useful(0)
+    told: list[tuple[type[Event], str]] = []
+    for _ in range(7):
+        handler.handle(run["a"], wrong)
+        told += run.take_events()
+    assert requested == [0]  # the driver has read it
+    assert told == [(NodeUntrusted, "a"), (NodeLost, "a")]
+    assert run["a"].lost_reason == "what it has, or reads, is not what the store has"
+    assert run["b"].lost_reason == ""
+    assert run.state.fatal is None
+
+
+def test_a_piece_that_does_not_have_its_known_digest_in_the_store_ends_the_run():
+    run = Run("ab", expected={0: RIGHT})
+    pieces, _ = make_piece_checks(run)
+    pieces.note_wrong_read(run["a"], 0)
+    pieces.handle_digest(0, blake3_digest(b"other"))
+    assert isinstance(run.state.fatal, errors.CorruptError)
+    assert str(run.state.fatal).startswith("s3://bucket/a is not the bytes that its digest")
+    assert run.take_events() == []
+
+
+def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_nothing():
+    run = Run("ab", expected={0: RIGHT})
+    requested: list[int] = []
+    catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
+    files = FileChecks(run.state, catalogue, requested.append, known={0: RIGHT})
+    files.note_mismatch(run["a"], 0, blake3_digest(b"other"))  # what differs is being replaced
+    assert run["a"].lost_reason == ""
+    files.note_mismatch(run["b"], 0, RIGHT)
+    assert "not those that the store has" in run["b"].lost_reason
+    assert requested == []
 
 
 def make_file_checks(run: Run, digest: str = RIGHT) -> tuple[FileChecks, list[int]]:

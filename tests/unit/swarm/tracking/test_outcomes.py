@@ -78,6 +78,15 @@ def test_a_node_that_reports_another_digest_than_was_ordered_is_faulty():
     assert not parts.nodes["b"].have[0]
 
 
+@pytest.mark.parametrize(("ordered", "faulty"), [("x", ["b"]), ("", [])])
+def test_a_node_that_reports_another_digest_for_a_read_of_a_known_piece_is_faulty(ordered, faulty):
+    parts = Parts()
+    node = parts.nodes["b"]
+    parts.transfers.begin_read(node.transfers, 0, 1.0, ordered)
+    assert parts.outcomes.complete(node, 0, STORE, "y", 2.0) is not bool(faulty)
+    assert parts.copies.faulty == faulty
+
+
 def test_wrong_bytes_exclude_the_uploader_and_two_accusers_take_its_trust():
     parts = Parts()
     for name, trusted in (("b", True), ("c", False)):
