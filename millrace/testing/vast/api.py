@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from millrace.testing.vast.books import MachineBooks
-from millrace.testing.vast.clock import SharedClock
+from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import (
     CONTROL,
     INTERVALS,
@@ -354,7 +354,7 @@ def is_match(offer: dict[str, Any], name: str, conditions: dict[str, Any]) -> bo
 
 async def serve(folder: Path) -> None:
     """Serve until the process is ended; a line of JSON on stdout has the port."""
-    books = MachineBooks(folder, SharedClock(folder))
+    books = MachineBooks(folder, ClockFile(folder))
     books.reset(World())
     server = VastApplication(books)
     runner = web.AppRunner(server.make_application())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.testing.process import free_ports
-from millrace.testing.vast.clock import SharedClock
+from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import FAULTS
 from millrace.testing.vast.machines import StandInInstance, StandInMachine
 from millrace.testing.vast.running import end_process, run_onstart, write_report
@@ -35,7 +35,7 @@ class MachineBooks:
     """
 
     folder: Path
-    clock: SharedClock
+    clock: ClockFile
     world: World = field(default_factory=World)
     key: str = ""
     others: dict[str, int] = field(default_factory=dict)  # accounts, by their keys

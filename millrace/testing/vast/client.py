@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from millrace.testing.process import Child, ask, python_module
-from millrace.testing.vast.clock import SharedClock
+from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import CONTROL
 
 
@@ -21,7 +21,7 @@ class VastServer:
         """Describe a server that runs already; `start` runs it."""
         self.url = f"http://127.0.0.1:{port}"
         self._child = child
-        self._clock = SharedClock(folder)
+        self._clock = ClockFile(folder)
 
     @classmethod
     def start(cls, folder: Path) -> Self:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 
-class SharedClock:
+class ClockFile:
     """Clock in a file, which one process sets and others read: rentals read the time very often.
 
     Args:
