@@ -82,6 +82,11 @@ class DatasetKeys:
         return f"{self.dataset}/index.json"
 
     @property
+    def block_digests(self) -> str:
+        """Key of the digests of all blocks of all shards, in the order of the manifest."""
+        return f"{self.dataset}/block_digests.bin"
+
+    @property
     def sample_lists(self) -> str:
         """Prefix of the sample lists, which name the source files of each partition."""
         return f"{self.dataset}/partitions/"

@@ -1,0 +1,147 @@
+"""Write and read the digests of the blocks of a dataset's shards.
+
+A complete dataset has one object with the digests of all blocks of all shards, joined in the order
+of the manifest: 32 bytes for each MiB. A reader with these digests can verify a part of a shard
+alone. The manifest has the root of each shard, so the object needs no trust: digests that do not
+fit their root are not used.
+"""
+
+from collections.abc import Mapping
+
+from millrace import errors
+from millrace.digest import BLOCK_DIGEST_SIZE, check_blocks, count_blocks
+from millrace.keys.datasets import DatasetKeys
+from millrace.schemas.dataset import Manifest, ManifestShard, ShardCommit
+from millrace.storage import Store, head, read, read_range
+
+_MAX_SIZE = 1 << 30  # bytes of the object that readers hold in memory: 32 TiB of shards
+
+
+def join_shard_blocks(manifest: Manifest, commits: Mapping[str, ShardCommit]) -> bytes:
+    """Return the content of the object with the digests of all blocks, from the ledger.
+
+    Args:
+        manifest: Manifest of the dataset.
+        commits: Commits of the shards, by the key of the shard.
+
+    Returns:
+        Joined digests; nothing for more than 32 TiB of shards, since readers hold all in memory.
+
+    Raises:
+        CorruptError: The ledger lacks the commit of a shard, or has another shard in it.
+    """
+    if _is_too_large(manifest):
+        return b""
+    lists: list[bytes] = []
+    for shard in manifest.shards:
+        commit = commits.get(shard.key)
+        if commit is None or (commit.digest, commit.size) != (shard.digest, shard.size):
+            raise errors.CorruptError(
+                f"The ledger has no commit of {shard.key} as the manifest names it, so the block "
+                "digests of the dataset cannot be made."
+            )
+        lists.append(commit.decode_blocks())
+    return b"".join(lists)
+
+
+def read_shard_blocks(store: Store, manifest: Manifest) -> dict[str, bytes]:
+    """Return the joined digests of the blocks of each shard, by the key of the shard. One request.
+
+    Digests that do not fit the digest of their shard are left out, and all are left out if the
+    object is missing or cannot be read. Then a reader uses the digest of the whole shard.
+
+    Args:
+        store: Store of the dataset.
+        manifest: Manifest of the dataset.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    if _is_too_large(manifest):
+        return {}
+    sizes = [_measure_list(shard) for shard in manifest.shards]
+    try:
+        # A longer object is not read, since its digests are of other shards.
+        joined = read(store, DatasetKeys(manifest.dataset).block_digests, max_size=sum(sizes))
+    except (errors.NotFoundError, errors.DeniedError, errors.CorruptError):
+        return {}
+    found: dict[str, bytes] = {}
+    start = 0
+    for shard, size in zip(manifest.shards, sizes, strict=True):
+        if blocks := _accept(joined[start : start + size], shard):
+            found[shard.key] = blocks
+        start += size
+    return found
+
+
+def read_blocks_of(store: Store, manifest: Manifest, key: str) -> bytes:
+    """Return the joined digests of the blocks of one shard. One request.
+
+    Args:
+        store: Store of the dataset.
+        manifest: Manifest of the dataset.
+        key: Key of the shard.
+
+    Returns:
+        Digests; empty if they are missing, cannot be read, or do not fit the shard.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    start = 0
+    for shard in manifest.shards:
+        size = _measure_list(shard)
+        if shard.key == key:
+            return _read_list(store, manifest, start, shard)
+        start += size
+    return b""
+
+
+def describe_block_digests(store: Store, manifest: Manifest, found: Mapping[str, bytes]) -> str:
+    """Describe the fault of the object with the digests of all blocks. At most one request.
+
+    Args:
+        store: Store of the dataset.
+        manifest: Manifest of the dataset.
+        found: Result of `read_shard_blocks`.
+
+    Returns:
+        Short text; empty if the object has the digests of every shard.
+    """
+    lacking = len(manifest.shards) - len(found)
+    if not lacking or _is_too_large(manifest):
+        return ""
+    try:
+        head(store, DatasetKeys(manifest.dataset).block_digests)
+    except errors.NotFoundError:
+        return "missing"
+    except errors.MillraceError:
+        return "the store cannot read it"
+    return f"its digests do not fit {lacking:,} of {len(manifest.shards):,} shards"
+
+
+def _is_too_large(manifest: Manifest) -> bool:
+    return sum(map(_measure_list, manifest.shards)) > _MAX_SIZE
+
+
+def _measure_list(shard: ManifestShard) -> int:
+    """Return the bytes of the joined digests of a shard's blocks."""
+    return BLOCK_DIGEST_SIZE * count_blocks(shard.size)
+
+
+def _read_list(store: Store, manifest: Manifest, start: int, shard: ManifestShard) -> bytes:
+    key = DatasetKeys(manifest.dataset).block_digests
+    try:
+        return _accept(read_range(store, key, start, start + _measure_list(shard)), shard)
+    except errors.UnavailableError:
+        raise
+    except errors.MillraceError:  # missing, or too short for this range
+        return b""
+
+
+def _accept(blocks: bytes, shard: ManifestShard) -> bytes:
+    """Return digests that fit a shard; otherwise nothing."""
+    try:
+        return check_blocks(blocks, shard.digest, shard.size)
+    except errors.CorruptError:
+        return b""
