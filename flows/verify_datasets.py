@@ -44,10 +44,10 @@ def verify_datasets(
         for dataset in datasets or list_complete_datasets(spec)
     }
     report_verifications(spec.url, found)
-    faults = sum(len(seen.faults) for seen in found.values())
+    faults = sum(len(seen.all_faults) for seen in found.values())
     if faults:
         raise CorruptError(
-            f"Missing or different at {spec.url}: {format_count(faults, 'shard')}. The report "
-            "names each shard. Run `shard-dataset` with `repair`, or restore the objects."
+            f"Missing or different at {spec.url}: {format_count(faults, 'object')}. The report "
+            "names each object. Run `shard-dataset` with `repair`, or restore the objects."
         )
     return found

@@ -1,4 +1,4 @@
-"""Read the digests of the blocks of a dataset's shards.
+"""Write and read the digests of the blocks of a dataset's shards.
 
 A complete dataset has one object with the digests of all blocks of all shards, joined in the order
 of the manifest: 32 bytes for each MiB. A reader with these digests can verify a part of a shard
@@ -11,10 +11,37 @@ from collections.abc import Mapping
 from millrace import errors
 from millrace.digest import BLOCK_DIGEST_SIZE, check_blocks, count_blocks
 from millrace.keys.datasets import DatasetKeys
-from millrace.schemas.dataset import Manifest, ManifestShard
+from millrace.schemas.dataset import Manifest, ManifestShard, ShardCommit
 from millrace.storage import Store, head, read, read_range
 
 _MAX_SIZE = 1 << 30  # bytes of the object that readers hold in memory: 32 TiB of shards
+
+
+def join_shard_blocks(manifest: Manifest, commits: Mapping[str, ShardCommit]) -> bytes:
+    """Return the content of the object with the digests of all blocks, from the ledger.
+
+    Args:
+        manifest: Manifest of the dataset.
+        commits: Commits of the shards, by the key of the shard.
+
+    Returns:
+        Joined digests; nothing for more than 32 TiB of shards, since readers hold all in memory.
+
+    Raises:
+        CorruptError: The ledger lacks the commit of a shard, or has another shard in it.
+    """
+    if _is_too_large(manifest):
+        return b""
+    lists: list[bytes] = []
+    for shard in manifest.shards:
+        commit = commits.get(shard.key)
+        if commit is None or (commit.digest, commit.size) != (shard.digest, shard.size):
+            raise errors.CorruptError(
+                f"The ledger has no commit of {shard.key} as the manifest names it, so the block "
+                "digests of the dataset cannot be made."
+            )
+        lists.append(commit.decode_blocks())
+    return b"".join(lists)
 
 
 def read_shard_blocks(store: Store, manifest: Manifest) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ BLOCK_SIZE = 1 << 20
 """Bytes of a block that has its own digest."""
 BLOCK_DIGEST_SIZE = 32
 """Bytes of the digest of a block."""
+_MAX_NAMED_RANGES = 8  # in a text that names blocks
 _ROOT_CONTEXT = "millrace 2026-11-25 digests of blocks of 1 MiB"
 
 
@@ -131,6 +132,46 @@ def list_block_digests(blocks: bytes) -> list[bytes]:
     """Return the digest of each block, from their joined digests."""
     step = BLOCK_DIGEST_SIZE
     return [blocks[at : at + step] for at in range(0, len(blocks), step)]
+
+
+def find_differing_blocks(found: bytes, expected: bytes) -> list[int]:
+    """Return the numbers of the expected blocks that differ or are missing, from joined digests."""
+    return [
+        number
+        for number, digest in enumerate(list_block_digests(expected))
+        if digest != found[number * BLOCK_DIGEST_SIZE : (number + 1) * BLOCK_DIGEST_SIZE]
+    ]
+
+
+def group_blocks(numbers: Iterable[int], max_blocks: int | None = None) -> list[range]:
+    """Return ascending numbers of blocks as ranges of adjacent blocks.
+
+    Args:
+        numbers: Numbers of blocks, in ascending order.
+        max_blocks: Largest length of a range; None for no limit.
+    """
+    ranges: list[range] = []
+    for number in numbers:
+        last = ranges[-1] if ranges else range(0)
+        if last and last.stop == number and len(last) != max_blocks:
+            ranges[-1] = range(last.start, number + 1)
+        else:
+            ranges.append(range(number, number + 1))
+    return ranges
+
+
+def describe_blocks(numbers: Iterable[int]) -> str:
+    """Return a short text that names blocks by their numbers from 0, such as ``MiB 3-4, 17``.
+
+    MiB 3 is the block that begins 3 MiB after the first byte. The text names at most eight ranges.
+    """
+    ranges = group_blocks(numbers)
+    named = ", ".join(
+        str(each.start) if len(each) == 1 else f"{each.start}-{each.stop - 1}"
+        for each in ranges[:_MAX_NAMED_RANGES]
+    )
+    more = sum(map(len, ranges[_MAX_NAMED_RANGES:]))
+    return f"MiB {named}" + (f" and {more:,} more" if more else "")
 
 
 class Hasher(Protocol):

@@ -18,7 +18,7 @@ from tasks.reports import (
 )
 from tasks.retries import retried_task
 
-_SHOWN = 100  # faulty shards in a report
+_SHOWN = 100  # faulty objects in a report
 
 
 @retried_task
@@ -54,20 +54,28 @@ def report_verifications(url: str, found: dict[str, Verification]) -> None:
 def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown:
     """Return the report of the verified datasets."""
     faults = [
-        (format_code(fault.key), fault.reason) for seen in found.values() for fault in seen.faults
+        (format_code(fault.key), fault.reason)
+        for seen in found.values()
+        for fault in seen.all_faults
     ]
-    verdict = f"{format_count(len(faults), 'shard')} at fault" if faults else "every shard is there"
+    shards = sum(len(seen.faults) for seen in found.values())
+    parts = [f"{format_count(shards, 'shard')} at fault" if shards else "every shard is there"]
+    if lists := sum(seen.block_digests_fault is not None for seen in found.values()):
+        parts.append(f"the block digests of {format_count(lists, 'dataset')} are at fault")
     rows = [
         (
             dataset, f"{seen.shards:,}", format_size(seen.size),
-            "sizes and SHA-256" if seen.includes_digests else "sizes", f"{len(seen.faults):,}",
+            "sizes and digests" if seen.includes_digests else "sizes", f"{len(seen.faults):,}",
         )
         for dataset, seen in found.items()
     ]  # fmt: skip
     return join_blocks(
         format_markdown(
-            "{}: {}, {}.", format_code(url), format_count(len(found), "complete dataset"), verdict
+            "{}: {}, {}.",
+            format_code(url),
+            format_count(len(found), "complete dataset"),
+            ", ".join(parts),
         ),
         format_table(("Dataset", ">Shards", ">Size", "Compared", ">Faulty shards"), rows),
-        format_table(("Shard", "Fault"), faults, _SHOWN) if faults else Markdown(),
+        format_table(("Object", "Fault"), faults, _SHOWN) if faults else Markdown(),
     )

@@ -81,7 +81,8 @@ class DatasetPlanner:
         """
         for phase, prefixes in enumerate(
             (
-                (keys.manifest, keys.index),  # without them, the dataset is not complete
+                # Without them, the dataset is not complete.
+                (keys.manifest, keys.index, keys.block_digests),
                 (keys.commits,),  # without them, a run makes each shard again
                 (keys.shards, keys.quarantined, keys.sample_lists, make_lease_prefix(keys.dataset)),
                 (keys.plan,),

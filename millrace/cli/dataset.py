@@ -227,9 +227,9 @@ def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
 
     store, found_name = _open_dataset(target, name)
     result = verify_dataset(store, found_name, digests=not quick)
-    for fault in result.faults:
+    for fault in result.all_faults:
         echo(f"{store.make_url(fault.key)}: {fault.reason}")
-    compared = "sizes and SHA-256" if result.includes_digests else "sizes"
+    compared = "sizes and digests" if result.includes_digests else "sizes"
     echo(
         f"{format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
         f"as the manifest says ({compared}, {format_size(result.size)})."

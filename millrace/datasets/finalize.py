@@ -7,10 +7,16 @@ from typing import NamedTuple
 import orjson
 
 from millrace import errors
+from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.partition import check_contiguous
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
-from millrace.datasets.progress_events import IndexUploaded, ManifestCommitted, ManifestComputed
+from millrace.datasets.progress_events import (
+    BlockDigestsUploaded,
+    IndexUploaded,
+    ManifestCommitted,
+    ManifestComputed,
+)
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -46,7 +52,7 @@ def finalize_dataset(
     check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
     remake: Callable[[Iterable[LostShard]], None],
 ) -> Manifest:
-    """Commit the manifest, and write the index that readers of WebDataset use.
+    """Write the digests of all blocks and the index of WebDataset's readers, commit the manifest.
 
     A run that removes a replaced plan may be suspended meanwhile. Then that run may delete shards
     that were committed afterwards. So this function lists the shards once, and compares them with
@@ -63,6 +69,7 @@ def finalize_dataset(
 
     Raises:
         ConflictError: The ledger has gaps, or another manifest was committed.
+        CorruptError: The digests of blocks in a commit do not fit the shard.
     """
     entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
     with ThreadPoolExecutor(32) as pool:
@@ -79,6 +86,9 @@ def finalize_dataset(
         remake(lost)
     manifest = _make_manifest(keys, plan, entries)
     progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
+    commits = {entry.key: entry for entry in entries if entry.key is not None}
+    put(store, keys.block_digests, join_shard_blocks(manifest, commits))
+    progress(BlockDigestsUploaded(key=keys.block_digests))
     put(store, keys.index, make_wids_index(manifest, keys))
     progress(IndexUploaded(key=keys.index))
     committed = commit_same(store, keys.manifest, manifest).record

@@ -28,7 +28,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.datasets.sources import BadRow, Row, Source
-from millrace.digest import compute_digest, compute_stream_digest
+from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -245,10 +245,13 @@ class _ShardUploader:
             raise self._fault
 
     def _upload_shard(self, pending: _PendingCommit) -> ShardCommit:
-        name, samples, key, size, digest = pending.name, pending.encoder.samples, None, 0, None
+        name, samples, blocks = pending.name, pending.encoder.samples, b""
+        key, size, digest = None, 0, None
         if samples:
             shard = pending.encoder.close()
-            key, size, digest = self._keys.shard(name, EXTENSION), len(shard), compute_digest(shard)
+            blocks = hash_blocks(shard)  # the only pass of hashing: the root follows from blocks
+            key, size = self._keys.shard(name, EXTENSION), len(shard)
+            digest = combine_blocks(blocks)
             self.progress(
                 ShardEncoded(
                     partition=name.partition,
@@ -275,6 +278,7 @@ class _ShardUploader:
             quarantine_key=quarantine,
             quarantined=len(pending.bad_rows),
             plan_digest=self._plan_digest,
+            blocks=ShardCommit.encode_blocks(blocks),
         )
 
     def _upload_quarantine(self, pending: _PendingCommit) -> str | None:

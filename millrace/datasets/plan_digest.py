@@ -8,7 +8,7 @@ from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 
 
 def compute_plan_digest(plan: DatasetPlan) -> str:
-    """Return the SHA-256 of a plan. Each commit by the plan contains the digest."""
+    """Return the digest of a plan. Each commit by the plan contains the digest."""
     return compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
 
 

@@ -252,6 +252,19 @@ class ManifestComputed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDigestsUploaded(Event):
+    """Event after the digests of all blocks are written, before the index is written.
+
+    Attributes:
+        key: Key of the digests.
+    """
+
+    kind: ClassVar[str] = "block-digests.put"
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexUploaded(Event):
     """Event after the index of the shards is written, before the manifest is committed.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from millrace import errors
+from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.finalize import LostShard
 from millrace.datasets.formats.base import BadSampleError
@@ -27,7 +28,8 @@ class Repair:
 
     Attributes:
         shards: Number of shards that were verified.
-        remade_keys: Keys of the shards that were made again.
+        remade_keys: Keys of the shards that were made again, and the key of the digests of all
+            blocks, if they were.
     """
 
     shards: int
@@ -38,9 +40,9 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
     A shard is made from the source by the pinned plan. A file is also read if it was written again
-    since then, with another time or ETag. A shard is written only if its SHA-256 is that of the
-    manifest. Intact objects are never replaced. Memory: one shard, and the memory of
-    `verify_dataset`.
+    since then, with another time or ETag. A shard is written only if its digest is that of the
+    manifest. Intact objects are never replaced. The digests of all blocks are made from the ledger
+    if they are at fault. Memory: one shard, and the memory of `verify_dataset`.
 
     Args:
         config: Settings that the dataset was made with.
@@ -50,14 +52,16 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         NotFoundError: The dataset is not complete.
         ChangedError: The source no longer gives the same bytes.
         ConflictError: The ledger has no commit of a faulty shard.
+        CorruptError: The ledger does not have the digests of all blocks.
     """
     store, keys = open_store(config.store), DatasetKeys(config.dataset)
     found = verify_dataset(store, config.dataset, progress=progress)
     if found.is_intact:
         return Repair(found.shards, ())
     plan = fetch(store, keys.plan, DatasetPlan)
-    manifest_shards = {shard.key: shard for shard in read_manifest(store, keys).shards}
-    entries = {entry.key: entry for entry in iterate_commits(store, keys)}
+    manifest = read_manifest(store, keys)
+    manifest_shards = {shard.key: shard for shard in manifest.shards}
+    entries = {entry.key: entry for entry in iterate_commits(store, keys) if entry.key}
     lost: list[LostShard] = []
     for fault in found.faults:
         entry = entries.get(fault.key)
@@ -71,7 +75,11 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         lost.append(LostShard(expected, fault.reason))
     source_store = open_store(config.source.store, make_folder=False)
     remake_shards(store, plan, source_store, lost, progress=progress)
-    return Repair(found.shards, tuple(fault.key for fault in found.faults))
+    remade = [fault.key for fault in found.faults]
+    if found.block_digests_fault:
+        put(store, keys.block_digests, join_shard_blocks(manifest, entries))
+        remade.append(keys.block_digests)
+    return Repair(found.shards, tuple(remade))
 
 
 def remake_shards(
@@ -82,7 +90,7 @@ def remake_shards(
     *,
     progress: Progress = ignore_event,
 ) -> None:
-    """Make shards again from the source. A shard must have the SHA-256 of its commit.
+    """Make shards again from the source. A shard must have the digest of its commit.
 
     Args:
         store: Store of the dataset.
@@ -123,7 +131,7 @@ def _remake_shard(
 
 
 def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
-    """Write a shard that has the SHA-256 of its commit. An object that is intact by now stays."""
+    """Write a shard that has the digest of its commit. An object that is intact by now stays."""
     if compute_digest(data) != entry.digest:
         raise errors.ChangedError(
             f"{store.make_url(key)} cannot be made again: the source has other bytes now. "

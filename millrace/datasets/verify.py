@@ -1,11 +1,12 @@
 """Verify a dataset by a comparison of its manifest with the objects in the store."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
 from millrace import errors
+from millrace.block_lists import describe_block_digests, read_shard_blocks
 from millrace.datasets.progress_events import ShardVerified
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
@@ -16,10 +17,10 @@ from millrace.storage import Store, describe_difference
 
 @dataclass(frozen=True, slots=True)
 class ShardFault:
-    """Shard that is missing or differs from the manifest.
+    """Shard that is missing or differs from the manifest, or another object of the dataset.
 
     Attributes:
-        key: Key of the shard.
+        key: Key of the object.
         reason: Short text about the difference.
     """
 
@@ -36,17 +37,26 @@ class Verification:
         size: Bytes of these shards, by the manifest.
         faults: Shards that are missing or differ.
         includes_digests: Whether digests were compared; False if only sizes were.
+        block_digests_fault: Object with the digests of all blocks, if it is missing or does not
+            fit the manifest; otherwise None.
     """
 
     shards: int
     size: int
     faults: tuple[ShardFault, ...]
     includes_digests: bool
+    block_digests_fault: ShardFault | None = None
 
     @property
     def is_intact(self) -> bool:
-        """True if no shard is at fault."""
-        return not self.faults
+        """True if no shard is at fault, and the digests of all blocks are there."""
+        return not self.all_faults
+
+    @property
+    def all_faults(self) -> tuple[ShardFault, ...]:
+        """Shards at fault, then the object with the digests of all blocks if it is at fault."""
+        block_digests = self.block_digests_fault
+        return (*self.faults, block_digests) if block_digests else self.faults
 
 
 def verify_dataset(
@@ -57,7 +67,7 @@ def verify_dataset(
     concurrency: int = 4,
     progress: Progress = ignore_event,
 ) -> Verification:
-    """Check every shard of a complete dataset.
+    """Check every shard of a complete dataset, and the object with the digests of all blocks.
 
     Args:
         store: Store of the dataset.
@@ -72,13 +82,16 @@ def verify_dataset(
     """
     keys = DatasetKeys(dataset)
     manifest = read_manifest(store, keys)
+    blocks = read_shard_blocks(store, manifest)
     faults: list[ShardFault] = []
     with ThreadPoolExecutor(concurrency, thread_name_prefix="verify") as pool:
-        for shard, fault in _check_shards(pool, store, manifest, digests=digests):
+        for shard, fault in _check_shards(pool, store, manifest, blocks, digests=digests):
             progress(ShardVerified(key=shard.key, size=shard.size, is_intact=not fault))
             if fault:
                 faults.append(ShardFault(shard.key, fault))
-    return Verification(len(manifest.shards), manifest.size, tuple(faults), digests)
+    reason = describe_block_digests(store, manifest, blocks)
+    block_digests = ShardFault(keys.block_digests, reason) if reason else None
+    return Verification(len(manifest.shards), manifest.size, tuple(faults), digests, block_digests)
 
 
 def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
@@ -97,11 +110,17 @@ def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
 
 
 def _check_shards(
-    pool: ThreadPoolExecutor, store: Store, manifest: Manifest, *, digests: bool
+    pool: ThreadPoolExecutor,
+    store: Store,
+    manifest: Manifest,
+    blocks: Mapping[str, bytes],
+    *,
+    digests: bool,
 ) -> Iterator[tuple[ManifestShard, str]]:
     def check_shard(shard: ManifestShard) -> tuple[ManifestShard, str]:
-        sha256 = shard.digest if digests else None
-        return shard, describe_difference(store, shard.key, shard.size, sha256)
+        digest = shard.digest if digests else None
+        known = blocks.get(shard.key, b"")
+        return shard, describe_difference(store, shard.key, shard.size, digest, blocks=known)
 
     shards = iter(manifest.shards)
     while batch := list(islice(shards, 256)):

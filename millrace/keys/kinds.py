@@ -76,7 +76,7 @@ _CHECKPOINT_KEY = re.compile(
 
 
 _DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|(?:partitions|commits)/[^/]+\.jsonl?"
+    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
 )
 

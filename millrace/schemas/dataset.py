@@ -1,11 +1,12 @@
 """Records of a dataset: its plan, the ledger of its shards, its manifest."""
 
+import base64
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from millrace.digest import Digest
-from millrace.errors import ConfigurationError
+from millrace.digest import BLOCK_DIGEST_SIZE, Digest, check_blocks, get_hex
+from millrace.errors import ConfigurationError, CorruptError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
 from millrace.records import Record, RecordPart
@@ -189,10 +190,12 @@ class ShardCommit(Record):
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
         plan_digest: Digest of the plan. Empty in records of versions that did not store it.
+        blocks: Joined digests of the shard's blocks, in base64. Empty if there is no shard, or if
+            the shard is one block, whose digest is that of the shard.
     """
 
     record_kind: ClassVar[str] = "shard-commit"
-    record_version: ClassVar[int] = 2  # with BLAKE3 digests
+    record_version: ClassVar[int] = 2  # with BLAKE3 digests and those of blocks
 
     partition: str
     number: int
@@ -205,6 +208,28 @@ class ShardCommit(Record):
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
     plan_digest: str = ""
+    blocks: str = ""
+
+    @staticmethod
+    def encode_blocks(blocks: bytes) -> str:
+        """Return the value of `blocks` for the joined digests of a shard's blocks."""
+        return base64.b64encode(blocks).decode() if len(blocks) > BLOCK_DIGEST_SIZE else ""
+
+    def decode_blocks(self) -> bytes:
+        """Return the joined digests of the shard's blocks, checked against the shard's digest.
+
+        Raises:
+            CorruptError: The commit has no shard, or its digests of blocks do not fit the shard.
+        """
+        if self.digest is None:
+            raise CorruptError(f"The commit {self.number} of {self.partition} has no shard.")
+        try:
+            blocks = base64.b64decode(self.blocks, validate=True)
+        except ValueError as error:
+            raise CorruptError(
+                f"The block digests in the commit of {self.key} are not base64."
+            ) from error
+        return check_blocks(blocks or bytes.fromhex(get_hex(self.digest)), self.digest, self.size)
 
 
 class PartitionEnd(Record):

@@ -13,7 +13,13 @@ from blake3 import blake3
 
 from millrace import errors
 from millrace.digest import BLOCK_SIZE as HASHED_BLOCK_SIZE
-from millrace.digest import BlockHasher, compute_stream_digest, get_algorithm
+from millrace.digest import (
+    BlockHasher,
+    describe_blocks,
+    find_differing_blocks,
+    get_algorithm,
+    make_hasher,
+)
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_with_retries
 
@@ -348,6 +354,7 @@ def describe_difference(
     size: int,
     digest: str | None = None,
     *,
+    blocks: bytes = b"",
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> str:
     """Describe the difference between an object and the expected size and digest.
@@ -357,6 +364,8 @@ def describe_difference(
         key: Key of the object.
         size: Expected size in bytes. One request.
         digest: Expected digest. If given, the whole object is read.
+        blocks: Joined digests of the blocks, from `check_blocks`. If given, the text names the
+            blocks that differ.
         is_stopped: Function that decides after each block whether to stop.
 
     Returns:
@@ -370,9 +379,15 @@ def describe_difference(
         if found.size != size:
             return f"{found.size} bytes, not {size}"
         if digest is not None:
-            body = _iterate_until_stopped(is_stopped, stream(store, key))
-            if compute_stream_digest(body, get_algorithm(digest))[0] != digest:
-                return "its bytes are not those that were written (the digest differs)"
+            hasher = make_hasher(get_algorithm(digest))
+            for block in _iterate_until_stopped(is_stopped, stream(store, key)):
+                hasher.update(block)
+            if hasher.compute() != digest:
+                where = ""
+                if blocks and isinstance(hasher, BlockHasher):
+                    differing = find_differing_blocks(hasher.blocks, blocks)
+                    where = f" in {describe_blocks(differing)}, counted from 0"
+                return f"its bytes are not those that were written (the digest differs{where})"
     except errors.NotFoundError:
         return "missing"
     except errors.ChangedError:

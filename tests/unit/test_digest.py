@@ -19,7 +19,10 @@ from millrace.digest import (
     compute_digest,
     compute_stream_digest,
     count_blocks,
+    describe_blocks,
+    find_differing_blocks,
     get_hex,
+    group_blocks,
     hash_blocks,
     list_block_digests,
     make_hasher,
@@ -108,6 +111,24 @@ def test_a_list_of_block_digests_is_refused_for_another_number_of_blocks() -> No
     # The joined digests are bytes themselves, and one block as such: their own list is another one.
     with pytest.raises(CorruptError, match="has the root"):
         check_blocks(hash_blocks(blocks), digest, len(blocks))
+
+
+def test_blocks_that_differ_are_found_and_named_by_their_mib() -> None:
+    data = make_bytes(5 * BLOCK_SIZE + 7)
+    expected = hash_blocks(data)
+    damaged = bytearray(data)
+    for at in (0, BLOCK_SIZE, 3 * BLOCK_SIZE - 1, len(data) - 1):
+        damaged[at] ^= 1
+    assert find_differing_blocks(hash_blocks(damaged), expected) == [0, 1, 2, 5]
+    assert find_differing_blocks(hash_blocks(data), expected) == []
+    assert find_differing_blocks(hash_blocks(data[: 4 * BLOCK_SIZE]), expected) == [4, 5]
+    assert find_differing_blocks(hash_blocks(data + bytes(BLOCK_SIZE)), expected) == [5]
+    assert find_differing_blocks(b"", expected) == list(range(6))
+    assert group_blocks([0, 1, 2, 5]) == [range(3), range(5, 6)]
+    assert group_blocks(range(7), 3) == [range(3), range(3, 6), range(6, 7)]
+    assert group_blocks([]) == []
+    assert describe_blocks([0, 1, 2, 5]) == "MiB 0-2, 5"
+    assert describe_blocks(range(0, 24, 2)) == "MiB 0, 2, 4, 6, 8, 10, 12, 14 and 4 more"
 
 
 def test_every_flipped_bit_changes_the_digest_and_that_of_one_block() -> None:

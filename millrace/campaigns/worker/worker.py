@@ -4,18 +4,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from millrace import errors
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE, WorkerSettings
+from millrace.campaigns.worker.shards import fetch_shard
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
-from millrace.digest import compute_stream_digest
 from millrace.gradients.sync.participant import Participant, TrainingWindow
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.datasets import DatasetKeys
@@ -24,11 +23,10 @@ from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.schemas.gradient import StartWindow
 from millrace.settings import load_settings
-from millrace.storage import exists, open_store, stream
+from millrace.storage import exists, open_store
 
 _POLL_INTERVAL = 1.0  # seconds between two checks whether the run has begun
 _JOIN_TIMEOUT = timedelta(hours=2)  # of a run that has not begun
-_BLOCK_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +95,8 @@ class Worker:
     def fetch_shards(self, split: str = "train", *, only_own: bool = False) -> list[Path]:
         """Return the paths of the dataset's shards on this machine, in the order of their names.
 
-        Missing shards are downloaded, and their digests checked.
+        Missing shards are downloaded, and their digests checked. Of a damaged shard, only the
+        damaged blocks are read again.
 
         Args:
             split: Split of the dataset: ``train``, or ``val`` if the dataset has one.
@@ -121,28 +120,13 @@ class Worker:
         shards = [one for one in manifest.shards if one.split == split]
         if only_own and len(shards) >= self.settings.workers:
             shards = shards[self.settings.number :: self.settings.workers]
-        return [self._fetch_shard(one) for one in shards]
+        return [self._fetch_shard(manifest, one) for one in shards]
 
-    def _fetch_shard(self, shard: ManifestShard) -> Path:
+    def _fetch_shard(self, manifest: Manifest, shard: ManifestShard) -> Path:
         path = self.settings.data_folder / shard.key
-        if shard.key in self._verified or _matches_shard(path, shard):
+        if shard.key not in self._verified:
+            fetch_shard(self._read_store, manifest, shard, path)
             self._verified.add(shard.key)
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                # The object may have grown, so that only the shard's size is read.
-                blocks = stream(self._read_store, shard.key, end=shard.size)
-                digest, _ = compute_stream_digest(_write_blocks(file, blocks))
-            if digest != shard.digest:
-                raise errors.CorruptError(
-                    f"{self._read_store.make_url(shard.key)} is not what its manifest says: run "
-                    "`millrace verify`."
-                )
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
     def join(
@@ -216,17 +200,3 @@ class Worker:
         log.info("epoch %d: %s %s", epoch, result.outcome, result.reason)
         if result.epoch is None:
             raise errors.UnavailableError(f"Epoch {epoch} has not ended: {result.reason}")
-
-
-def _matches_shard(path: Path, shard: ManifestShard) -> bool:
-    """Tell whether a file has the size and the digest of a shard."""
-    if not path.exists() or path.stat().st_size != shard.size:
-        return False
-    with path.open("rb") as file:
-        return compute_stream_digest(iter(partial(file.read, _BLOCK_BYTES), b""))[0] == shard.digest
-
-
-def _write_blocks(file: IO[bytes], blocks: Iterable[bytes]) -> Iterator[bytes]:
-    for block in blocks:
-        file.write(block)
-        yield block

@@ -112,7 +112,7 @@ def _record(key: str) -> What | None:
 
 def _of_dataset(key: str) -> What | None:
     *folders, leaf = key.split("/")
-    inner = leaf not in {"plan.json", "manifest.json", "index.json"}
+    inner = leaf not in {"plan.json", "manifest.json", "index.json", "block_digests.bin"}
     if inner and (not folders or folders.pop() not in DATASET):
         return None
     if not folders or DATASET & set(folders) or not good("/".join(folders)):

@@ -1,0 +1,152 @@
+"""Keep the shards of a dataset on the disk of a machine that trains."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from millrace import errors
+from millrace.block_lists import read_blocks_of
+from millrace.digest import (
+    BLOCK_SIZE,
+    BlockHasher,
+    describe_blocks,
+    find_differing_blocks,
+    group_blocks,
+    hash_blocks,
+    list_block_digests,
+)
+from millrace.schemas.dataset import Manifest, ManifestShard
+from millrace.storage import Store, read_range, stream
+
+_MAX_BLOCKS = 8  # of a request, which are in memory
+_CONCURRENCY = 4  # requests
+
+log = logging.getLogger(__name__)
+
+
+def fetch_shard(store: Store, manifest: Manifest, shard: ManifestShard, path: Path) -> None:
+    """Make a file have the bytes of a shard.
+
+    An intact file is not changed. Of a damaged file, only the damaged blocks are read from the
+    store if the dataset has the digests of its blocks. Otherwise the whole shard is read. The file
+    is replaced only by an intact file.
+
+    Args:
+        store: Store of the dataset.
+        manifest: Manifest of the dataset.
+        shard: Shard to fetch.
+        path: Path of the file.
+
+    Raises:
+        CorruptError: The shard in the store differs from its manifest. The message names the bytes
+            if the digests of the blocks are known.
+    """
+    if _matches_shard(path, shard):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        blocks = read_blocks_of(store, manifest, shard.key) if path.exists() else b""
+        if blocks:
+            damaged = _copy_intact_blocks(path, temporary, shard, blocks)
+            log.warning(
+                "%s is damaged: %d of its %d blocks are read again", path, len(damaged),
+                len(list_block_digests(blocks)),
+            )  # fmt: skip
+            _fetch_blocks(store, temporary, shard, blocks, damaged)
+        else:
+            if path.exists():
+                log.warning(
+                    "%s is damaged, and the digests of its blocks are missing: the whole shard is "
+                    "read again", path,
+                )  # fmt: skip
+            _download(store, manifest, shard, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _matches_shard(path: Path, shard: ManifestShard) -> bool:
+    """Decide whether a file has the size and the digest of a shard."""
+    if not path.exists() or path.stat().st_size != shard.size:
+        return False
+    hasher = BlockHasher()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_SIZE):
+            hasher.update(block)
+    return hasher.compute() == shard.digest
+
+
+def _copy_intact_blocks(
+    damaged: Path, target: Path, shard: ManifestShard, blocks: bytes
+) -> list[int]:
+    """Copy the intact blocks of a damaged file; return the numbers of the other blocks."""
+    missing: list[int] = []
+    with damaged.open("rb") as old, target.open("wb") as new:
+        for number, digest in enumerate(list_block_digests(blocks)):
+            data = old.read(min(BLOCK_SIZE, shard.size - number * BLOCK_SIZE))
+            if hash_blocks(data) == digest:
+                new.seek(number * BLOCK_SIZE)
+                new.write(data)
+            else:
+                missing.append(number)
+        new.truncate(shard.size)
+    return missing
+
+
+def _fetch_blocks(
+    store: Store, path: Path, shard: ManifestShard, blocks: bytes, numbers: list[int]
+) -> None:
+    """Read blocks of a shard, and write each into a file once it has its digest.
+
+    Raises:
+        CorruptError: A block in the store has another digest.
+    """
+    digests = list_block_digests(blocks)
+    with path.open("r+b") as file, ThreadPoolExecutor(_CONCURRENCY) as pool:
+
+        def fetch_blocks(wanted: range) -> None:
+            start, end = wanted.start * BLOCK_SIZE, min(shard.size, wanted.stop * BLOCK_SIZE)
+            data = memoryview(read_range(store, shard.key, start, end))
+            for number in wanted:
+                at = number * BLOCK_SIZE
+                block = data[at - start : at - start + BLOCK_SIZE]
+                if hash_blocks(block) != digests[number]:
+                    raise _make_damaged_error(store, shard, [number])
+                while block:
+                    written = os.pwrite(file.fileno(), block, at)
+                    block, at = block[written:], at + written
+
+        list(pool.map(fetch_blocks, group_blocks(numbers, _MAX_BLOCKS)))
+
+
+def _download(store: Store, manifest: Manifest, shard: ManifestShard, path: Path) -> None:
+    """Read a whole shard into a file.
+
+    Raises:
+        CorruptError: The shard in the store has another digest.
+    """
+    hasher = BlockHasher()
+    with path.open("wb") as file:
+        # The object may have grown, so that only the shard's size is read.
+        for data in stream(store, shard.key, end=shard.size):
+            file.write(data)
+            hasher.update(data)
+    if hasher.compute() != shard.digest:
+        blocks = read_blocks_of(store, manifest, shard.key)
+        raise _make_damaged_error(store, shard, find_differing_blocks(hasher.blocks, blocks))
+
+
+def _make_damaged_error(
+    store: Store, shard: ManifestShard, numbers: list[int]
+) -> errors.CorruptError:
+    where = ""
+    if numbers:
+        start = numbers[0] * BLOCK_SIZE
+        where = f" in bytes {start:,} to {min(shard.size, start + BLOCK_SIZE):,}"
+        if len(numbers) > 1:
+            where = f" in {describe_blocks(numbers)}, counted from 0"
+    return errors.CorruptError(
+        f"{store.make_url(shard.key)} is not what its manifest says{where}: run `millrace verify`."
+    )
