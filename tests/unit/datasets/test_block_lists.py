@@ -1,4 +1,4 @@
-"""Digests of the blocks of a dataset's shards: written, read, verified, repaired, and used to mend."""
+"""Digests of the blocks of shards: written, read, verified, repaired, and used to mend files."""
 
 import json
 from pathlib import Path
