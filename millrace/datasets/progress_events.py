@@ -259,7 +259,7 @@ class BlockDigestsUploaded(Event):
         key: Key of the digests.
     """
 
-    kind: ClassVar[str] = "block-digests.put"
+    kind: ClassVar[str] = "blocks.put"
 
     key: str
 

@@ -228,7 +228,7 @@ def _translate_final_error(
     where = store.make_url(key)
     if known := _translate_backend_error(error, store, where):
         return known
-    status = _parse_status(error)
+    status = 416 if "Requested range was invalid" in str(error) else _parse_status(error)
     match error:
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} already exists.")
@@ -308,6 +308,8 @@ def _translate_status(
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)
+        case 416:
+            return errors.CorruptError(f"{where} ends before the requested range of bytes.")
         case _ if 400 <= status < 500 and not (status in _RETRIED_4XX or _is_damaged(error)):
             return errors.MillraceError(
                 f"{where}: the store refused the request: {errors.format_error(error)}"

@@ -95,6 +95,12 @@ def test_a_file_of_more_buffers_than_one_read_takes_is_hashed(tmp_path):
     assert b"".join(buffers) == data
 
 
+def test_a_range_behind_the_end_is_an_error_at_once(store):
+    put(store, "short", b"1234")
+    with pytest.raises(errors.CorruptError, match="short ends before the requested range"):
+        read_range(store, "short", 4, 8)
+
+
 def test_a_buffer_may_be_used_again_once_it_was_written(store):
     buffer = bytearray(b"first")
     put(store, "put", memoryview(buffer))
