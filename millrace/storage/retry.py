@@ -226,9 +226,9 @@ def _translate_final_error(
 ) -> errors.MillraceError | None:
     """Return Millrace's error for a permanent error of obstore; None for a transient one."""
     where = store.make_url(key)
-    if known := _translate_backend_error(error, store, where):
+    if known := _translate_backend_error(error, store, where) or _translate_range(error, where):
         return known
-    status = 416 if "Requested range was invalid" in str(error) else _parse_status(error)
+    status = _parse_status(error)
     match error:
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} already exists.")
@@ -263,6 +263,14 @@ def _translate_backend_error(
         full = _parse_errno(error) in {errno.ENOSPC, errno.EDQUOT}
         return _make_no_space_error(store, where, error) if full else None
     return _translate_missing_credentials(error, store) if store.is_s3_compatible else None
+
+
+def _translate_range(error: BaseException, where: str) -> errors.MillraceError | None:
+    """Return the error of a range that begins after the end of its object; None for others."""
+    said = str(error)
+    if _parse_status(error) == 416 or "range was invalid" in said or "Invalid range" in said:
+        return errors.CorruptError(f"{where} ends before the requested range of bytes.")
+    return None
 
 
 def is_key_error(error: BaseException) -> bool:
@@ -308,8 +316,6 @@ def _translate_status(
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)
-        case 416:
-            return errors.CorruptError(f"{where} ends before the requested range of bytes.")
         case _ if 400 <= status < 500 and not (status in _RETRIED_4XX or _is_damaged(error)):
             return errors.MillraceError(
                 f"{where}: the store refused the request: {errors.format_error(error)}"
