@@ -163,6 +163,7 @@ def build_names():
     dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
+    yield dataset.block_digests
     yield from (dataset.sample_list("train-00000", DIGEST), dataset.shard(name, "tar"))
     yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
     yield from (lease.term(1), lease.beat(1), lease.end(1))
