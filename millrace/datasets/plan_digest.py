@@ -15,13 +15,11 @@ def compute_plan_digest(plan: DatasetPlan) -> str:
 def check_plan_digest(records: Iterable[ShardCommit | PartitionEnd], plan_digest: str) -> None:
     """Refuse records that were made by another plan.
 
-    Records of versions that stored no digest are accepted.
-
     Raises:
         ConflictError: A run with a replaced plan has committed after the replacement.
     """
     for record in records:
-        if record.plan_digest not in {"", plan_digest}:
+        if record.plan_digest != plan_digest:
             raise errors.ConflictError(
                 f"{record.partition} has a commit of another plan: a run that began before "
                 "the plan was replaced was still working. Shard the source under another name."

@@ -189,7 +189,7 @@ class ShardCommit(Record):
         next_cursor: Cursor after the last row. A later run continues here.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
-        plan_digest: Digest of the plan. Empty in records of versions that did not store it.
+        plan_digest: Digest of the plan.
         blocks: Joined digests of the shard's blocks, in base64. Empty if there is no shard, or if
             the shard is one block, whose digest is that of the shard.
     """
@@ -207,7 +207,7 @@ class ShardCommit(Record):
     next_cursor: int
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
-    plan_digest: str = ""
+    plan_digest: Digest
     blocks: str = ""
 
     @staticmethod
@@ -241,7 +241,7 @@ class PartitionEnd(Record):
         samples: Number of samples in all shards.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
-        plan_digest: Digest of the plan. Empty in records of versions that did not store it.
+        plan_digest: Digest of the plan.
     """
 
     record_kind: ClassVar[str] = "partition-end"
@@ -252,7 +252,7 @@ class PartitionEnd(Record):
     samples: int
     size: int
     quarantined: int
-    plan_digest: str = ""
+    plan_digest: Digest
 
 
 class ManifestShard(RecordPart):

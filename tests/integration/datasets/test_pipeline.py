@@ -32,6 +32,7 @@ from millrace.datasets import (
     verify_dataset,
 )
 from millrace.datasets.plan import pin_plan
+from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionOpened,
@@ -177,10 +178,11 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     row = b'{"where":"a, \\"b\\"","reason":"no \\"text\\"","data":"'
     put(store, f"{keys.quarantined}a.jsonl", b"[]\nnonsense\n" + row + b"x" * (64 << 20))
     limit = changed(settings, execution={"max_quarantined": 0}).execution
-    found = QuarantineLimit(store, keys, fetch(store, keys.plan, DatasetPlan), limit)
+    plan = fetch(store, keys.plan, DatasetPlan)
+    found = QuarantineLimit(store, keys, plan, limit)
     entry = ShardCommit(
         partition="train-00000", number=0, key=None, size=0, digest=None, samples=1, start_cursor=0,
-        next_cursor=9, quarantined=8,
+        next_cursor=9, quarantined=8, plan_digest=compute_plan_digest(plan),
     )  # fmt: skip
     tracemalloc.start()
     with pytest.raises(errors.QuarantineError, match=r'reasons: a, "b": no "text" \(all'):

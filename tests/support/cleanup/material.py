@@ -155,6 +155,7 @@ class Place:
             partitions=(),
         )  # fmt: skip
         self.record(keys.plan, plan, hours=hours)
+        digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
         for n in range(shards + orphans):
             shard = ShardName("train-00000", n)
             key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
@@ -162,10 +163,10 @@ class Place:
                 entry = ShardCommit(
                     partition="train-00000", number=n, key=key, size=1,
                     digest=compute_digest(b"x"), samples=1, start_cursor=n, next_cursor=n + 1,
+                    plan_digest=digest,
                 )  # fmt: skip
                 self.record(keys.commit(shard), entry, hours=hours)
         if is_complete:
-            digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
             manifest = Manifest(
                 dataset=name, plan_digest=digest,
                 format="webdataset", shards=(), samples={}, size=0, quarantined=0,
