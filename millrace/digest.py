@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import orjson
@@ -248,11 +249,10 @@ def compute_stream_digest(
     return hasher.compute(), size
 
 
-def matches(data: Bytes, digest: str) -> bool:
-    """Decide whether bytes have a digest, which may be of any algorithm."""
-    hasher = make_hasher(get_algorithm(digest))
-    hasher.update(data)
-    return hasher.compute() == digest
+def compute_file_digest(path: Path, algorithm: Algorithm = Algorithm.BLAKE3) -> str:
+    """Return the digest of a file on the disk."""
+    with path.open("rb", buffering=0) as file:
+        return compute_stream_digest(iter(lambda: file.read(BLOCK_SIZE), b""), algorithm)[0]
 
 
 def get_algorithm(digest: str) -> Algorithm:

@@ -19,7 +19,6 @@ from millrace.storage.read import (
     head,
     read,
     read_and_hash,
-    read_into,
     read_range,
     stream,
 )
@@ -90,7 +89,6 @@ __all__ = [
     "put",
     "read",
     "read_and_hash",
-    "read_into",
     "read_range",
     "read_spec_from_environment",
     "sign_url",

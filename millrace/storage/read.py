@@ -99,37 +99,6 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
     return call_with_retries(store, key, fetch)
 
 
-def read_into(store: Store, key: str, buffer: memoryview) -> int:
-    """Read an object into a buffer. One request. A file is read without another copy.
-
-    Returns:
-        Size of the object. If the buffer is smaller, the buffer is not changed.
-
-    Raises:
-        NotFoundError: There is no such object.
-    """
-
-    def fetch() -> int:
-        if store.location.backend is Backend.FILE:
-            with (Path(store.location.bucket) / key).open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                at = 0
-                while size <= len(buffer) and at < size:
-                    got = file.readinto(buffer[at : min(size, at + BLOCK_SIZE)])
-                    if not got:
-                        return at  # the file was truncated during the read
-                    at += got
-                return size
-        found = obstore.get(store.raw, key)
-        size = found.meta["size"]
-        if size <= len(buffer):
-            body = _read_body(store, key, found, size)
-            buffer[: len(body)] = body
-        return size
-
-    return call_with_retries(store, key, fetch)
-
-
 def read_and_hash(
     store: Store, key: str, buffers: Sequence[memoryview], *, size: int, start: int = 0
 ) -> bytes:

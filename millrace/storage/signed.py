@@ -227,15 +227,8 @@ def fetch_stored_sha256(store: Store, key: str) -> str:
 
 def _fetch_checksums(store: Store, key: str) -> Mapping[str, str]:
     """Return the headers with the checksums of a whole object; empty if the request failed."""
-    if not can_sign(store):
-        return {}
-    headers = {"x-amz-checksum-mode": "ENABLED", "x-amz-content-sha256": _EMPTY}
-    try:
-        answer = _send_request(store, "HEAD", key, headers)
-    except GenericError:
-        return {}
-    is_whole = answer.headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
-    return answer.headers if answer.status == 200 and is_whole else {}
+    headers = _fetch_headers(store, key, {"x-amz-checksum-mode": "ENABLED"})
+    return headers if headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT" else {}
 
 
 def is_etag_md5(store: Store, key: str) -> bool:
@@ -251,15 +244,21 @@ def is_etag_md5(store: Store, key: str) -> bool:
     Returns:
         Whether the ETag is the MD5; false if the request failed.
     """
+    headers = _fetch_headers(store, key, {})
+    service = headers.get("x-amz-server-side-encryption", "")
+    own_key = headers.get("x-amz-server-side-encryption-customer-algorithm", "")
+    return bool(headers) and not service.startswith("aws:kms") and not own_key
+
+
+def _fetch_headers(store: Store, key: str, headers: dict[str, str]) -> Mapping[str, str]:
+    """Return the headers of the answer to a HEAD request; empty if the request failed."""
     if not can_sign(store):
-        return False
+        return {}
     try:
-        answer = _send_request(store, "HEAD", key, {"x-amz-content-sha256": _EMPTY})
+        answer = _send_request(store, "HEAD", key, {**headers, "x-amz-content-sha256": _EMPTY})
     except GenericError:
-        return False
-    service = answer.headers.get("x-amz-server-side-encryption", "")
-    own_key = answer.headers.get("x-amz-server-side-encryption-customer-algorithm", "")
-    return answer.status == 200 and not service.startswith("aws:kms") and not own_key
+        return {}
+    return answer.headers if answer.status == 200 else {}
 
 
 def _send_request(

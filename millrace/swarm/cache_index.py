@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.digest import (
-    BLOCK_SIZE,
-    Algorithm,
     combine_blocks,
-    compute_stream_digest,
     hash_blocks,
     make_hasher,
 )
@@ -173,12 +170,6 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
             parts.append(hash_blocks(segment))
     parts = parts or [hash_blocks(b"")]
     return whole.compute() if whole else combine_blocks(b"".join(parts)), parts
-
-
-def compute_file_digest(path: Path, algorithm: Algorithm) -> str:
-    """Return the digest of a file on the disk."""
-    with path.open("rb", buffering=0) as opened:
-        return compute_stream_digest(iter(lambda: opened.read(BLOCK_SIZE), b""), algorithm)[0]
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:

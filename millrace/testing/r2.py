@@ -65,7 +65,7 @@ class R2RequestRecord(TypedDict):
     sent: int
     """Bytes of body that went to the client."""
     payload: str
-    """As ``x-amz-content-sha256`` has it: a SHA-256 that was signed, or ``UNSIGNED-PAYLOAD``."""
+    """Value of ``x-amz-content-sha256``: a SHA-256 that was signed, or ``UNSIGNED-PAYLOAD``."""
 
 
 class R2Proxy:

@@ -55,7 +55,6 @@ def test_the_names_of_storage():
         "put",
         "read",
         "read_and_hash",
-        "read_into",
         "read_range",
         "read_spec_from_environment",
         "sign_url",

@@ -10,6 +10,7 @@ from millrace.block_lists import read_blocks_of
 from millrace.digest import (
     BLOCK_SIZE,
     BlockHasher,
+    compute_file_digest,
     describe_blocks,
     find_differing_blocks,
     group_blocks,
@@ -71,11 +72,7 @@ def _matches_shard(path: Path, shard: ManifestShard) -> bool:
     """Decide whether a file has the size and the digest of a shard."""
     if not path.exists() or path.stat().st_size != shard.size:
         return False
-    hasher = BlockHasher()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_SIZE):
-            hasher.update(block)
-    return hasher.compute() == shard.digest
+    return compute_file_digest(path) == shard.digest
 
 
 def _copy_intact_blocks(

@@ -8,13 +8,16 @@ computations of these digests, and the number of hashed bytes of each file.
 import os
 from collections.abc import Callable
 
-from millrace.digest import Hasher, combine_blocks, make_hasher
+from millrace.digest import (
+    BLOCK_SIZE,
+    Hasher,
+    combine_blocks,
+    compute_file_digest,
+    make_hasher,
+)
 from millrace.errors import ChangedError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
-from millrace.swarm.cache_index import compute_file_digest
 from millrace.swarm.catalogue import can_combine
-
-_BLOCK = 1 << 20
 
 
 class FileHashes:
@@ -29,7 +32,7 @@ class FileHashes:
         self._arrivals, self._piece_size = arrivals, piece_size
         self._hashers: dict[int, Hasher] = {}
         self._hashed = [0] * len(arrivals.states)  # bytes
-        self._buffer = memoryview(bytearray(_BLOCK))
+        self._buffer = memoryview(bytearray(BLOCK_SIZE))
 
     def update(self, number: int, size: int) -> None:
         """Hash the next `size` bytes of a file, which have arrived."""
@@ -40,7 +43,7 @@ class FileHashes:
         descriptor = self._arrivals.open_current(number)
         try:
             while size:
-                block = self._buffer[: min(size, _BLOCK)]
+                block = self._buffer[: min(size, BLOCK_SIZE)]
                 got = os.preadv(descriptor, [block], self._hashed[number])
                 hasher.update(self._buffer[:got])
                 self._hashed[number] += got
