@@ -90,7 +90,7 @@ class CheckpointUpload:
             UploadStarted(member=self._membership.member, rank=rank, checkpointers=len(uploaders))
         )
         if self._membership.confined:
-            commit_once(self._membership.store, self._cooldown.draft(member), self._draft)
+            self._commit_draft()
         self._files.start(rank, len(uploaders))
 
     def find_files(self, uploaders: Sequence[str]) -> bool:
@@ -138,6 +138,16 @@ class CheckpointUpload:
         """Return a result with the current counts of bytes and files."""
         files = self._files
         return replace(result, sent=files.sent, checked=files.checked, replaced=files.replaced)
+
+    def _commit_draft(self) -> None:
+        """Commit the metadata below this member's own prefix."""
+        store, key = self._membership.store, self._cooldown.draft(self._membership.member)
+        try:
+            commit_once(store, key, self._draft)
+        except errors.ExistsError:
+            # This member, restarted, found its earlier draft, and the owner deleted that draft
+            # before it was read: the epoch has ended.
+            commit_once(store, key, self._draft)
 
     def _make_part_key(self, step: int, digest: str) -> str:
         """Return the key to which this member uploads a file."""

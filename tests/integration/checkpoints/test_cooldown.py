@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from millrace import errors
+from millrace import errors, records
 from millrace.checkpoints import (
     CooldownOutcome,
     CooldownSettings,
@@ -42,7 +42,7 @@ from millrace.schemas.checkpoint import (
     Roster,
     Vote,
 )
-from millrace.storage import Store, delete, exists, list_objects, open_store, put, read
+from millrace.storage import Store, create, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import make_boto3_client, make_full_key
 from tests.stores import spec_of
 
@@ -619,6 +619,30 @@ def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.epoch is not None
     assert cooled.epoch.root is None
+
+
+def test_a_draft_that_the_owner_deletes_meanwhile_is_no_error(
+    folder, confined, monkeypatch
+) -> None:
+    draft = CooldownKeys(JOB, 0).draft("a")
+    made = confined(folder, dict.fromkeys("ab", folder))
+    put(folder, draft, b"the draft of this member before it was restarted")
+    found = []
+
+    def create_late(store: Store, key: str, body: bytes) -> None:
+        try:
+            create(store, key, body)
+        except errors.ExistsError:
+            if key == draft:
+                found.append(key)
+                delete(folder, [draft])
+            raise
+
+    monkeypatch.setattr(records, "create", create_late)
+    cooled, seen = made.end(folder)
+    assert found == [draft]
+    assert all(one.is_durable for one in cooled.values())
+    assert seen.checkpoint is not None
 
 
 def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confined) -> None:
