@@ -1,39 +1,12 @@
-"""README's demo by the letter, on a clone. Its environment has what pip would fetch, linked."""
-
-import re
-import sysconfig
 from pathlib import Path
 
-from examples.demo import EPOCHS, Size
+from examples.demo import Size
 from millrace.testing.process import REPOSITORY
-from tests.support.packages import link_requirements
-from tests.support.readme import block, make_clone
+from tests.support.demo import describe, run_demo
 
 SMALL = Size(machines=2, windows=2, steps=10)
 
 
-def describe(size: Size) -> str:
-    """Return the line that the demo prints at its end."""
-    windows = EPOCHS * size.windows
-    steps = windows * size.steps
-    return f"  {windows} windows, {steps} steps of each of {size.machines} workers\n"
-
-
 def test_the_demo(tmp_path: Path) -> None:
     assert describe(Size()) in (REPOSITORY / "README.md").read_text()
-    clone = make_clone(tmp_path / "millrace")
-    # The tests' own environment was fetched by pip, too. With these, pip fetches no others.
-    link_requirements(
-        Path(sysconfig.get_path("purelib", vars={"base": clone.folder / ".venv"})), "demo"
-    )
-    options = " ".join(f"--{name} {value}" for name, value in vars(SMALL).items())
-    shown = clone.run(block("Demo", "console"), DEMO=options)
-    assert describe(SMALL) in shown
-    losses = re.search(r"^  loss (\S+) to (\S+), on text that the model", shown, re.MULTILINE)
-    assert losses, shown
-    assert 5 < float(losses[1]) < 6 > float(losses[2]) + 1, shown
-    ends = SMALL.windows * SMALL.steps
-    for epoch in range(EPOCHS):
-        assert f"  epoch {epoch} ended with the checkpoint of step {ends * (epoch + 1)}\n" in shown
-    books = f"books: {SMALL.machines} machines rented, .*\\n  0 left$"
-    assert re.search(books, shown, re.MULTILINE), shown
+    run_demo(tmp_path / "millrace", SMALL)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from examples.demo import Size
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.faults import Fault
 from millrace.testing.r2 import R2Proxy
@@ -29,6 +30,7 @@ from tests.soak.races import run_races
 from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
 from tests.soak.together import Wakes, meet, share, take_over
+from tests.support.demo import run_demo
 
 CASES = 6  # with faults
 OUTLASTS = 45.0  # seconds, more than a client waits for a byte
@@ -61,6 +63,7 @@ def main() -> int:
         "campaigns",
         "swarm",
         "hostile",
+        "demo",
     ]
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
@@ -72,7 +75,7 @@ def main() -> int:
     others = {
         "races": _races, "windows": _windows, "fuzz": _fuzz, "cleaning": _cleaning,
         "rentals": _rentals, "campaigns": _campaigns, "swarm": _swarm,
-        "hostile": _hostile,
+        "hostile": _hostile, "demo": _demo,
     }  # fmt: skip
     for name, part in others.items():
         if options.only in {None, name}:
@@ -165,6 +168,17 @@ def _hostile(options: argparse.Namespace) -> tuple[bool, str]:
     print(found.table(), *found.wrong, "", sep="\n")
     never = [kind for kind in Kind if not found.read[kind] + found.listed[kind]]
     return not found.wrong and not never, found.sentence()
+
+
+def _demo(_: argparse.Namespace) -> tuple[bool, str]:
+    """README's demo at its own size; the tests run a smaller one."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        try:
+            run_demo(Path(folder) / "millrace", Size())
+        except AssertionError as error:
+            print(error)
+            return False, "demo: wrong 1"
+    return True, "demo: right"
 
 
 @contextmanager

@@ -172,6 +172,9 @@ class _Race:
         self._names = [f"m{n}" for n in range(dice.randint(2, 5))]
         self.confined = number // 3 % 2 == 1  # half of the races, in each kind of place
         self._seed = dice.getrandbits(64)
+        # Confined members begin when their owner has seen them all: a member that is killed before
+        # would not be in the roster.
+        self._watched = context.Event() if self.confined else None
         self.struck: list[Blow] = []
         self.all_killed = False
         self.outcomes: list[str] = []
@@ -188,12 +191,15 @@ class _Race:
             owner.result()
 
     def _own(self) -> None:
+        """Watch the epoch's end from the time when all members live, and let them begin then."""
         store = open_store(self._place)
         clock = StoreClock.read(store, self.job, Holder.describe_this_process())
         census = make_census(store, self.job, clock)
         deadline = time.monotonic() + _HANGS
         while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:
             time.sleep(0.1)
+        if self._watched is not None:
+            self._watched.set()
         timeout = timedelta(seconds=2 * _HANGS)
         watch_epoch_end(store, self.job, 0, timeout=timeout, members=self._names, clock=clock)
 
@@ -231,7 +237,7 @@ class _Race:
         for name in self._names:
             arguments = (
                 self._place.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
-                blows.get(name), str(self._folder / name), gate, self.confined,
+                blows.get(name), str(self._folder / name), gate, self._watched,
             )  # fmt: skip
             process = self._context.Process(target=_member, args=arguments)
             process.start()
@@ -316,15 +322,17 @@ def _member(
     blow: Blow | None,
     result: str,
     gate: Any,
-    confined: bool,
+    watched: Any | None,
 ) -> None:
     """A member, in a process of its own."""
     source = open_store(sources)
     checkpoint = read_checkpoint(source, "source", step)
     store = open_store(StoreSpec(**place))
-    reads = store if confined else None
+    reads = store if watched is not None else None
     with Membership(store, job, name, _TTL, reads=reads) as membership:
         gate.wait(_HANGS)
+        if watched is not None:
+            watched.wait(_HANGS)
         cooled = cool_down(
             membership,
             open_content(source, checkpoint),

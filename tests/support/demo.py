@@ -1,0 +1,42 @@
+"""README's demo by the letter, on a clone. Its environment has what pip would fetch, linked."""
+
+import re
+import sysconfig
+from pathlib import Path
+
+from examples.demo import EPOCHS, Size
+from tests.support.packages import link_requirements
+from tests.support.readme import block, make_clone
+
+
+def describe(size: Size) -> str:
+    """Return the line that the demo prints at its end."""
+    windows = EPOCHS * size.windows
+    steps = windows * size.steps
+    return f"  {windows} windows, {steps} steps of each of {size.machines} workers\n"
+
+
+def run_demo(folder: Path, size: Size) -> str:
+    """Run the demo in a new clone, check its report, and return what it prints.
+
+    Args:
+        folder: Folder of the clone. It is made.
+        size: Size of the demo.
+    """
+    clone = make_clone(folder)
+    # The tests' own environment was fetched by pip, too. With these, pip fetches no others.
+    link_requirements(
+        Path(sysconfig.get_path("purelib", vars={"base": clone.folder / ".venv"})), "demo"
+    )
+    options = " ".join(f"--{name} {value}" for name, value in vars(size).items())
+    shown = clone.run(block("Demo", "console"), DEMO=options)
+    assert describe(size) in shown
+    losses = re.search(r"^  loss (\S+) to (\S+), on text that the model", shown, re.MULTILINE)
+    assert losses, shown
+    assert 5 < float(losses[1]) < 6 > float(losses[2]) + 1, shown
+    ends = size.windows * size.steps
+    for epoch in range(EPOCHS):
+        assert f"  epoch {epoch} ended with the checkpoint of step {ends * (epoch + 1)}\n" in shown
+    books = f"books: {size.machines} machines rented, .*\\n  0 left$"
+    assert re.search(books, shown, re.MULTILINE), shown
+    return shown
