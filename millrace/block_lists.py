@@ -1,8 +1,8 @@
-"""Write and read the digests of the blocks of a dataset's shards.
+"""Write and read the digests of the blocks of files, with which a part of a file is verified alone.
 
 A complete dataset has one object with the digests of all blocks of all shards, joined in the order
-of the manifest: 32 bytes for each MiB. A reader with these digests can verify a part of a shard
-alone. The manifest has the root of each shard, so the object needs no trust: digests that do not
+of the manifest: 32 bytes for each MiB. A checkpoint has an object for each file of more than one
+block. Another record has the root of each file, so these objects need no trust: digests that do not
 fit their root are not used.
 """
 
@@ -68,7 +68,7 @@ def read_shard_blocks(store: Store, manifest: Manifest) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     start = 0
     for shard, size in zip(manifest.shards, sizes, strict=True):
-        if blocks := _accept(joined[start : start + size], shard):
+        if blocks := _accept(joined[start : start + size], shard.digest, shard.size):
             found[shard.key] = blocks
         start += size
     return found
@@ -120,6 +120,32 @@ def describe_block_digests(store: Store, manifest: Manifest, found: Mapping[str,
     return f"its digests do not fit {lacking:,} of {len(manifest.shards):,} shards"
 
 
+def read_file_blocks(store: Store, key: str, digest: str, size: int) -> bytes:
+    """Return the joined digests of the blocks of one file. At most one request.
+
+    Args:
+        store: Store of the file.
+        key: Key of the object that has the digests of this file only.
+        digest: BLAKE3 digest of the file.
+        size: Size of the file in bytes.
+
+    Returns:
+        Digests; empty if they are missing, cannot be read, or do not fit the file.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    expected = BLOCK_DIGEST_SIZE * count_blocks(size)
+    if expected > _MAX_SIZE:
+        return b""
+    try:
+        return _accept(read(store, key, max_size=expected), digest, size)
+    except errors.UnavailableError:
+        raise
+    except errors.MillraceError:
+        return b""
+
+
 def _is_too_large(manifest: Manifest) -> bool:
     return sum(map(_measure_list, manifest.shards)) > _MAX_SIZE
 
@@ -132,16 +158,17 @@ def _measure_list(shard: ManifestShard) -> int:
 def _read_list(store: Store, manifest: Manifest, start: int, shard: ManifestShard) -> bytes:
     key = DatasetKeys(manifest.dataset).block_digests
     try:
-        return _accept(read_range(store, key, start, start + _measure_list(shard)), shard)
+        joined = read_range(store, key, start, start + _measure_list(shard))
+        return _accept(joined, shard.digest, shard.size)
     except errors.UnavailableError:
         raise
     except errors.MillraceError:  # missing, or too short for this range
         return b""
 
 
-def _accept(blocks: bytes, shard: ManifestShard) -> bytes:
-    """Return digests that fit a shard; otherwise nothing."""
+def _accept(blocks: bytes, digest: str, size: int) -> bytes:
+    """Return digests that fit a file; otherwise nothing."""
     try:
-        return check_blocks(blocks, shard.digest, shard.size)
+        return check_blocks(blocks, digest, size)
     except errors.CorruptError:
         return b""

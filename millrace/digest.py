@@ -135,6 +135,12 @@ def list_block_digests(blocks: bytes) -> list[bytes]:
     return [blocks[at : at + step] for at in range(0, len(blocks), step)]
 
 
+def slice_blocks(blocks: bytes, numbers: range) -> bytes:
+    """Return the joined digests of adjacent blocks, from the joined digests of all blocks."""
+    step = BLOCK_DIGEST_SIZE
+    return blocks[numbers.start * step : numbers.stop * step]
+
+
 def find_differing_blocks(found: bytes, expected: bytes) -> list[int]:
     """Return the numbers of the expected blocks that differ or are missing, from joined digests."""
     return [

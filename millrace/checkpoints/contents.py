@@ -1,23 +1,26 @@
 """Content of a checkpoint: its files by their digests, and the tensors in them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import orjson
 
 from millrace import errors
+from millrace.checkpoints.block_digests import read_block_list
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import combine_blocks
+from millrace.digest import BLOCK_SIZE, combine_blocks, count_blocks, group_blocks, slice_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_and_hash
 
-_RANGE_SIZE = 128 << 20  # bytes of a request: a file of the default size needs one
+_MAX_BLOCKS = 128  # blocks of a request: a file of the default size needs one
+_MAX_GAP = 4  # blocks that are read although they are not needed, to save a request
 _CONCURRENCY = 4  # requests for one file
 
 
@@ -122,9 +125,17 @@ class ReadTarget:
 
 
 def read_part(
-    store: Store, job: str, part: Part, into: memoryview, targets: Sequence[ReadTarget] = ()
+    store: Store,
+    job: str,
+    part: Part,
+    into: memoryview,
+    targets: Sequence[ReadTarget] = (),
+    needed: Iterable[range] | None = None,
 ) -> memoryview:
     """Read a file, and verify its bytes.
+
+    If only some bytes are needed and the digests of the file's blocks are stored, only the blocks
+    with these bytes are read.
 
     Args:
         store: Store of the checkpoint.
@@ -133,6 +144,7 @@ def read_part(
         into: Buffer for the bytes.
         targets: Bytes that are read into other memory than the buffer, in the order of the file.
             After an error, this memory may have wrong bytes.
+        needed: Ranges of the needed bytes; None for all bytes. Other bytes may be left unread.
 
     Returns:
         Part of the buffer for the file, without the bytes of ``targets``.
@@ -140,28 +152,54 @@ def read_part(
     Raises:
         CorruptError: The file is missing, or has other bytes than were saved.
     """
-    key = CheckpointKeys(job).part(part.step, part.digest)
+    keys = CheckpointKeys(job)
+    key = keys.part(part.step, part.digest)
     body = into[: part.size]
+    whole = range(count_blocks(part.size))
+    numbers = whole if needed is None else _select_blocks(needed, len(whole))
+    known = b"" if len(numbers) == len(whole) else read_block_list(store, keys, part)
 
-    def read_blocks(start: int) -> bytes:
-        views = _list_views(body, targets, start, min(start + _RANGE_SIZE, part.size))
-        return read_and_hash(store, key, views, size=part.size, start=start)
+    def read_range(blocks: range) -> bytes:
+        start, stop = blocks.start * BLOCK_SIZE, min(blocks.stop * BLOCK_SIZE, part.size)
+        views = _list_views(body, targets, start, stop)
+        found = read_and_hash(store, key, views, size=part.size, start=start)
+        if known and found != slice_blocks(known, blocks):
+            return b""
+        return found
 
-    starts = range(0, part.size, _RANGE_SIZE)
+    ranges = group_blocks(numbers if known else whole, _MAX_BLOCKS)
     try:
-        if len(starts) == 1:
-            blocks = read_blocks(0)
+        if len(ranges) == 1:
+            found = [read_range(ranges[0])]
         else:
             with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="range") as pool:
-                blocks = b"".join(pool.map(read_blocks, starts))
+                found = list(pool.map(read_range, ranges))
     except errors.NotFoundError:
         raise errors.CorruptError(f"{store.make_url(key)} is missing.") from None
-    if not blocks or combine_blocks(blocks) != part.digest:
+    if not all(found) or not (known or combine_blocks(b"".join(found)) == part.digest):
         raise errors.CorruptError(
             f"{store.make_url(key)} is not the bytes that were saved: verify the checkpoint, or "
             "load the one before it."
         )
     return body
+
+
+def _select_blocks(needed: Iterable[range], count: int) -> list[int]:
+    """Return the numbers of the blocks to read for some ranges of bytes, in ascending order.
+
+    Args:
+        needed: Ranges of bytes.
+        count: Number of the file's blocks.
+    """
+    found: set[int] = set()
+    for each in needed:
+        if each:
+            found.update(range(each.start // BLOCK_SIZE, -(-each.stop // BLOCK_SIZE)))
+    numbers = sorted(found)
+    for before, after in pairwise(numbers):  # a request costs more time than a few blocks
+        if after - before <= _MAX_GAP:
+            found.update(range(before, after))
+    return sorted(found) if len(found) < count else list(range(count))
 
 
 def _list_views(

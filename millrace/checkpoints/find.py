@@ -9,6 +9,7 @@ from contextlib import suppress
 from enum import StrEnum
 
 from millrace import errors
+from millrace.checkpoints.block_digests import read_block_list
 from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
@@ -172,7 +173,8 @@ def verify(
 ) -> dict[str, str]:
     """Verify every file of a checkpoint.
 
-    A file that seems damaged is read a second time, in case its bytes changed in transit.
+    A file that seems damaged is read a second time, in case its bytes changed in transit. The
+    sentence names the blocks that differ, if their digests are stored.
 
     Returns:
         Sentence about the damage of each damaged file, by the file's digest.
@@ -182,8 +184,10 @@ def verify(
     """
 
     def check_part(part: Part) -> str:
-        damage = _find_damage(store, checkpoint.job, part, check)
-        return damage and _find_damage(store, checkpoint.job, part, check)
+        if not _find_damage(store, checkpoint.job, part, check):
+            return ""
+        blocks = read_block_list(store, CheckpointKeys(checkpoint.job), part)
+        return _find_damage(store, checkpoint.job, part, check, blocks)
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="verify") as pool:
         found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
@@ -326,10 +330,11 @@ def compute_root(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> 
     return compute_digest(dump_canonical_json(content))
 
 
-def _find_damage(store: Store, job: str, part: Part, check: VerifyDepth) -> str:
+def _find_damage(
+    store: Store, job: str, part: Part, check: VerifyDepth, blocks: bytes = b""
+) -> str:
     """Return a sentence about the damage of a file; empty if there is none."""
     key = CheckpointKeys(job).part(part.step, part.digest)
-    found = describe_difference(
-        store, key, part.size, part.digest if check is VerifyDepth.DIGESTS else None
-    )
+    digest = part.digest if check is VerifyDepth.DIGESTS else None
+    found = describe_difference(store, key, part.size, digest, blocks=blocks)
     return found and f"{store.make_url(key)}: {found}."

@@ -208,7 +208,8 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
         buffer = free.pop()
         reads = _sort_by_offset(by_part[number])
         targets = [read.target for read in reads if read.target is not None]
-        body = read_part(store, checkpoint.job, checkpoint.parts[number], buffer, targets)
+        needed = [read.needed for read in reads]
+        body = read_part(store, checkpoint.job, checkpoint.parts[number], buffer, targets, needed)
         for read in reads:
             if read.target is None:
                 read.copy_from(body)
@@ -227,6 +228,7 @@ class _BoxRead:
         dtype: Type of its elements.
         there: Overlap as slices of the saved box.
         tensor: Overlap as a part of the requested tensor.
+        needed: Range of the file's bytes from the overlap's first byte to its last.
         target: Memory of ``tensor``, if the file has the same bytes in the same order.
     """
 
@@ -234,6 +236,7 @@ class _BoxRead:
     dtype: torch.dtype
     there: tuple[slice, ...]
     tensor: torch.Tensor
+    needed: range
     target: ReadTarget | None = None
 
     @property
@@ -259,14 +262,17 @@ def _plan_read(request: "_TensorRequest", chunk: Chunk, part_size: int) -> _BoxR
         raise errors.CorruptError(f"{request.name} is not in the file that should hold it.")
     here, there = request.find_overlap(chunk)
     tensor = request.box[here].detach()
-    read = _BoxRead(chunk, dtype, there, tensor)
     saved = torch.empty(chunk.shape, dtype=dtype, device="meta")[there]
+    axes = zip(saved.shape, saved.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in axes) if saved.numel() else -1
+    offset = chunk.offset + int(saved.storage_offset()) * dtype.itemsize
+    needed = range(offset, offset + (last + 1) * dtype.itemsize)
+    read = _BoxRead(chunk, dtype, there, tensor, needed)
     same = tensor.dtype == dtype and tensor.is_contiguous() and saved.is_contiguous()
     plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
     if not (same and plain and tensor.nbytes >= _LEAST_DIRECT_SIZE):
         return read
     memory = tensor.view(-1).view(torch.uint8).numpy().data
-    offset = chunk.offset + int(saved.storage_offset()) * dtype.itemsize
     return replace(read, target=ReadTarget(offset, memory))
 
 

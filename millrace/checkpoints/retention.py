@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from millrace import errors
+from millrace.checkpoints.block_digests import list_block_list_keys
 from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
@@ -105,8 +106,8 @@ def plan_retention(
     removed = tuple(sorted(step for step in complete if step not in kept))
     if unreadable:
         return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNREADABLE_REASON), (), ())
-    named = _list_part_keys(keys, complete.values())
-    needed = _list_part_keys(keys, (complete[step] for step in kept))
+    named = _list_file_keys(keys, complete.values())
+    needed = _list_file_keys(keys, (complete[step] for step in kept))
     unneeded = named - needed
     metadata = {keys.metadata(step): step for step in removed}
     horizon = now or max((stat.last_modified for stat in stats), default=None)
@@ -121,7 +122,7 @@ def plan_retention(
             continue
         elif keys.is_share(stat.key):
             then.append(Removal(stat, "no rank needs this share any more", orphan=True))
-        elif keys.parse_part(stat.key) and stat.key not in named:
+        elif stat.key not in named and (keys.parse_part(stat.key) or keys.is_block_list(stat.key)):
             then.append(Removal(stat, "no checkpoint names it", orphan=True))
     # Metadata goes first, so that an interrupted removal leaves no incomplete checkpoint.
     return RetentionPlan(job, rules, kept, removed, (*first, *then))
@@ -231,8 +232,10 @@ def _iterate_pinned(
             yield step, f"pinned: {pin.why}"
 
 
-def _list_part_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """Return the keys of all files that checkpoints name."""
-    return {
-        keys.part(part.step, part.digest) for checkpoint in checkpoints for part in checkpoint.parts
-    }
+def _list_file_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
+    """Return the keys of all files that checkpoints name, and of the lists of their blocks."""
+    found: set[str] = set()
+    for checkpoint in checkpoints:
+        found |= {keys.part(part.step, part.digest) for part in checkpoint.parts}
+        found.update(list_block_list_keys(keys, checkpoint))
+    return found

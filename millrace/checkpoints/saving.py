@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace import errors
+from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.contents import normalise_json
 from millrace.checkpoints.find import check_content, commit_checkpoint, find_newest
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
-from millrace.digest import compute_digest
+from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
@@ -283,12 +284,15 @@ class Saver:
         return self._known
 
     def _upload(self, step: int, body: memoryview, stored: "Future[_StoredFiles]") -> Part:
-        digest = compute_digest(body)
+        blocks = hash_blocks(body)
+        digest = combine_blocks(blocks)
         there, reusable = stored.result().sizes, stored.result().reusable
         sent = 0
         part = reusable.get(digest)
         if part is None or not self._is_intact(part, body):
             part = Part(step=step, digest=digest, size=len(body))
+            if digest not in there:
+                put_block_list(self._store, self._keys, part, blocks)
             sent = self._ensure_uploaded(part, body, there.get(digest))
         self._emit(PartStored(digest=digest, size=len(body), sent=sent))
         return part

@@ -10,10 +10,13 @@ import threading
 from collections.abc import Callable, Iterable
 
 from millrace import errors
+from millrace.checkpoints.block_digests import needs_block_list, put_block_list
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import PartStored
 from millrace.checkpoints.upload_queue import UploadQueue
+from millrace.digest import hash_blocks
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Progress, ignore_event
 from millrace.storage import Store, create, describe_difference, put
 
@@ -28,6 +31,8 @@ class SharedUpload:
         content: Files of the checkpoint.
         make_key: Function that returns this member's key for a file, from the file's step and
             digest.
+        keys: Keys of the job, below which the digests of the files' blocks are stored; None if
+            another process stores them.
         reads: Store from which files of other members are read.
         uploads: Number of files that are uploaded at once.
         check: Depth of the verification of other members' files.
@@ -42,6 +47,7 @@ class SharedUpload:
         content: Content,
         make_key: Callable[[int, str], str],
         *,
+        keys: CheckpointKeys | None,
         reads: Store,
         uploads: int,
         check: VerifyDepth,
@@ -49,7 +55,7 @@ class SharedUpload:
         progress: Progress = ignore_event,
     ) -> None:
         self._store, self._reads = store, reads
-        self._content, self._make_key = content, make_key
+        self._content, self._make_key, self._keys = content, make_key, keys
         self._uploads, self._check, self._on_change = uploads, check, on_change
         self._progress, self._telling = progress, threading.Lock()
         self._numbers: dict[str, int] = {}
@@ -127,8 +133,11 @@ class SharedUpload:
 
     def _upload(self, digest: str) -> None:
         number = self._numbers[digest]
-        key = self._make_key(self._content.parts[number].step, digest)
+        part = self._content.parts[number]
+        key = self._make_key(part.step, digest)
         body = self._content.body(number)
+        if self._keys is not None and needs_block_list(part):
+            put_block_list(self._store, self._keys, part, hash_blocks(body))
         try:
             create(self._store, key, body, is_stopped=self._queue.is_stopped)
         except errors.ExistsError:

@@ -11,6 +11,7 @@ CHECKPOINTS = "checkpoints"
 """Folder of a job's checkpoints."""
 RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
 """Folders that no part of a job's name may equal."""
+_BLOCK_LISTS = "block_digests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ class CheckpointKeys:
     def part(self, step: int, digest: str) -> str:
         """Return the key of a part, from its digest."""
         return f"{self.parts(step)}{get_hex(digest)}.safetensors"
+
+    def make_block_list_key(self, step: int, digest: str) -> str:
+        """Return the key of the digests of a part's blocks, from the part's digest."""
+        return f"{self.folder(step)}{_BLOCK_LISTS}/{get_hex(digest)}.bin"
 
     def metadata(self, step: int) -> str:
         """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
@@ -102,6 +107,11 @@ class CheckpointKeys:
         match = re.fullmatch(pattern, key)
         return (int(match[1]), f"{Algorithm.BLAKE3}:{match[2]}") if match else None
 
+    def is_block_list(self, key: str) -> bool:
+        """Decide whether a key is that of the digests of a part's blocks."""
+        pattern = re.escape(self.prefix) + rf"step_[0-9]{{9,}}/{_BLOCK_LISTS}/[0-9a-f]{{64}}\.bin"
+        return re.fullmatch(pattern, key) is not None
+
     def is_share(self, key: str) -> bool:
         """Decide whether a key is that of the share of a rank."""
         pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
@@ -110,11 +120,27 @@ class CheckpointKeys:
 
 def parse_part_digest(key: str) -> str:
     """Return the digest in the key of a checkpoint's part, of any job; empty for other keys."""
+    found = _parse_part(key)
+    return found[2] if found else ""
+
+
+def find_block_list_key(key: str) -> str:
+    """Return the key of the digests of a part's blocks, from the part's key, of any job.
+
+    The key is empty if the given key is not that of a part.
+    """
+    found = _parse_part(key)
+    return found[0].make_block_list_key(*found[1:]) if found else ""
+
+
+def _parse_part(key: str) -> tuple[CheckpointKeys, int, str] | None:
+    """Return the job, the step and the digest in the key of a checkpoint's part, or None."""
     job, folder, _ = key.partition(f"/{CHECKPOINTS}/")
     if not folder:
-        return ""
+        return None
     try:
-        part = CheckpointKeys(job).parse_part(key)
+        keys = CheckpointKeys(job)
     except ConfigurationError:  # not the name of a job
-        return ""
-    return part[1] if part else ""
+        return None
+    part = keys.parse_part(key)
+    return (keys, *part) if part else None

@@ -317,6 +317,26 @@ def stream(
                 part.cancel()
 
 
+def hash_object(store: Store, key: str, size: int) -> bytes:
+    """Read an object, and return the joined digests of its blocks.
+
+    Returns:
+        Digests; empty if the object is missing, has another size or cannot be read.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    hasher = BlockHasher()
+    try:
+        if _describe(store, key).size != size:
+            return b""
+        for block in stream(store, key):
+            hasher.update(block)
+    except (errors.NotFoundError, errors.ChangedError, errors.CorruptError):
+        return b""
+    return hasher.blocks
+
+
 def describe_difference(
     store: Store,
     key: str,

@@ -59,6 +59,7 @@ class CheckpointUpload:
             membership.store,
             content,
             self._make_part_key,
+            keys=None if membership.confined else self._keys,
             reads=membership.reads,
             uploads=settings.save.uploads,
             check=settings.check,

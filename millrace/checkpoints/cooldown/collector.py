@@ -17,11 +17,12 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from millrace import errors
+from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_checkpoint
 from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
 from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import commit_checkpoint, compute_root
-from millrace.digest import compute_digest, dump_canonical_json
+from millrace.digest import combine_blocks, compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once, decode_record, encode_record
@@ -30,7 +31,7 @@ from millrace.storage import (
     Store,
     copy,
     delete,
-    describe_difference,
+    hash_object,
     list_objects,
     put,
     read,
@@ -241,5 +242,9 @@ class Collector:
             self._good |= {part.digest for part, good in zip(parts, right, strict=True) if good}
 
     def _is_intact(self, part: Part) -> bool:
-        key = self._keys.part(part.step, part.digest)
-        return not describe_difference(self._store, key, part.size, part.digest)
+        blocks = hash_object(self._store, self._keys.part(part.step, part.digest), part.size)
+        if not blocks or combine_blocks(blocks) != part.digest:
+            return False
+        # Members are not believed about blocks, so this list is made from the verified file.
+        put_block_list(self._store, self._keys, part, blocks)
+        return True

@@ -98,6 +98,7 @@ class StoreDestination:
             store,
             content,
             keys.part,
+            keys=keys,
             reads=store,
             uploads=uploads,
             check=VerifyDepth.DIGESTS,

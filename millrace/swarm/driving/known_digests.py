@@ -1,25 +1,33 @@
 """Digests of pieces that the driver knows before the run.
 
-The pieces of a file follow from the digests of its blocks, which a dataset has for its shards. No
-vote about such pieces is needed, and a wrong copy is found where it arrives. The digests of blocks
-stay with the driver.
+The pieces of a file follow from the digests of its blocks, which a dataset has for its shards, and
+a checkpoint for its files. No vote about such pieces is needed, and a wrong copy is found where it
+arrives. The digests of blocks stay with the driver.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from millrace.block_lists import describe_block_digests, read_blocks_of, read_shard_blocks
+from millrace.block_lists import (
+    describe_block_digests,
+    read_blocks_of,
+    read_file_blocks,
+    read_shard_blocks,
+)
 from millrace.digest import (
-    BLOCK_DIGEST_SIZE,
     BLOCK_SIZE,
     Algorithm,
     combine_blocks,
     compute_digest,
     count_blocks,
+    slice_blocks,
 )
+from millrace.keys.checkpoints import find_block_list_key
 from millrace.swarm.catalogue import Catalogue, File, Segment, can_combine, combine_segments
 from millrace.swarm.resolving import ResolvedCatalogue
 
+_CONCURRENCY = 16  # requests for digests of blocks
 _EMPTY = compute_digest(b"")
 
 
@@ -31,7 +39,8 @@ class KnownDigests:
         pieces: Digest of each piece whose segments are all known, by its number.
         files: Combined digest of the segments of each file whose pieces are all known, by the
             number of the file.
-        refused: Reason for each dataset whose digests of blocks are missing or do not fit.
+        refused: Reason for each dataset, and for the checkpoints of each store, whose digests of
+            blocks are missing or do not fit.
     """
 
     pieces: dict[int, str] = field(default_factory=dict[int, str])
@@ -40,7 +49,9 @@ class KnownDigests:
 
 
 def find_known_digests(resolved: ResolvedCatalogue) -> KnownDigests:
-    """Return the digests that are known before the run. One request for each dataset.
+    """Return the digests that are known before the run.
+
+    One request for each dataset, and one for each file of a checkpoint.
 
     Digests of blocks that do not fit the digest of their file are not used.
 
@@ -56,6 +67,11 @@ def find_known_digests(resolved: ResolvedCatalogue) -> KnownDigests:
             store, _ = resolved.objects[numbers[0]]
             origin = store.make_url(resolved.manifests[numbers[0]].dataset)
             refused.append(f"The block digests of {origin} were not used: {reason}.")
+    for lists in _group_parts(resolved).values():
+        found, reason = _read_part_blocks(resolved, lists)
+        blocks |= found
+        if reason:
+            refused.append(reason)
     pieces = _compute_pieces(resolved.catalogue, blocks)
     files = _compute_files(resolved.catalogue, blocks, pieces)
     return KnownDigests(pieces, files, tuple(refused))
@@ -64,10 +80,8 @@ def find_known_digests(resolved: ResolvedCatalogue) -> KnownDigests:
 def _group_by_dataset(resolved: ResolvedCatalogue) -> Iterable[list[int]]:
     """Return the files of each dataset whose pieces need digests of blocks."""
     groups: dict[tuple[str, str], list[int]] = {}
-    catalogue = resolved.catalogue
     for number, manifest in sorted(resolved.manifests.items()):
-        file = catalogue.files[number]
-        if file.size > catalogue.piece_size and can_combine(file, catalogue.piece_size):
+        if _needs_blocks(resolved.catalogue, number):
             store, _ = resolved.objects[number]
             groups.setdefault((store.url, manifest.dataset), []).append(number)
     return groups.values()
@@ -89,6 +103,46 @@ def _read_blocks(resolved: ResolvedCatalogue, numbers: list[int]) -> tuple[dict[
         return found, ""
     whole = lists if len(numbers) > 1 else read_shard_blocks(store, manifest)
     return found, describe_block_digests(store, manifest, whole)
+
+
+def _needs_blocks(catalogue: Catalogue, number: int) -> bool:
+    """Decide whether the pieces of a file follow from the digests of its blocks only."""
+    file = catalogue.files[number]
+    return file.size > catalogue.piece_size and can_combine(file, catalogue.piece_size)
+
+
+def _group_parts(resolved: ResolvedCatalogue) -> dict[str, dict[int, str]]:
+    """Return the checkpoints' files whose pieces need digests of blocks, by the URL of the store.
+
+    Each file has the key of the object with the digests of its blocks.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for number, (store, key) in enumerate(resolved.objects):
+        list_key = find_block_list_key(key)
+        if list_key and _needs_blocks(resolved.catalogue, number):
+            groups.setdefault(store.url, {})[number] = list_key
+    return groups
+
+
+def _read_part_blocks(
+    resolved: ResolvedCatalogue, lists: Mapping[int, str]
+) -> tuple[dict[int, bytes], str]:
+    """Return the digests of the blocks of checkpoints' files, and the reason for missing ones."""
+
+    def read_one(number: int) -> bytes:
+        store, file = resolved.objects[number][0], resolved.catalogue.files[number]
+        return read_file_blocks(store, lists[number], file.digest, file.size)
+
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="blocks") as pool:
+        read = dict(zip(lists, pool.map(read_one, lists), strict=True))
+    found = {number: blocks for number, blocks in read.items() if blocks}
+    if len(found) == len(lists):
+        return found, ""
+    url = resolved.objects[next(iter(lists))][0].url
+    return found, (
+        f"The block digests of {len(lists) - len(found):,} of {len(lists):,} checkpoint files of "
+        f"{url} were not used: they are missing, or do not fit their files."
+    )
 
 
 def _compute_pieces(catalogue: Catalogue, blocks: Mapping[int, bytes]) -> dict[int, str]:
@@ -136,5 +190,5 @@ def _find_digest(file: File, segment: Segment, blocks: bytes | None) -> str:
     if blocks is None:
         return ""
     first = segment.start // BLOCK_SIZE
-    step = BLOCK_DIGEST_SIZE
-    return combine_blocks(blocks[first * step : (first + count_blocks(segment.size)) * step])
+    numbers = range(first, first + count_blocks(segment.size))
+    return combine_blocks(slice_blocks(blocks, numbers))

@@ -323,6 +323,13 @@ class Judge:
             for part in record["parts"]
         }
 
+    def _lists(self, job: str, record: dict[str, Any]) -> set[str]:
+        return {
+            f"{job}/checkpoints/step_{part['step']:09d}/block_digests/{hex_digits(part['digest'])}.bin"
+            for part in record["parts"]
+            if part["size"] > 2**20
+        }
+
     def _whole(self, job: str, record: dict[str, Any]) -> bool:
         return all(
             key in self.things and hex_digits(blake3_digest(self.things[key].read())) in key
@@ -348,16 +355,17 @@ class Judge:
             place = None if step in stays else self._taking_step(job, rank, step)
             if place is not None:
                 going[step] = place
-        kept = set().union(*(self._files(job, found[s]) for s in found if s not in going))
-        named = set().union(*(self._files(job, found[s]) for s in found))
+        objects = {s: self._files(job, found[s]) | self._lists(job, found[s]) for s in found}
+        kept = set().union(*(objects[s] for s in found if s not in going))
+        named = set().union(*objects.values())
         taken = {f"{job}/checkpoints/step_{s:09d}/metadata.json": p for s, p in going.items()}
         for key, what in self.what.items():
             if not (what and what.kind == "checkpoints" and what.scope == job) or self._pins(key):
                 continue
             if key in named - kept:
                 taken[key] = min(going.values())
-            elif "/parts/" in key and key not in named:
-                folder = key.partition("/parts/")[0]
+            elif re.search("/(parts|block_digests)/", key) and key not in named:
+                folder = re.split("/(?:parts|block_digests)/", key)[0]
                 beside = [other for other in self.things if other.startswith(f"{folder}/")]
                 for place, rule in enumerate(self.rules):
                     young = not all(self._old(rule, other) for other in beside)

@@ -169,6 +169,7 @@ def build_names():
     yield from (lease.term(1), lease.beat(1), lease.end(1))
     job = CheckpointKeys("jobs/one")
     yield from (job.part(1, DIGEST), job.metadata(1), job.share(1, "a", 0), job.pin(1))
+    yield job.make_block_list_key(1, DIGEST)
     yield from (job.quarantine(1, DIGEST), job.damaged(1, DIGEST), job.epoch(1))
     cooldown = CooldownKeys("jobs/one", 1)
     yield from (cooldown.roster, cooldown.vote("a"), cooldown.late("a"), cooldown.result("a"))

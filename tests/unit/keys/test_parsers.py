@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
@@ -43,7 +43,8 @@ def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [
         classify_key, parse_rental, ShardName.parse, DatasetKeys("a").parse_commit,
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
-        CheckpointKeys("a").parse_part, GradientKeys("a", "1").parse,
+        CheckpointKeys("a").parse_part, CheckpointKeys("a").is_block_list, find_block_list_key,
+        GradientKeys("a", "1").parse,
         GradientKeys("a", "1").parse_start_window,
         CheckpointKeys("a").parse_epoch, lambda key: CooldownKeys("a", 0).parse_part("b", key),
         RentalKeys("a").parse, lambda key: parse_lease("a", key),

@@ -9,7 +9,7 @@ from pydantic import ByteSize, SecretStr
 
 from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import Store, open_store, put
+from millrace.storage import Store, delete, open_store, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
 from millrace.swarm.catalogue import combine_digests
 from millrace.swarm.driving.known_digests import KnownDigests, find_known_digests
@@ -153,6 +153,35 @@ def test_a_part_of_a_checkpoint_has_the_digest_of_its_key(store):
         nodes=HOSTS,
     )
     assert preview(settings).unverified == 1
+
+
+@pytest.mark.parametrize("change", ["none", "flip", "cut", "longer", "missing"])
+def test_the_pieces_of_a_checkpoint_follow_from_lists_that_fit_its_files(store, change):
+    keys = CheckpointKeys("runs/one")
+    bodies = [random.Random(number).randbytes(3 * MIB + number) for number in range(2)]
+    for body in bodies:
+        digest = blake3_digest(body)
+        put(store, keys.part(7, digest), body)
+        put(store, keys.make_block_list_key(7, digest), hash_blocks(body))
+    changed = keys.make_block_list_key(7, blake3_digest(bodies[0]))
+    blocks = hash_blocks(bodies[0])
+    if change == "missing":
+        delete(store, [changed])
+    else:
+        wrong = {"flip": bytes([blocks[0] ^ 1]) + blocks[1:], "cut": blocks[:64]}
+        put(store, changed, wrong.get(change, blocks * (2 if change == "longer" else 1)))
+    resolved = resolve(store, Request(prefix="runs/one/checkpoints/step_000000007/parts"))
+    known = find_known_digests(resolved)
+    parts = read_pieces(store, resolved)
+    expected = {number: combine_digests(found) for number, found in parts.items()}
+    if change == "none":
+        assert (known.pieces, known.refused) == (expected, ())
+        assert known.files.keys() == {0, 1}
+        return
+    assert known.pieces.items() < expected.items()
+    assert len(known.files) == 1
+    (reason,) = known.refused
+    assert reason.startswith("The block digests of 1 of 2 checkpoint files of ")
 
 
 @pytest.mark.parametrize(
