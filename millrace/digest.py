@@ -44,6 +44,10 @@ class Algorithm(StrEnum):
     MD5 = "md5"
 
 
+class DigestError(ValueError):
+    """A text is not a digest, or a digest of another algorithm. The message says what to do."""
+
+
 _HEX_DIGITS = {Algorithm.BLAKE3: 64, Algorithm.SHA256: 64, Algorithm.MD5: 32}
 
 
@@ -51,27 +55,47 @@ def check_digest(digest: str) -> str:
     """Return a digest that was checked for its form.
 
     Raises:
-        ValueError: The text is not a digest. The message says what to do.
+        DigestError: The text is not a digest. The message says what to do.
     """
     name, colon, digits = digest.partition(":")
     if not colon and re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError(
+        raise DigestError(
             f"{digest} has no algorithm: it is a SHA-256 of an earlier version of Millrace, which "
             "this version does not read. Make the object again, or write `sha256:` before it."
         )
     if name not in set(Algorithm):
-        raise ValueError(
+        raise DigestError(
             f"{digest!r} is not a digest: write an algorithm ({', '.join(Algorithm)}), a colon, "
             "and hexadecimal digits."
         )
     count = _HEX_DIGITS[Algorithm(name)]
     if len(digits) != count or not re.fullmatch("[0-9a-f]*", digits):
-        raise ValueError(f"{digest!r} is not a {name} digest: write {count} digits, 0-9 and a-f.")
+        raise DigestError(f"{digest!r} is not a {name} digest: write {count} digits, 0-9 and a-f.")
     return digest
 
 
 Digest = Annotated[str, AfterValidator(check_digest)]
 """Digest of bytes, such as ``blake3:4bf0…``, checked for its form in records and settings."""
+
+
+def check_own_digest(digest: str) -> str:
+    """Return a digest that Millrace made, checked for its form and its algorithm.
+
+    Raises:
+        DigestError: The digest is not a BLAKE3. The message says what to do.
+    """
+    algorithm = get_algorithm(check_digest(digest))
+    if algorithm is not Algorithm.BLAKE3:
+        raise DigestError(
+            f"{digest} is a digest of {algorithm}, where Millrace writes one of BLAKE3: another "
+            "version or another program wrote it. Save the checkpoint again, or shard the dataset "
+            "again."
+        )
+    return digest
+
+
+OwnDigest = Annotated[str, AfterValidator(check_own_digest)]
+"""BLAKE3 digest that Millrace made. Records refuse other algorithms."""
 
 
 def compute_digest(data: Bytes) -> str:

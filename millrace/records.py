@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace import errors
-from millrace.digest import dump_canonical_json
+from millrace.digest import DigestError, dump_canonical_json
 from millrace.storage import Stat, Store, create, list_objects, read
 
 _CONCURRENCY = 32
@@ -221,6 +221,13 @@ def encode_record(record: Record, nonce: str) -> bytes:
     )
 
 
+def _find_digest_error(error: Exception) -> str:
+    """Return the sentence about a refused digest in a record; empty if none was refused."""
+    found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
+    causes = (one.get("ctx", {}).get("error") for one in found)
+    return next((str(cause) for cause in causes if isinstance(cause, DigestError)), "")
+
+
 def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
     """Return a record and its nonce.
 
@@ -239,6 +246,8 @@ def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
         if version == kind.record_version and its_kind == kind.record_kind:
             return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
+        if reason := _find_digest_error(error):
+            raise errors.CorruptError(f"{where} cannot be used: {reason}") from error
         raise errors.CorruptError(
             f"{where} is not a record of Millrace's: the object is damaged, or another program "
             "wrote it. Look at the object before you delete it."

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from millrace.digest import Digest
+from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
 from millrace.schemas.gradient import Codec, Refusal
 
@@ -65,7 +65,7 @@ class MergedWorker(RecordPart):
 
     weight: float
     norm: float
-    digest: Digest
+    digest: OwnDigest
     size: int
     tokens: int
 
@@ -93,7 +93,7 @@ class Update(RecordPart):
     """
 
     key: str
-    digest: Digest
+    digest: OwnDigest
     size: int
     tensors: int
 

@@ -4,7 +4,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from millrace.digest import Digest
+from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
 
 # 300,000 boxes of tensors with names of 80 bytes. A model of 671e9 parameters with 45,000 tensors
@@ -23,7 +23,7 @@ class Part(RecordPart):
     """
 
     step: int
-    digest: Digest
+    digest: OwnDigest
     size: int
 
 

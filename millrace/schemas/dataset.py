@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from millrace.digest import BLOCK_DIGEST_SIZE, Digest, check_blocks, get_hex
+from millrace.digest import BLOCK_DIGEST_SIZE, OwnDigest, check_blocks, get_hex
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
@@ -84,7 +84,7 @@ class SampleList(RecordPart):
 
     kind: Literal["files"] = "files"
     listing: str
-    digest: Digest
+    digest: OwnDigest
     samples: int
     size: int
 
@@ -128,7 +128,7 @@ class SourceRecord(RecordPart):
     settings: dict[str, Any]
     files: int
     size: int
-    digest: Digest
+    digest: OwnDigest
     markers: int = 0
 
 
@@ -201,13 +201,13 @@ class ShardCommit(Record):
     number: int
     key: ObjectKey | None
     size: int
-    digest: Digest | None
+    digest: OwnDigest | None
     samples: int
     start_cursor: int
     next_cursor: int
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
-    plan_digest: Digest
+    plan_digest: OwnDigest
     blocks: str = ""
 
     @staticmethod
@@ -252,7 +252,7 @@ class PartitionEnd(Record):
     samples: int
     size: int
     quarantined: int
-    plan_digest: Digest
+    plan_digest: OwnDigest
 
 
 class ManifestShard(RecordPart):
@@ -270,7 +270,7 @@ class ManifestShard(RecordPart):
     split: str
     samples: int
     size: int
-    digest: Digest
+    digest: OwnDigest
 
 
 class Manifest(Record):
@@ -290,7 +290,7 @@ class Manifest(Record):
     record_version: ClassVar[int] = 2  # with BLAKE3 digests
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
-    plan_digest: str
+    plan_digest: OwnDigest
     format: str
     shards: tuple[ManifestShard, ...]
     samples: dict[str, int]

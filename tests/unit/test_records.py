@@ -7,10 +7,12 @@ import pytest
 
 import millrace
 from millrace import errors
+from millrace.digest import OwnDigest
 from millrace.records import (
     Record,
     commit_once,
     commit_same,
+    encode_record,
     fetch,
     iterate_records,
     require_intact,
@@ -150,3 +152,25 @@ def subclasses(kind):
     for one in kind.__subclasses__():
         yield one
         yield from subclasses(one)
+
+
+class Hashed(Record):
+    record_kind = "hashed"
+
+    digest: OwnDigest
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"digest": "sha256:" + "0" * 64}, "is a digest of sha256, where Millrace writes one of"),
+        ({"digest": "md5:" + "0" * 32}, "is a digest of md5, where Millrace writes one of BLAKE3"),
+        ({"digest": "0" * 64}, "is a SHA-256 of an earlier version of Millrace"),
+        ({"digest": ""}, "is not a digest"),
+    ],
+)
+def test_a_digest_of_another_algorithm_is_refused_with_what_to_do(store, values, what):
+    put(store, "a", encode_record(Hashed.model_construct(**values), "nonce"))
+    with pytest.raises(errors.CorruptError, match="cannot be used: ") as refusal:
+        fetch(store, "a", Hashed)
+    assert what in str(refusal.value)

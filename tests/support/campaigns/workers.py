@@ -80,7 +80,7 @@ def finalize_dataset(store: Store, shards: int) -> None:
         digest = compute_digest(data)
         made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), digest=digest))
     manifest = Manifest(
-        dataset="text", plan_digest="", format="webdataset", shards=tuple(made),
+        dataset="text", plan_digest=compute_digest(b""), format="webdataset", shards=tuple(made),
         samples={"train": shards, "val": 1}, size=sum(one.size for one in made), quarantined=0,
     )  # fmt: skip
     commit_once(store, DatasetKeys("text").manifest, manifest)

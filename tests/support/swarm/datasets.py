@@ -23,7 +23,7 @@ def write_dataset(store: Store, name: str, shards: Mapping[str, bytes]) -> None:
         for key, body in shards.items()
     )
     manifest = Manifest(
-        dataset=name, plan_digest="", format="webdataset", shards=named,
+        dataset=name, plan_digest=blake3_digest(b""), format="webdataset", shards=named,
         samples={"train": len(named), "val": 0}, size=sum(shard.size for shard in named),
         quarantined=0,
     )  # fmt: skip

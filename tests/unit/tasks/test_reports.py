@@ -3,6 +3,7 @@
 import pytest
 
 from millrace.datasets import ShardFault, ShardReport, Verification
+from millrace.digest import compute_digest
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.swarm import NodeReport, PrewarmReport
 from tasks import reports, sharding, verifying, warming
@@ -19,7 +20,7 @@ def report(**changes: object) -> ShardReport:
         for n in range(3)
     )
     manifest = Manifest(
-        dataset="words", plan_digest="", format="webdataset", shards=shards,
+        dataset="words", plan_digest=compute_digest(b""), format="webdataset", shards=shards,
         samples={"train": 15, "val": 0}, size=27_000_000, quarantined=2,
     )  # fmt: skip
     made = ShardReport(
