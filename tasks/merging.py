@@ -121,7 +121,7 @@ def describe_windows(
         "of {} by the rule {}, applied by {}.",
         format_code(url), format_count(len(windows), "window"), last.window, last.step,
         format_count(taken, "gradient"), format_size(sent), format_size(merged),
-        format_code(last.rule), format_code(last.outer.kind),
+        format_code(last.merge.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
         ">Window", ">Step", ">Taken", ">Left out", "L2 norms", ">Received",

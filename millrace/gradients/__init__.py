@@ -9,8 +9,6 @@ from millrace.gradients.settings import (
     FollowSettings,
     GatherSettings,
     InitialWeights,
-    MergeRule,
-    MergeSettings,
     RunOptions,
     RunSettings,
     WeightsSource,
@@ -18,6 +16,7 @@ from millrace.gradients.settings import (
 )
 from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
+from millrace.schemas.merge import MergeRule, MergeSettings
 
 if TYPE_CHECKING:
     from millrace.gradients.codec.compress import (

@@ -117,5 +117,5 @@ class ChainKeys:
         return f"{self.prefix}windows/{window:09d}.json"
 
     def update(self, step: int, digest: str) -> str:
-        """Return the key of a merged gradient, from its step and the digest of its bytes."""
-        return f"{self.prefix}{step:09d}-{get_hex(digest)}.npz"
+        """Return the key of an update, from its step and the digest of its bytes."""
+        return f"{self.prefix}{step:09d}-{get_hex(digest)}.safetensors"

@@ -65,7 +65,7 @@ _WORKER_KEY = re.compile(
 
 _CHAIN_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
-    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.npz|chain/(?P<window>[0-9]{9,})\.json"
+    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,})\.json"
     r"|windows/(?P<opening>[0-9]{9,})\.json)"
 )
 

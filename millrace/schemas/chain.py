@@ -10,6 +10,7 @@ from pydantic import Field
 from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
 from millrace.schemas.gradient import Codec, Refusal
+from millrace.schemas.merge import MergeSettings
 
 
 class OuterKind(StrEnum):
@@ -56,14 +57,18 @@ class MergedWorker(RecordPart):
     """Worker whose gradient was merged.
 
     Attributes:
-        weight: Weight of the gradient in the sum.
+        scale: Factor of the gradient before the rule, which clips its norm.
+        weight: Weight of the gradient in the sum, with its scale.
+        share: Share of the worker in the average of a buffer. With 0, no update has the gradient.
         norm: L2 norm of the gradient.
         digest: Digest of the gradient's header, which has the digest of its values.
         size: Size of the object in bytes.
         tokens: Number of tokens that the worker reports.
     """
 
-    weight: float
+    scale: float = Field(ge=0, le=1)
+    weight: float = Field(ge=0, le=2)  # at most 1, but for rounding
+    share: float = Field(ge=0, le=1)
     norm: float
     digest: OwnDigest
     size: int
@@ -83,7 +88,7 @@ class ExcludedWorker(RecordPart):
 
 
 class Update(RecordPart):
-    """Object with merged gradients.
+    """Object with the gradients of the merged workers, or with the merged values.
 
     Attributes:
         key: Key of the object.
@@ -111,12 +116,12 @@ class ChainLink(Record):
         run: Name of the run.
         window: Number of the window.
         step: Step of the weights after the window.
-        updates: Objects with the merged gradients; empty if no gradient was merged.
+        updates: Objects with the gradients to merge; empty if no gradient was merged.
         codec: Settings of the compression of the workers' gradients.
         names: Names of the tensors, in the order of the updates.
         shapes: Shapes of these tensors.
         outer: Optimizer that applies the merged gradients.
-        rule: Rule of the merge.
+        merge: Settings of the merge.
         taken: Workers whose gradients were merged.
         out: Workers whose gradients were not merged, with the reasons.
         seconds: Duration of the gathering.
@@ -126,7 +131,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 3  # with BLAKE3 digests
+    record_version: ClassVar[int] = 4  # its updates have the workers' gradients
 
     run: str
     window: int
@@ -136,7 +141,7 @@ class ChainLink(Record):
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     outer: OuterOptimizer
-    rule: str
+    merge: MergeSettings
     taken: dict[str, MergedWorker]
     out: dict[str, ExcludedWorker]
     seconds: float
@@ -145,5 +150,5 @@ class ChainLink(Record):
 
     @property
     def size(self) -> int:
-        """Bytes of the merged gradients."""
+        """Bytes of the updates."""
         return sum(update.size for update in self.updates)

@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--windows", type=int, default=90, help="runs of gradients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fuzz", type=int, default=100_000, help="gradients that are made up")
+    parser.add_argument("--fuzz", type=int, default=100_000, help="gradients and updates, made up")
     parser.add_argument(
         "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
     )
@@ -116,7 +116,7 @@ def _fuzz(options: argparse.Namespace) -> tuple[bool, str]:
     if done.returncode:
         print(done.stdout.decode(errors="replace"))
     ended = "all refused or right" if not done.returncode else "wrong 1"
-    return not done.returncode, f"gradients made up {options.fuzz}, {ended}"
+    return not done.returncode, f"gradients and updates made up {options.fuzz}, {ended}"
 
 
 def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:

@@ -1,8 +1,9 @@
 """Bytes that atheris finds, led by the branches that they reach: refused or right.
 
 ``python -m tests.soak.fuzz RUNS SEED``: gradients as they come, with some bytes in the place of
-others, with a tensor's codes replaced under a right digest, and as files of torch's. A crash, a
-hang of ten seconds, or more than a gigabyte of memory ends it with an error.
+others, with a tensor's codes replaced under a right digest, and as files of torch's; and updates of
+a chain, likewise. A crash, a hang of ten seconds, or more than a gigabyte of memory ends it with an
+error.
 """
 
 import sys
@@ -14,24 +15,53 @@ with atheris.instrument_imports(
     include=["millrace.gradients"], exclude=["millrace.gradients.codec.kernels"]
 ):
     from millrace.gradients import PayloadError, read_payload
+    from millrace.gradients.codec.byte_tensors import encode_byte_tensors
 from millrace.storage import head, open_store, put
 from tests.unit.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
+from tests.unit.gradients.test_updates import Fuzzed
 
 STORE = open_store("memory://fuzz")
 PARTS, GOOD, TORCH = bodies(), made(), as_torch(made())
+UPDATE = Fuzzed()
 
 
 def once(data: bytes) -> None:
     """One object, written and read."""
     said = atheris.FuzzedDataProvider(data)
+    if said.ConsumeIntInRange(0, 2) == 0:
+        once_update(said, len(data))
+    else:
+        once_gradient(said, data)
+
+
+def once_update(said: atheris.FuzzedDataProvider, size: int) -> None:
+    """One update, parsed and merged."""
+    kind = said.ConsumeIntInRange(0, 2)
+    if kind == 0:
+        body = said.ConsumeBytes(size)
+    elif kind == 1:
+        body = replace_some(UPDATE.body, said)
+    else:
+        name = said.PickValueInList(sorted(UPDATE.tensors))
+        piece = replace_some(UPDATE.tensors[name], said)
+        body = encode_byte_tensors({**UPDATE.tensors, name: piece})
+    UPDATE.check(body)
+
+
+def replace_some(origin: bytes, said: atheris.FuzzedDataProvider) -> bytes:
+    """Return bytes with others in the place of some of them."""
+    at = said.ConsumeIntInRange(0, len(origin))
+    some = said.ConsumeBytes(64)
+    return origin[:at] + some + origin[at + len(some) :]
+
+
+def once_gradient(said: atheris.FuzzedDataProvider, data: bytes) -> None:
+    """One gradient, written and read."""
     kind, torch = said.ConsumeIntInRange(0, 2), said.ConsumeBool()
     if kind == 0:
         body = said.ConsumeBytes(len(data))
     elif kind == 1:
-        origin = TORCH if torch else GOOD
-        at = said.ConsumeIntInRange(0, len(origin))
-        some = said.ConsumeBytes(64)
-        body = origin[:at] + some + origin[at + len(some) :]
+        body = replace_some(TORCH if torch else GOOD, said)
     else:
         name = said.PickValueInList(sorted(SHAPES))
         body = made(bodies={**PARTS, name: said.ConsumeBytes(len(data))})

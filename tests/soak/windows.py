@@ -284,7 +284,8 @@ class _Run:
         for link in chain:
             if set(link.taken) != set(UIDS):
                 self.wrong.append(f"window {link.window} is without {link.out}")
-        updates = {stat.key for stat in list_objects(store, keys.prefix) if ".npz" in stat.key}
+        beside = (stat.key for stat in list_objects(store, keys.prefix))
+        updates = {key for key in beside if "/" not in key.removeprefix(keys.prefix)}
         if updates != {update.key for link in chain for update in link.updates}:
             self.wrong.append(f"{len(updates)} updates of {len(chain)} windows")
         state, window = load_newest_state(store, keys)

@@ -18,6 +18,7 @@ from millrace.checkpoints.loading import load
 from millrace.checkpoints.ranks import Ranks
 from millrace.checkpoints.saving import PendingSave, Saver
 from millrace.checkpoints.tree import flatten_state, is_skeleton
+from millrace.gradients.codec.byte_tensors import encode_byte_tensors
 from millrace.gradients.codec.payload import (
     CheckedHeader,
     CheckedTensors,
@@ -26,16 +27,16 @@ from millrace.gradients.codec.payload import (
     read_tensors,
 )
 from millrace.gradients.state import Array, WeightState, copy_state
-from millrace.gradients.sync.chain import encode_update, iterate_merged, store_update
+from millrace.gradients.sync.chain import apply_update, iterate_updates, store_update
 from millrace.gradients.sync.merge import (
     Gradients,
-    MergedChunks,
     MergeRequest,
     compute_products,
     digest_indices,
     group_tensors,
     merge_tensor,
 )
+from millrace.gradients.sync.updates import StoredTensor, encode_stored_tensor
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, Update
@@ -78,7 +79,7 @@ class WeightShard:
         self._progress = progress
         self._window = -1
         self._received = dict(gradients or {})
-        self._fetched: list[dict[str, tuple[MergedChunks, ...]]] = []
+        self._fetched: list[dict[str, StoredTensor]] = []
         self._lock = threading.Lock()
         self._saver: Saver | None = None
         self._saving: PendingSave | None = None
@@ -124,19 +125,18 @@ class WeightShard:
         return self._state.compute_digests()
 
     def fetch(self, store: Store, link: ChainLink) -> None:
-        """Read the merged values of a link for these tensors. `apply` applies them later.
+        """Read the updates of a link for these tensors. `apply` merges and applies them later.
 
         Raises:
             ChainError: An update of the link is missing or broken.
         """
-        self._fetched = list(iterate_merged(store, link, self._names))
+        self._fetched = list(iterate_updates(store, link, self._names, threads=self._threads))
 
     def apply(self, link: ChainLink) -> None:
-        """Apply the fetched values of a link."""
+        """Merge and apply the fetched updates of a link."""
         fetched, self._fetched = self._fetched, []
-        for merged in fetched:
-            for name, groups in merged.items():
-                self._state.apply(name, groups, link.codec, link.outer)
+        for stored in fetched:
+            apply_update(link, stored, self._state, threads=self._threads)
 
     # -- a window
 
@@ -191,7 +191,9 @@ class WeightShard:
         request: MergeRequest,
         outer: OuterOptimizer,
     ) -> list[Update]:
-        """Merge, store and apply the received gradients, with one object in memory at a time.
+        """Merge, apply and store the received gradients.
+
+        Memory: the gradients, one merged tensor, and one object.
 
         Args:
             store: Bucket of the aggregator.
@@ -203,13 +205,14 @@ class WeightShard:
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
         for names in group_tensors(shapes, request.settings.values):
-            merged = {
-                name: merge_tensor(name, self._received, request, threads=self._threads)
-                for name in names
-            }
-            made.append(store_update(store, keys, step, encode_update(merged), len(names)))
-            for name, groups in merged.items():
-                self._state.apply(name, groups, request.codec, outer)
+            bodies: dict[str, bytes] = {}
+            for name in names:
+                merged = merge_tensor(name, self._received, request, threads=self._threads)
+                bodies[name] = encode_stored_tensor(
+                    name, merged, self._received, request, threads=self._threads
+                )
+                self._state.apply(name, merged, request.codec, outer)
+            made.append(store_update(store, keys, step, encode_byte_tensors(bodies), len(names)))
         return made
 
     # -- checkpoints

@@ -9,16 +9,23 @@ The digest of a gradient is that of its header, which includes the digest of the
 So several machines can each read some tensors, and their results are checked against the header.
 """
 
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import orjson
 from pydantic import ValidationError
 
 from millrace import errors
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec import kernels
+from millrace.gradients.codec.byte_tensors import (
+    PARSE_ERRORS,
+    ByteTensors,
+    compute_largest_header,
+    count_header_bytes,
+    encode_byte_tensors,
+    find_end_of_header,
+    parse_byte_tensors,
+)
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
     CodeError,
@@ -31,9 +38,7 @@ from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tenso
 from millrace.schemas.gradient import Codec, GradientHeader, Refusal, find_buffer_range
 from millrace.storage import Stat, Store, read_range
 
-_LENGTH = struct.Struct("<Q")
 _KEY = "millrace"
-_HEADER_FOR_ALL, _HEADER_FOR_EACH = 4096, 1024  # bytes, without the names of tensors
 
 NORM_MOST = 1e18
 """Largest L2 norm at which sums of gradients and of their squares stay within float32."""
@@ -91,8 +96,7 @@ class ExpectedGradient:
     @property
     def header_size(self) -> int:
         """Largest size of the header in bytes."""
-        names = sum(len(name.encode()) * 8 + _HEADER_FOR_EACH for name in self.shapes)
-        return _HEADER_FOR_ALL + names
+        return compute_largest_header(self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +199,7 @@ def encode_payload(
         body=_digest_tensors(compute_digest(bodies[name]) for name in names),
     )
     whole = header.model_copy(update={"digest": _digest_header(header)})
-    return _encode_safetensors(dump_canonical_json(whole.model_dump()).decode(), bodies)
-
-
-def _encode_safetensors(said: str, bodies: Mapping[str, bytes]) -> bytes:
-    """Return a safetensors file of tensors of bytes, in the order of their names."""
-    described: dict[str, object] = {"__metadata__": {_KEY: said}}
-    names, at = sorted(bodies), 0
-    for name in names:
-        size = len(bodies[name])
-        described[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
-        at += size
-    text = orjson.dumps(described)
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text + b"".join(bodies[name] for name in names)
+    return encode_byte_tensors(bodies, {_KEY: dump_canonical_json(whole.model_dump()).decode()})
 
 
 def read_payload(store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
@@ -246,7 +237,7 @@ def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> Checked
     if is_torch_file(stat.key):
         body = _from_torch(store, stat, expected)
         return replace(check_header(memoryview(body), len(body), expected), size=stat.size)
-    head = _read(store, stat, 0, min(stat.size, _LENGTH.size + expected.header_size))
+    head = _read(store, stat, 0, min(stat.size, count_header_bytes(expected.header_size)))
     return check_header(memoryview(head), stat.size, expected)
 
 
@@ -296,7 +287,7 @@ def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
         raise PayloadError(Refusal.FORMAT, sentence) from error
     if set(texts) != {_KEY}:
         raise PayloadError(Refusal.HEADER, f"It has no header, as text under {_KEY!r}.")
-    return _encode_safetensors(texts[_KEY], tensors)
+    return encode_byte_tensors(tensors, {_KEY: texts[_KEY]})
 
 
 def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
@@ -348,11 +339,11 @@ def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> Che
     Raises:
         PayloadError: The header does not meet the conditions.
     """
-    header, spans, begins = _make_header(head, size, expected.header_size)
+    header, found = _make_header(head, size, expected.header_size)
     _compare(header, expected)
-    if set(spans) != set(expected.shapes):
+    if set(found.spans) != set(expected.shapes):
         raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
-    return CheckedHeader(header, spans, compute_digest(head[:begins]), size)
+    return CheckedHeader(header, found.spans, compute_digest(head[: found.begins]), size)
 
 
 def check_tensors(
@@ -442,8 +433,7 @@ def assemble_payload(
 
 def compute_identity(body: bytes) -> str:
     """Return the digest of a gradient's header, which identifies the whole gradient."""
-    (length,) = _LENGTH.unpack_from(body)
-    return compute_digest(memoryview(body)[: _LENGTH.size + length])
+    return compute_digest(memoryview(body)[: find_end_of_header(body)])
 
 
 def _digest_tensors(digests: Iterable[str]) -> str:
@@ -473,40 +463,15 @@ def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:
             raise PayloadError(reason, f"Its {reason} is not the expected one.")
 
 
-def _make_header(
-    head: memoryview, size: int, most: int
-) -> tuple[GradientHeader, dict[str, tuple[int, int]], int]:
-    """Return the header, the spans of the tensors, and the offset of the first tensor."""
+def _make_header(head: memoryview, size: int, most: int) -> tuple[GradientHeader, ByteTensors]:
+    """Return the header, and the spans of the tensors."""
     try:
-        said, spans, begins = _parse(head, size, most)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = parse_byte_tensors(head, size, most)
+        said = found.metadata[_KEY]
+    except PARSE_ERRORS as error:
         sentence = f"It is not a safetensors file of a gradient: {errors.format_error(error)}."
         raise PayloadError(Refusal.FORMAT, sentence) from error
     try:
-        return GradientHeader.model_validate_json(said, strict=True), spans, begins
+        return GradientHeader.model_validate_json(said, strict=True), found
     except (ValidationError, TypeError) as error:
         raise PayloadError(Refusal.HEADER, "Its header has no metadata of a gradient.") from error
-
-
-def _parse(head: memoryview, size: int, most: int) -> tuple[str, dict[str, tuple[int, int]], int]:
-    (length,) = _LENGTH.unpack_from(head)
-    begins = _LENGTH.size + length
-    if length > most or begins > min(size, len(head)):
-        raise ValueError("its header is too long")  # refused before it is parsed
-    described = orjson.loads(head[_LENGTH.size : begins])
-    said = described.pop("__metadata__")[_KEY]
-    if list(described) != sorted(described):
-        raise ValueError("its tensors are not in the order of their names")
-    spans: dict[str, tuple[int, int]] = {}
-    at = 0
-    for name, entry in described.items():
-        begin, end = entry["data_offsets"]
-        if type(end) is not int or (begin, entry["dtype"]) != (at, "U8"):
-            raise ValueError("its tensors are not contiguous bytes")
-        if entry["shape"] != [end - at] or end < at:
-            raise ValueError("its tensors are not contiguous bytes")
-        spans[name] = (begins + at, begins + end)
-        at = end
-    if begins + at != size:
-        raise ValueError("there are bytes after its tensors")
-    return said, spans, begins

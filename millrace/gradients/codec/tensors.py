@@ -148,15 +148,43 @@ def unpack_tensor(
     Raises:
         CodeError: The bytes are not a compressed tensor of this shape.
     """
+    return unpack_tensors(body, 1, shape, codec, threads, mask)[0]
+
+
+def unpack_tensors(
+    body: bytes | memoryview,
+    count: int,
+    shape: tuple[int, ...],
+    codec: Codec,
+    threads: int = 1,
+    mask: Mask | None = None,
+) -> list[tuple[SparseChunks, ...]]:
+    """Unpack the joined bytes of several results of `pack_tensor`, and check all of them.
+
+    Args:
+        body: Bytes of the compressed tensors.
+        count: Number of compressed tensors.
+        shape: Shape of each tensor.
+        codec: Settings of the compression.
+        threads: Number of threads.
+        mask: Mask of the window, if all workers send the same indices.
+
+    Raises:
+        CodeError: The bytes are not so many compressed tensors of this shape.
+    """
     rest = np.frombuffer(body, np.uint8)
-    found: list[SparseChunks] = []
-    for chunks in make_chunks(shape, codec):
-        shared = find_shared_indices(chunks, codec, mask)
-        sparse, rest = _unpack_group(rest, chunks, codec, threads, shared)
-        found.append(sparse)
+    groups = make_chunks(shape, codec)
+    shared = [find_shared_indices(chunks, codec, mask) for chunks in groups]
+    found: list[tuple[SparseChunks, ...]] = []
+    for _ in range(count):
+        tensor: list[SparseChunks] = []
+        for chunks, indices in zip(groups, shared, strict=True):
+            sparse, rest = _unpack_group(rest, chunks, codec, threads, indices)
+            tensor.append(sparse)
+        found.append(tuple(tensor))
     if rest.size:
         raise CodeError(f"{rest.size:,} bytes are left over.")
-    return tuple(found)
+    return found
 
 
 def compute_largest_size(shape: tuple[int, ...], codec: Codec) -> int:
@@ -312,11 +340,13 @@ def _pack_indices(sparse: SparseChunks) -> Iterator[bytes]:
 def _unpack_group(
     rest: Bytes, chunks: Chunks, codec: Codec, threads: int, shared: Indices | None
 ) -> tuple[SparseChunks, Bytes]:
+    size = -(-chunks.sent * codec.bits // 8)
     if shared is None:
         indices, rest = _unpack_indices(rest, chunks, threads)
     else:
+        _take_bytes(rest, size)  # an error before there is memory for all indices
         indices = np.tile(shared, (chunks.count, 1))
-    packed, rest = _take_bytes(rest, -(-chunks.sent * codec.bits // 8))
+    packed, rest = _take_bytes(rest, size)
     raw, rest = _take_bytes(rest, _count_high_bytes(codec) * chunks.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
     ratio, rest = _take_bytes(rest, _count_ratio_bytes(codec) * chunks.count)
@@ -335,6 +365,8 @@ def _unpack_indices(rest: Bytes, chunks: Chunks, threads: int) -> tuple[Indices,
     raw, rest = _take_bytes(rest, 4 * blocks)
     lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
     gaps, rest = _take_bytes(rest, int(lengths.sum()))
+    if 8 * gaps.size < (rice + 1) * chunks.sent:  # before there is memory for all indices
+        raise CodeError("Its indices end too early.")
     indices = np.empty((chunks.count, chunks.k), np.uint16)
     ends = np.cumsum(lengths)
 

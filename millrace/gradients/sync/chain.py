@@ -1,47 +1,32 @@
 """Chain of a run: one link per window, each with the digest of the previous link.
 
-Merged gradients (updates) are stored under the digests of their bytes. Then the link is committed,
-once per window. A late worker loads the chain's first checkpoint, or a later one, and applies the
-links after it. A missing or broken link is an error, since a worker that skips it would have other
-weights.
+The gradients of a window are stored as updates, under the digests of their bytes. Then the link is
+committed, once per window. A late worker loads the chain's first checkpoint, or a later one, and
+applies the links after it. A missing or broken link is an error, since a worker that skips it would
+have other weights.
 """
 
-import io
-import zipfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod
-from typing import Any
 
 import numpy as np
 
 from millrace import errors
 from millrace.digest import compute_digest, dump_canonical_json
-from millrace.gradients.codec.chunks import Chunks, make_chunks
+from millrace.gradients.codec.byte_tensors import PARSE_ERRORS
+from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.shared_indices import Mask
+from millrace.gradients.codec.tensors import CodeError
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import MergedChunks
+from millrace.gradients.sync.merge import MergeRequest, MergeWeights
+from millrace.gradients.sync.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart, Update
-from millrace.schemas.gradient import Codec
 from millrace.storage import Store, create, list_objects, read
-
-_VALUE = 8  # largest size of a value: its index, the value, and the count of its chunk
-_ARRAYS = 4096  # largest size of the headers of a tensor's arrays
-_UNREADABLE = (
-    ValueError,
-    KeyError,
-    OSError,
-    EOFError,
-    RuntimeError,  # an encrypted file
-    MemoryError,  # an array with a declared size above that of memory
-    zipfile.BadZipFile,
-)
-
-MergedTensors = Mapping[str, tuple[MergedChunks, ...]]
 
 
 class ChainError(errors.CorruptError):
@@ -65,31 +50,14 @@ def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> Chain
     return commit.record
 
 
-def encode_update(merged: MergedTensors) -> bytes:
-    """Encode merged gradients as an ``.npz`` file. Equal gradients give equal bytes.
-
-    The arrays are named by the tensor's index and their content: ``0.counts``, ``0.places``
-    (indices) and ``0.values``. Each array has all groups of equal chunks of the tensor.
-    """
-    arrays: dict[str, Any] = {}
-    for number, groups in enumerate(merged.values()):
-        for part, attribute in (("counts", "counts"), ("places", "indices"), ("values", "values")):
-            pieces = [getattr(group, attribute) for group in groups]
-            empty = np.empty(0, np.float32 if part == "values" else np.uint16)
-            arrays[f"{number}.{part}"] = np.concatenate(pieces) if pieces else empty
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
 def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors: int) -> Update:
-    """Store merged gradients under their digest, and return their description for a link.
+    """Store an update under its digest, and return its description for a link.
 
     Args:
         store: Bucket of the aggregator.
         keys: Keys of the run's chain.
         step: Step of the weights after the merge.
-        body: Bytes from `encode_update`.
+        body: Bytes of the update.
         tensors: Number of tensors in the update.
     """
     digest = compute_digest(body)
@@ -206,54 +174,80 @@ def check_state(link: ChainStart | ChainLink, digest: str) -> None:
         )
 
 
-def iterate_merged(
-    store: Store, link: ChainLink, names: Container[str] | None = None
-) -> Iterator[dict[str, tuple[MergedChunks, ...]]]:
-    """Yield the checked merged gradients of a link, one object at a time.
+def make_merge_request(link: ChainLink) -> MergeRequest:
+    """Return the merge of a link, by which its updates are merged again.
+
+    Raises:
+        ChainError: The link has too few workers for its rule.
+    """
+    taken = sorted(link.taken)
+    if link.merge.explain_too_few(len(taken)) or (link.updates and not taken):
+        raise ChainError(
+            f"Window {link.window} of {link.run} has fewer workers than its rule needs. Restore "
+            "the link."
+        )
+    its = [link.taken[uid] for uid in taken]
+    weights = MergeWeights(
+        tuple(taken),
+        np.array([one.scale for one in its], np.float64),
+        np.array([one.weight for one in its], np.float64),
+        np.array([one.share for one in its], np.float64),
+    )
+    return MergeRequest(link.codec, link.merge, weights.select_used())
+
+
+def iterate_updates(
+    store: Store, link: ChainLink, names: Container[str] | None = None, *, threads: int = 1
+) -> Iterator[dict[str, StoredTensor]]:
+    """Yield the checked tensors of a link's updates, one object at a time.
 
     Args:
         store: Bucket of the aggregator.
         link: Link whose updates are read.
         names: Names of tensors; by default all. Objects without these tensors are not read.
+        threads: Number of threads.
 
     Raises:
         ChainError: An update is missing, or has other bytes than were committed.
     """
+    if not link.updates:
+        return
     tensors = list(zip(link.names, link.shapes, strict=True))
-    if link.updates and sum(update.tensors for update in link.updates) != len(tensors):
+    if sum(update.tensors for update in link.updates) != len(tensors):
         raise ChainError(
             f"Window {link.window} of {link.run}: its updates do not have its "
             "tensors. Restore the link."
         )
+    request = make_merge_request(link)
     at = 0
     for update in link.updates:
-        some = tensors[at : at + update.tensors]
-        its = {
-            name: (number, shape)
-            for number, (name, shape) in enumerate(some)
-            if names is None or name in names
-        }
+        shapes = dict(tensors[at : at + update.tensors])
         at += update.tensors
+        its = [name for name in shapes if names is None or name in names]
         if its:
-            most = sum(_VALUE * prod(shape) + _ARRAYS for _, shape in some) + _ARRAYS
-            yield _read_update(store, link, update, its, most)
+            yield _read_update(store, link, update, shapes, request, names=its, threads=threads)
 
 
 def _read_update(
     store: Store,
     link: ChainLink,
     update: Update,
-    tensors: Mapping[str, tuple[int, tuple[int, ...]]],
-    most: int,
-) -> dict[str, tuple[MergedChunks, ...]]:
+    shapes: Shapes,
+    request: MergeRequest,
+    *,
+    names: Sequence[str],
+    threads: int,
+) -> dict[str, StoredTensor]:
     """Read tensors of an update.
 
     Args:
         store: Bucket of the aggregator.
         link: Link that names the update.
         update: Description of the update in the link.
-        tensors: Index within the update, and shape, of each tensor by its name.
-        most: Largest size of the update in bytes.
+        shapes: Shapes of all tensors in the update by their names.
+        request: Merge of the link.
+        names: Names of the tensors to read.
+        threads: Number of threads.
     """
     where = f"Window {link.window} of {link.run}"
     if not is_plain(update.key):
@@ -261,6 +255,7 @@ def _read_update(
             f"{where} names an update {update.key[:100]!r}, which cannot be a key: restore "
             "the link."
         )
+    most = compute_largest_update(shapes, link.codec, len(request.weights.workers))
     if update.size > most:
         raise ChainError(
             f"{where}: {store.make_url(update.key)} has {update.size:,} bytes according to its "
@@ -277,18 +272,30 @@ def _read_update(
             f"{where}: {store.make_url(update.key)} has other bytes than were committed: "
             "restore it."
         )
+    mask = Mask(link.run, link.window)
     try:
-        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            if any(one.compress_type != zipfile.ZIP_STORED for one in arrays.zip.infolist()):
-                raise ValueError("it is compressed")
-            return {
-                name: _parse_groups(arrays, number, shape, link.codec.select_for_tensor(name))
-                for name, (number, shape) in tensors.items()
-            }
-    except _UNREADABLE as error:
+        return parse_update(body, shapes, request, mask, names=names, threads=threads)
+    except (CodeError, *PARSE_ERRORS) as error:
         raise ChainError(
-            f"{where}: {store.make_url(update.key)} is not an update: {error}."
+            f"{where}: {store.make_url(update.key)} is not an update: {errors.format_error(error)}"
         ) from error
+
+
+def apply_update(
+    link: ChainLink, stored: dict[str, StoredTensor], state: WeightState, *, threads: int = 1
+) -> None:
+    """Merge and apply the tensors of an update in place, one after another.
+
+    Args:
+        link: Link of the update.
+        stored: Tensors from `iterate_updates`. Each is removed after it was applied.
+        state: Weights to change.
+        threads: Number of threads.
+    """
+    request = make_merge_request(link)
+    for name in tuple(stored):
+        groups = stored.pop(name).merge(name, request, threads=threads)
+        state.apply(name, groups, link.codec, link.outer)
 
 
 def apply_link(
@@ -307,9 +314,8 @@ def apply_link(
             In the latter case, do not use them.
     """
     check_link_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
-    for merged in list(iterate_merged(store, link)):  # all updates are read before one is applied
-        for name, groups in merged.items():
-            state.apply(name, groups, link.codec, link.outer)
+    for stored in list(iterate_updates(store, link)):  # all updates are read before one is applied
+        apply_update(link, stored, state)
     check_state(link, state.digest())
     progress(LinkApplied(run=link.run, window=link.window, step=link.step))
 
@@ -350,41 +356,6 @@ def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainErro
         f"Window {window} of {keys.run} is missing ({store.make_url(keys.link(window))}), and "
         "later ones exist: restore it, since later windows need it."
     )
-
-
-def _parse_groups(
-    arrays: Any, number: int, shape: tuple[int, ...], codec: Codec
-) -> tuple[MergedChunks, ...]:
-    counts, indices, values = (
-        arrays[f"{number}.{part}"] for part in ("counts", "places", "values")
-    )
-    types = (counts.dtype, indices.dtype, values.dtype)
-    if types != (np.uint16, np.uint16, np.float32):
-        raise ValueError("an array is of another type")
-    found: list[MergedChunks] = []
-    at = row = 0
-    for chunks in make_chunks(shape, codec):
-        its = counts[row : row + chunks.count]
-        size = int(its.sum())
-        group = MergedChunks(chunks, its, indices[at : at + size], values[at : at + size])
-        _check_group(group, chunks)
-        found.append(group)
-        at, row = at + size, row + chunks.count
-    if (at, at, row) != (len(indices), len(values), len(counts)):
-        raise ValueError("its arrays do not fit the tensors")
-    return tuple(found)
-
-
-def _check_group(group: MergedChunks, chunks: Chunks) -> None:
-    size = int(group.counts.sum())
-    if (len(group.counts), len(group.indices), len(group.values)) != (chunks.count, size, size):
-        raise ValueError("its arrays do not fit the tensors")
-    ascends = np.diff(group.indices.astype(np.int32)) > 0
-    begins = np.cumsum(group.counts.astype(np.int64))[:-1]
-    ascends[begins[(begins > 0) & (begins < size)] - 1] = True
-    beyond, finite = group.indices >= chunks.size, np.isfinite(group.values)
-    if beyond.any() or not ascends.all() or not finite.all():
-        raise ValueError("an index is beyond its chunk or repeated, or a value is not finite")
 
 
 def list_names_and_shapes(

@@ -21,8 +21,8 @@ from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks
 from millrace.gradients.codec.payload import Payload, Shapes
 from millrace.gradients.codec.tensors import BLOCK, SparseChunks, decode_values, map_blocks
-from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 from millrace.schemas.gradient import Codec
+from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 
 Vector = npt.NDArray[np.float64]
 
@@ -67,6 +67,12 @@ class MergeWeights:
     scales: Vector
     weights: Vector
     shares: Vector
+
+    def select_used(self) -> "MergeWeights":
+        """Return the workers that have a share. The gradients of the others change no value."""
+        used = np.flatnonzero(self.shares)
+        workers = tuple(self.workers[number] for number in used)
+        return MergeWeights(workers, self.scales[used], self.weights[used], self.shares[used])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +267,11 @@ def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
     return compute_stream_digest(sparse.indices.tobytes() for sparse in gradients[worker][name])[0]
 
 
+def have_same_indices(sent: Sequence[SparseChunks]) -> bool:
+    """Decide whether workers sent the same indices of a group of chunks."""
+    return all(np.array_equal(sent[0].indices, one.indices) for one in sent[1:])
+
+
 def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the workers whose indices differ from those of the largest group of workers.
 
@@ -297,7 +308,7 @@ def _merge_group(
     codec, settings, weights = request.codec, request.settings, request.weights.weights
     chunks = sent[0].chunks
     by_index = settings.rule in COORDINATE_WISE_RULES
-    if by_index and any(not np.array_equal(sent[0].indices, one.indices) for one in sent[1:]):
+    if by_index and not have_same_indices(sent):
         raise errors.ConfigurationError(
             f"The workers send different indices of {name}, so that most have one sender, and "
             f"`{settings.rule}` cannot judge one value: choose `mean`, `centered clip` or "

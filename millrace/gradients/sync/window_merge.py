@@ -9,7 +9,6 @@ from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.progress_events import UpdateStored
-from millrace.gradients.settings import COORDINATE_WISE_RULES, MergeSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
 from millrace.gradients.sync.gather_results import GatheredWindow
@@ -32,6 +31,7 @@ from millrace.schemas.chain import (
     Update,
 )
 from millrace.schemas.gradient import Refusal
+from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
 from millrace.storage import Store
 
 
@@ -105,7 +105,7 @@ def aggregate(
         for uid in payloads:
             out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
     if merge_weights is not None:
-        request = MergeRequest(window.codec, step.merge, merge_weights)
+        request = MergeRequest(window.codec, step.merge, merge_weights.select_used())
         updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
     for update in updates:
         progress(UpdateStored(key=update.key, window=window.number, size=update.size))
@@ -119,7 +119,7 @@ def aggregate(
         names=names,
         shapes=shapes,
         outer=step.outer,
-        rule=step.merge.rule,
+        merge=step.merge,
         taken=_list_merged_workers(payloads, merge_weights),
         out=out,
         seconds=gathered.seconds,
@@ -143,11 +143,13 @@ def _list_merged_workers(
         return {}
     return {
         uid: MergedWorker(
-            weight=float(weight),
+            scale=float(merge_weights.scales[number]),
+            weight=float(merge_weights.weights[number]),
+            share=float(merge_weights.shares[number]),
             norm=payloads[uid].norm,
             digest=payloads[uid].digest,
             size=payloads[uid].size,
             tokens=payloads[uid].header.tokens,
         )
-        for uid, weight in zip(merge_weights.workers, merge_weights.weights, strict=True)
+        for number, uid in enumerate(merge_weights.workers)
     }

@@ -128,7 +128,9 @@ def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[
 
 def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
     prefix = run.chain.prefix
-    found = (stat.key for stat in list_objects(store, prefix) if stat.key.endswith(".npz"))
+    found = (
+        stat.key for stat in list_objects(store, prefix) if "/" not in stat.key.removeprefix(prefix)
+    )
     return {key: read(store, key) for key in found}
 
 

@@ -5,7 +5,6 @@ with and without the principal: digests, decisions about objects of ours, what i
 """
 
 import hashlib
-import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from millrace import errors
@@ -466,9 +464,9 @@ def _forge(site: Site) -> None:
     envelope = json.loads(site.genuine[key])
     link = envelope["record"]
     update = link["updates"][0]
-    arrays = io.BytesIO()
-    np.savez_compressed(arrays, **{"0.values": np.zeros(50_000_000, np.float32)})
-    match site.dice.choice(["size", "shapes", "names", "key", "bomb", "lr", "state", "taken"]):
+    match site.dice.choice(
+        ["size", "shapes", "names", "key", "bomb", "lr", "state", "taken", "weight"]
+    ):
         case "size":
             update["size"] = 5 << 30
         case "shapes":
@@ -478,12 +476,18 @@ def _forge(site: Site) -> None:
         case "key":
             update["key"] = site.dice.choice(["", "/", "a//b", "../../x", key, RUN.chain.prefix])
         case "bomb":
-            body = arrays.getvalue()
+            body = (1 << 40).to_bytes(8, "little") + bytes(1000)  # of a header of a terabyte
             digest = blake3_digest(body)
-            update |= {"key": f"{RUN.chain.prefix}bomb.npz", "size": len(body), "digest": digest}
+            update |= {
+                "key": f"{RUN.chain.prefix}bomb.safetensors",
+                "size": len(body),
+                "digest": digest,
+            }
             site.plant([Junk(Kind.CHAIN, update["key"], body)])
         case "lr":
             link["outer"]["lr"] = 1e30
+        case "weight":
+            next(iter(link["taken"].values()))["weight"] = 1e300
         case "state":
             link["state"] = "blake3:" + "0" * 64
         case _:

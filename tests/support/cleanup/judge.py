@@ -77,7 +77,7 @@ def _of_worker(key: str) -> What | None:
 
 def _of_gathers(key: str) -> What | None:
     match = re.fullmatch(
-        r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.npz)", key
+        r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.(?:npz|safetensors))", key
     )
     if match is None or not good(match[1]) or not good(match[2]):
         return None

@@ -18,6 +18,7 @@ from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Pin
 from millrace.schemas.dataset import DatasetPlan, Manifest, ShardCommit, ShardLayout, SourceRecord
 from millrace.schemas.gradient import Codec
+from millrace.schemas.merge import MergeSettings
 from millrace.storage import Store, put
 
 ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
@@ -128,8 +129,8 @@ class Place:
             update = Update(key=key, digest=compute_digest(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
-                shapes=(), outer=OuterOptimizer(), rule="mean", taken={}, out={}, seconds=0.0,
-                previous="", state="",
+                shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, out={},
+                seconds=0.0, previous="", state="",
             )  # fmt: skip
             self.record(keys.link(window), link, hours=hours)
         for window, age in heads.items():

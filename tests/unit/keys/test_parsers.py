@@ -17,13 +17,14 @@ WORDS = [
     "step_٣٣٣٣٣٣٣٣٣", "000000.json", "000001-intent.json", "000000001.json", "plan.json",
     "block_digests.bin",
     "train-00000-000000.tar", "gradient-000000001-a-v1.safetensors", "owner", "1",
-    f"000000001-{'a' * 64}.npz",
+    f"000000001-{'a' * 64}.npz", f"000000001-{'a' * 64}.safetensors",
 ]  # fmt: skip
 OURS = [
     MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
     LeaseKeys("a", "owner").term(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
     CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "blake3:" + "a" * 64),
-    GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1), DatasetKeys("a").manifest,
+    GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1),
+    ChainKeys("a", "1").update(1, "blake3:" + "a" * 64), DatasetKeys("a").manifest,
 ]  # fmt: skip
 
 

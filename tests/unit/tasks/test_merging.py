@@ -4,7 +4,14 @@ import base64
 import re
 from xml.etree import ElementTree as ET
 
-from millrace.gradients import ChainLink, Codec, OuterOptimizer, Refusal
+from millrace.gradients import (
+    ChainLink,
+    Codec,
+    MergeRule,
+    MergeSettings,
+    OuterOptimizer,
+    Refusal,
+)
 from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe_windows
 from tasks.plot import draw_windows
@@ -16,14 +23,16 @@ def link(
     window: int, norms: dict[str, float], out: dict[str, ExcludedWorker] | None = None
 ) -> ChainLink:
     taken = {
-        uid: MergedWorker(weight=0.5, norm=norm, digest=DIGEST, size=1000, tokens=0)
+        uid: MergedWorker(
+            scale=1, weight=0.5, share=0.5, norm=norm, digest=DIGEST, size=1000, tokens=0
+        )
         for uid, norm in norms.items()
     }
     return ChainLink(
         run="runs/one", window=window, step=10 * window,
         updates=(Update(key="k", digest=DIGEST, size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
-        rule="centered clip", taken=taken,
+        merge=MergeSettings(rule=MergeRule.CENTERED_CLIP), taken=taken,
         out=out or {}, seconds=1.5, previous="", state="",
     )  # fmt: skip
 
