@@ -2,6 +2,7 @@
 
 The state is copied once, into the bytes of its files. With enough cores, the upload begins while
 later files are copied. Each file is created under its digest, so equal bytes are uploaded once.
+A save in place copies each file only for its upload, and its caller leaves the state as it is.
 ``metadata.json`` is written last. After a kill, the uploaded files remain without metadata, and the
 next save of the step uses them.
 """
@@ -10,11 +11,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +27,11 @@ from millrace.checkpoints.find import check_content, commit_checkpoint, find_new
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
-from millrace.checkpoints.snapshot import Snapshot, SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, lay_out_state
 from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
-from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
+from millrace.schemas.checkpoint import Checkpoint, Part, RankShare, TensorRecord
 from millrace.storage import (
     Store,
     create,
@@ -41,6 +43,9 @@ from millrace.storage import (
 
 _CORES_PER_EARLY_UPLOAD = 4
 
+OpenFile = Callable[[], AbstractContextManager[memoryview]]
+"""Function that returns a context with the bytes of a file."""
+
 
 class PendingSave:
     """Checkpoint that is being saved.
@@ -50,9 +55,15 @@ class PendingSave:
         held: Seconds that the trainer waited, for the copy and for the end of an earlier save.
     """
 
-    def __init__(self, step: int, held: timedelta, future: "Future[Checkpoint]") -> None:
+    def __init__(
+        self,
+        step: int,
+        held: timedelta,
+        future: "Future[Checkpoint]",
+        reads: "Sequence[Future[Part]]" = (),
+    ) -> None:
         self.step, self.held = step, held
-        self._future = future
+        self._future, self._reads = future, tuple(reads)
         self._asked = False
 
     def done(self) -> bool:
@@ -74,6 +85,10 @@ class PendingSave:
         finally:
             self._asked = self._future.done()
 
+    def wait_for_state(self) -> None:
+        """Wait until the save no longer reads the state, whether it succeeds or not."""
+        wait(self._reads)
+
     def wait(self) -> None:
         """Wait until the save has ended, and raise its error unless `result` has raised it."""
         error = self._future.exception()
@@ -85,7 +100,7 @@ class PendingSave:
 class Saver:
     """Saver of a job's checkpoints. A second save waits until the first has ended.
 
-    Memory: one copy of the state, which is reused by later saves.
+    Memory: one copy of the state, or a few files for a save in place. Later saves reuse it.
 
     Args:
         store: Store to save to.
@@ -125,6 +140,7 @@ class Saver:
         notes: Mapping[str, str] | None = None,
         mine: Callable[[str], bool] | None = None,
         own: Mapping[str, Any] | None = None,
+        in_place: bool = False,
     ) -> PendingSave:
         """Copy a state, and save the copy in other threads.
 
@@ -142,6 +158,9 @@ class Saver:
             mine: Function that selects by path the whole tensors that this rank saves, such as
                 those of its pipeline stage. Other tensors may be on the device ``meta``.
             own: State of this rank alone, such as that of its loader and its generators.
+            in_place: Whether each file is copied only for its upload, so that the memory is that of
+                the files that are uploaded at once. Do not change the state before
+                `PendingSave.wait_for_state` returns.
 
         Raises:
             ConfigurationError: A value cannot be saved (the message has its path), or the position
@@ -157,27 +176,34 @@ class Saver:
             self._pool,
             self._count_early_uploads(),
             lambda: self._finisher.submit(self._list_stored, step),
-            lambda body, stored: self._upload(step, body, stored),
+            partial(self._upload, step),
         )
+        part_bytes, rank = self._settings.part_bytes, self._ranks and self._ranks.rank
         try:
-            copied = self._memory.snapshot(
-                state,
-                self._settings.part_bytes,
-                rank=self._ranks and self._ranks.rank,
-                mine=mine,
-                own=own,
-                on_copied=uploads.add,
-            )
+            if in_place:
+                plan = lay_out_state(state, part_bytes, rank=rank, mine=mine, own=own)
+                for open_file in self._memory.open_files(plan, self._settings.uploads):
+                    uploads.add(open_file)
+                tensors = plan.tensors
+            else:
+                tensors = self._memory.snapshot(
+                    state,
+                    part_bytes,
+                    rank=rank,
+                    mine=mine,
+                    own=own,
+                    on_copied=lambda body: uploads.add(partial(nullcontext, body), early=True),
+                ).tensors
         except BaseException:
             with suppress(Exception):  # the error of the copy is more important
                 uploads.wait()
             raise
-        uploads.start_all()
+        reads = uploads.start_all()
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(
-            self._finish, copied, uploads, copy_began, step, run, where, said
+            self._finish, tensors, uploads, copy_began, step, run, where, said
         )
-        self._under_way = PendingSave(step, held, future)
+        self._under_way = PendingSave(step, held, future, reads if in_place else ())
         return self._under_way
 
     def _count_early_uploads(self) -> int:
@@ -219,7 +245,7 @@ class Saver:
 
     def _finish(
         self,
-        copied: Snapshot,
+        tensors: dict[str, TensorRecord],
         uploads: "_FileUploads",
         began: float,
         step: int,
@@ -235,7 +261,7 @@ class Saver:
             rank=self._ranks.rank if self._ranks else 0,
             world=self._ranks.world if self._ranks else 1,
             parts=parts,
-            tensors=copied.tensors,
+            tensors=tensors,
             run=run,
             position=position,
             notes=notes,
@@ -283,7 +309,11 @@ class Saver:
             self._known = {part.digest: part for part in before.parts} if before else {}
         return self._known
 
-    def _upload(self, step: int, body: memoryview, stored: "Future[_StoredFiles]") -> Part:
+    def _upload(self, step: int, open_file: OpenFile, stored: "Future[_StoredFiles]") -> Part:
+        with open_file() as body:
+            return self._upload_bytes(step, body, stored)
+
+    def _upload_bytes(self, step: int, body: memoryview, stored: "Future[_StoredFiles]") -> Part:
         blocks = hash_blocks(body)
         digest = combine_blocks(blocks)
         there, reusable = stored.result().sizes, stored.result().reusable
@@ -348,7 +378,7 @@ class _StoredFiles:
 
 
 class _FileUploads:
-    """Uploads of a save's files, which begin while later files are copied.
+    """Uploads of a save's files, which may begin while later files are copied.
 
     Args:
         pool: Threads of the uploads.
@@ -362,24 +392,31 @@ class _FileUploads:
         pool: ThreadPoolExecutor,
         early: int,
         list_stored: Callable[[], "Future[_StoredFiles]"],
-        upload: Callable[[memoryview, "Future[_StoredFiles]"], Part],
+        upload: Callable[[OpenFile, "Future[_StoredFiles]"], Part],
     ) -> None:
         self._pool, self._early = pool, early
         self._list_stored, self._upload = list_stored, upload
         self._stored: Future[_StoredFiles] | None = None
-        self._copied = deque[memoryview]()
+        self._waiting = deque[OpenFile]()
         self._started: list[Future[Part]] = []
         self._running: list[Future[Part]] = []
 
-    def add(self, body: memoryview) -> None:
-        """Add a file that was copied."""
-        self._copied.append(body)
-        self._running = [future for future in self._running if not future.done()]
-        self._start(min(self._early - len(self._running), len(self._copied)))
+    def add(self, open_file: OpenFile, *, early: bool = False) -> None:
+        """Add a file.
 
-    def start_all(self) -> None:
-        """Start the uploads of all added files."""
-        self._start(len(self._copied))
+        Args:
+            open_file: Function that opens the file.
+            early: Whether the upload may begin at once.
+        """
+        self._waiting.append(open_file)
+        if early:
+            self._running = [future for future in self._running if not future.done()]
+            self._start(min(self._early - len(self._running), len(self._waiting)))
+
+    def start_all(self) -> list[Future[Part]]:
+        """Start the uploads of all added files, and return all uploads."""
+        self._start(len(self._waiting))
+        return self._started
 
     def wait(self) -> tuple[Part, ...]:
         """Wait for the uploads, and return the descriptions of the files in their order.
@@ -396,6 +433,6 @@ class _FileUploads:
         if self._stored is None:
             self._stored = self._list_stored()
         for _ in range(count):
-            future = self._pool.submit(self._upload, self._copied.popleft(), self._stored)
+            future = self._pool.submit(self._upload, self._waiting.popleft(), self._stored)
             self._started.append(future)
             self._running.append(future)

@@ -1,8 +1,11 @@
 """Copies of a state, as the bytes of the files that are saved."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from mmap import mmap
 from typing import Any
 
@@ -52,11 +55,47 @@ class Snapshot:
         return make_content(step, parts, self.tensors, files.__getitem__)
 
 
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Layout of a state in files.
+
+    Attributes:
+        layouts: Layouts of the files.
+        tensors: Descriptions of the tensors by their names, with their positions in the files.
+        pieces: Tensors to copy by their names.
+    """
+
+    layouts: tuple[PartLayout, ...]
+    tensors: dict[str, TensorRecord]
+    pieces: Mapping[str, TensorShard] = field(repr=False)
+
+    def check_head(self, layout: PartLayout, buffer: mmap) -> None:
+        """Write the header of a file into a buffer, and read it back as `load` does.
+
+        Raises:
+            ConfigurationError: The file could not be loaded.
+        """
+        buffer[: len(layout.head)] = layout.head
+        _check_readable(layout, memoryview(buffer)[: layout.size])
+
+    def copy_file(self, layout: PartLayout, buffer: mmap) -> memoryview:
+        """Copy a file of the state into a buffer, and return its bytes."""
+        buffer[: len(layout.head)] = layout.head
+        for box in layout.boxes:
+            _copy_box(self.pieces[box.tensor], box, buffer)
+        return memoryview(buffer)[: layout.size]
+
+
 class SnapshotBuffers:
     """Memory for snapshots, which is reused because new memory is slow."""
 
     def __init__(self) -> None:
         self._buffers: list[mmap] = []
+
+    @property
+    def size(self) -> int:
+        """Size of the memory in bytes."""
+        return sum(map(len, self._buffers))
 
     def snapshot(
         self,
@@ -86,35 +125,81 @@ class SnapshotBuffers:
             ConfigurationError: A value cannot be saved. The message has its path. No file was
                 copied.
         """
-        held = {
-            name: _select_shard(name, tensor, rank, mine)
-            for name, tensor in flatten_state(state).items()
-        }
-        for name, tensor in flatten_state(own).items() if own else ():
-            held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
-        pieces = {name: piece for name, piece in held.items() if piece.mine}
-        # A skeleton has a file of its own, since a partial load reads it whole.
-        small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
-        large = {name: piece for name, piece in pieces.items() if name not in small}
-        layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
-        for number, layout in enumerate(layouts):
+        plan = lay_out_state(state, part_bytes, rank=rank, mine=mine, own=own)
+        for number, layout in enumerate(plan.layouts):
             if number == len(self._buffers):
                 self._buffers.append(map_anonymous(layout.size))
             elif len(self._buffers[number]) < layout.size:
                 self._buffers[number] = map_anonymous(layout.size)
-            self._buffers[number][: len(layout.head)] = layout.head
-            _check_readable(layout, memoryview(self._buffers[number])[: layout.size])
-        del self._buffers[len(layouts) :]
-        snapshot = Snapshot(layouts, _make_tensor_records(layouts, held), tuple(self._buffers))
-        for layout, buffer, file in zip(layouts, self._buffers, snapshot.files, strict=True):
-            for box in layout.boxes:
-                _copy_box(pieces[box.tensor], box, buffer)
-            on_copied(file)
-        return snapshot
+            plan.check_head(layout, self._buffers[number])
+        del self._buffers[len(plan.layouts) :]
+        for layout, buffer in zip(plan.layouts, self._buffers, strict=True):
+            on_copied(plan.copy_file(layout, buffer))
+        return Snapshot(plan.layouts, plan.tensors, tuple(self._buffers))
+
+    def open_files(
+        self, plan: StateLayout, count: int
+    ) -> list[Callable[[], AbstractContextManager[memoryview]]]:
+        """Return a function for each file of a state, which copies the file when it is called.
+
+        The result of the function is a context with the bytes of the file. At most ``count``
+        contexts may be open at once, in any threads. The memory is that of so many files.
+
+        Args:
+            plan: Layout of the state. The state must not change before the last context ends.
+            count: Number of contexts that are open at once.
+
+        Raises:
+            ConfigurationError: A file could not be loaded.
+        """
+        count = min(count, len(plan.layouts))
+        largest = max(layout.size for layout in plan.layouts)
+        kept = [buffer for buffer in self._buffers if len(buffer) >= largest][:count]
+        self._buffers = kept + [map_anonymous(largest) for _ in range(count - len(kept))]
+        for layout in plan.layouts:
+            plan.check_head(layout, self._buffers[0])
+        free = deque(self._buffers)
+
+        @contextmanager
+        def open_file(layout: PartLayout) -> Generator[memoryview]:
+            buffer = free.popleft()
+            try:
+                yield plan.copy_file(layout, buffer)
+            finally:
+                free.append(buffer)
+
+        return [partial(open_file, layout) for layout in plan.layouts]
 
     def clear(self) -> None:
         """Free the memory."""
         self._buffers.clear()
+
+
+def lay_out_state(
+    state: Mapping[str, Any],
+    part_bytes: int,
+    *,
+    rank: int | None = None,
+    mine: Callable[[str], bool] | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> StateLayout:
+    """Lay a state out in files, without a copy: see `SnapshotBuffers.snapshot`.
+
+    Raises:
+        ConfigurationError: A value cannot be saved. The message has its path.
+    """
+    held = {
+        name: _select_shard(name, tensor, rank, mine)
+        for name, tensor in flatten_state(state).items()
+    }
+    for name, tensor in flatten_state(own).items() if own else ():
+        held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
+    pieces = {name: piece for name, piece in held.items() if piece.mine}
+    # A skeleton has a file of its own, since a partial load reads it whole.
+    small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
+    large = {name: piece for name, piece in pieces.items() if name not in small}
+    layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
+    return StateLayout(layouts, _make_tensor_records(layouts, held), pieces)
 
 
 def _select_shard(

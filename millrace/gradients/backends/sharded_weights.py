@@ -126,7 +126,7 @@ class ShardedWeights:
     # -- checkpoints
 
     def save(self, store: Store, job: str, *, step: int, window: int) -> None:
-        """Begin to save the weights after a window, and return when they are copied.
+        """Begin to save the weights after a window. The next merge waits until they are read.
 
         Args:
             store: Store to save to, the same in all calls.

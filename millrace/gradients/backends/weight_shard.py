@@ -134,6 +134,7 @@ class WeightShard:
 
     def apply(self, link: ChainLink) -> None:
         """Merge and apply the fetched updates of a link."""
+        self._wait_for_state()
         fetched, self._fetched = self._fetched, []
         for stored in fetched:
             apply_update(link, stored, self._state, threads=self._threads)
@@ -202,6 +203,7 @@ class WeightShard:
             request: Merge of the received gradients.
             outer: Optimizer that applies the merged values.
         """
+        self._wait_for_state()
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[Update] = []
         for names in group_tensors(shapes, request.settings.values):
@@ -222,7 +224,8 @@ class WeightShard:
     ) -> None:
         """Begin to save these tensors, together with the other shards.
 
-        An earlier save is awaited first.
+        An earlier save is awaited first. The save reads the weights themselves, not a copy. So
+        methods that change them wait until it has read all of them.
 
         Args:
             store: Bucket of the aggregator.
@@ -248,13 +251,22 @@ class WeightShard:
                     else torch.empty(shape, device="meta")
                 )
         self._saving = self._saver.save(
-            content, step=step, position={WINDOW: window}, mine=mine.__contains__
+            content,
+            step=step,
+            position={WINDOW: window},
+            mine=mine.__contains__,
+            in_place=True,
         )
 
     def wait_for_save(self) -> Checkpoint | None:
         """Wait for the save in progress, and return its checkpoint; None without a save."""
         saving, self._saving = self._saving, None
         return saving and saving.result()
+
+    def _wait_for_state(self) -> None:
+        """Wait until the save in progress no longer reads the weights. Its error is not raised."""
+        if self._saving is not None:
+            self._saving.wait_for_state()
 
     def close(self) -> None:
         """Wait for the save in progress, and free its memory."""

@@ -326,6 +326,36 @@ def test_the_upload_begins_while_later_files_are_copied(folder, monkeypatch):
     assert same(load(folder, KEYS.job).state, state)
 
 
+def test_a_save_in_place_stores_the_same_files_with_the_memory_of_a_few(store):
+    settings = SMALL.model_copy(update={"uploads": 2})
+    with Saver(store, "copied", settings) as copied, Saver(store, "in-place", settings) as in_place:
+        for step in (1, 2):
+            wanted = copied.save(state_of(step), step=step).result()
+            state = state_of(step)
+            save = in_place.save(state, step=step, in_place=True)
+            save.wait_for_state()
+            state["model"]["embed"].zero_()
+            found = save.result()
+            assert (found.parts, found.tensors) == (wanted.parts, wanted.tensors)
+        assert len(found.parts) > 4
+        assert in_place._memory.size <= 2 * max(part.size for part in found.parts)
+        assert copied._memory.size >= sum(part.size for part in found.parts)
+    assert not verify(store, found, check=VerifyDepth.DIGESTS)
+
+
+def test_a_save_in_place_whose_upload_fails_no_longer_reads_the_state(folder, monkeypatch):
+    def fail(*_args: object, **_options: object) -> None:
+        raise errors.DeniedError("refused")
+
+    monkeypatch.setattr("millrace.checkpoints.saving.create", fail)
+    with Saver(folder, KEYS.job, SMALL) as saver:
+        save = saver.save(state_of(1), step=1, in_place=True)
+        save.wait_for_state()
+        with pytest.raises(errors.DeniedError, match="refused"):
+            save.result()
+    assert find_newest(folder, KEYS.job) is None
+
+
 def test_an_error_of_a_copy_ends_the_uploads_that_have_begun(folder, monkeypatch):
     copy_box = snapshot._copy_box
 

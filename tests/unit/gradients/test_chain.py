@@ -1,6 +1,7 @@
 """The chain: every window once, none left out, and everybody comes to the same weights."""
 
 import json
+import threading
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from millrace import errors
+from millrace.checkpoints import load, snapshot
+from millrace.checkpoints.saving import PendingSave
 from millrace.gradients import (
     ChainError,
     ChainLink,
@@ -34,6 +37,7 @@ from millrace.gradients import (
     gather,
     iterate_links,
 )
+from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.codec.tensors import decode_values, select_values
 from millrace.gradients.codec.transform import backward, forward
 from millrace.gradients.state import compute_dense_change
@@ -263,6 +267,30 @@ def test_killed_between_the_update_and_its_link_it_goes_on(store):
     beside = (stat.key for stat in list_objects(store, KEYS.prefix))
     updates = [key for key in beside if "/" not in key.removeprefix(KEYS.prefix)]
     assert updates == [update.key for update in link.updates]
+
+
+def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch):
+    link = run_of(store).window(1)
+    is_awaited = threading.Event()
+    wait_for_state, copy_box = PendingSave.wait_for_state, snapshot._copy_box
+
+    def wait(save: PendingSave) -> None:
+        is_awaited.set()
+        wait_for_state(save)
+
+    def copy_late(*piece: object) -> None:
+        assert is_awaited.wait(60)
+        copy_box(*piece)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(PendingSave, "wait_for_state", wait)
+    monkeypatch.setattr(snapshot, "_copy_box", copy_late)
+    changed = make_single_shard(weights(), threads=1)
+    changed.save(store, "job", step=5, window=0)
+    changed.replay(store, link)
+    assert changed.wait_for_save() is not None
+    changed.close()
+    assert changed.digest() == link.state
+    assert copy_state(load(store, "job").state["weights"]).digest() == weights().digest()
 
 
 # -- what is broken
