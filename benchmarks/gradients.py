@@ -13,6 +13,11 @@ are decoded into, are there; the bytes are always in the processor's memory.
 - ``merge``: 20 workers' gradients into one, by the mean over those that sent each value, dense at
   the end; GB/s of the float32 that they stand for. And the peak memory of the process that merges
   20 gradients of a model of 124 million parameters, beside what 20 dense ones are.
+- ``update``: a window of 20 workers that send independent gradients of a model of 63 million
+  parameters. ``of_payloads`` is the size of the update in the store over that of the workers'
+  objects together; ``merge_cpu_s`` is the processor time of the aggregator, from the checked
+  gradients to the committed link, and ``follow_cpu_s`` that of a late worker, from the link to
+  weights with its digest. Both include the digests of the weights.
 
 ``floor`` is memory's own rate: a sum over the tensor for encoding, a fill for decoding, a fill of
 the merged tensor for merging. Medians of interleaved runs.
@@ -23,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
@@ -33,18 +39,28 @@ from benchmarks import torch_codec
 from benchmarks.common import Results, measured, options, rotated, show
 from benchmarks.corpus import text
 from millrace.gradients import (
+    ChainStart,
+    ChainStep,
     Codec,
     Decoder,
     ExpectedGradient,
+    GatheredWindow,
+    GatherWindow,
     GradientEncoder,
     MergeRule,
     MergeSettings,
     Payload,
+    RunSettings,
     Transform,
+    aggregate,
+    catch_up,
     check_payload,
+    commit_first_link,
+    copy_state,
     encode_payload,
     merge,
 )
+from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
 from millrace.gradients.sync.merge import make_dense
@@ -170,6 +186,42 @@ class Bench:
         self.results.add("merge, 124M", "millrace", "peak_rss_MB", run.peak_rss / 1e6)
         self.results.add("merge, 124M", "20 dense", "peak_rss_MB", dense / 1e6)
 
+    def updates(self) -> None:
+        """Measure the update of a window, its merge, and who follows."""
+        side, count = (512, 2) if self.quick else (2048, 15)
+        small = {"w0": (64, 64)}
+        self._update(small, _draw_payloads(small), keep=False)  # compiled
+        shapes = {f"w{n:02d}": (side, side) for n in range(count)}
+        payloads = _draw_payloads(shapes)
+        for _ in range(self.repeats):
+            self._update(shapes, payloads, keep=True)
+
+    def _update(self, shapes: Shapes, payloads: dict[str, Payload], *, keep: bool) -> None:
+        settings = RunSettings(run="run")
+        now = datetime.now(UTC)
+        size = sum(payload.size for payload in payloads.values())
+        gathered = GatheredWindow(payloads, {}, (), size, 0.0)
+        window = GatherWindow(settings.gradients, 1, 0, CODEC, shapes, opens=now, closes=now)
+        with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+            store = open_store(Path(folder).as_uri())
+            before = commit_first_link(
+                store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
+            )
+            step = ChainStep(before, 1, settings.outer, settings.merge)
+            state, late = (
+                copy_state({name: np.zeros(shape) for name, shape in shapes.items()})
+                for _ in range(2)
+            )
+            began = time.process_time()
+            link = aggregate(store, window, gathered, step, state)
+            merged = time.process_time()
+            assert catch_up(store, settings.chain, late) == link
+            followed = time.process_time()
+        if keep:
+            self.results.add("update", "millrace", "of_payloads", link.size / size)
+            self.results.add("update", "millrace", "merge_cpu_s", merged - began)
+            self.results.add("update", "millrace", "follow_cpu_s", followed - merged)
+
     def _timed(self, work: str, size: int, systems: dict[str, Callable[[], object]]) -> None:
         for run in systems.values():
             run()  # compiled, and its memory taken
@@ -227,7 +279,7 @@ def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expect
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
-    said = {"run": "run", "uid": uid, "window": 0, "base": 0}
+    said = {"run": "run", "uid": uid, "window": 1, "base": 0}
     body = encode_payload(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
     return body, ExpectedGradient(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
 
@@ -235,6 +287,16 @@ def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Expect
 def payload_of(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
     """Return a worker's gradient, as it is after every check."""
     return check_payload(*object_of(tensors, uid))
+
+
+def _draw_payloads(shapes: Shapes) -> dict[str, Payload]:
+    """Return the gradients of workers that have nothing in common."""
+    found: dict[str, Payload] = {}
+    for number in range(WORKERS):
+        dice = torch.Generator().manual_seed(number)
+        tensors = {name: torch.randn(shape, generator=dice) for name, shape in shapes.items()}
+        found[f"w{number:02d}"] = payload_of(tensors, f"w{number:02d}")
+    return found
 
 
 def stored(tensors: dict[str, torch.Tensor]) -> int:
@@ -271,7 +333,7 @@ def torch_off(tensor: torch.Tensor, sent: torch_codec.Sent) -> float:
 
 def merge_of_a_model(file: str) -> dict[str, float]:
     """Merge an object 20 times with itself, tensor by tensor; in a process of its own."""
-    expected = ExpectedGradient(run="run", uid="w", window=0, base=0, codec=CODEC, shapes=GPT2)
+    expected = ExpectedGradient(run="run", uid="w", window=1, base=0, codec=CODEC, shapes=GPT2)
     body = Path(file).read_bytes()
     payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
     merged = 0
@@ -302,6 +364,7 @@ def main() -> int:
     bench.sizes()
     bench.speeds()
     bench.merges()
+    bench.updates()
     report(bench.results)
     if asked.file:
         bench.results.save(asked.file)
