@@ -14,8 +14,8 @@ from millrace.gradients.codec.device import fill_dense_on_device, select_on_devi
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
     SparseChunks,
+    decode_tensor,
     decode_values,
-    fill_dense,
     pack_tensor,
     select_values,
     unpack_tensor,
@@ -124,20 +124,20 @@ class Decoder:
             body: Compressed bytes from any source. All of them are checked.
             shape: Shape of the tensor.
             out: Contiguous float32 tensor of this shape on any device, which is filled. By default
-                a new one on the processor.
+                a new one on the processor. After an error, its values are arbitrary.
             mask: Mask of the window, if all workers send the same indices.
 
         Raises:
             CodeError: The bytes are not a compressed tensor of this shape.
         """
-        groups = unpack_tensor(body, shape, self.codec, self.threads, mask)
         if out is None:
             out = torch.empty(shape)
         plain = self.codec.transform is Transform.NONE
         values = out.view(-1) if plain else self._scratch.take(out.numel(), out.device)
         if out.is_cpu:
-            fill_dense(groups, self.codec, values.numpy(), self.threads)
+            decode_tensor(body, shape, self.codec, values.numpy(), self.threads, mask)
         else:
+            groups = unpack_tensor(body, shape, self.codec, self.threads, mask)
             fill_dense_on_device(groups, self.codec, values)
         return out if plain else backward(values, shape, self.codec.transform, out)
 

@@ -216,20 +216,34 @@ def quantise(values: Any, levels: int, high: Any, ratio: Any, codes: Any) -> Non
             codes[row, j] = np.uint8(code) + np.uint8(sign)
 
 
+@njit(nogil=True, forceinline=True)
+def _fill_levels(high: Any, ratio: Any, levels: int, word: Any, table: Any) -> None:
+    """Fill a table with the float32 value of each code of a chunk.
+
+    Args:
+        high: Largest level of the chunk, as the bits of a bfloat16.
+        ratio: Smallest level over the largest, in 255ths.
+        levels: Number of levels.
+        word: Memory for one value: (1,), uint32.
+        table: Memory for the values: (2 * levels,), float32.
+    """
+    word[0] = np.uint32(high) << np.uint32(16)
+    top = np.float64(word.view(np.float32)[0])
+    most = np.float64(levels - 1)
+    for code in range(levels):
+        level = np.float32(_compute_level(top, np.float64(ratio), np.float64(code), most))
+        table[code] = level
+        table[levels + code] = -level
+
+
 @compile_once
 def dequantise(high: Any, ratio: Any, codes: Any, levels: int, values: Any) -> None:
     """Fill ``values`` with the float32 values of codes: (chunks, k)."""
     rows, k = codes.shape
     word = np.empty(1, np.uint32)
     table = np.empty(2 * levels, np.float32)
-    most = np.float64(levels - 1)
     for row in range(rows):
-        word[0] = np.uint32(high[row]) << np.uint32(16)
-        top = np.float64(word.view(np.float32)[0])
-        for code in range(levels):
-            level = np.float32(_compute_level(top, np.float64(ratio[row]), np.float64(code), most))
-            table[code] = level
-            table[levels + code] = -level
+        _fill_levels(high[row], ratio[row], levels, word, table)
         for j in range(k):
             values[row, j] = table[codes[row, j]]
 
@@ -294,8 +308,59 @@ def write_gaps(indices: Any, rice: int, out: Any) -> int:
     return at
 
 
+@njit(nogil=True, forceinline=True)
+def _read_gap(body: Any, width: Any, size: int, waiting: Any, held: Any, at: int) -> Any:
+    """Read one code of `write_gaps`.
+
+    Args:
+        body: Bytes of the codes: uint8.
+        width: Parameter of the codes: uint64.
+        size: Number of values of a chunk.
+        waiting: Bits that were taken from the bytes and not read: uint64.
+        held: Number of these bits: uint64.
+        at: Index of the next byte.
+
+    Returns:
+        Distance, or a fault as a negative number; then the three positions after it.
+    """
+    one = np.uint64(1)
+    ones = np.int64(0)
+    while True:
+        while held <= np.uint64(48) and at < body.size:
+            waiting |= np.uint64(body[at]) << held
+            held += np.uint64(8)
+            at += 1
+        if held == np.uint64(0):
+            return np.int64(-ENDED), waiting, held, at
+        run = np.uint64(_ONES[waiting & np.uint64(0xFF)])
+        ones += np.int64(run)
+        if ones > size:
+            return np.int64(-TOO_FAR), waiting, held, at
+        if run < held and run < np.uint64(8):  # the run of ones ends with a zero
+            waiting >>= run + one
+            held -= run + one
+            break
+        waiting >>= run
+        held -= run
+    if held < width:
+        while held <= np.uint64(48) and at < body.size:
+            waiting |= np.uint64(body[at]) << held
+            held += np.uint64(8)
+            at += 1
+        if held < width:
+            return np.int64(-ENDED), waiting, held, at
+    rest = np.int64(waiting & ((one << width) - one))
+    return (ones << np.int64(width)) + rest, waiting >> width, held - width, at
+
+
+@njit(nogil=True, forceinline=True)
+def _has_left_over(body: Any, waiting: Any, held: Any, at: int) -> bool:
+    """Decide whether bits of the codes are left over after the last distance."""
+    return at < body.size or held >= np.uint64(8) or waiting != np.uint64(0)
+
+
 @compile_once
-def read_gaps(body: Any, rice: int, size: int, indices: Any) -> int:  # noqa: C901 - one loop, compiled
+def read_gaps(body: Any, rice: int, size: int, indices: Any) -> int:
     """Read all codes of `write_gaps`, and return a fault or 0.
 
     Args:
@@ -304,47 +369,72 @@ def read_gaps(body: Any, rice: int, size: int, indices: Any) -> int:  # noqa: C9
         size: Number of values of a chunk, which is above every index.
         indices: Memory for the indices, which is filled: (chunks, k), uint16.
     """
-    waiting, held, at = np.uint64(0), np.uint64(0), 0
-    one, zero, width = np.uint64(1), np.uint64(0), np.uint64(rice)
-    mask = (one << width) - one
+    waiting, held, at, width = np.uint64(0), np.uint64(0), 0, np.uint64(rice)
     for row in range(indices.shape[0]):
-        before = np.int64(-1)
+        index = np.int64(-1)
         for j in range(indices.shape[1]):
-            ones = np.int64(0)
-            while True:
-                while held <= np.uint64(48) and at < body.size:
-                    waiting |= np.uint64(body[at]) << held
-                    held += np.uint64(8)
-                    at += 1
-                if held == zero:
-                    return ENDED
-                run = np.uint64(_ONES[waiting & np.uint64(0xFF)])
-                ones += np.int64(run)
-                if ones > size:
-                    return TOO_FAR
-                if run < held and run < np.uint64(8):  # the run of ones ends with a zero
-                    waiting >>= run + one
-                    held -= run + one
-                    break
-                waiting >>= run
-                held -= run
-            if held < width:
-                while held <= np.uint64(48) and at < body.size:
-                    waiting |= np.uint64(body[at]) << held
-                    held += np.uint64(8)
-                    at += 1
-                if held < width:
-                    return ENDED
-            index = before + 1 + (ones << np.int64(rice)) + np.int64(waiting & mask)
-            waiting >>= width
-            held -= width
+            gap, waiting, held, at = _read_gap(body, width, size, waiting, held, at)
+            if gap < 0:
+                return -gap
+            index += 1 + gap
             if index >= size:
                 return TOO_FAR
             indices[row, j] = index
-            before = index
-    if at < body.size or held >= np.uint64(8) or waiting != zero:
-        return LEFT_OVER
-    return 0
+    return LEFT_OVER if _has_left_over(body, waiting, held, at) else 0
+
+
+@compile_once
+def decode_chunks(
+    body: Any,
+    rice: int,
+    packed: Any,
+    bits: int,
+    first: int,
+    high: Any,
+    ratio: Any,
+    k: int,
+    counts: Any,
+    out: Any,
+) -> int:
+    """Read the indices and the values of chunks, and fill the chunks in the same pass.
+
+    Args:
+        body: Bytes of the indices' codes from `write_gaps`, without other bytes: uint8.
+        rice: Parameter of these codes.
+        packed: Packed codes of the values, long enough: uint8.
+        bits: Bits of such a code: 2, 4 or 8.
+        first: Number of the codes in ``packed`` before those of the first chunk.
+        high: Largest level of each chunk, as for `quantise`.
+        ratio: Smallest level over the largest, as for `quantise`.
+        k: Number of values of each chunk.
+        counts: Number of each distance between two indices, which is added to: (size,), int64.
+        out: Memory for the chunks, which is filled: (chunks, size), float32.
+
+    Returns:
+        A fault or 0. After a fault, ``out`` has arbitrary values.
+    """
+    rows, size = out.shape
+    waiting, held, at, width = np.uint64(0), np.uint64(0), 0, np.uint64(rice)
+    levels = 1 << (bits - 1)
+    mask = np.int64((1 << bits) - 1)
+    word = np.empty(1, np.uint32)
+    table = np.empty(2 * levels, np.float32)
+    bit = np.int64(first) * bits
+    for row in range(rows):
+        _fill_levels(high[row], ratio[row], levels, word, table)
+        out[row, :] = 0.0
+        index = np.int64(-1)
+        for _ in range(k):
+            gap, waiting, held, at = _read_gap(body, width, size, waiting, held, at)
+            if gap < 0:
+                return -gap
+            index += 1 + gap
+            if index >= size:
+                return TOO_FAR
+            counts[gap] += 1
+            out[row, index] = table[(np.int64(packed[bit >> 3]) >> (bit & 7)) & mask]
+            bit += bits
+    return LEFT_OVER if _has_left_over(body, waiting, held, at) else 0
 
 
 @compile_once

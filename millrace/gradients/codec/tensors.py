@@ -124,6 +124,39 @@ def fill_dense(
         map_blocks(fill_rows, chunks.count, threads)
 
 
+def decode_tensor(
+    body: bytes | memoryview,
+    shape: tuple[int, ...],
+    codec: Codec,
+    out: npt.NDArray[np.float32],
+    threads: int = 1,
+    mask: Mask | None = None,
+) -> None:
+    """Fill a tensor's values in the order of its chunks from the bytes of `pack_tensor`.
+
+    All bytes are checked as by `unpack_tensor`. With at most 8 bits and own indices of the worker,
+    there is one pass without other memory.
+
+    Args:
+        body: Bytes of the compressed tensor.
+        shape: Shape of the tensor.
+        codec: Settings of the compression.
+        out: Memory for the values, which is filled. After an error, its values are arbitrary.
+        threads: Number of threads.
+        mask: Mask of the window, if all workers send the same indices.
+
+    Raises:
+        CodeError: The bytes are not a compressed tensor of this shape.
+    """
+    if codec.support is not Support.LARGEST or codec.bits >= 16:
+        fill_dense(unpack_tensor(body, shape, codec, threads, mask), codec, out, threads)
+        return
+    rest = np.frombuffer(body, np.uint8)
+    for chunks in make_chunks(shape, codec):
+        rest = _decode_group(rest, chunks, codec, threads, out)
+    _check_end(rest)
+
+
 def pack_tensor(groups: tuple[SparseChunks, ...], codec: Codec) -> bytes:
     """Pack a tensor into bytes."""
     return b"".join(piece for sparse in groups for piece in _pack_group(sparse, codec))
@@ -182,8 +215,7 @@ def unpack_tensors(
             sparse, rest = _unpack_group(rest, chunks, codec, threads, indices)
             tensor.append(sparse)
         found.append(tuple(tensor))
-    if rest.size:
-        raise CodeError(f"{rest.size:,} bytes are left over.")
+    _check_end(rest)
     return found
 
 
@@ -302,17 +334,26 @@ def _halve(
     codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
 
 
-def _find_shortest_code(indices: npt.NDArray[np.uint16], chunks: Chunks) -> tuple[int, int]:
-    """Return the parameter of the shortest Rice codes, and the number of their bits."""
-    counts = np.zeros(chunks.size, np.int64)
-    kernels.count_gaps(indices, counts)
-    gaps = np.arange(chunks.size)
+def _find_shortest_code(counts: npt.NDArray[np.int64], sent: int) -> tuple[int, int]:
+    """Return the parameter of the shortest Rice codes, and the number of their bits.
+
+    Args:
+        counts: Number of each distance between two indices.
+        sent: Number of the indices.
+    """
+    gaps = np.arange(counts.size)
     costs = [
-        int(((gaps >> rice) * counts).sum()) + (rice + 1) * chunks.sent
-        for rice in range(_RICE_MOST + 1)
+        int(((gaps >> rice) * counts).sum()) + (rice + 1) * sent for rice in range(_RICE_MOST + 1)
     ]
     rice = int(np.argmin(costs))
     return rice, costs[rice]
+
+
+def _count_gaps(indices: Indices, chunks: Chunks) -> npt.NDArray[np.int64]:
+    """Return the number of each distance between two indices."""
+    counts = np.zeros(chunks.size, np.int64)
+    kernels.count_gaps(indices, counts)
+    return counts
 
 
 def _pack_group(sparse: SparseChunks, codec: Codec) -> Iterator[bytes]:
@@ -324,7 +365,8 @@ def _pack_group(sparse: SparseChunks, codec: Codec) -> Iterator[bytes]:
 
 
 def _pack_indices(sparse: SparseChunks) -> Iterator[bytes]:
-    rice, bits = _find_shortest_code(sparse.indices, sparse.chunks)
+    counts = _count_gaps(sparse.indices, sparse.chunks)
+    rice, bits = _find_shortest_code(counts, sparse.chunks.sent)
     room = np.empty(bits // 8 + 2 * -(-sparse.chunks.count // BLOCK), np.uint8)
     lengths: list[int] = []
     at = 0
@@ -340,49 +382,137 @@ def _pack_indices(sparse: SparseChunks) -> Iterator[bytes]:
 def _unpack_group(
     rest: Bytes, chunks: Chunks, codec: Codec, threads: int, shared: Indices | None
 ) -> tuple[SparseChunks, Bytes]:
-    size = -(-chunks.sent * codec.bits // 8)
     if shared is None:
         indices, rest = _unpack_indices(rest, chunks, threads)
+        packed, rest = _take_values(rest, chunks, codec)
     else:
-        _take_bytes(rest, size)  # an error before there is memory for all indices
+        packed, rest = _take_values(rest, chunks, codec)  # before memory for all indices
         indices = np.tile(shared, (chunks.count, 1))
-    packed, rest = _take_bytes(rest, size)
+    codes = _unpack_codes(packed.codes, chunks.sent, codec.bits).reshape(chunks.count, chunks.k)
+    return SparseChunks(chunks, indices, packed.high, packed.ratio.copy(), codes), rest
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedValues:
+    """Packed values of a group of chunks: see `SparseChunks`, but with packed codes."""
+
+    high: npt.NDArray[np.uint16]
+    ratio: npt.NDArray[np.uint8]
+    codes: Bytes
+
+
+def _take_values(rest: Bytes, chunks: Chunks, codec: Codec) -> tuple[_PackedValues, Bytes]:
+    """Return the packed values at the begin of some bytes, and the other bytes."""
+    codes, rest = _take_bytes(rest, -(-chunks.sent * codec.bits // 8))
     raw, rest = _take_bytes(rest, _count_high_bytes(codec) * chunks.count)
     high = np.frombuffer(raw.tobytes(), _U16).astype(np.uint16)
     ratio, rest = _take_bytes(rest, _count_ratio_bytes(codec) * chunks.count)
     if (high > 0x7F7F).any() or (codec.bits == 16 and (high & 0x7F).any()):
         raise CodeError("A magnitude is negative, not finite, or no power of two.")
-    codes = _unpack_codes(packed, chunks.sent, codec.bits).reshape(chunks.count, chunks.k)
-    return SparseChunks(chunks, indices, high, ratio.copy(), codes), rest
+    used = chunks.sent * codec.bits % 8  # bits of the last byte
+    if used and codes[-1] >> np.uint8(used):
+        raise CodeError("There are bytes after its values.")
+    return _PackedValues(high, ratio, codes), rest
 
 
-def _unpack_indices(rest: Bytes, chunks: Chunks, threads: int) -> tuple[Indices, Bytes]:
+@dataclass(frozen=True, slots=True)
+class _PackedIndices:
+    """Packed indices of a group of chunks.
+
+    Attributes:
+        rice: Parameter of the Rice codes.
+        gaps: Codes of all blocks.
+        ends: Index of the byte after the codes of each block; before the first one, 0.
+    """
+
+    rice: int
+    gaps: Bytes
+    ends: npt.NDArray[np.int64]
+
+    def get_block(self, number: int) -> Bytes:
+        """Return the codes of a block."""
+        return self.gaps[self.ends[number] : self.ends[number + 1]]
+
+
+def _take_indices(rest: Bytes, chunks: Chunks) -> tuple[_PackedIndices, Bytes]:
+    """Return the packed indices at the begin of some bytes, and the other bytes."""
     blocks = -(-chunks.count // BLOCK)
     head, rest = _take_bytes(rest, 1)
     rice = int(head[0])
     if rice > _RICE_MOST:
         raise CodeError(f"Its Rice codes have the parameter {rice}; at most {_RICE_MOST} is known.")
     raw, rest = _take_bytes(rest, 4 * blocks)
-    lengths = np.frombuffer(raw.tobytes(), _U32).astype(np.int64)
-    gaps, rest = _take_bytes(rest, int(lengths.sum()))
+    ends = np.zeros(blocks + 1, np.int64)
+    np.cumsum(np.frombuffer(raw.tobytes(), _U32), out=ends[1:])
+    gaps, rest = _take_bytes(rest, int(ends[-1]))
     if 8 * gaps.size < (rice + 1) * chunks.sent:  # before there is memory for all indices
         raise CodeError("Its indices end too early.")
+    return _PackedIndices(rice, gaps, ends), rest
+
+
+def _unpack_indices(rest: Bytes, chunks: Chunks, threads: int) -> tuple[Indices, Bytes]:
+    packed, rest = _take_indices(rest, chunks)
     indices = np.empty((chunks.count, chunks.k), np.uint16)
-    ends = np.cumsum(lengths)
 
     def process_rows(rows: slice) -> None:
         for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
-            body = gaps[ends[number] - lengths[number] : ends[number]]
-            wrong = kernels.read_gaps(
-                body, rice, chunks.size, indices[number * BLOCK : (number + 1) * BLOCK]
+            some = indices[number * BLOCK : (number + 1) * BLOCK]
+            _raise_fault(
+                number, kernels.read_gaps(packed.get_block(number), packed.rice, chunks.size, some)
             )
-            if wrong:
-                raise CodeError(f"In block {number:,} {_WRONG[wrong]}.")
 
     map_blocks(process_rows, chunks.count, threads)
-    if _find_shortest_code(indices, chunks)[0] != rice:
-        raise CodeError("Its Rice codes are longer than necessary.")
+    _check_shortest(packed.rice, _count_gaps(indices, chunks), chunks)
     return indices, rest
+
+
+def _decode_group(
+    rest: Bytes, chunks: Chunks, codec: Codec, threads: int, out: npt.NDArray[np.float32]
+) -> Bytes:
+    """Fill the values of a group of chunks from its bytes, and return the other bytes."""
+    packed, rest = _take_indices(rest, chunks)
+    values, rest = _take_values(rest, chunks, codec)
+    table = out[chunks.first : chunks.first + chunks.values].reshape(chunks.count, chunks.size)
+
+    def process_rows(rows: slice) -> npt.NDArray[np.int64]:
+        counts = np.zeros(chunks.size, np.int64)
+        for number in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
+            first, last = number * BLOCK, (number + 1) * BLOCK
+            _raise_fault(
+                number,
+                kernels.decode_chunks(
+                    packed.get_block(number),
+                    packed.rice,
+                    values.codes,
+                    codec.bits,
+                    first * chunks.k,
+                    values.high[first:last],
+                    values.ratio[first:last],
+                    chunks.k,
+                    counts,
+                    table[first:last],
+                ),
+            )
+        return counts
+
+    counts = np.sum(map_blocks(process_rows, chunks.count, threads), axis=0)
+    _check_shortest(packed.rice, counts, chunks)
+    return rest
+
+
+def _raise_fault(block: int, fault: int) -> None:
+    if fault:
+        raise CodeError(f"In block {block:,} {_WRONG[fault]}.")
+
+
+def _check_shortest(rice: int, counts: npt.NDArray[np.int64], chunks: Chunks) -> None:
+    if _find_shortest_code(counts, chunks.sent)[0] != rice:
+        raise CodeError("Its Rice codes are longer than necessary.")
+
+
+def _check_end(rest: Bytes) -> None:
+    if rest.size:
+        raise CodeError(f"{rest.size:,} bytes are left over.")
 
 
 def _take_bytes(rest: Bytes, count: int) -> tuple[Bytes, Bytes]:
@@ -418,8 +548,6 @@ def _unpack_codes(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
     out = np.empty(packed.size * each, np.uint8)
     for index in range(each):
         out[index::each] = (packed >> np.uint8(index * bits)) & mask
-    if out[count:].any():
-        raise CodeError("There are bytes after its values.")
     return out[:count]
 
 

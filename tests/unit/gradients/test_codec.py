@@ -22,7 +22,9 @@ from millrace.gradients import (
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import make_chunks, make_tiles
 from millrace.gradients.codec.tensors import (
+    decode_tensor,
     decode_values,
+    fill_dense,
     pack_tensor,
     select_values,
     unpack_tensor,
@@ -250,16 +252,34 @@ def test_the_memory_decays_and_can_be_saved():
 
 def refused_or_whole(body: bytes, shape: tuple[int, ...], codec: Codec) -> None:
     """Whatever the bytes are: refused with a sentence, or the one way to write what they mean."""
+    decoded, filled = np.full((2, prod(shape)), np.nan, np.float32)
     try:
         runs = unpack_tensor(body, shape, codec)
     except CodeError:
+        with pytest.raises(CodeError):
+            decode_tensor(body, shape, codec, decoded)
         return
+    decode_tensor(body, shape, codec, decoded)
+    fill_dense(runs, codec, filled)
+    assert decoded.tobytes() == filled.tobytes()
     assert pack_tensor(runs, codec) == body
     for run in runs:
         assert (np.diff(run.indices.astype(np.int64), axis=1) > 0).all()
         assert run.indices.max(initial=0) < run.chunks.size
         assert np.isfinite(decode_values(run, codec)).all()
-    assert torch.isfinite(decode(body, shape, codec)).all()
+    assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_one_pass_decodes_what_several_passes_decode(shape, bits):
+    codec = Codec(bits=bits, k=100)
+    body = encode(drawn(shape), codec)
+    refused_or_whole(body, shape, codec)
+    alone, together = np.full((2, prod(shape)), np.nan, np.float32)
+    decode_tensor(body, shape, codec, alone)
+    decode_tensor(body, shape, codec, together, threads=3)
+    assert alone.tobytes() == together.tobytes()
 
 
 def test_there_is_one_way_to_write_a_gradient():
