@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from millrace.errors import ConfigurationError
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Backend, Store
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
@@ -49,6 +49,8 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
     config = Config(
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        connect_timeout=CONNECT_TIMEOUT.total_seconds(),
+        read_timeout=READ_TIMEOUT.total_seconds(),
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
@@ -65,12 +67,14 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
 
 
 def _limit_answers(client: "S3Client") -> None:
-    """Limit the answers that a client reads to `MAX_ANSWER_SIZE` bytes.
+    """Limit the answers that a client reads to `MAX_ANSWER_SIZE` bytes, and refuse shorter ones.
 
-    botocore reads listings and the bodies of errors whole, without a limit.
+    botocore reads listings and the bodies of errors whole, without a limit. It does not compare
+    their length with the announced one, and reads an empty body as an empty listing.
     """
     from botocore import awsrequest  # noqa: PLC0415
-    from botocore.exceptions import HTTPClientError  # noqa: PLC0415
+    from botocore.exceptions import HTTPClientError, ResponseStreamingError  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
     make_response: Any = awsrequest.AWSResponse
     events: Any = client.meta.events
@@ -81,15 +85,24 @@ def _limit_answers(client: "S3Client") -> None:
         response = session.send(request)
         if is_streamed and response.status_code < 300:
             return response
+        try:
+            parts = read_parts(response.raw)
+        except HTTPError as error:
+            raise ResponseStreamingError(error=error) from error
+        body = _ReadBody(parts)
+        return make_response(response.url, response.status_code, response.headers, body)
+
+    def read_parts(raw: Any) -> list[bytes]:
         parts, size = list[bytes](), 0
-        for part in response.raw.stream(1 << 20):
+        for part in raw.stream(1 << 20):
             parts.append(part)
             size += len(part)
             if size > MAX_ANSWER_SIZE:
-                response.raw.close()
+                raw.close()
                 raise HTTPClientError(error=f"an answer of more than {MAX_ANSWER_SIZE} bytes")
-        body = _ReadBody(parts)
-        return make_response(response.url, response.status_code, response.headers, body)
+        if raw.length_remaining:
+            raise ResponseStreamingError(error=f"{raw.length_remaining} bytes are missing")
+        return parts
 
     events.register_last("before-send.s3", send)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_plus
 
 from obstore.exceptions import GenericError
-from urllib3.exceptions import HTTPError
 
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
@@ -63,7 +62,7 @@ class ExactListing:
             try:
                 answer: Any = client.list_objects_v2(**self._parameters)
                 return self._parse_page(answer["Body"])
-            except (ET.ParseError, HTTPError, KeyError, ValueError) as error:
+            except (ET.ParseError, KeyError, ValueError) as error:
                 # The answer was cut off, or is not a listing. The page is requested again.
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 

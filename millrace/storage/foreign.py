@@ -5,9 +5,6 @@ obstore allocates the length that the body of an error announces: an absurd leng
 
 from typing import TYPE_CHECKING, Any
 
-from obstore.exceptions import GenericError
-from urllib3.exceptions import HTTPError
-
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
 from millrace.storage.read import BLOCK_SIZE, join_blocks
@@ -39,8 +36,6 @@ def read_foreign_range(
         body = client.get_object(**asked)["Body"]
         try:
             return join_blocks(store, key, body.iter_chunks(BLOCK_SIZE), end - start)
-        except HTTPError as error:  # the body was cut off
-            raise GenericError(f"{type(error).__name__}: {error}") from error
         finally:
             body.close()
 

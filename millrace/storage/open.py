@@ -21,6 +21,10 @@ from millrace.settings import Duration
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
+CONNECT_TIMEOUT = timedelta(seconds=10)
+"""Longest time that a connection to a store takes."""
+READ_TIMEOUT = timedelta(seconds=30)
+"""Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
 _memory: dict[str, MemoryStore] = {}
@@ -447,10 +451,9 @@ def _make_retry_configs(retry_timeout: timedelta) -> tuple[Any, Any]:
 
 def _make_client_options(spec: StoreSpec, endpoint: str | None) -> Any:
     client: dict[str, Any] = {
-        # Only a request that moves no byte for 30 s is given up.
         "timeout": "30m",
-        "read_timeout": "30s",
-        "connect_timeout": "10s",
+        "read_timeout": READ_TIMEOUT,
+        "connect_timeout": CONNECT_TIMEOUT,
         "pool_idle_timeout": "20s",
         "user_agent": "millrace",
     }

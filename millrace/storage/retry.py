@@ -165,6 +165,8 @@ def call_boto3(
 ) -> T:
     """Make a request by boto3, with the retries and errors of the other functions.
 
+    An answer that ends early, stalls or cannot be parsed is a transient fault.
+
     Args:
         store: Store that is compatible with S3.
         key: Key of the request.
@@ -176,6 +178,8 @@ def call_boto3(
         MillraceError: The request failed, with the errors of `call_with_retries`.
     """
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+    from botocore.parsers import ResponseParserError  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
     chosen_client = client or make_boto3_client(store, max_attempts=1)
 
@@ -192,6 +196,8 @@ def call_boto3(
         except BotoCoreError as error:
             system = _ERRNO.search(str(error.kwargs.get("error", "")))
             raise GenericError(f"{error} - {system[1]}" if system else str(error)) from error
+        except (HTTPError, ResponseParserError) as error:
+            raise GenericError(f"{type(error).__name__}: {error}") from error
 
     return call_with_retries(store, key, send_request)
 

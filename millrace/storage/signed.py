@@ -27,13 +27,12 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from millrace.digest import Algorithm
 from millrace.errors import StoppedError
 from millrace.storage.clients import make_full_key
-from millrace.storage.open import Store
+from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Store
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
 _CHUNK_SIZE = 1024 * 1024  # bytes per write to the socket: the timeout applies to each
-_TIMEOUT = 30.0  # seconds without a moved byte: the same as in obstore
 _CONNECTIONS = 16
 _EMPTY = hashlib.sha256().hexdigest()  # digest of an empty body
 _CRC_HEADER = "x-amz-checksum-crc64nvme"
@@ -304,7 +303,7 @@ def _make_pool(ca_file: str | None) -> "PoolManager":
     """Return a pool of connections without credentials."""
     from urllib3 import PoolManager, Timeout  # noqa: PLC0415
 
-    timeout = Timeout(connect=_TIMEOUT, read=_TIMEOUT)
+    timeout = Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=READ_TIMEOUT.total_seconds())
     return PoolManager(maxsize=_CONNECTIONS, timeout=timeout, ca_certs=ca_file)
 
 
