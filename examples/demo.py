@@ -11,12 +11,9 @@ import logging
 import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import sysconfig
 import time
-import urllib.request
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace.campaigns import CampaignSummary
+    from millrace.testing.prefect_server import PrefectServerProcess
     from millrace.testing.vast import VastServer
 
 HOME = Path(".millrace/demo").absolute()
@@ -51,55 +49,16 @@ class Size:
     steps: int = 25
 
 
-@contextmanager
-def prefect_server(port: int) -> Iterator[str]:
-    """Run a Prefect server with its database in the demo's folder."""
-    address = f"http://127.0.0.1:{port}"
-    os.environ |= {
-        "PREFECT_HOME": str(HOME / "prefect"),
-        "PREFECT_API_URL": f"{address}/api",
-        "PREFECT_UI_API_URL": f"{address}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }
-    (HOME / "prefect").mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "prefect", "server", "start"]
-    with (HOME / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def start_prefect_server(port: int = 0) -> "PrefectServerProcess":
+    """Start a Prefect server with its database in the demo's folder, for this process to use."""
+    from millrace.testing.prefect_server import PrefectServerProcess
+
     try:
-        wait_for(f"{address}/api/health", server)
-        yield address
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-
-
-def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Return when the server answers."""
-    for _ in range(1500):  # five minutes: a busy machine imports the server for two
-        if server.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    sys.exit(f"The Prefect server did not start; {HOME / 'server.log'} says why.")
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        server = PrefectServerProcess(HOME / "prefect", port=port)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    os.environ |= server.environment
+    return server
 
 
 @contextmanager
@@ -234,14 +193,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(Size, name), help=meaning)
     arguments = parser.parse_args()
     if arguments.ui:
-        with prefect_server(UI_PORT) as address:
-            print(f"The demo's runs: {address}/runs (Ctrl-C ends it)", flush=True)
+        with start_prefect_server(UI_PORT):
+            print(f"The demo's runs: http://127.0.0.1:{UI_PORT}/runs (Ctrl-C ends it)", flush=True)
             try:
                 while True:
                     time.sleep(3600)
             except KeyboardInterrupt:
                 return
-    with prefect_server(free_port()):
+    with start_prefect_server():
         run(Size(arguments.machines, arguments.windows, arguments.steps))
         for handler in logging.getLogger("prefect.flow_runs").handlers:
             handler.flush()  # while the server is there that the run's lines are sent to

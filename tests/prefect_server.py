@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import sqlite3
@@ -15,13 +14,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.request import urlopen
 from uuid import UUID
 
 import psutil
 import pytest
 
-from millrace.testing.process import REPOSITORY, Child, free_ports
+from millrace.testing.prefect_server import PrefectServerProcess
+from millrace.testing.process import REPOSITORY
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -57,38 +56,12 @@ def until(
         time.sleep(0.05)
 
 
-class PrefectServer:
-    """A server on a free port, with a home and a database of its own."""
+class PrefectServer(PrefectServerProcess):
+    """A server, and what tests ask of it."""
 
     def __init__(self, home: Path) -> None:
         """Start it, and wait until it answers."""
-        (port,) = free_ports(1)
-        self.home = home
-        self.url = f"http://127.0.0.1:{port}/api"
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if "PREFECT" not in name},
-            "PREFECT_HOME": str(home),
-            "PREFECT_API_URL": self.url,
-            "PREFECT_UI_API_URL": self.url,
-            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
-            "DO_NOT_TRACK": "1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-        home.mkdir(parents=True)
-        self.log = home / "server.log"
-        # `setpriv` would not end what `prefect server start` starts: this is what it starts.
-        app = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-        with _environment(self.environment):
-            self._child = Child([sys.executable, *app, *address], log=self.log, folder=REPOSITORY)
-        server = psutil.Process(self._child.pid)  # on a busy machine its imports take minutes
-        until(self._answers, "the Prefect server", progress=server.cpu_times)
-
-    def stop(self) -> None:
-        """Stop it."""
-        self._child.stop()
+        super().__init__(home, settings={"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"})
 
     def client(self) -> "SyncPrefectClient":
         """A client of it."""
@@ -227,13 +200,6 @@ class PrefectServer:
                         text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
                         yield table, text
 
-    def _answers(self) -> bool:
-        if not self._child.running():
-            raise AssertionError(f"The Prefect server ended:\n{self._child.tail(40)}")
-        with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
-            return answer.status == 200
-        return False
-
 
 @dataclass(frozen=True)
 class Begun:
@@ -319,18 +285,6 @@ class Worker:
 def _hear_interrupts() -> None:
     # A shell in the background has them ignored, and Prefect stops a worker by one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment of child processes that the block starts."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

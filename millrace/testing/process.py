@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
-_local = build_opener(ProxyHandler({}))
+open_local = build_opener(ProxyHandler({})).open  # by no proxy
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +23,13 @@ class Child:
     """
 
     def __init__(
-        self, command: Sequence[str], *, log: Path, folder: Path, announces: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        folder: Path,
+        announces: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start a server.
 
@@ -32,6 +38,7 @@ class Child:
             log: What it prints is appended to this file.
             folder: Where it runs.
             announces: It prints a line of JSON when it is ready, for `announced` to read.
+            environment: Environment of the server; by default that of this process.
         """
         self.name = " ".join(command[:3])
         self.log = log
@@ -42,6 +49,7 @@ class Child:
                 stdout=subprocess.PIPE if announces else sink,
                 stderr=sink,
                 cwd=folder,
+                env=environment,
                 start_new_session=True,
             )
 
@@ -96,7 +104,7 @@ def python_module(module: str, *arguments: str, log: Path) -> Child:
 
 def ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
     """Ask a server of ours, by no proxy, what no client of it can; its answer."""
-    with contextlib.closing(_local.open(Request(url, json.dumps(body or {}).encode()))) as answer:
+    with contextlib.closing(open_local(Request(url, json.dumps(body or {}).encode()))) as answer:
         return json.load(answer)
 
 
