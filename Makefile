@@ -67,7 +67,7 @@ test:
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 bench: .venv/dev
-	@deployments/test-servers.sh
+	@deployments/test-servers.sh postgresql
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm
@@ -75,6 +75,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.cleanup
 	$(BIN)/python -m benchmarks.digest
+	$(BIN)/python -m benchmarks.prefect
 
 soak: .venv/dev
 	@deployments/test-servers.sh

@@ -1,0 +1,80 @@
+"""A PostgreSQL server in a folder of its own, reached through a Unix socket."""
+
+import os
+import pwd
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+from millrace.testing.process import Child
+
+_PROGRAMS = Path("/usr/lib/postgresql")  # Debian's folder, with one folder for each version
+_START_TIMEOUT = 120.0  # seconds
+
+
+def find_programs() -> Path | None:
+    """Return the folder of the newest installed server's programs, or None."""
+    found = sorted(_PROGRAMS.glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
+    return found[-1].parent if found else None
+
+
+class PostgresServer:
+    """A server without a network address, which trusts every user of its socket.
+
+    Attributes:
+        url: URL of the database ``postgres`` for SQLAlchemy and asyncpg.
+    """
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        """Create a cluster in a folder, and serve it as another user than root.
+
+        Args:
+            programs: Folder of ``initdb`` and ``postgres``.
+            folder: New folder of the cluster. The other user can enter each folder above it.
+        """
+        folder.mkdir(parents=True)
+        data, user = folder / "data", _find_user()
+        change: list[str] = []
+        if user is not None:
+            os.chown(folder, user.pw_uid, user.pw_gid)
+            ids = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+            change = ["setpriv", *ids, "--pdeathsig", "KILL", "--"]  # a change of user unsets it
+        subprocess.run(
+            [*change, programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-N"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
+        serve = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", ""]
+        self._child = Child([*change, *serve], log=folder.parent / "postgres.log", folder=folder)
+        self.url = f"postgresql+asyncpg://postgres@/postgres?host={folder}"
+        try:
+            self._wait_until_ready(programs, folder)
+        except BaseException:
+            self._child.kill()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stop()
+
+    def _wait_until_ready(self, programs: Path, folder: Path) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT
+        ask = [programs / "pg_isready", "-q", "-h", folder]
+        while subprocess.run(ask, check=False).returncode:
+            if not self._child.running() or time.monotonic() > deadline:
+                raise RuntimeError(f"PostgreSQL does not start:\n{self._child.tail()}")
+            time.sleep(0.1)
+
+
+def _find_user() -> pwd.struct_passwd | None:
+    """Return the user that serves: PostgreSQL refuses root."""
+    if os.getuid():
+        return None
+    try:
+        return pwd.getpwnam("postgres")
+    except KeyError:
+        return pwd.getpwnam("nobody")
