@@ -71,7 +71,7 @@ class Tracker:
         concurrency = ReadConcurrency(limits.node_store)
         self._orders: list[PieceOrder] = []
         self._nodes = NodeTable(count)
-        self._transfers = TransferTable(count)
+        self._transfers = TransferTable(count, limits.up)
         self._unread = ReadQueue(count, seed)
         self._waiting = WaitingNodes(self._nodes, self._unread, concurrency)
         self._readers = ReaderRanking(self._nodes, concurrency, limits.down, count)
@@ -87,7 +87,7 @@ class Tracker:
         self._copies.require_votes(votes_needed)
         self._copies.expect_digests(expected or {})
         self._direct = DirectReads(self._nodes, self._copies, self._unread, allowed=limits.direct)
-        selector = UploaderSelector(self._nodes, self._copies, self._uploaders, limits.up)
+        selector = UploaderSelector(self._nodes, self._copies, self._uploaders, self._transfers)
         self._slots = SlotFiller(
             limits,
             concurrency,

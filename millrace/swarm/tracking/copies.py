@@ -6,7 +6,9 @@ may fetch the piece, a node drops its copy, or a node reads the piece from the s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.readers import ReaderRanking
@@ -22,12 +24,18 @@ class PieceState:
     Attributes:
         size: Number of bytes.
         votes: Reports of the nodes about the digest of the piece.
-        holders: Trusted nodes whose copy has the decided digest.
+        holders: Trusted nodes whose copy has the decided digest, in the order of their copies.
+        candidates: Bits of the last holders, which a node may fetch from (`NodeTransfers.bit`).
     """
 
     size: int
     votes: PieceVotes = field(default_factory=PieceVotes)
-    holders: list[str] = field(default_factory=list[str])
+    holders: dict[str, None] = field(default_factory=dict[str, None])
+    candidates: int = 0
+
+    def list_candidates(self) -> list[str]:
+        """Return the last holders, the newest first."""
+        return list(islice(reversed(self.holders), MAX_CANDIDATES))
 
 
 class CopyTable:
@@ -42,6 +50,7 @@ class CopyTable:
         orders: List that receives the orders to drop a copy.
 
     Attributes:
+        pieces: State of each piece.
         disputed: Pieces whose votes differ.
         faulty: Nodes with too many wrong copies.
     """
@@ -56,7 +65,7 @@ class CopyTable:
         readers: ReaderRanking,
         orders: list[PieceOrder],
     ) -> None:
-        self._pieces = [PieceState(size) for size in sizes]
+        self.pieces = [PieceState(size) for size in sizes]
         self._nodes, self._transfers = nodes, transfers
         self._waiting, self._readers = waiting, readers
         self._orders = orders
@@ -65,38 +74,38 @@ class CopyTable:
 
     def __getitem__(self, number: int) -> PieceState:
         """Return a piece."""
-        return self._pieces[number]
+        return self.pieces[number]
 
     def __len__(self) -> int:
         """Return the number of pieces."""
-        return len(self._pieces)
+        return len(self.pieces)
 
     def require_votes(self, votes_needed: Sequence[int]) -> None:
         """Set the number of equal votes that decide each piece."""
-        for piece, count in zip(self._pieces, votes_needed, strict=False):
+        for piece, count in zip(self.pieces, votes_needed, strict=False):
             piece.votes.votes_needed = count
 
     def expect_digests(self, digests: Mapping[int, str]) -> None:
         """Decide pieces whose digests are known before the run."""
         for number, digest in digests.items():
-            self._pieces[number].votes.expect(digest)
+            self.pieces[number].votes.expect(digest)
 
     def is_disputed(self, number: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
-        return self._pieces[number].votes.is_disputed(self._is_trusted)
+        return self.pieces[number].votes.is_disputed(self._is_trusted)
 
     def is_waiting_for_votes(self, number: int) -> bool:
         """Tell whether a piece has votes, but too few: the piece is in `NodeQueues.votes`."""
-        return self._pieces[number].votes.is_waiting(self._is_trusted)
+        return self.pieces[number].votes.is_waiting(self._is_trusted)
 
     def has_fast_holder(self, number: int) -> bool:
         """Tell whether a holder of a piece uploads in time."""
         nodes = self._nodes
-        return any(not nodes[name].pace.is_slow for name in self._pieces[number].holders)
+        return any(not nodes[name].pace.is_slow for name in self.pieces[number].holders)
 
     def queue_for_new_node(self, node: NodeState) -> None:
         """Add the pieces that have holders to the queue of a new node, and request reads."""
-        for number, piece in enumerate(self._pieces):
+        for number, piece in enumerate(self.pieces):
             if piece.holders:
                 node.queues.fetches.append(number)
             self.request_read_if_needed(number)  # all holders may be slow
@@ -110,7 +119,7 @@ class CopyTable:
             digest: Digest of the copy.
             vote: Whether the copy is a vote: the node did not receive it from another node.
         """
-        votes = self._pieces[number].votes
+        votes = self.pieces[number].votes
         self._nodes.note_copy(node, number)
         self._readers.note_copy(node)
         votes.add(node.name, digest, vote=vote)
@@ -127,19 +136,18 @@ class CopyTable:
 
         A digest that is known before the run stays.
         """
-        if self._pieces[number].votes.expected:
+        if self.pieces[number].votes.expected:
             return
-        self._pieces[number].votes.is_settled = True
+        self.pieces[number].votes.is_settled = True
         self._decide(number, digest)
         self.request_read_if_needed(number)
 
     def forget_node(self, node: NodeState) -> None:
         """Forget the copies of a removed node. Decided digests stay decided."""
-        for number, piece in enumerate(self._pieces):
+        for number, piece in enumerate(self.pieces):
             if not piece.votes.remove(node.name):
                 continue
-            if node.name in piece.holders:
-                piece.holders.remove(node.name)
+            self._remove_holder(node, number)
             self.request_read_if_needed(number)
 
     def distrust(self, node: NodeState) -> None:
@@ -151,11 +159,10 @@ class CopyTable:
         if not node.trust.is_trusted:
             return
         node.trust.is_trusted = False
-        for number, piece in enumerate(self._pieces):
+        for number, piece in enumerate(self.pieces):
             if node.name not in piece.votes.digests:
                 continue
-            if node.name in piece.holders:
-                piece.holders.remove(node.name)
+            self._remove_holder(node, number)
             self._undo_decision(node, number)
             self.request_read_if_needed(number)
 
@@ -177,7 +184,7 @@ class CopyTable:
             return
         node.pace.is_slow = True
         self._readers.update()
-        for number in range(len(self._pieces)):
+        for number in range(len(self.pieces)):
             if node.have[number]:
                 self.request_read_if_needed(number)
 
@@ -200,10 +207,11 @@ class CopyTable:
 
     def _add_holder(self, node: NodeState, number: int) -> None:
         """Add a holder of a piece, which other nodes can fetch from."""
-        piece = self._pieces[number]
+        piece = self.pieces[number]
         if not node.trust.is_trusted or node.name in piece.holders:
             return
-        piece.holders.append(node.name)
+        piece.holders[node.name] = None
+        self._offer(node, number)
         if node.pace.is_slow:
             self.request_read_if_needed(number)
         if len(piece.holders) == 1:
@@ -211,9 +219,32 @@ class CopyTable:
         elif node.zone:
             self._waiting.enqueue_for_zone(node, number)
 
+    def _remove_holder(self, node: NodeState, number: int) -> None:
+        piece = self.pieces[number]
+        if node.name not in piece.holders:
+            return
+        del piece.holders[node.name]
+        node.transfers.offers &= ~(1 << number)
+        piece.candidates = 0
+        for name in piece.list_candidates():
+            self._offer(self._nodes[name], number)
+
+    def _offer(self, node: NodeState, number: int) -> None:
+        """Make a holder of a piece one of those that other nodes may fetch the piece from."""
+        piece, bit, transfers = self.pieces[number], 1 << number, node.transfers
+        piece.candidates |= transfers.bit
+        transfers.offers |= bit
+        if transfers.bit & self._transfers.free:
+            self._transfers.available |= bit
+        oldest = next(islice(reversed(piece.holders), MAX_CANDIDATES, None), None)
+        if oldest is not None:
+            replaced = self._nodes[oldest].transfers
+            piece.candidates &= ~replaced.bit
+            replaced.offers &= ~bit
+
     def _count_votes(self, number: int) -> None:
         """Decide a piece with enough equal votes. Note a dispute if votes differ."""
-        digest = self._pieces[number].votes.count(self._is_trusted)
+        digest = self.pieces[number].votes.count(self._is_trusted)
         if digest is not None:
             self._decide(number, digest)
         if self.is_disputed(number):
@@ -221,9 +252,9 @@ class CopyTable:
 
     def _decide(self, number: int, digest: str) -> None:
         """Set the digest of a piece. If the driver has settled it, nodes drop other copies."""
-        piece = self._pieces[number]
+        piece = self.pieces[number]
         votes = piece.votes
-        votes.digest, piece.holders = digest, []
+        votes.digest, piece.holders, piece.candidates = digest, {}, 0
         for name, reported in list(votes.digests.items()):
             if reported == digest:
                 self._add_holder(self._nodes[name], number)
@@ -232,20 +263,20 @@ class CopyTable:
 
     def _reject(self, node: NodeState, number: int) -> None:
         """Order a node to drop a copy whose digest is wrong, or is no longer decided."""
-        voted = node.name in self._pieces[number].votes.voters
+        voted = node.name in self.pieces[number].votes.voters
         self._drop(node, number)
         self._waiting.enqueue(node, number)
         if voted:
             self.count_wrong_vote(node)
 
     def _undo_decision(self, node: NodeState, number: int) -> None:
-        piece = self._pieces[number]
+        piece = self.pieces[number]
         votes = piece.votes
         if votes.is_settled or not votes.digest:
             return
         if votes.has_support(self._is_trusted, held=bool(piece.holders)):
             return
-        wrong, votes.digest, piece.holders = votes.digest, "", []
+        wrong, votes.digest, piece.holders, piece.candidates = votes.digest, "", {}, 0
         for name, reported in list(votes.digests.items()):
             voted = name in votes.voters and name != node.name
             if reported == wrong and not voted:
@@ -253,10 +284,8 @@ class CopyTable:
         self._count_votes(number)
 
     def _drop(self, node: NodeState, number: int) -> None:
-        piece = self._pieces[number]
-        piece.votes.remove(node.name)
-        if node.name in piece.holders:
-            piece.holders.remove(node.name)
+        self.pieces[number].votes.remove(node.name)
+        self._remove_holder(node, number)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
             self._waiting.queue_vote_read(node, number)

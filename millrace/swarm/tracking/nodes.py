@@ -59,6 +59,7 @@ class NodeState:
         zone: Zone of the node; may be empty.
         have: 1 for each piece that the node has.
         missing: Number of pieces that the node lacks.
+        lacked: Bits of these pieces.
         transfers: Transfers that the node takes part in.
         alive: Whether the node takes part in the run.
         trust: Conduct of the node.
@@ -70,6 +71,7 @@ class NodeState:
     zone: str
     have: bytearray
     missing: int
+    lacked: int
     transfers: NodeTransfers
     alive: bool = True
     trust: NodeTrust = field(default_factory=NodeTrust)
@@ -89,6 +91,7 @@ class NodeTable:
 
     Attributes:
         zones: Living nodes of each zone.
+        zone_bits: Bits of the nodes of each zone, with the removed ones (`NodeTransfers.bit`).
     """
 
     def __init__(self, pieces: int) -> None:
@@ -96,6 +99,7 @@ class NodeTable:
         self._nodes: dict[str, NodeState] = {}
         self._lacking: Counter[str] = Counter()  # zone → number of living nodes that lack a piece
         self.zones: dict[str, list[NodeState]] = {}
+        self.zone_bits: Counter[str] = Counter()
 
     def __getitem__(self, name: str) -> NodeState:
         """Return the node of a name."""
@@ -115,9 +119,11 @@ class NodeTable:
 
     def add(self, name: str, zone: str, transfers: NodeTransfers) -> NodeState:
         """Add a node without any piece."""
-        node = NodeState(name, zone, bytearray(self._pieces), self._pieces, transfers)
+        count = self._pieces
+        node = NodeState(name, zone, bytearray(count), count, (1 << count) - 1, transfers)
         self._nodes[name] = node
         self.zones.setdefault(zone, []).append(node)
+        self.zone_bits[zone] |= transfers.bit
         self._lacking[zone] += bool(node.missing)
         return node
 
@@ -131,6 +137,7 @@ class NodeTable:
         """Note that a node has received a piece."""
         node.have[number] = 1
         node.missing -= 1
+        node.lacked &= ~(1 << number)
         self._lacking[node.zone] -= not node.missing
 
     def forget_copy(self, node: NodeState, number: int) -> None:
@@ -138,6 +145,7 @@ class NodeTable:
         self._lacking[node.zone] += node.alive and not node.missing
         node.have[number] = 0
         node.missing += 1
+        node.lacked |= 1 << number
 
     def is_lacked(self, number: int) -> bool:
         """Tell whether a living node lacks a piece."""

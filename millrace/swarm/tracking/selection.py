@@ -10,6 +10,7 @@ from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
+from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.uploaders import UploaderRanking
 
 
@@ -21,13 +22,13 @@ class UploaderSelector:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
         uploaders: Rates of the transfers between nodes.
-        up: Largest number of concurrent uploads of a node.
+        transfers: Transfers that are under way.
     """
 
     nodes: NodeTable
     copies: CopyTable
     uploaders: UploaderRanking
-    up: int
+    transfers: TransferTable
 
     def select(self, node: NodeState, number: int) -> NodeState | None:
         """Return the holder to fetch a piece from.
@@ -39,10 +40,9 @@ class UploaderSelector:
             None if no holder has a slot, or if a neighbour has or fetches the piece.
         """
         nodes, avoids = self.nodes, node.trust.avoids
-        holders = self.copies[number].holders
         near = False
         best: tuple[tuple[bool, bool, float], NodeState] | None = None
-        for name in reversed(holders[-MAX_CANDIDATES:]):
+        for name in self.copies[number].list_candidates():
             holder = nodes[name]
             if not (holder.alive and holder.trust.is_trusted) or avoids(name):
                 continue
@@ -60,6 +60,59 @@ class UploaderSelector:
             return None  # one copy enters a zone; the other nodes of the zone fetch that copy
         return best[1]
 
+    def skip_blocked(self, node: NodeState, most: int) -> int:
+        """Move pieces that no holder has a slot for from the start of a queue to its end.
+
+        One copy enters a zone. So a piece that a neighbour has waits for a slot of a neighbour. The
+        holders are not examined, which would take most of the tracker's time.
+
+        Args:
+            node: Node with the queue of fetches.
+            most: Largest number of pieces to move.
+
+        Returns:
+            Number of moved pieces, and of removed ones that have no holder any longer.
+        """
+        if node.trust.avoids_any:
+            return 0
+        fetches, have, down = node.queues.fetches, node.have, node.transfers.down
+        pieces, free, near = (
+            self.copies.pieces,
+            self.transfers.free,
+            self.nodes.zone_bits[node.zone],
+        )
+        moved = 0
+        while fetches and moved < most:
+            number = fetches[0]
+            if have[number] or number in down:
+                fetches.popleft()
+                continue
+            candidates = pieces[number].candidates
+            if (candidates & near or candidates) & free:
+                break
+            if candidates:
+                fetches.rotate(-1)
+            else:
+                fetches.popleft()  # the next first holder puts the piece into the queue again
+            moved += 1
+        return moved
+
+    def is_blocked(self, node: NodeState) -> bool:
+        """Tell whether no holder has a slot for any piece that a node may fetch.
+
+        False if a holder may have one.
+        """
+        transfers = self.transfers
+        if node.trust.avoids_any:
+            return False
+        needed = node.lacked & ~node.transfers.coming
+        while found := transfers.available & needed:
+            bit = found & -found
+            if self.copies.pieces[bit.bit_length() - 1].candidates & transfers.free:
+                return False
+            transfers.available &= ~bit
+        return True
+
     def is_low_priority(self, uploader: NodeState, node: NodeState) -> bool:
         """Tell whether a transfer has low priority: to another zone, or to a slow node."""
         return uploader.zone != node.zone or self.uploaders.is_slow_fetcher(node)
@@ -70,10 +123,10 @@ class UploaderSelector:
         Transfers with low priority take long. They use at most half of the slots while neighbours
         of the uploader lack pieces.
         """
-        if uploader.transfers.up >= self.up:
+        if uploader.transfers.up >= self.transfers.up:
             return False
         neighbours = self.nodes.count_lacking_neighbours(uploader)
-        most = max(1, self.up // 2)
+        most = max(1, self.transfers.up // 2)
         low_priority = len(uploader.transfers.low_priority)
         return not neighbours or low_priority < most or not self.is_low_priority(uploader, node)
 

@@ -57,9 +57,13 @@ class SlotFiller:
 
     def fill_waiting(self, now: float) -> None:
         """Fill the slots of waiting nodes. The nodes that lack most pieces come first."""
-        for node in self._waiting.list_most_lacking():
-            self._waiting.unmark(node)
-            self.fill(node, now)
+        for node in self._waiting.take_most_lacking():
+            if self._is_blocked(node):  # `fill` would only move pieces within the queue
+                self._uploaders.skip_blocked(node, MAX_CANDIDATES)
+                if node.queues.fetches:
+                    self._waiting.mark(node)
+            else:
+                self.fill(node, now)
 
     def fill(self, node: NodeState, now: float) -> None:
         """Fill the free slots of a node."""
@@ -72,7 +76,7 @@ class SlotFiller:
             if number is None:
                 break
             self._order_read(node, number, now)
-        down = limits.down if node.pace.fetch_pace else min(limits.down, _FIRST_FETCHES)
+        down = self._count_downloads(node)
         self._order_fetches(node, down, now)
         if (queues.fetches and transfers.fetches < down) or (
             (self._unread.has_unread or queues.without_uploader or queues.votes)
@@ -88,10 +92,30 @@ class SlotFiller:
             uploader.transfers.low_priority.add((node.name, number))
         self._orders.append(PieceOrder(node.name, number, uploader.name, digest))
 
+    def _is_blocked(self, node: NodeState) -> bool:
+        """Tell whether `fill` would give no order to a waiting node, which waits for a slot."""
+        queues, transfers = node.queues, node.transfers
+        return (
+            self._begun
+            and bool(queues.fetches)
+            and transfers.fetches < self._count_downloads(node)
+            and not (self._unread.has_unread or queues.without_uploader or queues.votes)
+            and not node.pace.store_comparison.reason
+            and self._uploaders.is_blocked(node)
+        )
+
+    def _count_downloads(self, node: NodeState) -> int:
+        """Return the number of concurrent fetches of a node."""
+        most = self._limits.down
+        return most if node.pace.fetch_pace else min(most, _FIRST_FETCHES)
+
     def _order_fetches(self, node: NodeState, down: int, now: float) -> None:
         queues, transfers = node.queues, node.transfers
         tried = 0
         while queues.fetches and transfers.fetches < down and tried < MAX_CANDIDATES:
+            tried += self._uploaders.skip_blocked(node, MAX_CANDIDATES - tried)
+            if not queues.fetches or tried == MAX_CANDIDATES:
+                break
             number = queues.fetches.popleft()
             if not node.needs(number):
                 continue

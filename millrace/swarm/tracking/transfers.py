@@ -15,6 +15,9 @@ class NodeTransfers:
 
     Attributes:
         name: Name of the node.
+        bit: Integer with one bit, which is the node's own in sets of nodes (`TransferTable.free`).
+        offers: Bits of the pieces that the node is one of the last holders of.
+        coming: Bits of the pieces of `down`.
         down: Start of each transfer to the node, by its piece and its source.
         reads: Number of its reads from the store.
         fetches: Number of its transfers from other nodes.
@@ -25,6 +28,9 @@ class NodeTransfers:
     """
 
     name: str
+    bit: int = 1
+    offers: int = 0
+    coming: int = 0
     down: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     reads: int = 0
     fetches: int = 0
@@ -58,9 +64,16 @@ class TransferTable:
 
     Args:
         pieces: Number of pieces of the run.
+        up: Largest number of concurrent uploads of a node.
+
+    Attributes:
+        up: Largest number of concurrent uploads of a node.
+        free: Bits of the nodes with a free upload slot.
+        available: Bits of the pieces that one of these nodes may offer, and of some others.
     """
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, pieces: int, up: int) -> None:
+        self.up, self.free, self.available = up, 0, 0
         self._nodes: dict[str, NodeTransfers] = {}
         self._readers: list[set[str]] = [set() for _ in range(pieces)]
         self._clock = SharedClock()
@@ -72,7 +85,8 @@ class TransferTable:
 
     def add_node(self, name: str) -> NodeTransfers:
         """Return the empty record of a new node."""
-        self._nodes[name] = added = NodeTransfers(name)
+        self._nodes[name] = added = NodeTransfers(name, 1 << len(self._nodes))
+        self.free |= added.bit
         return added
 
     def is_read(self, number: int) -> bool:
@@ -81,6 +95,7 @@ class TransferTable:
 
     def begin_read(self, node: NodeTransfers, number: int, now: float, digest: str = "") -> None:
         """Note that a node begins to read a piece, whose digest may be known, from the store."""
+        node.coming |= 1 << number
         node.down.setdefault(number, {})[STORE] = now
         node.ordered[number, STORE] = digest
         node.reads += 1
@@ -92,10 +107,13 @@ class TransferTable:
         self, node: NodeTransfers, number: int, uploader: NodeTransfers, digest: str, now: float
     ) -> None:
         """Note that a node begins to fetch a piece with a digest from another node."""
+        node.coming |= 1 << number
         node.down.setdefault(number, {})[uploader.name] = now
         node.ordered[number, uploader.name] = digest
         node.fetches += 1
         uploader.up += 1
+        if uploader.up >= self.up:
+            self.free &= ~uploader.bit
 
     def end(
         self, node: NodeTransfers, number: int, source: str, now: float
@@ -107,11 +125,15 @@ class TransferTable:
             return None
         if not sources:
             del node.down[number]
+            node.coming &= ~(1 << number)
         digest = node.ordered.pop((number, source))
         if source != STORE:
             node.fetches -= 1
             uploader = self._nodes[source]
             uploader.up -= 1
+            if uploader.up < self.up:
+                self.free |= uploader.bit
+                self.available |= uploader.offers
             uploader.low_priority.discard((node.name, number))
             return EndedTransfer(now - since, digest)
         unshared = self.measure_read(node, number, now)

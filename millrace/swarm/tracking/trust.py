@@ -5,7 +5,7 @@ This module owns the conduct of each node (`NodeTrust`) and the accusations of w
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _MIN_ACCUSERS = 2  # nodes that must report wrong bytes of an uploader; one alone may lie
@@ -54,12 +54,19 @@ class NodeTrust:
         """Forget the failed uploads of a node, which has uploaded a piece."""
         self.refusals.pop(uploader, None)
 
+    @property
+    def avoids_any(self) -> bool:
+        """True if the node may avoid an uploader."""
+        return bool(self.excluded or self.refusals)
+
     def avoids(self, uploader: str) -> bool:
         """Tell whether the node no longer fetches from an uploader."""
         return uploader in self.excluded or self.refusals.get(uploader, 0) >= _MAX_REFUSALS
 
-    def avoids_all(self, uploaders: Iterable[str]) -> bool:
+    def avoids_all(self, uploaders: Collection[str]) -> bool:
         """Tell whether the node avoids all of these uploaders; true if there are none."""
+        if not self.avoids_any:
+            return not uploaders
         return all(self.avoids(uploader) for uploader in uploaders)
 
 

@@ -4,6 +4,7 @@ This module owns the list of waiting nodes. It adds pieces to the queues of node
 """
 
 import heapq
+import itertools
 
 from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
@@ -23,11 +24,18 @@ class WaitingNodes:
 
     def __init__(self, nodes: NodeTable, reads: ReadQueue, concurrency: ReadConcurrency) -> None:
         self._nodes, self._reads, self._concurrency = nodes, reads, concurrency
-        self._waiting: dict[str, None] = {}  # ordered, so that decisions are reproducible
+        self._waiting: dict[str, int] = {}  # number of each waiting node, in order of arrival
+        self._numbers = itertools.count()
+        self._heap: list[tuple[int, int, str]] = []  # missing pieces (negative), number and name
 
     def mark(self, node: NodeState) -> None:
         """Note that a node waits."""
-        self._waiting[node.name] = None
+        if node.name not in self._waiting:
+            self._waiting[node.name] = next(self._numbers)
+            self._push(node)
+
+    def _push(self, node: NodeState) -> None:
+        heapq.heappush(self._heap, (-node.missing, self._waiting[node.name], node.name))
 
     def enqueue(self, node: NodeState, number: int) -> None:
         """Add a piece to the queue of a node, to fetch from other nodes."""
@@ -65,14 +73,26 @@ class WaitingNodes:
 
     def queue_vote_read(self, node: NodeState, number: int) -> None:
         """Queue a read by a node that has dropped a piece, if a further vote is requested."""
+        if node.name in self._waiting:
+            self._push(node)  # it lacks one more piece
         if self._reads.is_vote_requested(number):
             node.queues.votes.append(number)
 
-    def list_most_lacking(self) -> list[NodeState]:
-        """Return a few waiting nodes. The nodes that lack most pieces come first."""
-        waiting = [node for name in self._waiting if (node := self._nodes[name]).alive]
-        return heapq.nlargest(_MAX_FILLED, waiting, key=lambda node: node.missing)
+    def take_most_lacking(self) -> list[NodeState]:
+        """Remove and return a few waiting nodes. The nodes that lack most pieces come first.
 
-    def unmark(self, node: NodeState) -> None:
-        """Note that a node no longer waits."""
-        self._waiting.pop(node.name, None)
+        An entry of the heap is stale if its node no longer waits, or has received pieces since.
+        """
+        taken: list[NodeState] = []
+        while self._heap and len(taken) < _MAX_FILLED:
+            missing, number, name = heapq.heappop(self._heap)
+            node = self._nodes[name]
+            if self._waiting.get(name) != number:
+                continue
+            if node.alive and node.missing < -missing:
+                self._push(node)
+                continue
+            del self._waiting[name]
+            if node.alive:
+                taken.append(node)
+        return taken

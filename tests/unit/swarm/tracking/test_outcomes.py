@@ -22,7 +22,7 @@ class Parts:
 
     def __init__(self, names: str = "abc") -> None:
         concurrency, orders = ReadConcurrency(8), list[PieceOrder]()
-        self.nodes, self.transfers, self.unread = NodeTable(1), TransferTable(1), ReadQueue(1, 0)
+        self.nodes, self.transfers, self.unread = NodeTable(1), TransferTable(1, 8), ReadQueue(1, 0)
         waiting = WaitingNodes(self.nodes, self.unread, concurrency)
         readers = ReaderRanking(self.nodes, concurrency, 4, 1)
         uploaders = UploaderRanking(self.nodes)
@@ -59,7 +59,7 @@ class Parts:
 
 def test_a_read_of_a_node_is_a_copy_that_others_may_fetch():
     parts = Parts()
-    assert parts.copies[0].holders == ["a"]
+    assert list(parts.copies[0].holders) == ["a"]
     assert parts.nodes["a"].pace.read_pace == pytest.approx(1 / SIZE)
     assert list(parts.nodes["b"].queues.fetches) == [0]
 
@@ -67,7 +67,7 @@ def test_a_read_of_a_node_is_a_copy_that_others_may_fetch():
 def test_a_fetched_copy_is_a_further_holder_and_its_path_has_a_rate():
     parts = Parts()
     assert parts.outcomes.complete(parts.begin_fetch("b"), 0, "a", "x", 3.0)
-    assert parts.copies[0].holders == ["a", "b"]
+    assert list(parts.copies[0].holders) == ["a", "b"]
     assert parts.nodes["a"].pace.rates == {"": SIZE / 2.0}
 
 

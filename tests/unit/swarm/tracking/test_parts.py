@@ -75,7 +75,7 @@ def test_a_decision_stands_while_a_copy_and_enough_votes_are_left():
 
 
 def test_transfers_take_slots_until_they_end():
-    table = TransferTable(3)
+    table = TransferTable(3, 8)
     a, b = table.add_node("a"), table.add_node("b")
     table.begin_read(a, 0, 0.0)
     table.begin_fetch(b, 1, a, "x", 1.0)
@@ -92,7 +92,7 @@ def test_transfers_take_slots_until_they_end():
 
 
 def test_reads_that_share_the_store_are_timed_as_if_each_were_alone():
-    table = TransferTable(2)
+    table = TransferTable(2, 8)
     a, b = table.add_node("a"), table.add_node("b")
     table.begin_read(a, 0, 0.0)
     table.begin_read(b, 1, 0.0)
@@ -105,7 +105,7 @@ def test_reads_that_share_the_store_are_timed_as_if_each_were_alone():
 
 
 def make_nodes(pieces: int, zones: dict[str, str]) -> NodeTable:
-    nodes, transfers = NodeTable(pieces), TransferTable(pieces)
+    nodes, transfers = NodeTable(pieces), TransferTable(pieces, 8)
     for name, zone in zones.items():
         nodes.add(name, zone, transfers.add_node(name))
     return nodes

@@ -4,6 +4,7 @@ from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.direct_reads import DirectReads
 from millrace.swarm.tracking.late_transfers import LateTransfers
+from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeTable
 from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
@@ -21,7 +22,7 @@ class Parts:
 
     def __init__(self, pieces: int, zones: dict[str, str], *, up: int = 2, down: int = 4) -> None:
         concurrency = ReadConcurrency(4)
-        self.nodes, self.transfers = NodeTable(pieces), TransferTable(pieces)
+        self.nodes, self.transfers = NodeTable(pieces), TransferTable(pieces, up)
         self.reads = ReadQueue(pieces, seed=0)
         self.waiting = WaitingNodes(self.nodes, self.reads, concurrency)
         self.readers = ReaderRanking(self.nodes, concurrency, down, pieces)
@@ -35,7 +36,8 @@ class Parts:
             readers=self.readers,
             orders=self.orders,
         )
-        self.select_uploader = UploaderSelector(self.nodes, self.copies, self.uploaders, up).select
+        self.selector = UploaderSelector(self.nodes, self.copies, self.uploaders, self.transfers)
+        self.select_uploader = self.selector.select
         self.select_read = ReadSelector(self.nodes, self.copies, self.reads, self.readers).select
         for name, zone in zones.items():
             self.nodes.add(name, zone, self.transfers.add_node(name))
@@ -137,9 +139,51 @@ def test_a_first_copy_is_queued_by_all_that_lack_it_and_those_first_that_lack_mo
     parts.hold("c", 1)
     parts.hold("a", 0)
     assert list(parts.nodes["b"].queues.fetches) == [1, 0]
-    assert [node.name for node in parts.waiting.list_most_lacking()] == ["b", "a", "c"]
-    parts.waiting.unmark(parts.nodes["b"])
-    assert [node.name for node in parts.waiting.list_most_lacking()] == ["a", "c"]
+    assert [node.name for node in parts.waiting.take_most_lacking()] == ["b", "a", "c"]
+    assert parts.waiting.take_most_lacking() == []
+
+
+def test_a_waiting_node_moves_with_the_number_of_pieces_that_it_lacks():
+    parts = Parts(3, dict.fromkeys("abc", ""))
+    for name in "abc":
+        parts.waiting.mark(parts.nodes[name])
+    for name, piece in (("a", 1), ("a", 2), ("b", 1)):
+        parts.nodes.note_copy(parts.nodes[name], piece)
+    parts.nodes.remove(parts.nodes["c"])
+    parts.waiting.mark(parts.nodes["a"])
+    parts.nodes.forget_copy(parts.nodes["a"], 1)
+    parts.nodes.forget_copy(parts.nodes["a"], 2)
+    parts.waiting.queue_vote_read(parts.nodes["a"], 2)
+    assert [node.name for node in parts.waiting.take_most_lacking()] == ["a", "b"]
+    assert parts.waiting.take_most_lacking() == []
+
+
+def test_a_node_is_blocked_until_a_holder_of_what_it_lacks_has_a_slot():
+    parts = Parts(2, dict.fromkeys(["holder", "first", "second", "node"], ""))
+    parts.hold("holder", 0)
+    node, holder = parts.nodes["node"], parts.nodes["holder"].transfers
+    assert not parts.selector.is_blocked(node)
+    for name in ("first", "second"):
+        parts.transfers.begin_fetch(parts.nodes[name].transfers, 0, holder, "d0", 0.0)
+    assert parts.selector.is_blocked(node)
+    assert parts.selector.skip_blocked(node, 16) == 16
+    parts.transfers.end(parts.nodes["first"].transfers, 0, "holder", 1.0)
+    assert not parts.selector.is_blocked(node)
+    assert parts.selector.skip_blocked(node, 16) == 0
+    assert not parts.selector.is_blocked(parts.nodes["first"])
+    assert parts.selector.is_blocked(parts.nodes["second"])  # the piece is on its way
+
+
+def test_only_the_last_holders_of_a_piece_offer_it():
+    parts = Parts(1, {f"n{i}": "" for i in range(MAX_CANDIDATES + 2)})
+    for i in range(MAX_CANDIDATES + 1):
+        parts.hold(f"n{i}", 0)
+    assert parts.nodes["n0"].transfers.offers == 0
+    assert parts.nodes["n1"].transfers.offers == 1
+    parts.nodes.remove(parts.nodes["n5"])
+    parts.copies.forget_node(parts.nodes["n5"])
+    assert parts.nodes["n0"].transfers.offers == 1
+    assert parts.nodes["n5"].transfers.offers == 0
 
 
 def test_what_the_owner_settles_is_dropped_where_it_differs():
@@ -149,7 +193,7 @@ def test_what_the_owner_settles_is_dropped_where_it_differs():
     assert parts.copies.disputed == [0]
     parts.copies.settle(0, "y")
     assert parts.orders == [PieceOrder("a", 0, STORE, drop=True)]
-    assert parts.copies[0].holders == ["b"]
+    assert list(parts.copies[0].holders) == ["b"]
     assert not parts.copies.is_disputed(0)
 
 
