@@ -236,7 +236,7 @@ def start_bench(
 ) -> Iterator[Bench]:
     """Start a Prefect server on a database, deploy the flows, and start a worker."""
     with ExitStack() as stack:
-        settings: dict[str, str] = {}
+        settings = {"PREFECT_SERVER_LOGGING_LEVEL": "INFO"}  # a line for each request
         if programs is not None:
             postgres = stack.enter_context(PostgresServer(programs, folder / "postgres"))
             settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = postgres.url

@@ -39,7 +39,7 @@ class PrefectServerProcess:
             home: Folder of the server. It is created if it does not exist.
             port: Port; 0 means a free one.
             settings: Further environment variables of the server and its clients.
-            log_level: Level of uvicorn's log. ``info`` has one line for each request.
+            log_level: Level of uvicorn's log.
 
         Raises:
             RuntimeError: The server ended, or used no CPU time for two minutes.
