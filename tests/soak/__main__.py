@@ -183,13 +183,16 @@ def _demo(_: argparse.Namespace) -> tuple[bool, str]:
 
 @contextmanager
 def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[StoreSpec], R2Proxy]]:
-    """A folder, RGW, and RGW behind a proxy at which one request in twenty meets a fault."""
+    """A folder, RGW, and RGW behind a proxy at which one request in twenty meets a fault.
+
+    One upload in thirty is damaged: a run has ten times fewer uploads than other requests.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
         proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-        proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault)))
+        proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault), damage=1 / 30))
         places = [
             StoreSpec(url=(folder / "store").as_uri()),
             StoreSpec.model_validate(rgw_place(rgw, bucket).spec("below")),

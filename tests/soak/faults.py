@@ -22,9 +22,20 @@ def bad_weather(
     retry_after: float | None = None,
     stall_seconds: float = 0.5,
     each: float = EACH,
+    damage: float | None = None,
 ) -> Faults:
-    """All kinds, each at 5 % of the requests. A stall ends when the proxy hangs up."""
+    """All kinds, each at 5 % of the requests. A stall ends when the proxy hangs up.
+
+    Args:
+        seed: Seed of all chance.
+        retry_after: Seconds that an error asks a client to wait.
+        stall_seconds: Seconds of a stall.
+        each: Probability of each kind.
+        damage: Probability of damage, which only uploads can meet; by default ``each``.
+    """
     chances = {kind.value: each for kind in Fault}
+    if damage is not None:
+        chances[Fault.DAMAGE.value] = damage
     return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)
 
 
