@@ -23,7 +23,16 @@ from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
 from millrace.digest import BLOCK_SIZE, combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.schemas.checkpoint import Checkpoint, Part
-from millrace.storage import Store, delete, list_objects, put, read, read_and_hash
+from millrace.storage import (
+    Store,
+    delete,
+    list_objects,
+    open_store,
+    put,
+    read,
+    read_and_hash,
+)
+from tests.stores import spec_of
 
 KEYS = CheckpointKeys("runs/one")
 SETTINGS = SaveSettings(part_bytes=ByteSize(32 << 20))
@@ -47,6 +56,12 @@ def get_large_part(checkpoint: Checkpoint) -> Part:
 
 def list_key(part: Part) -> str:
     return KEYS.make_block_list_key(part.step, part.digest)
+
+
+@pytest.fixture(params=["local", "rgw"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """A folder and RGW: files of many blocks are slow in stand-ins that are written in Python."""
+    return open_store(spec_of(request.param, request))
 
 
 @pytest.fixture
