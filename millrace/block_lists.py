@@ -6,7 +6,8 @@ block. Another record has the root of each file, so these objects need no trust:
 fit their root are not used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from millrace import errors
 from millrace.digest import BLOCK_DIGEST_SIZE, check_blocks, count_blocks
@@ -68,8 +69,9 @@ def read_shard_blocks(store: Store, manifest: Manifest) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     start = 0
     for shard, size in zip(manifest.shards, sizes, strict=True):
-        if blocks := _accept(joined[start : start + size], shard.digest, shard.size):
-            found[shard.key] = blocks
+        with suppress(errors.CorruptError):
+            blocks = joined[start : start + size]
+            found[shard.key] = check_blocks(blocks, shard.digest, shard.size)
         start += size
     return found
 
@@ -138,12 +140,7 @@ def read_file_blocks(store: Store, key: str, digest: str, size: int) -> bytes:
     expected = BLOCK_DIGEST_SIZE * count_blocks(size)
     if expected > _MAX_SIZE:
         return b""
-    try:
-        return _accept(read(store, key, max_size=expected), digest, size)
-    except errors.UnavailableError:
-        raise
-    except errors.MillraceError:
-        return b""
+    return _accept(lambda: read(store, key, max_size=expected), digest, size)
 
 
 def _is_too_large(manifest: Manifest) -> bool:
@@ -156,19 +153,19 @@ def _measure_list(shard: ManifestShard) -> int:
 
 
 def _read_list(store: Store, manifest: Manifest, start: int, shard: ManifestShard) -> bytes:
-    key = DatasetKeys(manifest.dataset).block_digests
+    key, stop = DatasetKeys(manifest.dataset).block_digests, start + _measure_list(shard)
+    return _accept(lambda: read_range(store, key, start, stop), shard.digest, shard.size)
+
+
+def _accept(read_list: Callable[[], bytes], digest: str, size: int) -> bytes:
+    """Return the digests that a function reads, if they fit a file; otherwise nothing.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
     try:
-        joined = read_range(store, key, start, start + _measure_list(shard))
-        return _accept(joined, shard.digest, shard.size)
+        return check_blocks(read_list(), digest, size)
     except errors.UnavailableError:
         raise
-    except errors.MillraceError:  # missing, or too short for this range
-        return b""
-
-
-def _accept(blocks: bytes, digest: str, size: int) -> bytes:
-    """Return digests that fit a file; otherwise nothing."""
-    try:
-        return check_blocks(blocks, digest, size)
-    except errors.CorruptError:
+    except errors.MillraceError:  # missing, of another length, or of another file
         return b""
