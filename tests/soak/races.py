@@ -182,15 +182,15 @@ class _Race:
 
     def run(self) -> None:
         """Race; where members are confined, beside an owner that commits for them."""
-        if not self.confined:
+        if self._watched is None:
             self._run()
             return
         with ThreadPoolExecutor(1) as pool:
-            owner = pool.submit(self._own)
+            owner = pool.submit(self._own, self._watched)
             self._run()
             owner.result()
 
-    def _own(self) -> None:
+    def _own(self, watched: Any) -> None:
         """Watch the epoch's end from the time when all members live, and let them begin then."""
         store = open_store(self._place)
         clock = StoreClock.read(store, self.job, Holder.describe_this_process())
@@ -198,8 +198,7 @@ class _Race:
         deadline = time.monotonic() + _HANGS
         while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if self._watched is not None:
-            self._watched.set()
+        watched.set()
         timeout = timedelta(seconds=2 * _HANGS)
         watch_epoch_end(store, self.job, 0, timeout=timeout, members=self._names, clock=clock)
 
