@@ -59,7 +59,7 @@ from tasks.reports import escape
 logger = logging.getLogger("millrace.flows")
 
 _UPDATE_INTERVAL = 2.0  # seconds between two updates of the artifact
-_STOP_TIMEOUT = 5.0  # seconds that the end of a run waits for the last update
+_STOP_TIMEOUT = 60.0  # seconds that the end of a run waits for the last update
 
 
 class LiveProgress(abc.ABC):
@@ -147,19 +147,26 @@ class LiveProgress(abc.ABC):
         self.pace[int(time.monotonic() - self._began)] += size
 
     def _run(self) -> None:
-        try:
-            self._artifact = cast("UUID", create_progress_artifact(0.0, self._key, self.sentence))
-            while not self._stop.wait(_UPDATE_INTERVAL):
+        has_failed = is_last = False
+        interval = 0.0
+        while not is_last:
+            is_last = self._stop.wait(interval)
+            interval = _UPDATE_INTERVAL
+            try:
                 self._show()
-            self._show()
-        except Exception as error:  # noqa: BLE001 - only the progress is lost
-            logger.warning("The progress is no longer shown: %s", type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - only the progress is lost
+                if not has_failed:
+                    logger.warning("The progress is not shown for now: %s", type(error).__name__)
+                has_failed = True
 
     def _show(self) -> None:
         sentence = self.sentence
-        if self._artifact is not None and sentence != self._shown:
+        if self._artifact is None:
+            created = create_progress_artifact(self.percent, self._key, sentence)
+            self._artifact = cast("UUID", created)
+        elif sentence != self._shown:
             update_progress_artifact(self._artifact, self.percent, sentence)
-            self._shown = sentence
+        self._shown = sentence
 
 
 class ShardProgress(LiveProgress):

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HANGS = 900.0  # seconds until a command that does not end is taken to hang, on a busy machine
-PATIENCE = 120.0  # seconds without progress until what is waited for is taken to have failed
+PATIENCE = 300.0  # seconds without progress until what is waited for is taken to have failed
+# Prefect answers 503 while another request writes to its SQLite, on a busy machine for minutes.
+# Its clients wait 2, 4, 8, ... seconds; the default of 5 attempts ends after one minute.
+CLIENT_RETRIES = 7
 
 
 def until(
@@ -61,7 +64,11 @@ class PrefectServer(PrefectServerProcess):
 
     def __init__(self, home: Path) -> None:
         """Start it, and wait until it answers."""
-        super().__init__(home, settings={"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2"})
+        settings = {
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
+            "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
+        }
+        super().__init__(home, settings=settings)
 
     def client(self) -> "SyncPrefectClient":
         """A client of it."""
@@ -303,6 +310,7 @@ def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import (
         PREFECT_API_URL,
+        PREFECT_CLIENT_MAX_RETRIES,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
         PREFECT_HOME,
         temporary_settings,
@@ -312,6 +320,7 @@ def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
         {
             PREFECT_API_URL: prefect_server.url,
             PREFECT_HOME: prefect_server.home,
+            PREFECT_CLIENT_MAX_RETRIES: CLIENT_RETRIES,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
     ):

@@ -156,12 +156,13 @@ class GatherResults:
             return result.rejection or RejectedWorker(
                 Refusal.DUPLICATE, "Another worker had sent the same gradient before."
             )
+        if uid in self._passing:
+            return self._passing[uid]
         if is_pending:
             return RejectedWorker(
                 Refusal.UNAVAILABLE, "Its bucket had not answered by the deadline."
             )
-        missing = RejectedWorker(Refusal.MISSING, "No gradient of it arrived before the deadline.")
-        return self._passing.get(uid, missing)
+        return RejectedWorker(Refusal.MISSING, "No gradient of it arrived before the deadline.")
 
     def _report_refused(self, uid: str, reason: Refusal) -> None:
         self._progress(GradientRefused(uid=uid, reason=reason))

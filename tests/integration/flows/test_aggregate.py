@@ -1,5 +1,6 @@
 """The flow aggregate-gradients, with credentials that each reach only what is theirs."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -130,7 +131,9 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     report = artifacts["aggregated-gradients"]
     assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
     assert "| 2 | 50 | 3 | 1 unavailable |" in report
-    assert "| `gone` | 0 |  | 3 unavailable | Its bucket is not there. |" in report
+    # A window can end before its listing has: then that is the reason.
+    reason = r"Its bucket (is not there|had not answered by the deadline)\."
+    assert re.search(rf"\| `gone` \| 0 \|  \| 3 unavailable \| {reason} \|", report)
     warned = "The bucket of gone cannot be read"
     until(lambda: warned in prefect_api.logs(running.run), "the warning to be in the logs")
     assert "![participation and norms of the windows](data:image/svg+xml;base64," in report

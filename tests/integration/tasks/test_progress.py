@@ -1,10 +1,12 @@
 """Progress as a Prefect server shows it."""
 
 import threading
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
 from prefect import flow
+from prefect.artifacts import create_progress_artifact
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.runtime import flow_run
 
@@ -73,3 +75,28 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
         return float(sum(live.pace.values()))
 
     assert goes_on() == sum(range(1000))
+
+
+def test_the_end_is_shown_after_a_request_that_failed(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy SQLite answers 503 to some requests for minutes."""
+    failed = threading.Event()
+
+    def fail_once(*arguments: Any) -> UUID:
+        if not failed.is_set():
+            failed.set()
+            raise ConnectionError
+        return cast("UUID", create_progress_artifact(*arguments))
+
+    monkeypatch.setattr(module, "create_progress_artifact", fail_once)
+
+    @flow(name="shows-late")
+    def shows() -> str:
+        with ShardProgress("progress-shows-late") as live:
+            live(PLAN)
+            assert failed.wait(60)
+            live(end("train-00000"))
+        return str(flow_run.id)
+
+    assert prefect_api.artifacts(UUID(shows())) == {"progress-shows-late": 100.0}

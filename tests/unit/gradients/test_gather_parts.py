@@ -277,5 +277,6 @@ def test_a_worker_without_a_result_is_missing_or_its_bucket_does_not_answer():
     denied = RejectedWorker(Refusal.UNAVAILABLE, "Its bucket refuses to be read.")
     results.note_failed_listing({"a": denied})
     assert results.explain_rejection("a", is_pending=False) is denied
+    assert results.explain_rejection("a", is_pending=True) is denied  # it is listed once more
     assert results.should_read("a", stat_of("a"))  # the next listing succeeded
     assert results.explain_rejection("a", is_pending=False).reason is Refusal.MISSING
