@@ -190,7 +190,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
                     bodies(number), shapes, CODEC, run="run", uid=worker.uid, window=window,
                     base=STEPS * (window - 1),
                 )  # fmt: skip
-                put(store, settings.gradients.gradient(worker.uid, window), body)
+                put(store, settings.gradients.make_gradient_key(worker.uid, window), body)
             next(merged)
             losses.append(teachers.loss(state))
             if not math.isfinite(losses[-1]) or losses[-1] > 100 * losses[0]:

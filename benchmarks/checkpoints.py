@@ -136,7 +136,10 @@ def _files(place: dict[str, Any], step: int) -> list[str]:
     from millrace.keys.checkpoints import CheckpointKeys
     from millrace.storage import list_objects
 
-    return [stat.key for stat in list_objects(_store(place), CheckpointKeys(JOB).parts(step))]
+    return [
+        stat.key
+        for stat in list_objects(_store(place), CheckpointKeys(JOB).make_parts_prefix(step))
+    ]
 
 
 def _floor_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:

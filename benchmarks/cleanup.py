@@ -79,7 +79,7 @@ def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) 
 
 def fill(store: Store, objects: int) -> None:
     keys = GradientKeys("run", "0.2.1")
-    names = (keys.gradient(f"w{n % WORKERS}", n // WORKERS) for n in range(objects))
+    names = (keys.make_gradient_key(f"w{n % WORKERS}", n // WORKERS) for n in range(objects))
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(lambda key: put(store, key, b"gradient"), names):
             pass

@@ -303,7 +303,11 @@ def stored(tensors: dict[str, torch.Tensor]) -> int:
     """Bytes of the object in a store, by its listing."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        put(store, GradientKeys("run", "1").gradient("one", 0), object_of(tensors, "one")[0])
+        put(
+            store,
+            GradientKeys("run", "1").make_gradient_key("one", 0),
+            object_of(tensors, "one")[0],
+        )
         return sum(stat.size for stat in list_objects(store, "run/"))
 
 

@@ -65,8 +65,8 @@ class PostgresServer:
         deadline = time.monotonic() + _START_TIMEOUT
         ask = [programs / "pg_isready", "-q", "-h", folder]
         while subprocess.run(ask, check=False).returncode:
-            if not self._child.running() or time.monotonic() > deadline:
-                raise RuntimeError(f"PostgreSQL does not start:\n{self._child.tail()}")
+            if not self._child.is_running() or time.monotonic() > deadline:
+                raise RuntimeError(f"PostgreSQL does not start:\n{self._child.read_tail()}")
             time.sleep(0.1)
 
 

@@ -176,12 +176,12 @@ class Bench:
                 deadline = time.monotonic() + RUN_TIMEOUT
                 while not (watch.samples and time.time() - watch.samples[-1][0] > 1.0):
                     if time.monotonic() > deadline:
-                        raise RuntimeError(f"The run did not end:\n{self.worker.tail(40)}")
+                        raise RuntimeError(f"The run did not end:\n{self.worker.read_tail(40)}")
                     time.sleep(0.1)
             requests = self._count_requests(log_size)
             run = client.read_flow_run(run.id)
         if run.state is None or not run.state.is_completed() or run.start_time is None:
-            raise RuntimeError(f"The run failed: {run.state}\n{self.worker.tail(40)}")
+            raise RuntimeError(f"The run failed: {run.state}\n{self.worker.read_tail(40)}")
         imports = watch.find_cpu(run.start_time.timestamp())
         ended = run.state.timestamp.timestamp()
         return Timing(began, ended, imports, watch.samples[-1][1] - imports, requests)

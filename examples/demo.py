@@ -135,7 +135,7 @@ def run(size: Size) -> None:
     print(f"The campaign {name}: {weights:,} weights, {size.machines} machines.", flush=True)
     with cloud() as server:
         found = run_campaign(CampaignPlan.model_validate(plan_of(name, size)))
-        books, alive = server.books(), server.alive()
+        books, alive = server.list_machines(), server.list_alive()
     tell(found, size, time.monotonic() - began)
     billed = sum(one["cost"] for one in books)
     print(f"  the provider's books: {len(books)} machines rented, ${billed:.4f} billed,")

@@ -98,7 +98,7 @@ def aggregate_gradients(
     check_right(shared, Right.READ, run.name)
     for each in worker_buckets or ():
         try:
-            check_right(each.bucket, Right.READ, run.gradients.worker(each.uid))
+            check_right(each.bucket, Right.READ, run.gradients.make_worker_prefix(each.uid))
         except MillraceError as error:  # only this worker is left out, with a reason
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
     after = find_last_window(settings)

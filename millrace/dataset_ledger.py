@@ -17,7 +17,7 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
     Raises:
         CorruptError: Commits are damaged. Raised after all intact commits were yielded.
     """
-    prefix = keys.commits_of(partition) if partition else keys.commits
+    prefix = keys.make_commits_prefix(partition) if partition else keys.commits
     found = iterate_records(
         store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
     )

@@ -156,7 +156,7 @@ class Lease:
 
     def beat(self) -> None:
         """Write a heartbeat. One request. Callers wait at least a second between two calls."""
-        put(self.store, self.keys.beat(self.term), self.holder.id.encode())
+        put(self.store, self.keys.make_beat_key(self.term), self.holder.id.encode())
 
     def is_superseded(self) -> bool:
         """Decide whether another holder has taken the lease since. One listing.
@@ -173,7 +173,7 @@ class Lease:
     def release(self) -> None:
         """Give the lease back, so that the next holder need not wait."""
         try:
-            create(self.store, self.keys.end(self.term), self.holder.id.encode())
+            create(self.store, self.keys.make_end_key(self.term), self.holder.id.encode())
         except errors.ExistsError:
             return
 
@@ -204,7 +204,7 @@ def acquire(
     number, held = _find_current(store, keys, clock)
     if held is not None:
         return held
-    commit = commit_once(store, keys.term(number + 1), LeaseTerm(holder=holder, ttl=ttl))
+    commit = commit_once(store, keys.make_term_key(number + 1), LeaseTerm(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
     return HeldLease(commit.record.holder, clock.now() + commit.record.ttl)
@@ -252,7 +252,9 @@ def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int
     number, newest = _find_newest(keys, list_objects(store, keys.prefix))
     if not _is_taken(newest):
         return number, None
-    return number, _find_live_holder(fetch(store, keys.term(number), LeaseTerm), newest, clock)
+    return number, _find_live_holder(
+        fetch(store, keys.make_term_key(number), LeaseTerm), newest, clock
+    )
 
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
@@ -331,7 +333,9 @@ class Census:
                 found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))
         held: dict[str, HeldLease] = {}
         for keys, (number, newest) in found.items():
-            record = self._read_term(keys.term(number), newest) if _is_taken(newest) else None
+            record = (
+                self._read_term(keys.make_term_key(number), newest) if _is_taken(newest) else None
+            )
             if record is not None and (holder := _find_live_holder(record, newest, self._clock)):
                 held[keys.name.rpartition("/")[2]] = holder
         return held

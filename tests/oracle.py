@@ -25,7 +25,7 @@ _COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.js
 _END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
 
 
-def blake3_digest(data: bytes) -> str:
+def compute_blake3(data: bytes) -> str:
     """Return the digest that records have: BLAKE3, with a root if there are several blocks."""
     blocks = [blake3(data[at : at + 2**20]).digest() for at in range(0, len(data) or 1, 2**20)]
     if len(blocks) == 1:
@@ -37,7 +37,7 @@ def blake3_digest(data: bytes) -> str:
 class Bucket(Protocol):
     """Location of a dataset."""
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Every object there is."""
         ...
 
@@ -52,7 +52,7 @@ class Folder:
 
     root: Path
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         found = [Path(at, name) for at, _, names in os.walk(self.root) for name in names]
         return sorted(path.relative_to(self.root).as_posix() for path in found)
 
@@ -68,7 +68,7 @@ class S3Bucket:
     bucket: str
     prefix: str
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(
             Bucket=self.bucket, Prefix=f"{self.prefix}/"
         )
@@ -109,7 +109,7 @@ class Verdict:
         return "; ".join([counts, *self.problems])
 
 
-def row_token(name: str, text: bytes) -> str:
+def make_row_token(name: str, text: bytes) -> str:
     """Identity of a row: its unique id, and its content."""
     return f"{name} {hashlib.sha256(text).hexdigest()}"
 
@@ -133,7 +133,7 @@ def judge(
     """
     verdict = Verdict()
     names = []
-    for name in bucket.names():
+    for name in bucket.list_names():
         if not name.startswith(f"{dataset}/"):
             verdict.problems.append(f"{name} is outside of the dataset")
         elif _HALF.search(name):
@@ -145,7 +145,7 @@ def judge(
         read = pool.map(lambda name: (name, bucket.read(f"{dataset}/{name}")), wanted)
         bodies = dict(read)
     shards = {name: body for name, body in bodies.items() if name.startswith("shards/")}
-    verdict.digests = {name: blake3_digest(body) for name, body in shards.items()}
+    verdict.digests = {name: compute_blake3(body) for name, body in shards.items()}
     found = {name: list(_rows(name, body)) for name, body in shards.items()}
     out = Counter(token for tokens in found.values() for token in tokens)
     verdict.lost = (rows - out).total()
@@ -162,7 +162,7 @@ def _rows(name: str, body: bytes) -> Iterator[str]:
     for sample in group_by_keys(tar_file_expander([{"url": name, "stream": io.BytesIO(body)}])):
         row = json.loads(sample["json"]) if "json" in sample else {}
         number = sample["id"].decode() if "id" in sample else row["id"]
-        yield row_token(number, sample["txt"] if "txt" in sample else row["text"].encode())
+        yield make_row_token(number, sample["txt"] if "txt" in sample else row["text"].encode())
 
 
 def _records(

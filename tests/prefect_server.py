@@ -36,7 +36,7 @@ PATIENCE = 300.0  # seconds without progress until what is waited for is taken t
 CLIENT_RETRIES = 7
 
 
-def until(
+def wait_until(
     look: Callable[[], T | None], what: str, *, progress: Callable[[], object] = lambda: None
 ) -> T:
     """Wait for something to be seen in another process; the first that is not None or False.
@@ -70,13 +70,13 @@ class PrefectServer(PrefectServerProcess):
         }
         super().__init__(home, settings=settings)
 
-    def client(self) -> "SyncPrefectClient":
+    def make_client(self) -> "SyncPrefectClient":
         """A client of it."""
         from prefect.client.orchestration import SyncPrefectClient
 
         return SyncPrefectClient(self.url)
 
-    def prefect(
+    def run_prefect(
         self, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run Prefect's command line in the repository."""
@@ -97,9 +97,9 @@ class PrefectServer(PrefectServerProcess):
             check=False,
         )
 
-    def command(self, deployment: str, **parameters: Any) -> "Started":
+    def start_by_command(self, deployment: str, **parameters: Any) -> "Started":
         """``prefect deployment run --watch``, as a person types it."""
-        said = self.prefect(
+        said = self.run_prefect(
             "deployment", "run", deployment, "--params", json.dumps(parameters),
             "--watch", "--watch-timeout", str(int(HANGS)),
         )  # fmt: skip
@@ -109,12 +109,12 @@ class PrefectServer(PrefectServerProcess):
 
     def start(self, deployment: str, *, watch: bool = True, **parameters: Any) -> "Started":
         """The same by the API, some seconds sooner each; its output is how it ended."""
-        with self.client() as client:
+        with self.make_client() as client:
             of = client.read_deployment_by_name(deployment).id
             run = client.create_flow_run_from_deployment(of, parameters=parameters).id
         if not watch:
             return Started(run, 0, "")
-        state = until(
+        state = wait_until(
             lambda: self._ended(run), f"the end of {deployment}, {run}", progress=self._doing(run)
         )
         return Started(run, int(not state.is_completed()), f"{state.name}: {state.message}")
@@ -133,7 +133,7 @@ class PrefectServer(PrefectServerProcess):
         """Call a flow in a thread of this process, which is a client of the server."""
         from prefect.flow_engine import run_flow
 
-        with self.client() as client:
+        with self.make_client() as client:
             made = client.create_flow_run(flow, parameters=parameters)
 
         def call() -> "State[Any]":
@@ -145,50 +145,50 @@ class PrefectServer(PrefectServerProcess):
         pool.shutdown(wait=False)
         return Begun(made.id, calling)
 
-    def flow_run(self, run: UUID) -> "FlowRun":
+    def read_flow_run(self, run: UUID) -> "FlowRun":
         """A flow run as the server has it now."""
-        with self.client() as client:
+        with self.make_client() as client:
             return client.read_flow_run(run)
 
     def _ended(self, run: UUID) -> "State | None":
-        state = self.flow_run(run).state
+        state = self.read_flow_run(run).state
         return state if state is not None and state.is_final() else None
 
     def wait(self, run: UUID, *states: str) -> "FlowRun":
         """Wait until a flow run is in one of these states, by their names."""
 
         def look() -> "FlowRun | None":
-            now = self.flow_run(run)
+            now = self.read_flow_run(run)
             return now if now.state is not None and now.state.name in states else None
 
         what = f"flow run {run} in {' or '.join(states)}"
-        return until(look, what, progress=self._doing(run))
+        return wait_until(look, what, progress=self._doing(run))
 
     def _doing(self, run: UUID) -> Callable[[], tuple[str, str]]:
         """Tell how far a flow run is: its state, and the last that it has logged."""
 
         def read() -> tuple[str, str]:
-            state = self.flow_run(run).state
-            return state.name if state and state.name else "", self.logs(run)[-500:]
+            state = self.read_flow_run(run).state
+            return state.name if state and state.name else "", self.read_logs(run)[-500:]
 
         return read
 
-    def artifacts(self, run: UUID) -> dict[str, Any]:
+    def read_artifacts(self, run: UUID) -> dict[str, Any]:
         """The artifacts of a flow run: key to data."""
         from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-        with self.client() as client:
+        with self.make_client() as client:
             found = client.read_artifacts(
                 artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
             )
         return {artifact.key or "": artifact.data for artifact in found}
 
-    def logs(self, run: UUID) -> str:
+    def read_logs(self, run: UUID) -> str:
         """Return the log of a flow run and its tasks, from the API."""
         from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 
         lines: list[str] = []
-        with self.client() as client:
+        with self.make_client() as client:
             while True:
                 page = client.read_logs(
                     LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run])), offset=len(lines)
@@ -197,7 +197,7 @@ class PrefectServer(PrefectServerProcess):
                     return "\n".join(lines)
                 lines += [entry.message for entry in page]
 
-    def tables(self) -> Iterator[tuple[str, str]]:
+    def read_tables(self) -> Iterator[tuple[str, str]]:
         """Every value in the server's database, with the name of its table."""
         with contextlib.closing(sqlite3.connect(self.home / "prefect.db")) as database:
             names = database.execute("select name from sqlite_master where type = 'table'")
@@ -215,7 +215,7 @@ class Begun:
     run: UUID
     _calling: "Future[State[Any]]"
 
-    def result(self) -> "Started":
+    def wait_for_result(self) -> "Started":
         """Wait until it has ended; what it came to."""
         from prefect.logging.handlers import APILogHandler
 
@@ -261,7 +261,7 @@ class Worker:
                 preexec_fn=_hear_interrupts,  # noqa: PLW1509 - it only sets a signal
             )
 
-    def descendants(self) -> list[psutil.Process]:
+    def list_descendants(self) -> list[psutil.Process]:
         """The flow runs' processes, and theirs."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
@@ -280,7 +280,7 @@ class Worker:
     def kill(self) -> None:
         """SIGKILL it and all that it has started, as a power cut would."""
         if self._process.poll() is None:
-            processes = self.descendants()
+            processes = self.list_descendants()
             self._process.kill()
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -333,7 +333,7 @@ def deployed(prefect_server: PrefectServer) -> PrefectServer:
     """The server after ``millrace setup`` and ``prefect deploy --all``, without a block."""
     made = prefect_server.run("millrace", "setup", "--without-buckets", "--uploads", "8")
     assert made.returncode == 0, made.stdout + made.stderr
-    done = prefect_server.prefect("deploy", "--all")
+    done = prefect_server.run_prefect("deploy", "--all")
     assert done.returncode == 0, done.stdout + done.stderr
     return prefect_server
 

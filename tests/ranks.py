@@ -4,7 +4,7 @@ import gc
 import subprocess
 from pathlib import Path
 
-from tests.support.fork_server import RUN_MODULE, fork_server
+from tests.support.fork_server import RUN_MODULE, get_fork_server
 
 IMPORTED = (
     "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
@@ -19,7 +19,7 @@ def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tupl
 
     The arguments of the module are the folder, the scenario, the rank and the number of ranks.
     """
-    server = fork_server(*IMPORTED)
+    server = get_fork_server(*IMPORTED)
     ranks = [
         server.start(
             RUN_MODULE,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.testing.process import free_ports
+from millrace.testing.process import find_free_ports
 
 DISK = "MILLRACE_TEST_DISK"
 """The variable that names a node's own folder."""
@@ -103,7 +103,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     """Three nodes; the head has no CPU, as is usual on Kubernetes."""
     with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as name:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        (port,) = free_ports(1)
+        (port,) = find_free_ports(1)
         cluster = RayCluster(f"127.0.0.1:{port}", {**_QUIET, **token}, [], Path(name))
         try:
             for _ in range(3):

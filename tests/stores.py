@@ -10,13 +10,13 @@ from millrace.storage import Credentials, StoreSpec
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
 
-def credentials(key) -> Credentials:
+def make_credentials(key) -> Credentials:
     return Credentials(
         access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
     )
 
 
-def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:
+def make_spec(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:
     match kind:
         case "local":
             return StoreSpec(url=request.getfixturevalue("tmp_path").as_uri())
@@ -27,7 +27,7 @@ def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> S
             return StoreSpec(
                 url=f"s3://{request.getfixturevalue('bucket')}/below/here",
                 endpoint=server.endpoint,
-                credentials=credentials(getattr(server, right)),
+                credentials=make_credentials(getattr(server, right)),
             )
         case "r2":
             server, proxy = request.getfixturevalue("rgw"), request.getfixturevalue("r2")
@@ -35,14 +35,14 @@ def spec_of(kind: str, request: pytest.FixtureRequest, right: str = "full") -> S
                 url=f"r2://{ACCOUNT}/{request.getfixturevalue('bucket')}/below/here",
                 endpoint=proxy.endpoint,
                 ca_file=proxy.ca_file,
-                credentials=credentials(getattr(server, right)),
+                credentials=make_credentials(getattr(server, right)),
             )
         case "gcs":
             server = request.getfixturevalue("gcs")
             return StoreSpec(
                 url=f"gs://bucket/{secrets.token_hex(8)}",
                 endpoint=server.endpoint,
-                options=server.store_config()["config"],
+                options=server.make_store_config()["config"],
             )
         case _:
             raise AssertionError(kind)

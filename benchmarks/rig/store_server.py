@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         """Check the signature, and its time."""
         headers = cast("Mapping[str, str]", self.headers)
         try:
-            signature = sigv4.found(headers, query)
+            signature = sigv4.find_signature(headers, query)
         except sigv4.MalformedError as error:
             raise RefusedError(400, "AuthorizationHeaderMalformed", str(error)) from error
         if signature is None:

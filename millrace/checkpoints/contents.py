@@ -153,7 +153,7 @@ def read_part(
         CorruptError: The file is missing, or has other bytes than were saved.
     """
     keys = CheckpointKeys(job)
-    key = keys.part(part.step, part.digest)
+    key = keys.make_part_key(part.step, part.digest)
     body = into[: part.size]
     whole = range(count_blocks(part.size))
     numbers = whole if needed is None else _select_blocks(needed, len(whole))

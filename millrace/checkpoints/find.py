@@ -64,7 +64,7 @@ def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
         NotFoundError: There is no complete checkpoint of this step.
         CorruptError: The metadata is damaged, or belongs to another job or step.
     """
-    key = CheckpointKeys(job).metadata(step)
+    key = CheckpointKeys(job).make_metadata_key(step)
     return check_metadata(store.make_url(key), fetch(store, key, Checkpoint), job, step)
 
 
@@ -111,7 +111,7 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     Raises:
         VersionError: Another version of Millrace wrote the metadata of this step.
     """
-    key = CheckpointKeys(made.job).metadata(made.step)
+    key = CheckpointKeys(made.job).make_metadata_key(made.step)
     sealed = add_digest(made)
     try:
         commit = commit_once(store, key, sealed)
@@ -252,7 +252,7 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
         DeniedError: The credentials may not move the metadata.
     """
     keys = CheckpointKeys(job)
-    key = keys.metadata(step)
+    key = keys.make_metadata_key(step)
     where = store.make_url(key)
     try:
         body = read(store, key, max_size=Checkpoint.record_bytes)
@@ -266,9 +266,9 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
         pass
     digest = compute_digest(body)
     record = Quarantine(checkpoint=None, damage=(damage,))
-    commit_once(store, keys.quarantine(step, digest), record)
+    commit_once(store, keys.make_quarantine_key(step, digest), record)
     with suppress(errors.ExistsError):
-        create(store, keys.damaged(step, digest), body)
+        create(store, keys.make_damaged_key(step, digest), body)
     with suppress(errors.NotFoundError):
         again = read(store, key, max_size=Checkpoint.record_bytes)
         if again != body:  # another process saved the step in the meantime
@@ -298,7 +298,7 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     """
     keys = CheckpointKeys(checkpoint.job)
     record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
-    commit_once(store, keys.quarantine(checkpoint.step, checkpoint.root), record)
+    commit_once(store, keys.make_quarantine_key(checkpoint.step, checkpoint.root), record)
     try:
         if read_checkpoint(store, checkpoint.job, checkpoint.step) != checkpoint:
             return
@@ -307,12 +307,12 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     moved: list[str] = []
     for part in checkpoint.parts:
         if part.digest in damage:
-            key = keys.part(part.step, part.digest)
+            key = keys.make_part_key(part.step, part.digest)
             with suppress(errors.NotFoundError):
-                copy(store, key, keys.damaged(part.step, part.digest))
+                copy(store, key, keys.make_damaged_key(part.step, part.digest))
                 moved.append(key)
     # The metadata goes last. If this process is killed before, the damage is found again.
-    for key in (*moved, keys.metadata(checkpoint.step)):
+    for key in (*moved, keys.make_metadata_key(checkpoint.step)):
         failures = delete(store, [key])
         if failures:
             raise errors.DeniedError(
@@ -334,7 +334,7 @@ def _find_damage(
     store: Store, job: str, part: Part, check: VerifyDepth, blocks: bytes = b""
 ) -> str:
     """Return a sentence about the damage of a file; empty if there is none."""
-    key = CheckpointKeys(job).part(part.step, part.digest)
+    key = CheckpointKeys(job).make_part_key(part.step, part.digest)
     digest = part.digest if check is VerifyDepth.DIGESTS else None
     found = describe_difference(store, key, part.size, digest, blocks=blocks)
     return found and f"{store.make_url(key)}: {found}."

@@ -92,7 +92,7 @@ def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timede
         ConflictError: Another share of this rank is already committed.
     """
     keys = CheckpointKeys(share.job)
-    commit_same(store, keys.share(share.step, ranks.attempt, ranks.rank), share)
+    commit_same(store, keys.make_share_key(share.step, ranks.attempt, ranks.rank), share)
     deadline = time.monotonic() + within.total_seconds()
     made = _merge_if_complete(store, ranks, share)
     while made is None:
@@ -133,8 +133,8 @@ def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:
 
 def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoint | None:
     keys = CheckpointKeys(share.job)
-    prefix = keys.shares(share.step, ranks.attempt)
-    wanted = {keys.share(share.step, ranks.attempt, rank) for rank in range(ranks.world)}
+    prefix = keys.make_shares_prefix(share.step, ranks.attempt)
+    wanted = {keys.make_share_key(share.step, ranks.attempt, rank) for rank in range(ranks.world)}
     if wanted - {stat.key for stat in list_objects(store, prefix)}:
         return None
     found = iterate_records(store, prefix, RankShare, wanted=lambda stat: stat.key in wanted)

@@ -69,12 +69,12 @@ def pin(store: Store, job: str, step: int, why: str) -> None:
         NotFoundError: There is no checkpoint of this step.
     """
     read_checkpoint(store, job, step)
-    commit_once(store, CheckpointKeys(job).pin(step), Pin(job=job, step=step, why=why))
+    commit_once(store, CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, why=why))
 
 
 def unpin(store: Store, job: str, step: int) -> None:
     """Remove the pin of a checkpoint, so that the rules decide again."""
-    delete(store, [CheckpointKeys(job).pin(step)])
+    delete(store, [CheckpointKeys(job).make_pin_key(step)])
 
 
 def plan_retention(
@@ -109,7 +109,7 @@ def plan_retention(
     named = _list_file_keys(keys, complete.values())
     needed = _list_file_keys(keys, (complete[step] for step in kept))
     unneeded = named - needed
-    metadata = {keys.metadata(step): step for step in removed}
+    metadata = {keys.make_metadata_key(step): step for step in removed}
     horizon = now or max((stat.last_modified for stat in stats), default=None)
     first: list[Removal] = []
     then: list[Removal] = []
@@ -140,7 +140,7 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     now = plan_retention(store, plan.job, plan.rules, check=VerifyDepth.SIZES)
     deletable = {removal.key for removal in now.removals}
     keys = CheckpointKeys(plan.job)
-    metadata = {keys.metadata(step) for step in plan.removed}
+    metadata = {keys.make_metadata_key(step) for step in plan.removed}
     done = delete_planned(
         store,
         [removal for removal in plan.removals if removal.key in deletable],
@@ -221,7 +221,7 @@ def _iterate_pinned(
     store: Store, keys: CheckpointKeys, complete: Iterable[int]
 ) -> Iterator[tuple[int, str]]:
     """Yield the pinned steps with the reasons. An unreadable pin also counts."""
-    by_key = {keys.pin(step): step for step in complete}
+    by_key = {keys.make_pin_key(step): step for step in complete}
     for stat, pin in iterate_records(
         store, keys.prefix, Pin, wanted=lambda stat: stat.key in by_key
     ):
@@ -236,6 +236,6 @@ def _list_file_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> 
     """Return the keys of all files that checkpoints name, and of the lists of their blocks."""
     found: set[str] = set()
     for checkpoint in checkpoints:
-        found |= {keys.part(part.step, part.digest) for part in checkpoint.parts}
+        found |= {keys.make_part_key(part.step, part.digest) for part in checkpoint.parts}
         found.update(list_block_list_keys(keys, checkpoint))
     return found

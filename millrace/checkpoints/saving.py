@@ -271,7 +271,7 @@ class Saver:
             self._known = {part.digest: part for part in checkpoint.parts}
         self._emit(
             CheckpointSaved(
-                key=self._keys.metadata(step),
+                key=self._keys.make_metadata_key(step),
                 size=sum(part.size for part in parts),
                 seconds=round(time.monotonic() - began, 3),
             )
@@ -284,7 +284,7 @@ class Saver:
         Raises:
             ConflictError: The step has a checkpoint with another content.
         """
-        key = self._keys.metadata(share.step)
+        key = self._keys.make_metadata_key(share.step)
         if self._ranks is None:
             made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
@@ -296,7 +296,7 @@ class Saver:
 
     def _list_stored(self, step: int) -> "_StoredFiles":
         """Return the files that an earlier save of this step uploaded, and the reusable ones."""
-        stats = list_objects(self._store, self._keys.parts(step))
+        stats = list_objects(self._store, self._keys.make_parts_prefix(step))
         found = ((self._keys.parse_part(stat.key), stat.size) for stat in stats)
         there = {part[1]: size for part, size in found if part is not None}
         return _StoredFiles(there, self._find_reusable())
@@ -335,7 +335,7 @@ class Saver:
             body: Bytes of the file.
             size: Size of the object that was listed under the file's key; None if there was none.
         """
-        key = self._keys.part(part.step, part.digest)
+        key = self._keys.make_part_key(part.step, part.digest)
         if size is None:
             try:
                 create(self._store, key, body)
@@ -355,7 +355,7 @@ class Saver:
         """
         if part in self._proved:
             return True
-        key = self._keys.part(part.step, part.digest)
+        key = self._keys.make_part_key(part.step, part.digest)
         kept = matches_stored_checksum(self._store, key, body)
         return not describe_difference(self._store, key, part.size, None if kept else part.digest)
 

@@ -40,7 +40,9 @@ class CheckpointPlanner:
         keys = CheckpointKeys(job)
         for one, rule_index in self.plan_removals(job, tally):
             classified = classify_key(one.key)
-            is_metadata = classified is not None and one.key == keys.metadata(classified.number)
+            is_metadata = classified is not None and one.key == keys.make_metadata_key(
+                classified.number
+            )
             yield PlanEntry(one.stat, rule_index, 0 if is_metadata else 1)
 
     def plan_removals(self, job: str, tally: PlanTally) -> list[tuple[Removal, int]]:
@@ -69,7 +71,7 @@ class CheckpointPlanner:
             tally.kept[f"{job}: {plan.kept[step]}"] += 1
         if set(plan.removed) - taken.keys():
             return []  # a step is new since the listing, and no rule has been applied to it
-        metadata = {keys.metadata(step): taken[step] for step in plan.removed}
+        metadata = {keys.make_metadata_key(step): taken[step] for step in plan.removed}
         shared = min(metadata.values(), default=None)  # a file may belong to several steps
         found = (
             (
@@ -127,7 +129,7 @@ class CheckpointPlanner:
 
         `plan_retention` protects further steps.
         """
-        if self.protection.has_pins_below(keys.folder(step)):
+        if self.protection.has_pins_below(keys.make_folder_prefix(step)):
             return "it is pinned"
         return self.matcher.survey.explain_step_protection(keys.job, step)
 

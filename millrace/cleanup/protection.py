@@ -237,7 +237,7 @@ def _find_chain_head(store: Store, keys: ChainKeys, check: VerifyDepth) -> Chain
         if not isinstance(window, int):
             continue
         try:
-            link = fetch(store, keys.link(window), ChainLink if window else ChainStart)
+            link = fetch(store, keys.make_link_key(window), ChainLink if window else ChainStart)
         except (errors.NotFoundError, errors.CorruptError):
             continue
         if link.step == step and not verify(store, found, check=check):
@@ -377,7 +377,7 @@ class BucketSurvey:
         return classified
 
     def _record_chain_start(self, store: Store, classified: ClassifiedKey) -> None:
-        key = ChainKeys(classified.scope, classified.version).link(0)
+        key = ChainKeys(classified.scope, classified.version).make_link_key(0)
         try:
             start = _read_chain_start(store, key)
         except errors.CorruptError:
@@ -415,7 +415,7 @@ def collect_steps(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
     steps: dict[int, Stat] = {}
     for stat in stats:
         classified = classify_key(stat.key)
-        if classified is not None and stat.key == keys.metadata(classified.number):
+        if classified is not None and stat.key == keys.make_metadata_key(classified.number):
             steps[classified.number] = stat
     return dict(sorted(steps.items(), reverse=True))
 

@@ -75,7 +75,7 @@ def finalize_dataset(
     with ThreadPoolExecutor(32) as pool:
 
         def read_end(partition: Partition) -> PartitionEnd:
-            return fetch(store, keys.end(partition.name), PartitionEnd)
+            return fetch(store, keys.make_end_key(partition.name), PartitionEnd)
 
         ends = list(pool.map(read_end, plan.partitions))
     check_plan_digest([*entries, *ends], compute_plan_digest(plan))

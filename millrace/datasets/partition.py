@@ -64,8 +64,8 @@ def shard_partition(
         ChangedError: The source differs from the plan. No changed bytes were committed.
         ConflictError: A shard or commit is already there with another content.
     """
-    if exists(store, keys.end(partition.name)):
-        end = fetch(store, keys.end(partition.name), PartitionEnd)
+    if exists(store, keys.make_end_key(partition.name)):
+        end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
         check_plan_digest([end], plan_digest)
         return end
     last = _read_last_commit(store, keys, partition.name)
@@ -250,7 +250,7 @@ class _ShardUploader:
         if samples:
             shard = pending.encoder.close()
             blocks = hash_blocks(shard)  # the only pass of hashing: the root follows from blocks
-            key, size = self._keys.shard(name, EXTENSION), len(shard)
+            key, size = self._keys.make_shard_key(name, EXTENSION), len(shard)
             digest = combine_blocks(blocks)
             self.progress(
                 ShardEncoded(
@@ -285,7 +285,7 @@ class _ShardUploader:
         """Upload the bad rows of a commit; return their key, or None if there are no bad rows."""
         if not pending.bad_rows:
             return None
-        key, body = self._keys.quarantine(pending.name), b"\n".join(pending.bad_rows)
+        key, body = self._keys.make_quarantine_key(pending.name), b"\n".join(pending.bad_rows)
         _create_same(self._store, key, body, compute_digest(body))
         return key
 
@@ -315,7 +315,7 @@ class _ShardUploader:
 
     def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:
         self._restore_missing(pending, commit)
-        commit_same(self._store, self._keys.commit(pending.name), commit)
+        commit_same(self._store, self._keys.make_commit_key(pending.name), commit)
         self.progress(
             ShardCommitted(
                 partition=commit.partition,
@@ -350,11 +350,11 @@ def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) 
 def _read_last_commit(store: Store, keys: DatasetKeys, partition: str) -> ShardCommit | None:
     names = [
         name
-        for stat in list_objects(store, keys.commits_of(partition))
+        for stat in list_objects(store, keys.make_commits_prefix(partition))
         if (name := keys.parse_commit(stat.key)) is not None
     ]
     return (
-        fetch(store, keys.commit(max(names, key=lambda n: n.number)), ShardCommit)
+        fetch(store, keys.make_commit_key(max(names, key=lambda n: n.number)), ShardCommit)
         if names
         else None
     )
@@ -403,7 +403,7 @@ def _commit_end(
         plan_digest=plan_digest,
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
-    commit_same(store, keys.end(partition), end)
+    commit_same(store, keys.make_end_key(partition), end)
     progress(
         PartitionEnded(
             partition=partition,

@@ -130,7 +130,7 @@ class _PendingPartitions:
         """Drop the held partitions that have ended, and queue the others again."""
         held, self._held_elsewhere = self._held_elsewhere, []
         for job in held:
-            if not exists(self._store, self._keys.end(job.partition.name)):
+            if not exists(self._store, self._keys.make_end_key(job.partition.name)):
                 self._jobs.append(job)
 
     def put_back(self, job: PartitionJob) -> None:

@@ -37,44 +37,44 @@ class CheckpointKeys:
         """Prefix of the checkpoints."""
         return f"{self.job}/{CHECKPOINTS}/"
 
-    def folder(self, step: int) -> str:
+    def make_folder_prefix(self, step: int) -> str:
         """Return the prefix of all objects of one step."""
         return f"{self.prefix}step_{step:09d}/"
 
-    def parts(self, step: int) -> str:
+    def make_parts_prefix(self, step: int) -> str:
         """Return the prefix of a step's parts: files of tensors."""
-        return f"{self.folder(step)}parts/"
+        return f"{self.make_folder_prefix(step)}parts/"
 
-    def part(self, step: int, digest: str) -> str:
+    def make_part_key(self, step: int, digest: str) -> str:
         """Return the key of a part, from its digest."""
-        return f"{self.parts(step)}{get_hex(digest)}.safetensors"
+        return f"{self.make_parts_prefix(step)}{get_hex(digest)}.safetensors"
 
     def make_block_list_key(self, step: int, digest: str) -> str:
         """Return the key of the digests of a part's blocks, from the part's digest."""
-        return f"{self.folder(step)}{_BLOCK_LISTS}/{get_hex(digest)}.bin"
+        return f"{self.make_folder_prefix(step)}{_BLOCK_LISTS}/{get_hex(digest)}.bin"
 
-    def metadata(self, step: int) -> str:
+    def make_metadata_key(self, step: int) -> str:
         """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
-        return f"{self.folder(step)}metadata.json"
+        return f"{self.make_folder_prefix(step)}metadata.json"
 
-    def shares(self, step: int, attempt: str) -> str:
+    def make_shares_prefix(self, step: int, attempt: str) -> str:
         """Return the prefix of the ranks' shares of a step in one attempt."""
-        return f"{self.folder(step)}shares/{attempt}/"
+        return f"{self.make_folder_prefix(step)}shares/{attempt}/"
 
-    def share(self, step: int, attempt: str, rank: int) -> str:
+    def make_share_key(self, step: int, attempt: str, rank: int) -> str:
         """Return the key of the record of the files that one rank saved of a step."""
-        return f"{self.shares(step, attempt)}{rank:06d}.json"
+        return f"{self.make_shares_prefix(step, attempt)}{rank:06d}.json"
 
-    def pin(self, step: int) -> str:
+    def make_pin_key(self, step: int) -> str:
         """Return the key of the pin that protects a step from deletion by any rule."""
-        return f"{self.folder(step)}pin.json"
+        return f"{self.make_folder_prefix(step)}pin.json"
 
     @property
     def epochs(self) -> str:
         """Prefix of the records that end epochs."""
         return f"{self.job}/epochs/"
 
-    def epoch(self, number: int) -> str:
+    def make_epoch_key(self, number: int) -> str:
         """Return the key of the record that ends an epoch: created once."""
         return f"{self.epochs}{number:06d}.json"
 
@@ -82,19 +82,19 @@ class CheckpointKeys:
         """Return the epoch that the record under a key ends; None for other keys."""
         match = re.fullmatch(re.escape(self.epochs) + r"([0-9]{6,12})\.json", key)
         number = int(match[1]) if match else -1
-        return number if number >= 0 and self.epoch(number) == key else None
+        return number if number >= 0 and self.make_epoch_key(number) == key else None
 
-    def quarantined(self, step: int) -> str:
+    def make_quarantine_prefix(self, step: int) -> str:
         """Return the prefix of a step's damaged objects and of their records."""
-        return f"{self.folder(step)}quarantine/"
+        return f"{self.make_folder_prefix(step)}quarantine/"
 
-    def quarantine(self, step: int, root: str) -> str:
+    def make_quarantine_key(self, step: int, root: str) -> str:
         """Return the key of the record of a damaged checkpoint, from the checkpoint's root."""
-        return f"{self.quarantined(step)}{get_hex(root)}.json"
+        return f"{self.make_quarantine_prefix(step)}{get_hex(root)}.json"
 
-    def damaged(self, step: int, digest: str) -> str:
+    def make_damaged_key(self, step: int, digest: str) -> str:
         """Return the key to which a part whose bytes do not match its digest is moved."""
-        return f"{self.quarantined(step)}{get_hex(digest)}.damaged"
+        return f"{self.make_quarantine_prefix(step)}{get_hex(digest)}.damaged"
 
     def parse_folder(self, name: str) -> int | None:
         """Return the step of a folder's name such as ``step_000001000``; None for other names."""

@@ -31,36 +31,36 @@ class CooldownKeys:
         """Key of the list of members: created once."""
         return f"{self.prefix}roster.json"
 
-    def own(self, member: str) -> str:
+    def make_own_prefix(self, member: str) -> str:
         """Return the prefix of the objects that one member writes at the end of this epoch."""
         return f"{make_member_prefix(self.job, member)}{COOLDOWNS}/{self.epoch:06d}/"
 
-    def vote(self, member: str) -> str:
+    def make_vote_key(self, member: str) -> str:
         """Return the key of a member's statement of its content digest: created once."""
-        return f"{self.own(member)}vote.json"
+        return f"{self.make_own_prefix(member)}vote.json"
 
-    def late(self, member: str) -> str:
+    def make_late_vote_key(self, member: str) -> str:
         """Return the key of a member's vote to go on without a checkpoint: created once."""
-        return f"{self.own(member)}late.json"
+        return f"{self.make_own_prefix(member)}late.json"
 
-    def result(self, member: str) -> str:
+    def make_result_key(self, member: str) -> str:
         """Return the key of the result that a member reports: created once."""
-        return f"{self.own(member)}result.json"
+        return f"{self.make_own_prefix(member)}result.json"
 
-    def draft(self, member: str) -> str:
+    def make_draft_key(self, member: str) -> str:
         """Return the key of the metadata that a member proposes: created once."""
-        return f"{self.own(member)}draft.json"
+        return f"{self.make_own_prefix(member)}draft.json"
 
-    def parts(self, member: str) -> str:
+    def make_parts_prefix(self, member: str) -> str:
         """Return the prefix of the parts that a member uploads and the owner copies."""
-        return f"{self.own(member)}parts/"
+        return f"{self.make_own_prefix(member)}parts/"
 
-    def part(self, member: str, digest: str) -> str:
+    def make_part_key(self, member: str, digest: str) -> str:
         """Return the key of a member's part, from its digest."""
-        return f"{self.parts(member)}{get_hex(digest)}.safetensors"
+        return f"{self.make_parts_prefix(member)}{get_hex(digest)}.safetensors"
 
     def parse_part(self, member: str, key: str) -> str | None:
         """Return the digest of a part that a member uploaded; None for other keys."""
-        prefix = re.escape(self.parts(member))
+        prefix = re.escape(self.make_parts_prefix(member))
         match = re.fullmatch(prefix + r"([0-9a-f]{64})\.safetensors", key)
         return f"{Algorithm.BLAKE3}:{match[1]}" if match else None

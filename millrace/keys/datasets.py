@@ -106,7 +106,7 @@ class DatasetKeys:
         """Prefix of the rows that could not become samples."""
         return f"{self.dataset}/quarantine/"
 
-    def sample_list(self, partition: str, digest: str) -> str:
+    def make_sample_list_key(self, partition: str, digest: str) -> str:
         """Return the key of a partition's sample list.
 
         Args:
@@ -115,23 +115,23 @@ class DatasetKeys:
         """
         return f"{self.sample_lists}{partition}-{get_hex(digest)[:16]}.jsonl"
 
-    def shard(self, name: ShardName, extension: str) -> str:
+    def make_shard_key(self, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""
         return f"{self.shards}{name}.{extension}"
 
-    def commit(self, name: ShardName) -> str:
+    def make_commit_key(self, name: ShardName) -> str:
         """Return the key of a shard's commit."""
         return f"{self.commits}{name}.json"
 
-    def commits_of(self, partition: str) -> str:
+    def make_commits_prefix(self, partition: str) -> str:
         """Return the prefix of a partition's commits and of its end record."""
         return f"{self.commits}{partition}-"
 
-    def end(self, partition: str) -> str:
+    def make_end_key(self, partition: str) -> str:
         """Return the key of a partition's end record."""
         return f"{self.commits}{partition}-end.json"
 
-    def quarantine(self, name: ShardName) -> str:
+    def make_quarantine_key(self, name: ShardName) -> str:
         """Return the key of the quarantined rows of a shard."""
         return f"{self.quarantined}{name}.jsonl"
 

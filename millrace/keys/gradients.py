@@ -32,7 +32,7 @@ class GradientKeys:
                     f"{what} {name!r} begins or ends with '/': leave those slashes out."
                 )
 
-    def worker(self, uid: str) -> str:
+    def make_worker_prefix(self, uid: str) -> str:
         """Return the prefix of all objects of a worker. Its credentials allow writes only there."""
         if "/" in check_name(uid, what="The worker's name") or uid in RESERVED_WORKERS:
             raise ConfigurationError(
@@ -41,16 +41,18 @@ class GradientKeys:
             )
         return f"{self.run}/{uid}/"
 
-    def gradient(self, uid: str, window: int) -> str:
+    def make_gradient_key(self, uid: str, window: int) -> str:
         """Return the key of a worker's gradient of a window.
 
         `parse` also accepts ``.pt``, the ending of files that `torch.save` wrote.
         """
-        return f"{self.worker(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
+        return (
+            f"{self.make_worker_prefix(uid)}gradient-{window:09d}-{uid}-v{self.version}.safetensors"
+        )
 
-    def start_window(self, uid: str, window: int) -> str:
+    def make_start_window_key(self, uid: str, window: int) -> str:
         """Return the key of the marker of the window in which a worker began."""
-        return f"{self.worker(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
+        return f"{self.make_worker_prefix(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
 
     def parse(self, key: str) -> tuple[str, int] | None:
         """Return the worker and the window of a gradient's key; None for other keys."""
@@ -100,7 +102,7 @@ class ChainKeys:
         """Prefix of the links."""
         return f"{self.prefix}chain/"
 
-    def link(self, window: int) -> str:
+    def make_link_key(self, window: int) -> str:
         """Return the key of a window's link: created once.
 
         The link of window 0 names a checkpoint.
@@ -110,12 +112,12 @@ class ChainKeys:
     def parse_link(self, key: str) -> int | None:
         """Return the window whose link has this key; None for other keys."""
         match = re.fullmatch(re.escape(self.links) + r"([0-9]{9,18})\.json", key)
-        return int(match[1]) if match and self.link(int(match[1])) == key else None
+        return int(match[1]) if match and self.make_link_key(int(match[1])) == key else None
 
-    def opening(self, window: int) -> str:
+    def make_opening_key(self, window: int) -> str:
         """Return the key of the rules that hold for a window: created once, as it opens."""
         return f"{self.prefix}windows/{window:09d}.json"
 
-    def update(self, step: int, digest: str) -> str:
+    def make_update_key(self, step: int, digest: str) -> str:
         """Return the key of an update, from its step and the digest of its bytes."""
         return f"{self.prefix}{step:09d}-{get_hex(digest)}.safetensors"

@@ -26,22 +26,22 @@ class LeaseKeys:
         """Prefix of the lease's objects."""
         return f"{self.scope}/lease/{self.name}/"
 
-    def term(self, number: int) -> str:
+    def make_term_key(self, number: int) -> str:
         """Return the key of the record that names a term's holder: created once."""
         return f"{self.prefix}{number:06d}.json"
 
-    def beat(self, number: int) -> str:
+    def make_beat_key(self, number: int) -> str:
         """Return the key of the holder's heartbeat: overwritten while the lease is held."""
         return f"{self.prefix}{number:06d}.beat"
 
-    def end(self, number: int) -> str:
+    def make_end_key(self, number: int) -> str:
         """Return the key of the marker that the holder released the lease: created once."""
         return f"{self.prefix}{number:06d}.end"
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the term and the kind of a key (``json``, ``beat``, ``end``); None for others."""
         match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
-        if match is None or match[1] != f"{int(match[1]):06d}":  # more zeros than `term` writes
+        if match is None or match[1] != f"{int(match[1]):06d}":  # with more zeros
             return None
         return int(match[1]), match[2]
 

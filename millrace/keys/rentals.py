@@ -54,25 +54,25 @@ class RentalKeys:
         """Prefix of the attempts to rent a machine."""
         return f"{self.scope}/attempts/"
 
-    def attempt(self, number: int) -> str:
+    def make_attempt_prefix(self, number: int) -> str:
         """Return the prefix of all records of one attempt."""
         return f"{self.attempts}{number:06d}-"
 
-    def intent(self, number: int) -> str:
+    def make_intent_key(self, number: int) -> str:
         """Return the key of the intent of an attempt: created before the machine is rented."""
-        return f"{self.attempt(number)}intent.json"
+        return f"{self.make_attempt_prefix(number)}intent.json"
 
-    def contract(self, number: int) -> str:
+    def make_contract_key(self, number: int) -> str:
         """Return the key of the contract that resulted from an attempt."""
-        return f"{self.attempt(number)}contract.json"
+        return f"{self.make_attempt_prefix(number)}contract.json"
 
-    def detached(self, number: int) -> str:
+    def make_detached_key(self, number: int) -> str:
         """Return the key of the record that a machine keeps running without an owner."""
-        return f"{self.attempt(number)}detached.json"
+        return f"{self.make_attempt_prefix(number)}detached.json"
 
-    def released(self, number: int) -> str:
+    def make_released_key(self, number: int) -> str:
         """Return the key of the record that a machine was released, or was never rented."""
-        return f"{self.attempt(number)}released.json"
+        return f"{self.make_attempt_prefix(number)}released.json"
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the attempt and the kind of a record's key; None for other keys.
@@ -83,7 +83,7 @@ class RentalKeys:
         match = re.fullmatch(re.escape(self.attempts) + rf"([0-9]{{6,}})-({kinds})\.json", key)
         return (int(match[1]), match[2]) if match else None
 
-    def machine(self, number: int) -> str:
+    def make_machine_prefix(self, number: int) -> str:
         """Return the prefix of all objects that one machine may write."""
         return f"{MACHINES}/{self.name}/{number:06d}/"
 
@@ -93,7 +93,7 @@ class MachineKeys:
     """Keys of the reports of one rented machine.
 
     Attributes:
-        prefix: Prefix of the machine, from `RentalKeys.machine`.
+        prefix: Prefix of the machine, from `RentalKeys.make_machine_prefix`.
     """
 
     prefix: str
@@ -118,7 +118,7 @@ class MachineKeys:
         """Prefix of the program's output."""
         return f"{self.prefix}log/"
 
-    def log(self, number: int) -> str:
+    def make_log_key(self, number: int) -> str:
         """Return the key of one piece of the program's output: created once."""
         return f"{self.logs}{number:06d}.txt"
 

@@ -48,6 +48,6 @@ class RentalContext:
 
     def make_machine(self, attempt: Attempt) -> Machine:
         """Return the machine of an attempt, without reports yet."""
-        keys = MachineKeys(self.keys.machine(attempt.number))
+        keys = MachineKeys(self.keys.make_machine_prefix(attempt.number))
         now = self.clock.monotonic()
         return Machine(attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now)

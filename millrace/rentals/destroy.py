@@ -28,7 +28,7 @@ def record_release(
 ) -> None:
     """Record the release of an attempt's machine. If a record exists, it stays unchanged."""
     released = ReleaseRecord(reason=reason, message=message[:1000], cost=cost, released_at=now)
-    commit_once(store, RentalKeys(rental).released(attempt.number), released)
+    commit_once(store, RentalKeys(rental).make_released_key(attempt.number), released)
 
 
 def destroy_machines(

@@ -114,7 +114,7 @@ def list_attempts(store: Store, rental: str) -> list[Attempt]:
 
 def find_attempt(store: Store, rental: str, number: int) -> Attempt | None:
     """Return an attempt of a rental; None if it has no intent."""
-    prefix = RentalKeys(rental).attempt(number)
+    prefix = RentalKeys(rental).make_attempt_prefix(number)
     return next((attempt for _, attempt in _iterate_attempts(store, prefix)), None)
 
 
@@ -158,7 +158,9 @@ def _iterate_attempts(
         if "released" in parts and not include_released:
             continue
         keys = RentalKeys(rental)
-        intent = _read_intact(store, keys.intent(number), Intent) if "intent" in parts else None
+        intent = (
+            _read_intact(store, keys.make_intent_key(number), Intent) if "intent" in parts else None
+        )
         if intent is None:
             continue
         yield (
@@ -166,10 +168,10 @@ def _iterate_attempts(
             Attempt(
                 number,
                 intent,
-                _read_intact(store, keys.contract(number), Contract)
+                _read_intact(store, keys.make_contract_key(number), Contract)
                 if "contract" in parts
                 else None,
-                _read_intact(store, keys.released(number), ReleaseRecord)
+                _read_intact(store, keys.make_released_key(number), ReleaseRecord)
                 if "released" in parts
                 else None,
                 "detached" in parts,

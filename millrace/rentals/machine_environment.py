@@ -38,7 +38,7 @@ def make_environment(
         ConfigurationError: The store cannot grant a machine access, or the variables are too large.
     """
     rental, program, intent = RentalKeys(settings.name), settings.program, attempt.intent
-    machine, slot = rental.machine(attempt.number), intent.slot
+    machine, slot = rental.make_machine_prefix(attempt.number), intent.slot
     lifetime = intent.deadline - intent.started_at
     credential_lifetime = max(lifetime, _MIN_STS_LIFETIME)
     config = GuestConfig(
@@ -92,7 +92,7 @@ def upload_files(store: Store, settings: RentalSettings, attempt: Attempt) -> No
     slot, count = attempt.intent.slot, settings.machines
     texts = settings.program.files.items()
     files = GuestFiles(texts={name: _expand_slot(text, slot, count) for name, text in texts})
-    keys = MachineKeys(RentalKeys(settings.name).machine(attempt.number))
+    keys = MachineKeys(RentalKeys(settings.name).make_machine_prefix(attempt.number))
     body = files.model_dump_json().encode()
     if len(body) > MAX_FILES_BYTES:
         raise errors.ConfigurationError(

@@ -176,7 +176,7 @@ class MachineStarter:
         """Record the number of a rented machine."""
         contract = Contract(instance_id=instance_id)
         machine.attempt = replace(machine.attempt, contract=contract)
-        key = self._context.keys.contract(machine.attempt.number)
+        key = self._context.keys.make_contract_key(machine.attempt.number)
         commit_once(self._context.store, key, contract)
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
@@ -240,7 +240,7 @@ class MachineStarter:
             started_at=started_at,
             deadline=deadline,
         )
-        if not commit_once(context.store, context.keys.intent(number), intent).mine:
+        if not commit_once(context.store, context.keys.make_intent_key(number), intent).mine:
             self._ownership.raise_superseded()
         self._state.costs[number] = 0.0
         return Attempt(number, intent)

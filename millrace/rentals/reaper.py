@@ -233,7 +233,7 @@ def _assess_machine(
 def _has_program_ended(store: Store, label: Label) -> bool:
     """Tell whether a machine has reported the end of its program."""
     keys = RentalKeys(label.rental)
-    return exists(store, MachineKeys(keys.machine(label.attempt)).program_exit)
+    return exists(store, MachineKeys(keys.make_machine_prefix(label.attempt)).program_exit)
 
 
 def _close_lost_attempts(

@@ -164,7 +164,7 @@ class Rental:
         """Detach the machines, and release the machines without a slot."""
         self._ownership.detach()
         for machine in self.machines:
-            key = self._context.keys.detached(machine.attempt.number)
+            key = self._context.keys.make_detached_key(machine.attempt.number)
             commit_once(self._context.store, key, DetachRecord(since=self._context.now()))
         self._releaser.release(self._find_unclaimed())
 

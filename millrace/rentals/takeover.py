@@ -42,7 +42,7 @@ def take_over_machines(context: RentalContext, state: RentalState) -> list[Relea
             _add_released(state, machine)
             continue
         state.costs[attempt.number] = 0.0
-        delete(context.store, [context.keys.detached(attempt.number)])
+        delete(context.store, [context.keys.make_detached_key(attempt.number)])
         if machine.is_unconfirmed:  # the owner was killed before the answer arrived
             age = (context.now() - attempt.intent.started_at).total_seconds()
             machine.rented_at -= max(0.0, age)

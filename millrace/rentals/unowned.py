@@ -60,7 +60,7 @@ def release_rental(
         by_label = {one.intent.label: one for one in own_unreleased}
         keys = RentalKeys(rental)
         # The reaper releases the rest if this process is killed.
-        delete(store, [keys.detached(one.number) for one in own_unreleased])
+        delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]

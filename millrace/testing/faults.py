@@ -50,10 +50,10 @@ class Faults:
 
     def __post_init__(self) -> None:
         """Refuse what is not a probability."""
-        if min(self.probabilities()) < 0 or sum(self.probabilities()) > 1 + 1e-9:
+        if min(self.list_probabilities()) < 0 or sum(self.list_probabilities()) > 1 + 1e-9:
             raise ValueError("The probabilities must be from 0 to 1, their sum too.")
 
-    def probabilities(self) -> list[float]:
+    def list_probabilities(self) -> list[float]:
         """Return one probability for each `Fault`, in order."""
         return [getattr(self, kind.value) for kind in Fault]
 
@@ -124,7 +124,7 @@ class FaultBox:
         ):
             return None
         drawn = self._random.random()
-        for kind, probability in zip(Fault, faults.probabilities(), strict=True):
+        for kind, probability in zip(Fault, faults.list_probabilities(), strict=True):
             if drawn < probability:
                 plan = Plan(kind, faults.retry_after, faults.stall_seconds)
                 return plan if kind in possible else None
@@ -140,11 +140,11 @@ class FaultBox:
         if plan.reserved is not None:
             plan.reserved.times += 1
 
-    def counts(self) -> dict[str, int]:
+    def count_fired(self) -> dict[str, int]:
         """Return how often each kind of fault fired."""
         return {kind.value: self.fired[kind] for kind in Fault}
 
-    def pending(self) -> int:
+    def count_pending(self) -> int:
         """Return the number of deterministic faults that wait for their request."""
         return sum(one.times for one in self._next)
 

@@ -30,7 +30,7 @@ from xml.sax.saxutils import escape
 
 from aiohttp import web
 
-from millrace.testing.process import Child, python_module
+from millrace.testing.process import Child, start_module
 
 __all__ = ["GCSRequestRecord", "GCSServer"]
 
@@ -88,10 +88,10 @@ class GCSServer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         named = [word for name in buckets for word in ("--bucket", name)]
-        child = python_module(
+        child = start_module(
             "millrace.testing.gcs", *named, "--page", str(page), log=folder / "gcs.log"
         )
-        return cls(child, child.announced()["port"])
+        return cls(child, child.read_announcement()["port"])
 
     def __enter__(self) -> Self:
         """Nothing: it runs already."""
@@ -106,8 +106,8 @@ class GCSServer:
         """Return the errors that the process printed; empty if there are none."""
         return self._child.log
 
-    def store_config(self) -> dict[str, Any]:
-        """Return the options for ``GCSStore(bucket, **gcs.store_config())`` to open this server.
+    def make_store_config(self) -> dict[str, Any]:
+        """Return the options of ``GCSStore(bucket, **gcs.make_store_config())`` for this server.
 
         A service account's key whose ``gcs_base_url`` leads here and whose ``disable_oauth`` keeps
         obstore from asking Google for a token; ``allow_http`` lets it speak without TLS. The
@@ -138,7 +138,7 @@ class GCSServer:
         with contextlib.closing(_local.open(request)):
             pass
 
-    def requests(self) -> list[GCSRequestRecord]:
+    def list_requests(self) -> list[GCSRequestRecord]:
         """Return the last 100,000 requests, in the order of their arrival."""
         with contextlib.closing(_local.open(self.endpoint + CONTROL)) as answer:
             return json.load(answer)

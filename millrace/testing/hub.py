@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from millrace.testing.process import Child, ask, python_module
+from millrace.testing.process import Child, ask, start_module
 
 WRITER, READER = "hf_writer", "hf_reader"
 CONTROL = "/-/"
@@ -45,8 +45,8 @@ class HubServer:
     def start(cls, folder: Path) -> Self:
         """Start a server; it serves when this returns."""
         folder.mkdir(parents=True, exist_ok=True)
-        child = python_module("millrace.testing.hub", log=folder / "hub.log")
-        return cls(child, child.announced()["port"])
+        child = start_module("millrace.testing.hub", log=folder / "hub.log")
+        return cls(child, child.read_announcement()["port"])
 
     def make_repo(self) -> str:
         """Make a new repository, with one commit, and return its name."""
@@ -65,18 +65,18 @@ class HubServer:
         """
         self._ask("fail", {"count": count, "status": status, "path": path, "after": after})
 
-    def commits(self, repo: str, branch: str = "main") -> int:
+    def count_commits(self, repo: str, branch: str = "main") -> int:
         """Return the number of commits of a branch."""
         return self._ask("commits", {"repo": repo, "branch": branch})["count"]
 
-    def branches(self, repo: str) -> list[str]:
+    def list_branches(self, repo: str) -> list[str]:
         return self._ask("branches", {"repo": repo})["names"]
 
-    def unfired(self) -> int:
+    def count_unfired(self) -> int:
         """Return the number of errors of `fail_next` that no request has met."""
         return self._ask("unfired", {})["count"]
 
-    def uploads(self, repo: str) -> int:
+    def count_uploads(self, repo: str) -> int:
         """Return the number of files that a repository received by LFS."""
         return self._ask("uploads", {"repo": repo})["count"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from millrace.testing.process import REPOSITORY, Child, free_ports, open_local
+from millrace.testing.process import REPOSITORY, Child, find_free_ports, open_local
 
 _STALL_TIMEOUT = 120.0  # seconds without CPU time until a start has failed
 _POLL_INTERVAL = 0.1
@@ -46,7 +46,7 @@ class PrefectServerProcess:
         """
         self.home = home
         self.log = home / "server.log"
-        port = port or free_ports(1)[0]
+        port = port or find_free_ports(1)[0]
         self.url = f"http://127.0.0.1:{port}/api"
         self.environment = {
             **{name: value for name, value in os.environ.items() if "PREFECT" not in name},
@@ -88,12 +88,14 @@ class PrefectServerProcess:
     def _wait_until_ready(self) -> None:
         before, deadline = 0.0, time.monotonic() + _STALL_TIMEOUT
         while not self._is_ready():
-            if not self._child.running():
-                raise RuntimeError(f"The Prefect server ended:\n{self._child.tail(40)}")
+            if not self._child.is_running():
+                raise RuntimeError(f"The Prefect server ended:\n{self._child.read_tail(40)}")
             if (cpu := _read_cpu_seconds(self._child.pid)) > before:
                 before, deadline = cpu, time.monotonic() + _STALL_TIMEOUT
             if time.monotonic() > deadline:
-                raise RuntimeError(f"The Prefect server does not start:\n{self._child.tail(40)}")
+                raise RuntimeError(
+                    f"The Prefect server does not start:\n{self._child.read_tail(40)}"
+                )
             time.sleep(_POLL_INTERVAL)
 
     def _is_ready(self) -> bool:

@@ -37,7 +37,7 @@ class Child:
             command: The program and its arguments.
             log: What it prints is appended to this file.
             folder: Where it runs.
-            announces: It prints a line of JSON when it is ready, for `announced` to read.
+            announces: It prints a line of JSON when it is ready, for `read_announcement` to read.
             environment: Environment of the server; by default that of this process.
         """
         self.name = " ".join(command[:3])
@@ -58,11 +58,11 @@ class Child:
         """The process id (``setpriv`` has become the server itself)."""
         return self._process.pid
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Decide whether the process still runs."""
         return self._process.poll() is None
 
-    def announced(self) -> dict[str, Any]:
+    def read_announcement(self) -> dict[str, Any]:
         """Wait for the line of JSON that says that it is ready.
 
         Raises:
@@ -72,16 +72,16 @@ class Child:
         line = self._process.stdout.readline()
         if not line:
             self.kill()
-            raise RuntimeError(f"{self.name} ended before it was ready:\n{self.tail()}")
+            raise RuntimeError(f"{self.name} ended before it was ready:\n{self.read_tail()}")
         return json.loads(line)
 
-    def tail(self, lines: int = 15) -> str:
+    def read_tail(self, lines: int = 15) -> str:
         """Return the last lines that the process printed, for an error message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout: float = 10.0) -> None:
         """Ask it to end, and after ``timeout`` seconds ask no longer."""
-        if self.running():
+        if self.is_running():
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
@@ -89,14 +89,14 @@ class Child:
 
     def kill(self) -> None:
         """End it with SIGKILL, and wait until it is gone."""
-        if self.running():
+        if self.is_running():
             self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
 
 
-def python_module(module: str, *arguments: str, log: Path) -> Child:
+def start_module(module: str, *arguments: str, log: Path) -> Child:
     """Start ``python -m module``, which announces that it is ready, from this repository."""
     command = [sys.executable, "-m", module, *arguments]
     return Child(command, log=log, folder=REPOSITORY, announces=True)
@@ -108,7 +108,7 @@ def ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Return ports of 127.0.0.1 that nothing listens on at this moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -36,7 +36,7 @@ from typing import Any, Self, TypedDict
 from millrace.testing import r2_token
 from millrace.testing.faults import Fault, Faults
 from millrace.testing.key import Key, connect
-from millrace.testing.process import Child, ask, python_module
+from millrace.testing.process import Child, ask, start_module
 from millrace.testing.r2_rules import Rules
 from millrace.testing.r2_server import Proxy, serve
 from millrace.testing.tls import make_certificates
@@ -127,8 +127,8 @@ class R2Proxy:
             files = make_certificates(folder.absolute())
             ca_file = files.ca
             arguments += ["--certificate", str(files.certificate), "--key", str(files.key)]
-        child = python_module("millrace.testing.r2", *arguments, log=folder / "r2.log")
-        ready = child.announced()
+        child = start_module("millrace.testing.r2", *arguments, log=folder / "r2.log")
+        ready = child.read_announcement()
         return cls(child, port=ready["port"], control=ready["control"], ca_file=ca_file, keys=keys)
 
     def __enter__(self) -> Self:
@@ -144,16 +144,16 @@ class R2Proxy:
         """Return the errors that the process printed; empty if there are none."""
         return self._child.log
 
-    def key(self, access_key_id: str) -> Key:
+    def get_key(self, access_key_id: str) -> Key:
         """Return one of the keys that the server was started with."""
         return Key(access_key_id, self._keys[access_key_id])
 
-    def client(self, key: Key) -> Any:
+    def make_client(self, key: Key) -> Any:
         """Return a boto3 client of this server, path-style and without retries."""
         verify = None if self.ca_file is None else str(self.ca_file)
         return connect(self.endpoint, key, region="auto", verify=verify)
 
-    def temporary(self, parent: Key, bucket: str, **options: Any) -> Key:
+    def make_temporary_key(self, parent: Key, bucket: str, **options: Any) -> Key:
         """Make temporary credentials for this endpoint; ``options`` as in `r2_token.mint`."""
         return r2_token.mint(parent, bucket=bucket, audience=self.host, **options)
 
@@ -200,19 +200,19 @@ class R2Proxy:
         """Bend some of the `Rules` until the next `reset`."""
         self._ask("/rules", rules)
 
-    def counts(self) -> dict[str, int]:
+    def count_fired(self) -> dict[str, int]:
         """Return how often each kind of fault fired."""
         return self._ask("/counts")
 
-    def pending(self) -> int:
+    def count_pending(self) -> int:
         """Return the number of faults of `fail_next` that wait for their request."""
         return self._ask("/pending")
 
-    def refusals(self) -> dict[str, int]:
+    def count_refusals(self) -> dict[str, int]:
         """Return the refusals by S3's error code; ``BadGateway``: the upstream failed."""
         return self._ask("/refusals")
 
-    def requests(self) -> list[R2RequestRecord]:
+    def list_requests(self) -> list[R2RequestRecord]:
         """Return the last 100,000 requests since the last `reset`, in order of arrival."""
         return self._ask("/requests")
 

@@ -90,7 +90,7 @@ class S3Operation:
     query: Mapping[str, str]
 
 
-def operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> S3Operation:
+def find_operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> S3Operation:
     """Name the operation of a path-style request."""
     bucket, _, key = unquote(path).removeprefix("/").partition("/")
     fields = dict(parse_qsl(query, keep_blank_values=True))

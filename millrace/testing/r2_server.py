@@ -31,7 +31,7 @@ from millrace.testing.r2_rules import (
     check_head,
     check_parts,
     check_payload,
-    operation,
+    find_operation,
 )
 from millrace.testing.upstream import CHUNK, Answer, Upstream, UpstreamError
 
@@ -64,7 +64,7 @@ class CutError(Exception):
 
 @dataclass(slots=True)
 class Seen:
-    """A request, as `R2Proxy.requests` shows it."""
+    """A request, as `R2Proxy.list_requests` shows it."""
 
     method: str
     path: str
@@ -166,7 +166,7 @@ class Proxy:
             for name, value in request.headers.items()
             if name.lower() not in HOP_BY_HOP
         )
-        named = operation(request.method, path, query, headers)
+        named = find_operation(request.method, path, query, headers)
         seen = Seen(request.method, request.raw_path, named.name, time.monotonic())
         seen.payload = headers.get("x-amz-content-sha256", "")
         self.seen.append(seen)
@@ -221,7 +221,7 @@ class Proxy:
         """Apply the rules; the body, where the operation is one whose body they look into."""
         request, asked_for = asked.request, asked.operation
         try:
-            signature = sigv4.found(asked.headers, asked.query)
+            signature = sigv4.find_signature(asked.headers, asked.query)
         except sigv4.MalformedError as error:
             raise RefusedError(400, "InvalidArgument", str(error)) from error
         if signature is None:
@@ -259,13 +259,13 @@ class Proxy:
         if not covered or self._signed(asked, signature, grant.secret) != signature.value:
             message = "The request signature does not match the calculated signature."
             raise RefusedError(403, "SignatureDoesNotMatch", message)
-        bare, asked.query = sigv4.without_token(signature, asked.headers, asked.query)
+        bare, asked.query = sigv4.drop_token(signature, asked.headers, asked.query)
         value = self._signed(asked, bare, asked.secret)
         if signature.presigned:
             kept = [w for w in asked.query.split("&") if not w.startswith("X-Amz-Signature=")]
             asked.query = "&".join([*kept, f"X-Amz-Signature={value}"])
         else:
-            asked.headers["Authorization"] = sigv4.authorization(bare, value)
+            asked.headers["Authorization"] = sigv4.make_authorization(bare, value)
         return grant
 
     def _signed(self, asked: Asked, signature: sigv4.Signature, secret: str) -> str:
@@ -298,7 +298,7 @@ class Proxy:
         sizes: dict[int, int] = {}
         marker = "0"
         while True:
-            query = f"max-parts=1000&part-number-marker={marker}&uploadId={sigv4.encoded(upload)}"
+            query = f"max-parts=1000&part-number-marker={marker}&uploadId={sigv4.encode(upload)}"
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             headers = {
                 "host": asked.headers["Host"],
@@ -315,7 +315,7 @@ class Proxy:
             value = sigv4.compute(
                 secret, method="GET", path=asked.path, query=query, headers=headers, signature=own
             )
-            headers["authorization"] = sigv4.authorization(own, value)
+            headers["authorization"] = sigv4.make_authorization(own, value)
             answer = await self.upstream.send("GET", f"{asked.path}?{query}", headers.items())
             listing = await answer.read()
             if answer.status != 200:
@@ -409,7 +409,7 @@ class Proxy:
         asked.seen.status = answer.status
         has_body = not answer.bodiless and answer.length != 0
         cut = asked.meets(Fault.CUT) and answer.status in (200, 206) and has_body
-        async with contextlib.aclosing(answer.chunks()) as pieces:
+        async with contextlib.aclosing(answer.read_chunks()) as pieces:
             await response.prepare(asked.request)
             left = answer.length // 2 if cut and answer.length is not None else None
             async for piece in pieces:
@@ -486,9 +486,9 @@ class Control:
             case "/reset":
                 proxy.reset()
             case "/counts":
-                return proxy.box.counts()
+                return proxy.box.count_fired()
             case "/pending":
-                return proxy.box.pending()
+                return proxy.box.count_pending()
             case "/refusals":
                 return dict(proxy.refusals)
             case "/requests":

@@ -39,7 +39,7 @@ from typing import Any, Self
 from urllib.request import urlopen
 
 from millrace.testing.key import Key, connect
-from millrace.testing.process import Child, free_ports
+from millrace.testing.process import Child, find_free_ports
 
 __all__ = ["RGW", "Key"]
 
@@ -176,10 +176,10 @@ class RGW:
 
     def create_bucket(self, name: str) -> str:
         """Make a bucket that `full` owns, and return its name. Made already is made."""
-        self.client(self.full).create_bucket(Bucket=name)
+        self.make_client(self.full).create_bucket(Bucket=name)
         return name
 
-    def client(self, key: Key, *, service: str = "s3") -> Any:
+    def make_client(self, key: Key, *, service: str = "s3") -> Any:
         """Return a boto3 client, path-style and without retries (or ``service="sts"``)."""
         return connect(self.endpoint, key, service=service)
 
@@ -206,12 +206,12 @@ class RGW:
     def assume_role(self, role: str, *statements: dict[str, Any], seconds: int = 900) -> Key:
         """Return temporary credentials of a role, limited to ``statements`` (none: all)."""
         session: dict[str, Any] = {"Policy": _policy(*statements)} if statements else {}
-        given = self.client(self.full, service="sts").assume_role(
+        given = self.make_client(self.full, service="sts").assume_role(
             RoleArn=role, RoleSessionName="session", DurationSeconds=seconds, **session
         )["Credentials"]
         return Key(given["AccessKeyId"], given["SecretAccessKey"], given["SessionToken"])
 
-    def requests(self) -> list[str]:
+    def list_requests(self) -> list[str]:
         """Return the gateway's own access log so far, one line a request, the oldest first.
 
         A line reads ``127.0.0.1 - USER [TIME] "GET /bucket/key HTTP/1.1" 200 BYTES RANGE "-"
@@ -242,9 +242,9 @@ class RGW:
             child.kill()
         self._children.clear()
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Decide whether all processes of the server run."""
-        return bool(self._children) and all(child.running() for child in self._children)
+        return bool(self._children) and all(child.is_running() for child in self._children)
 
     def _run(self, state: dict[str, str], *, fresh: bool) -> None:
         self._spawn("ceph-mon", "-i", "a")
@@ -257,11 +257,11 @@ class RGW:
         gateway = self._spawn("radosgw", "-n", "client.rgw")
         port = int(state["gateway"])
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and gateway.running():
+        while time.monotonic() < deadline and gateway.is_running():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 return
             time.sleep(0.05)
-        raise RuntimeError(f"radosgw does not listen at {self.endpoint}:\n{gateway.tail()}")
+        raise RuntimeError(f"radosgw does not listen at {self.endpoint}:\n{gateway.read_tail()}")
 
     def _create_users(self, state: dict[str, str]) -> None:
         for uid in ("full", "other"):
@@ -291,7 +291,7 @@ def _make(folder: Path, *, min_part: int, capacity: int) -> dict[str, str]:
         raise RuntimeError(f"{folder} is neither empty nor a cluster of ours: name another folder.")
     for name in ("mon", "osd", "rgw", "run", "log", "crash"):
         (folder / name).mkdir(parents=True)
-    monitor, gateway = free_ports(2)
+    monitor, gateway = find_free_ports(2)
     fsid = str(uuid.uuid4())
     state = {
         "gateway": str(gateway),
@@ -364,7 +364,7 @@ def main() -> int:
         shown = {name: dataclasses.asdict(key) for name, key in keys.items()}
         print(json.dumps({"endpoint": rgw.endpoint, **shown}), flush=True)
         while signal.sigwait(ends | {signal.SIGCHLD}) not in ends:
-            if not rgw.running():
+            if not rgw.is_running():
                 return 1
     return 0
 

@@ -38,7 +38,7 @@ class Signature:
         return self.scope.split("/")[1]
 
 
-def found(headers: Mapping[str, str], query: str) -> Signature | None:
+def find_signature(headers: Mapping[str, str], query: str) -> Signature | None:
     """Return the signature of a request; None if it is anonymous.
 
     Raises:
@@ -116,7 +116,7 @@ def compute(
     ).hex()
 
 
-def without_token(
+def drop_token(
     signature: Signature, headers: MutableMapping[str, str], query: str
 ) -> tuple[Signature, str]:
     """Drop the session token from ``headers``; the signature and query that are left."""
@@ -131,7 +131,7 @@ def without_token(
     )
 
 
-def authorization(signature: Signature, value: str) -> str:
+def make_authorization(signature: Signature, value: str) -> str:
     """Return the ``Authorization`` header with another signature in it."""
     return (
         f"{ALGORITHM} Credential={signature.access_key_id}/{signature.scope}, "
@@ -149,11 +149,11 @@ def _signature(credential: str, headers: str, value: str, *, presigned: bool) ->
 def _pairs(query: str) -> list[tuple[str, str]]:
     """Return the query's names and values, each encoded the one canonical way."""
     words = (word.partition("=") for word in query.split("&") if word)
-    return [(encoded(name), encoded(value)) for name, _, value in words]
+    return [(encode(name), encode(value)) for name, _, value in words]
 
 
 @lru_cache(maxsize=4096)  # most are the same in every request
-def encoded(text: str) -> str:
+def encode(text: str) -> str:
     """Percent-encode a name or value of a query, encoded or not, the one canonical way."""
     return quote(unquote_to_bytes(text.replace("+", "%20")), safe=UNRESERVED)
 

@@ -21,7 +21,7 @@ class _Connection:
     writer: asyncio.StreamWriter
     idle_since: float = 0.0
 
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         fresh = time.monotonic() - self.idle_since < IDLE_SECONDS
         return fresh and not self.reader.at_eof() and not self.writer.transport.is_closing()
 
@@ -51,7 +51,7 @@ class Answer:
         """Return the value of a header; empty if there is none."""
         return next((value for given, value in self.headers if given.lower() == name), "")
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def read_chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body, in pieces of at most `CHUNK` bytes.
 
         The connection is given back after the last piece, and dropped when one stops before.
@@ -84,7 +84,7 @@ class Answer:
 
     async def read(self) -> bytes:
         """Return the whole body, which must be small."""
-        return b"".join([piece async for piece in self.chunks()])
+        return b"".join([piece async for piece in self.read_chunks()])
 
     def close(self) -> None:
         """Drop the connection."""
@@ -154,7 +154,7 @@ class Upstream:
     async def _connect(self) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable():
+            if connection.is_usable():
                 return connection
             connection.writer.transport.abort()
         return _Connection(*await asyncio.open_connection(self.host, self.port, limit=CHUNK))

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.testing.process import free_ports
+from millrace.testing.process import find_free_ports
 from millrace.testing.rgw import RGW
 from tests.oracle import S3Bucket
-from tests.support.flows.fixtures import jsonl, texts, texts_in
-from tests.support.readme import Clone, block, make_clone
+from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
+from tests.support.readme import Clone, make_clone, read_block
 
-INSTALL = block("Install", "console")
+INSTALL = read_block("Install", "console")
 FIVE_MINUTES = "Five minutes to a sharded dataset in your own bucket"
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Path:
     """A folder of JSON lines."""
     folder = tmp_path / "words"
     folder.mkdir()
-    (folder / "rows.jsonl").write_bytes(jsonl(texts()))
+    (folder / "rows.jsonl").write_bytes(make_jsonl(make_texts()))
     return folder
 
 
@@ -72,7 +72,7 @@ def edit_job(clone: Clone, commands: str, source: Path) -> str:
 
 
 def test_the_five_minutes(clone: Clone, source: Path, rgw: RGW, bucket: str) -> None:
-    commands = block(FIVE_MINUTES, "console")
+    commands = read_block(FIVE_MINUTES, "console")
     key = rgw.full
     for written, meant in (("r2://ACCOUNT/BUCKET", f"s3://{bucket}"),
                            ("=KEY", f"={key.access_key_id}"),
@@ -80,11 +80,11 @@ def test_the_five_minutes(clone: Clone, source: Path, rgw: RGW, bucket: str) -> 
         assert written in commands
         commands = commands.replace(written, meant)
 
-    read = f"cat > read.py <<'END'\n{block(FIVE_MINUTES, 'python')}END\npython read.py\n"
+    read = f"cat > read.py <<'END'\n{read_block(FIVE_MINUTES, 'python')}END\npython read.py\n"
     script = edit_job(clone, commands, source) + read
     shown = clone.run(script, AWS_ENDPOINT_URL=rgw.endpoint)
 
-    assert texts_in(S3Bucket(rgw.client(key), bucket, "my-dataset")) == Counter(texts())
+    assert read_texts(S3Bucket(rgw.make_client(key), bucket, "my-dataset")) == Counter(make_texts())
     assert "my-dataset: complete" in shown
     assert "1 shard of 1 as the manifest says" in shown
     assert shown.splitlines()[-1] == "{'train': 4000}"
@@ -93,9 +93,9 @@ def test_the_five_minutes(clone: Clone, source: Path, rgw: RGW, bucket: str) -> 
 def test_the_prefect_path(
     clone: Clone, source: Path, rgw: RGW, bucket: str, tmp_path: Path
 ) -> None:
-    commands = block("Terminal or Prefect", "console")
+    commands = read_block("Terminal or Prefect", "console")
     assert commands.startswith(INSTALL)
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     values = {
         "R2_DATASET_ACCOUNT_ID": ACCOUNT,
         "R2_DATASET_BUCKET_NAME": bucket,
@@ -123,5 +123,5 @@ def test_the_prefect_path(
         PREFECT_SERVER_ANALYTICS_ENABLED="false",
     )
 
-    assert texts_in(S3Bucket(rgw.client(rgw.full), bucket, "words")) == Counter(texts())
+    assert read_texts(S3Bucket(rgw.make_client(rgw.full), bucket, "words")) == Counter(make_texts())
     assert "ModuleNotFoundError" not in shown

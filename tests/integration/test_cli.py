@@ -19,7 +19,7 @@ from millrace.progress_bar import BytesBar
 from millrace.settings import load_settings
 from millrace.storage import open_store
 from millrace.swarm.progress_events import PrewarmProgressed
-from millrace.testing.process import REPOSITORY, free_ports
+from millrace.testing.process import REPOSITORY, find_free_ports
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, setting
 
 
 def test_plan_says_that_a_destination_does_not_answer(run, settings, monkeypatch):
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     monkeypatch.setattr("millrace.datasets.pipeline._PREFLIGHT_TIMEOUT", timedelta(seconds=0.5))
     text = re.sub("^store: .*$", "", settings.read_text(), flags=re.MULTILINE)
     settings.write_text(
@@ -345,7 +345,7 @@ def _millrace(*words: str, **how: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     path = tmp_path / "job.yaml"
     path.write_text(
         f"dataset: a\nstore: {{url: {tmp_path.as_uri()}}}\n"
@@ -417,7 +417,7 @@ def test_prewarm_shows_what_would_go_where(run, warm):
 
 def test_a_dry_run_says_where_prewarm_will_refuse(run, warm):
     """Within seconds, where Ray itself would try for minutes."""
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     nodes = f"nodes: {{kind: ray, address: '127.0.0.1:{port}'}}"
     warm.write_text(re.sub("^nodes: .*$", nodes, warm.read_text(), flags=re.MULTILINE))
     shown = run("swarm", "prewarm", str(warm), "--dry-run", code=1)

@@ -104,13 +104,13 @@ def test_run_use_vast_rents_and_gives_back(
     assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in refused.stderr
     unanswered = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
     assert (unanswered.exit_code, "Add --yes" in unanswered.stderr) == (2, True)
-    assert vast.books() == []
+    assert vast.list_machines() == []
     done = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--yes"])
     assert done.exit_code == 0, done.output
     assert "shard/words/0: released (done: the program ended with exit code 0)" in done.output
-    assert vast.alive() == []
+    assert vast.list_alive() == []
     unmended = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--repair"])
-    assert (unmended.exit_code, vast.alive()) == (2, [])
+    assert (unmended.exit_code, vast.list_alive()) == (2, [])
     assert "Shard with --use-vast first, then run --repair alone" in unmended.output
     vast.reset()
     missing = yaml.safe_load(path.read_text())

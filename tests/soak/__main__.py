@@ -92,7 +92,7 @@ def _races(options: argparse.Namespace) -> tuple[bool, str]:
         found = run_races(
             places, folder, options.seed, races=options.races, saves=SAVES, tell=_tell
         )
-        fired = proxy.counts()
+        fired = proxy.count_fired()
         print(*races.summary(found), f"faults {fired}", "", sep="\n")
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in races.ALL) > 0
         return often and not found.wrong, races.summary(found)[-1]
@@ -102,7 +102,7 @@ def _windows(options: argparse.Namespace) -> tuple[bool, str]:
     """Runs of gradients: in a folder, on RGW, and through a proxy that fails."""
     with _everywhere(options.seed, "windows") as (folder, places, proxy):
         found = windows.run_windows(places, folder, options.seed, runs=options.windows, tell=_tell)
-        fired = proxy.counts()
+        fired = proxy.count_fired()
         print(*windows.summary(found), f"faults {fired}", "", sep="\n")
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
         often = often and found.stops > 0 and found.together > 0
@@ -125,9 +125,9 @@ def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         RGW.start(Path(folder) / "rgw") as rgw,
     ):
-        spec = StoreSpec.model_validate(rgw_place(rgw, "cleaning").spec("below"))
+        spec = StoreSpec.model_validate(rgw_place(rgw, "cleaning").make_spec("below"))
         fill(lambda: open_store(spec), options.objects, options.seed)
-        look = list_by_boto3(rgw.client(rgw.full), "cleaning", "below/")
+        look = list_by_boto3(rgw.make_client(rgw.full), "cleaning", "below/")
         came = clean(spec, look, kills=KILLED, seed=options.seed)
     said = f"objects {came.objects}, planned {came.planned}, cleaning killed {came.killed}"
     return not came.wrong and came.killed > 0, (
@@ -147,7 +147,7 @@ def _campaigns(options: argparse.Namespace) -> tuple[bool, str]:
     """Campaigns whose leaders are killed."""
     found = run_campaigns(options.campaigns, options.seed, _tell)
     print(*found.wrong, sep="\n")
-    return not found.wrong, found.sentence()
+    return not found.wrong, found.format_sentence()
 
 
 def _swarm(_: argparse.Namespace) -> tuple[bool, str]:
@@ -165,9 +165,9 @@ def _hostile(options: argparse.Namespace) -> tuple[bool, str]:
         found = run_hostile(
             rgw, Path(folder) / "runs", runs=options.hostile, seed=options.seed, tell=_tell
         )
-    print(found.table(), *found.wrong, "", sep="\n")
+    print(found.format_table(), *found.wrong, "", sep="\n")
     never = [kind for kind in Kind if not found.read[kind] + found.listed[kind]]
-    return not found.wrong and not never, found.sentence()
+    return not found.wrong and not never, found.format_sentence()
 
 
 def _demo(_: argparse.Namespace) -> tuple[bool, str]:
@@ -195,8 +195,8 @@ def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[StoreSpec],
         proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault), damage=1 / 30))
         places = [
             StoreSpec(url=(folder / "store").as_uri()),
-            StoreSpec.model_validate(rgw_place(rgw, bucket).spec("below")),
-            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").spec("below")),
+            StoreSpec.model_validate(rgw_place(rgw, bucket).make_spec("below")),
+            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").make_spec("below")),
         ]
         yield folder, places, proxy
 
@@ -208,11 +208,11 @@ def _shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         soak = _Soak(folder, rgw, options.seed)
         if options.only != "faults":
-            good += [soak.kills(options.kills), soak.meetings()]
+            good += [soak.run_kills(options.kills), soak.run_meetings()]
         if options.only != "kills":
             keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
             proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-            good.append(soak.faults(proxy))
+            good.append(soak.run_faults(proxy))
         return good, soak.summary
 
 
@@ -226,7 +226,7 @@ class _Soak:
         self._places: list[Place] = [LocalPlace(folder / "store"), rgw_place(rgw, "soak")]
         self.summary: list[str] = []
 
-    def kills(self, number: int) -> bool:
+    def run_kills(self, number: int) -> bool:
         """SIGKILLs."""
         tally = self._kills("kill", self._places).run(number, tell=_tell)
         missing = report.never_fired(tally)
@@ -234,7 +234,7 @@ class _Soak:
         self.summary.append(report.result(f"kills {tally.counted}", tally))
         return not tally.wrong and not missing and tally.counted >= number
 
-    def meetings(self) -> bool:
+    def run_meetings(self) -> bool:
         """Two drivers at once."""
         dice = Random(f"{self._seed} meetings")
         shared, taken = Tally(), Tally()
@@ -252,7 +252,7 @@ class _Soak:
         self.summary.append(report.result(f"taken over {taken.cases}", taken))
         return not shared.wrong and not taken.wrong
 
-    def faults(self, proxy: R2Proxy) -> bool:
+    def run_faults(self, proxy: R2Proxy) -> bool:
         """A store that fails."""
         dice = Random(f"{self._seed} faults")
         kills = self._kills("fault", [r2_place(self._rgw, proxy, "soak")])

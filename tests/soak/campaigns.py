@@ -45,7 +45,7 @@ class Led:
     kills: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    def sentence(self) -> str:
+    def format_sentence(self) -> str:
         return (
             f"campaigns {self.campaigns} (leaders killed {self.kills.total()} times at "
             f"{len(self.kills)} boundaries, machines {self.machines}): wrong {len(self.wrong)}"
@@ -73,7 +73,7 @@ def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
                     led.wrong += [f"campaign {one}: {what}" for what in killed.wrong]
                     if missed := set() if one else set(at) - set(killed.at):
                         led.wrong.append(f"campaign 0: was not killed at {sorted(missed)}")
-                    tell(led.sentence())
+                    tell(led.format_sentence())
                 vast.reset()
         finally:
             server.stop()
@@ -83,5 +83,5 @@ def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
 if __name__ == "__main__":
     began = time.monotonic()
     found = run_campaigns(int(sys.argv[1]), int(sys.argv[2]), print)
-    print(*found.wrong, found.sentence(), f"{time.monotonic() - began:.0f} s", sep="\n")
+    print(*found.wrong, found.format_sentence(), f"{time.monotonic() - began:.0f} s", sep="\n")
     sys.exit(1 if found.wrong else 0)

@@ -46,16 +46,16 @@ class Case:
             f"workers {self.workers}, uploads {self.uploads}"
         )
 
-    def config(self) -> dict[str, Any]:
+    def make_config(self) -> dict[str, Any]:
         """The pipeline's settings."""
         if self.store_source:
-            source = self.place.source(self.material)
+            source = self.place.make_source(self.material)
         else:
             source = {"url": self.material.folder.as_uri()}
         return {
             "dataset": DATASET,
             "source": {**self.material.source, **source},
-            "store": self.place.spec(self.name),
+            "store": self.place.make_spec(self.name),
             "sharding": self.material.sharding,
             "execution": {
                 "workers": self.workers,
@@ -68,7 +68,7 @@ class Case:
     def start(self, do: str = "shard") -> Child:
         """Another driver, with an empty working directory of its own."""
         folder = self.folder / self.name / f"run-{len(self.children)}"
-        child = Child({"do": do, "config": self.config()}, folder)
+        child = Child({"do": do, "config": self.make_config()}, folder)
         self.children.append(child)
         return child
 
@@ -81,7 +81,7 @@ class Case:
                 child.go()
         return finished(heard)
 
-    def judged(self, reference: Mapping[str, str] | None) -> Verdict:
+    def judge(self, reference: Mapping[str, str] | None) -> Verdict:
         """The oracle's verdict, and whether anything of the drivers was left on the machine."""
         verdict = self._look(reference)
         if verdict.good and verdict.halves:
@@ -91,15 +91,17 @@ class Case:
             verdict.problems += [f"{half} was not collected" for half in verdict.halves]
             verdict.halves = halves
         for child in self.children:
-            for pid in child.orphans():
+            for pid in child.find_orphans():
                 verdict.problems.append(f"process {pid} outlived its driver")
                 child.kill(pid)
-            verdict.problems += [f"{name} was left on the machine" for name in child.leftovers()]
+            verdict.problems += [
+                f"{name} was left on the machine" for name in child.list_leftovers()
+            ]
         return verdict
 
     def _look(self, reference: Mapping[str, str] | None) -> Verdict:
         return judge(
-            self.place.bucket(self.name),
+            self.place.open_bucket(self.name),
             DATASET,
             rows=self.material.rows,
             bad_rows=self.material.bad_rows,
@@ -114,7 +116,7 @@ def nobody_died(child: Child, said: Said) -> None:
         CaseError: One did, and nobody had.
     """
     if said.kind == "worker.lost":
-        raise CaseError(f"worker {said.pid} was lost, and nobody killed it:\n{child.tail()}")
+        raise CaseError(f"worker {said.pid} was lost, and nobody killed it:\n{child.read_tail()}")
 
 
 def finished(ended: Ended) -> dict[str, Any]:
@@ -136,12 +138,12 @@ class References:
         self._place = LocalPlace(folder / "reference")
         self._known: dict[str, dict[str, str]] = {}
 
-    def of(self, material: Material) -> dict[str, str]:
+    def compute_digests(self, material: Material) -> dict[str, str]:
         """SHA-256 of each shard."""
         if material.name not in self._known:
             case = Case(material.name, material, self._place, self._folder / "runs", workers=1)
             case.run_undisturbed()
-            verdict = case.judged(None)
+            verdict = case.judge(None)
             if not verdict.good:
                 raise CaseError(f"{case}, never disturbed: {verdict}")
             self._known[material.name] = verdict.digests

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support.fork_server import RUN_MODULE, fork_server
+from tests.support.fork_server import RUN_MODULE, get_fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTED = ("millrace.datasets", "millrace.datasets.pipeline", "millrace.storage")
@@ -72,7 +72,7 @@ class Child:
             "HOME": str(self.staging),
         }
         with self._log.open("wb") as log:
-            self._process = fork_server(*IMPORTED).start(
+            self._process = get_fork_server(*IMPORTED).start(
                 RUN_MODULE,
                 "tests.soak.driver",
                 env=environment,
@@ -94,7 +94,7 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.kill_group()  # else what it left alive is for `orphans` to find
+            self.kill_group()  # else what it left alive is for `find_orphans` to find
         self._process.wait()
         self._in.close()
         self._out.close()
@@ -114,11 +114,11 @@ class Child:
             rest = max(0.0, deadline - time.monotonic())
             if not select.select([self._out], [], [], rest)[0]:
                 if patience == HANGS:
-                    raise HungError(f"nothing was heard for {HANGS:g} s:\n{self.tail()}")
+                    raise HungError(f"nothing was heard for {HANGS:g} s:\n{self.read_tail()}")
                 return None
             data = os.read(self._out.fileno(), 65536)
             if not data:
-                return Ended(self._process.wait(), self._report, self.tail())
+                return Ended(self._process.wait(), self._report, self.read_tail())
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         message = json.loads(line)
@@ -152,7 +152,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def orphans(self, patience: float = 10.0) -> list[int]:
+    def find_orphans(self, patience: float = 10.0) -> list[int]:
         """Processes of its session that still live, after some time to be gone by themselves."""
         deadline = time.monotonic() + patience
         while living := session(self.pid):
@@ -167,11 +167,11 @@ class Child:
                         os.close(watch)
         return []
 
-    def leftovers(self) -> list[str]:
+    def list_leftovers(self) -> list[str]:
         """List the files that the process left on the machine's disk."""
         return sorted(path.name for path in self.staging.iterdir())
 
-    def tail(self) -> str:
+    def read_tail(self) -> str:
         """The end of what it, and its workers, wrote to standard error."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
 

@@ -75,20 +75,20 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
                 workers = [f"w{number}" for number in range(8)]
                 for window in range(unit * share // len(workers)):
                     for uid in workers:
-                        place.gradient(run, uid, window, version)
+                        place.put_gradient(run, uid, window, version)
                 for uid in workers:
-                    place.start_window(run, uid, 0, version)
+                    place.put_start_window(run, uid, 0, version)
             windows = 3 * unit // 2
-            place.chain("run", version, windows, {windows // 2: 0, windows // 3: 0})
-        place.lease("exp/run/gathers/0.2.10", "aggregator")
-        place.lease("run/gathers/0.2.10", "aggregator", ended=True)
+            place.put_chain("run", version, windows, {windows // 2: 0, windows // 3: 0})
+        place.put_lease("exp/run/gathers/0.2.10", "aggregator")
+        place.put_lease("run/gathers/0.2.10", "aggregator", ended=True)
         for job in ("job", "exp/job"):
             for step in range(1, 2 + unit // 8):
-                place.checkpoint(job, step, [f"{job} {step}".encode()])
+                place.put_checkpoint(job, step, [f"{job} {step}".encode()])
                 place.put(f"{job}/checkpoints/step_{step:09d}/parts/{step:064x}.safetensors")
-        place.pin("job", 1)
+        place.put_pin("job", 1)
         for name, share in (("words", 6), ("old", 5)):
-            place.dataset(name, unit * share // 2, orphans=unit // 10)
+            place.put_dataset(name, unit * share // 2, orphans=unit // 10)
         for number in range(unit):
             key = dice.choice(
                 [
@@ -134,7 +134,7 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
     config = CleanupSettings(store=spec, rules=RULES)
     things = list_all()
     rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
-    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).taken()
+    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).list_taken()
     plan = make_plan(config)
     with open_plan(open_store(spec), plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule_index for entry in entries}

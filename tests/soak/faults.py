@@ -65,10 +65,10 @@ def run_faults(
     proxy.reset()
     number = 0
     waiting: dict[bool, list[Target]] = {True: [], False: []}
-    while (number < cases or min(proxy.counts().values()) < at_least) and number < _MOST:
+    while (number < cases or min(proxy.count_fired().values()) < at_least) and number < _MOST:
         chance, asked = dice.randrange(1 << 30), dice.choice([None, None, 1.0])
         proxy.set_faults(bad_weather(chance, retry_after=asked))
-        case = kills.case(number % 4)
+        case = kills.make_case(number % 4)
         case.store_source = True
         alone = case.workers == 0
         if number % 3:
@@ -76,13 +76,13 @@ def run_faults(
         else:
             kills.kill_in(case, [])
         number += 1
-        tell(f"{case}: {kills.tally.counted} kills, {proxy.counts()}")
+        tell(f"{case}: {kills.tally.counted} kills, {proxy.count_fired()}")
     proxy.set_faults(bad_weather(dice.randrange(1 << 30)))
-    case = kills.case(2)
+    case = kills.make_case(2)
     case.store_source = True
     meet(case, share, kills.references, kills.tally)
-    tell(f"{case}: two drivers at once, {proxy.counts()}")
-    fired = proxy.counts()
+    tell(f"{case}: two drivers at once, {proxy.count_fired()}")
+    fired = proxy.count_fired()
     proxy.reset()
     return fired
 
@@ -96,8 +96,8 @@ def outlast(kills: Kills, proxy: R2Proxy, *, seconds: float) -> dict[str, int]:
     proxy.reset()
     proxy.fail_next(Fault.STALL, 1, "PUT", "/shards/", stall_seconds=seconds)
     proxy.fail_next(Fault.STALL, 1, "GET", "/commits/", stall_seconds=seconds)
-    kills.kill_in(kills.case(1), [])
-    fired = proxy.counts()
+    kills.kill_in(kills.make_case(1), [])
+    fired = proxy.count_fired()
     proxy.reset()
     return fired
 
@@ -131,6 +131,6 @@ def _place(name: str, endpoint: str, rgw: RGW, bucket: str) -> S3Place:
         endpoint,
         key.access_key_id,
         key.secret_access_key,
-        rgw.client(key),
+        rgw.make_client(key),
         rgw.create_bucket(bucket),
     )

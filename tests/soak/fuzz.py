@@ -66,7 +66,7 @@ def once_gradient(said: atheris.FuzzedDataProvider, data: bytes) -> None:
         name = said.PickValueInList(sorted(SHAPES))
         body = made(bodies={**PARTS, name: said.ConsumeBytes(len(data))})
         body = as_torch(body) if torch else body
-    key = KEYS.gradient("7", 3)
+    key = KEYS.make_gradient_key("7", 3)
     key = key.replace(".safetensors", ".pt") if torch else key
     put(STORE, key, body)
     with suppress(PayloadError):

@@ -34,7 +34,7 @@ def run_hostile(
                 tell(line)
             done = matrix.verdicts.runs.total()
             if done % 20 == 0:
-                tell(matrix.verdicts.sentence())
+                tell(matrix.verdicts.format_sentence())
 
         list(pool.map(one, seeds(runs, seed)))
         return matrix.verdicts

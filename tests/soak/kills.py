@@ -202,7 +202,7 @@ class Kills:
         while any(pools.values()) and self.tally.cases < limit:
             alone = self._dice.choices([True, False], [len(pools[True]), len(pools[False])])[0]
             chosen, pools[alone] = pools[alone][:_A_CASE], pools[alone][_A_CASE:]
-            case = self.case(0 if alone else self._dice.randint(1, 3))
+            case = self.make_case(0 if alone else self._dice.randint(1, 3))
             pools[alone] += self.kill_in(case, chosen)
             tell(f"{case}: {len(chosen)} kills asked for, {self.tally.counted} so far")
         return self.tally
@@ -211,14 +211,14 @@ class Kills:
         """Run one case and judge it; returns the targets that were not reached."""
         try:
             missed = run_case(case, in_order(self._dice, targets), self.tally)
-            verdict = case.judged(self.references.of(case.material))
+            verdict = case.judge(self.references.compute_digests(case.material))
         except (CaseError, HungError) as error:
             self.tally.fail(case, error)
             return []
         self.tally.judge(case, verdict)
         return missed
 
-    def case(self, workers: int) -> Case:
+    def make_case(self, workers: int) -> Case:
         """The next case; all but its workers by chance."""
         number = next(self._numbers)
         place = self._places[0]

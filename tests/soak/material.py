@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.oracle import row_token
+from tests.oracle import make_row_token
 
 _WORDS = ("mill", "race", "wheel", "sluice", "weir", "grain", "stone", "flour", "sack", "gate")
 
@@ -48,7 +48,7 @@ def lines(folder: Path, dice: random.Random) -> Material:
         written = []
         for i in range(220):
             name, text = f"{number}-{i}", _text(dice, 200, 2600)
-            rows[row_token(name, text.encode())] += 1
+            rows[make_row_token(name, text.encode())] += 1
             written.append(json.dumps({"id": name, "text": text}))
         (folder / f"part-{number}.jsonl").write_text("\n".join(written) + "\n")
     return Material(
@@ -75,7 +75,7 @@ def columns(folder: Path, dice: random.Random) -> Material:
                 written.append(json.dumps({"id": name}))
                 bad += 1
             case _:
-                rows[row_token(name, text.encode())] += 1
+                rows[make_row_token(name, text.encode())] += 1
                 written.append(json.dumps({"id": name, "text": text, "more": i}))
     (folder / "all.jsonl").write_text("\n".join(written))  # the last row has no newline
     return Material(
@@ -100,7 +100,7 @@ def files(folder: Path, dice: random.Random) -> Material:
         name, text = f"{i:04d}", _text(dice, 800, 8000).encode()
         at = folder / f"group-{i % 7}"
         at.mkdir(parents=True, exist_ok=True)
-        rows[row_token(name, text)] += 1
+        rows[make_row_token(name, text)] += 1
         (at / f"{name}.txt").write_bytes(text)
         (at / f"{name}.json").write_text(json.dumps({"id": name}))
     return Material(

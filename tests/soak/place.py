@@ -17,15 +17,15 @@ class Place(Protocol):
 
     name: str
 
-    def spec(self, prefix: str) -> dict[str, Any]:
+    def make_spec(self, prefix: str) -> dict[str, Any]:
         """Return the spec that a driver opens."""
         ...
 
-    def bucket(self, prefix: str) -> Bucket:
+    def open_bucket(self, prefix: str) -> Bucket:
         """The same for the oracle, on the shortest way."""
         ...
 
-    def source(self, material: Material) -> dict[str, Any]:
+    def make_source(self, material: Material) -> dict[str, Any]:
         """Return the spec that a driver opens for a source: in this store, or its folder."""
         ...
 
@@ -37,13 +37,13 @@ class LocalPlace:
     root: Path
     name: str = "folder"
 
-    def spec(self, prefix: str) -> dict[str, Any]:
+    def make_spec(self, prefix: str) -> dict[str, Any]:
         return {"url": (self.root / prefix).as_uri()}
 
-    def bucket(self, prefix: str) -> Bucket:
+    def open_bucket(self, prefix: str) -> Bucket:
         return Folder(self.root / prefix)
 
-    def source(self, material: Material) -> dict[str, Any]:
+    def make_source(self, material: Material) -> dict[str, Any]:
         return {"url": material.folder.as_uri()}
 
 
@@ -67,7 +67,7 @@ class S3Place:
     patience: float = 120.0
     uploaded: set[str] = field(default_factory=set)
 
-    def spec(self, prefix: str) -> dict[str, Any]:
+    def make_spec(self, prefix: str) -> dict[str, Any]:
         return {
             "url": f"s3://{self.bucket_name}/{prefix}",
             "endpoint": self.endpoint,
@@ -80,10 +80,10 @@ class S3Place:
             },
         }
 
-    def bucket(self, prefix: str) -> Bucket:
+    def open_bucket(self, prefix: str) -> Bucket:
         return S3Bucket(self.client, self.bucket_name, prefix)
 
-    def source(self, material: Material) -> dict[str, Any]:
+    def make_source(self, material: Material) -> dict[str, Any]:
         prefix = f"material/{material.name}"
         if material.name not in self.uploaded:
             for path in sorted(material.folder.rglob("*")):
@@ -91,4 +91,4 @@ class S3Place:
                     key = f"{prefix}/{path.relative_to(material.folder).as_posix()}"
                     self.client.put_object(Bucket=self.bucket_name, Key=key, Body=path.read_bytes())
             self.uploaded.add(material.name)
-        return self.spec(prefix)
+        return self.make_spec(prefix)

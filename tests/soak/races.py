@@ -273,7 +273,10 @@ class _Race:
 
     def _durable(self, store: Store) -> bool:
         try:
-            return fetch(store, CheckpointKeys(self.job).epoch(0), EpochRecord).root is not None
+            return (
+                fetch(store, CheckpointKeys(self.job).make_epoch_key(0), EpochRecord).root
+                is not None
+            )
         except errors.NotFoundError:
             return False
 
@@ -289,7 +292,7 @@ class _Race:
         if not self._durable(store):
             self.wrong.append(f"no checkpoint: {said}")
             return
-        epoch = fetch(store, keys.epoch(0), EpochRecord)
+        epoch = fetch(store, keys.make_epoch_key(0), EpochRecord)
         winners = [
             name for name, one in said.items() if one["outcome"] == CooldownOutcome.COMMITTED
         ]
@@ -305,8 +308,8 @@ class _Race:
         if found is None or found.root != epoch.root:
             self.wrong.append("what the epoch names cannot be found, or is damaged")
             return
-        named = {keys.part(part.step, part.digest) for part in found.parts}
-        there = {stat.key for stat in list_objects(store, keys.parts(self._step))}
+        named = {keys.make_part_key(part.step, part.digest) for part in found.parts}
+        there = {stat.key for stat in list_objects(store, keys.make_parts_prefix(self._step))}
         if there != named:
             self.wrong.append(f"{len(there - named)} unnamed, {len(named - there)} missing")
 
@@ -373,9 +376,9 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
     wrong: list[str] = []
     if load(store, job).state["step"] != number:
         wrong.append(f"{job}: another state")
-    there = {stat.key for stat in list_objects(store, keys.parts(1))}
+    there = {stat.key for stat in list_objects(store, keys.make_parts_prefix(1))}
     final = find_newest(store, job)
-    if final is None or there != {keys.part(1, part.digest) for part in final.parts}:
+    if final is None or there != {keys.make_part_key(1, part.digest) for part in final.parts}:
         wrong.append(f"{job}: files that no checkpoint names, or missing ones")
     return killed, wrong
 

@@ -150,7 +150,7 @@ def _run(server: VastServer, store: Path, dice: random.Random, came: Came) -> No
         kills.append(_boundary(dice))
         came.again += 1
     killed = _owners(server, told, kills, store, came)
-    died = server.now()
+    died = server.read_time()
     server.advance(dice.uniform(0, REAPED))
     for _ in range(8):
         code = _forked(lambda: _reap(server, told), store)
@@ -161,7 +161,7 @@ def _run(server: VastServer, store: Path, dice: random.Random, came: Came) -> No
         server.advance(REAPED)
     _judge(server, came, planted, json.loads(told), died if killed else None)
     came.runs += 1
-    came.fired += server.fired()
+    came.fired += server.count_fired()
     shutil.rmtree(store)
 
 
@@ -188,13 +188,13 @@ def _owners(
 
 
 def _ours(server: VastServer) -> list[dict[str, Any]]:
-    return [one for one in server.alive() if one["label"] not in FOREIGN]
+    return [one for one in server.list_alive() if one["label"] not in FOREIGN]
 
 
 def _judge(
     server: VastServer, came: Came, planted: list[int], told: dict[str, Any], died: float | None
 ) -> None:
-    books = server.books()
+    books = server.list_machines()
     ours = [one for one in books if one["label"] not in FOREIGN]
     came.rented += len(ours)
     came.alive += len(_ours(server))

@@ -38,10 +38,10 @@ class Outcome:
     error: str = ""
     names: set[str] = field(default_factory=set)
 
-    def node(self, host: Host) -> dict[str, Any]:
+    def find_node(self, host: Host) -> dict[str, Any]:
         return next(n for n in self.report["nodes"] if n["name"] == host.name)
 
-    def ready(self) -> list[str]:
+    def list_ready(self) -> list[str]:
         return [node["name"] for node in self.report.get("nodes", []) if node["ready"]]
 
 
@@ -56,7 +56,7 @@ class Swarm:
         self.seconds = 0.0
         self._runs = 0
 
-    def agent(self, host: Host, script: str = NODE) -> None:
+    def start_agent(self, host: Host, script: str = NODE) -> None:
         """Start the agent of a host; it ends with the host's processes."""
         command = [sys.executable, "-c", script, "swarm", "node", "--root", str(self.root)]
         command += ["--host", host.address, "--port", str(PORT)]
@@ -65,7 +65,7 @@ class Swarm:
         assert agent.stdout.readline(), f"the agent of {host.name} did not start"
 
     @contextmanager
-    def fresh(self, *, lies: Host | None = None) -> Iterator[None]:
+    def start_afresh(self, *, lies: Host | None = None) -> Iterator[None]:
         """Agents with empty roots, and an object that none of them has."""
         self._runs += 1
         self.root = DISK / f"warm-{self._runs}"
@@ -73,7 +73,7 @@ class Swarm:
         self.store.generate("object", SIZE, seed=self._runs)
         self.store.reset()
         for host in self.hosts:
-            self.agent(host, f"{LIE}\n{NODE}" if host is lies else NODE)
+            self.start_agent(host, f"{LIE}\n{NODE}" if host is lies else NODE)
         try:
             yield
         finally:
@@ -82,10 +82,10 @@ class Swarm:
                 host.kill()
                 host.call(_empty, self.root)
 
-    def sha256(self) -> str:
+    def compute_sha256(self) -> str:
         return self.rig.store.call(_newest, DISK / "objects")
 
-    def settings(self, hosts: list[Host], **more: Any) -> dict[str, Any]:
+    def make_settings(self, hosts: list[Host], **more: Any) -> dict[str, Any]:
         return {
             "requests": [{"key": "object", "sha256": more.pop("sha256", None)}],
             "stores": {
@@ -125,7 +125,9 @@ class Swarm:
         with self.hosts[0].popen(command, **pipes) as driver:
             assert driver.stdin is not None
             assert driver.stdout is not None
-            driver.stdin.write(json.dumps(self.settings(hosts or self.hosts, **settings)) + "\n")
+            driver.stdin.write(
+                json.dumps(self.make_settings(hosts or self.hosts, **settings)) + "\n"
+            )
             driver.stdin.flush()
             for line in driver.stdout:
                 told = json.loads(line)
@@ -147,12 +149,12 @@ class Swarm:
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def whole(self, hosts: list[Host]) -> bool:
+    def is_whole(self, hosts: list[Host]) -> bool:
         """Decide whether each of these hosts has the object, byte by byte."""
-        due = self.sha256()
+        due = self.compute_sha256()
         return all(host.call(_sha256, self.root / "object") == due for host in hosts)
 
-    def store_ratio(self) -> float:
+    def compute_store_ratio(self) -> float:
         return self.store.counts().bytes / SIZE
 
 
@@ -174,56 +176,62 @@ def _empty(folder: Path) -> None:
 
 
 def calm(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.fresh():
+    with swarm.start_afresh():
         out = swarm.run()
         swarm.seconds = out.report["seconds"]
-        good = swarm.whole(swarm.hosts) and swarm.store_ratio() == 1.0
+        good = swarm.is_whole(swarm.hosts) and swarm.compute_store_ratio() == 1.0
         return good, f"{swarm.seconds:.1f} s"
 
 
 def node_killed(swarm: Swarm) -> tuple[bool, str]:
     victim, others = swarm.hosts[2], [h for h in swarm.hosts if h is not swarm.hosts[2]]
-    with swarm.fresh():
+    with swarm.start_afresh():
         out = swarm.run(at=0.5, act=lambda _: victim.kill())
         more = out.report["seconds"] - swarm.seconds
         allowed = swarm.seconds / NODES + 2
-        good = swarm.whole(others) and not out.node(victim)["ready"] and more <= allowed
-        return good, f"{more:+.1f} s of {allowed:.1f} allowed, store {swarm.store_ratio():.2f}x"
+        good = swarm.is_whole(others) and not out.find_node(victim)["ready"] and more <= allowed
+        return (
+            good,
+            f"{more:+.1f} s of {allowed:.1f} allowed, store {swarm.compute_store_ratio():.2f}x",
+        )
 
 
 def peer_lies(swarm: Swarm) -> tuple[bool, str]:
     liar, others = swarm.hosts[1], [h for h in swarm.hosts if h is not swarm.hosts[1]]
-    with swarm.fresh(lies=liar):
+    with swarm.start_afresh(lies=liar):
         out = swarm.run()
-        good = swarm.whole(others) and not out.node(liar)["trusted"]
-        return good, f"{out.report['seconds']:.1f} s, store {swarm.store_ratio():.2f}x"
+        good = swarm.is_whole(others) and not out.find_node(liar)["trusted"]
+        return good, f"{out.report['seconds']:.1f} s, store {swarm.compute_store_ratio():.2f}x"
 
 
 def peer_crawls(swarm: Swarm) -> tuple[bool, str]:
     slow, others = swarm.hosts[3], swarm.hosts[:3]
-    with swarm.fresh():
+    with swarm.start_afresh():
         out = swarm.run(at=0.3, act=lambda _: swarm.rig.shape(slow, 0.008))
-        took = max(out.node(host)["seconds"] for host in others)
-        good = swarm.whole(others) and not out.node(slow)["ready"]
+        took = max(out.find_node(host)["seconds"] for host in others)
+        good = swarm.is_whole(others) and not out.find_node(slow)["ready"]
         return good, f"the others {took:.1f} s, it was given up after {out.seconds:.1f} s"
 
 
 def store_fault(fault: Fault, *, digest: bool = False) -> Callable[[Swarm], tuple[bool, str]]:
     def run(swarm: Swarm) -> tuple[bool, str]:
-        with swarm.fresh():
-            known = swarm.sha256() if digest else None
+        with swarm.start_afresh():
+            known = swarm.compute_sha256() if digest else None
             swarm.store.order(fault)
             out = swarm.run(sha256=known)
             fired = swarm.store.counts().fired.get(fault.kind, 0)
-            good = swarm.whole(swarm.hosts) and fired > 0
+            good = swarm.is_whole(swarm.hosts) and fired > 0
             good &= not digest or "file.mismatch" in out.names
-            return good, f"{out.seconds:.1f} s, fired {fired}, store {swarm.store_ratio():.2f}x"
+            return (
+                good,
+                f"{out.seconds:.1f} s, fired {fired}, store {swarm.compute_store_ratio():.2f}x",
+            )
 
     return run
 
 
 def replaced(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.fresh():
+    with swarm.start_afresh():
         out = swarm.run(
             at=0.3, act=lambda _: void(swarm.store.generate("object", SIZE, seed=99_999))
         )
@@ -234,30 +242,33 @@ def replaced(swarm: Swarm) -> tuple[bool, str]:
 
 def late_node(swarm: Swarm) -> tuple[bool, str]:
     hosts = [*swarm.hosts, swarm.late]
-    with swarm.fresh():
-        out = swarm.run(hosts, at=0.5, act=lambda _: swarm.agent(swarm.late))
-        good = swarm.whole(hosts) and swarm.store_ratio() == 1.0
+    with swarm.start_afresh():
+        out = swarm.run(hosts, at=0.5, act=lambda _: swarm.start_agent(swarm.late))
+        good = swarm.is_whole(hosts) and swarm.compute_store_ratio() == 1.0
         return good, f"{out.report['seconds']:.1f} s"
 
 
 def driver_killed(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.fresh():
+    with swarm.start_afresh():
         swarm.run(at=0.5, act=lambda driver: driver.kill())
-        first = swarm.store_ratio()
+        first = swarm.compute_store_ratio()
         out = swarm.run()
         cached = min(node["cached"] for node in out.report["nodes"]) / SIZE
-        good = swarm.whole(swarm.hosts) and swarm.store_ratio() < 1.2 and cached > 0.3
-        return good, f"store {first:.2f}x, then {swarm.store_ratio():.2f}x; had {cached:.0%}"
+        good = swarm.is_whole(swarm.hosts) and swarm.compute_store_ratio() < 1.2 and cached > 0.3
+        return (
+            good,
+            f"store {first:.2f}x, then {swarm.compute_store_ratio():.2f}x; had {cached:.0%}",
+        )
 
 
 def cache_damaged(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.fresh():
+    with swarm.start_afresh():
         swarm.run()
         swarm.store.reset()
         swarm.hosts[0].call(_damage, swarm.root / "object")
         out = swarm.run(check="full")
         moved = sum(n["from_peers"] + n["from_store"] for n in out.report["nodes"])
-        return swarm.whole(swarm.hosts) and moved == MIB, f"{moved} bytes moved"
+        return swarm.is_whole(swarm.hosts) and moved == MIB, f"{moved} bytes moved"
 
 
 def _damage(path: Path) -> None:
@@ -270,14 +281,14 @@ def _damage(path: Path) -> None:
 
 def disk_full(swarm: Swarm) -> tuple[bool, str]:
     full, others = swarm.hosts[2], [h for h in swarm.hosts if h is not swarm.hosts[2]]
-    with swarm.fresh():
+    with swarm.start_afresh():
         full.call(_fill)
         try:
             out = swarm.run()
         finally:
             full.call((DISK / "filler").unlink)
-        good = swarm.whole(others) and not out.node(full)["ready"]
-        return good, out.node(full)["why"][-60:]
+        good = swarm.is_whole(others) and not out.find_node(full)["ready"]
+        return good, out.find_node(full)["why"][-60:]
 
 
 def _fill() -> None:

@@ -126,6 +126,6 @@ def meet(case: Case, how: Callable[[Case], object], references: References, tall
     """Let drivers meet over a case, and judge what came of it."""
     try:
         how(case)
-        tally.judge(case, case.judged(references.of(case.material)))
+        tally.judge(case, case.judge(references.compute_digests(case.material)))
     except (CaseError, HungError) as error:
         tally.fail(case, error)

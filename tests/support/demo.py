@@ -6,7 +6,7 @@ from pathlib import Path
 
 from examples.demo import EPOCHS, Size
 from tests.support.packages import link_requirements
-from tests.support.readme import block, make_clone
+from tests.support.readme import make_clone, read_block
 
 
 def describe(size: Size) -> str:
@@ -29,7 +29,7 @@ def run_demo(folder: Path, size: Size) -> None:
         Path(sysconfig.get_path("purelib", vars={"base": clone.folder / ".venv"})), "demo"
     )
     options = " ".join(f"--{name} {value}" for name, value in vars(size).items())
-    shown = clone.run(block("Demo", "console"), DEMO=options)
+    shown = clone.run(read_block("Demo", "console"), DEMO=options)
     assert describe(size) in shown
     losses = re.search(r"^  loss (\S+) to (\S+), on text that the model", shown, re.MULTILINE)
     assert losses, shown

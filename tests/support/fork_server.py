@@ -212,7 +212,7 @@ class ForkServer:
 
 
 @functools.cache
-def fork_server(*modules: str) -> ForkServer:
+def get_fork_server(*modules: str) -> ForkServer:
     """Return the fork server of these modules; start it at the first call."""
     return ForkServer(*modules)
 

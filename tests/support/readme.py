@@ -10,7 +10,7 @@ from millrace.testing.process import REPOSITORY
 from tests.support.shell import Shell, prepend_path
 
 
-def block(heading: str, language: str) -> str:
+def read_block(heading: str, language: str) -> str:
     """Return the code block of a section of README; of a console, the commands alone."""
     page = (REPOSITORY / "README.md").read_text()
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)

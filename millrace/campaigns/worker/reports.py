@@ -29,13 +29,15 @@ def find_joined_workers(store: Store, run: RunSettings, workers: Sequence[str]) 
         NotFoundError: The run has not begun.
         UnavailableError: The store does not answer.
     """
-    started_at = head(store, run.chain.link(0)).last_modified
+    started_at = head(store, run.chain.make_link_key(0)).last_modified
     return {
         uid
         for uid in workers
         if any(
             one.last_modified >= started_at
-            for one in islice(list_objects(store, run.gradients.worker(uid)), _MAX_OBJECTS)
+            for one in islice(
+                list_objects(store, run.gradients.make_worker_prefix(uid)), _MAX_OBJECTS
+            )
         )
     }
 
@@ -60,7 +62,7 @@ def read_median_metric(
     """
     found: defaultdict[int, list[float]] = defaultdict(list)
     for uid in workers:
-        stats = list_objects(store, f"{keys.worker(uid)}start_window-")
+        stats = list_objects(store, f"{keys.make_worker_prefix(uid)}start_window-")
         for stat in islice(stats, _MAX_OBJECTS):
             parsed = keys.parse_start_window(stat.key)
             if parsed is None or not 1 <= parsed[1] <= last_window or stat.size > _MAX_REPORT_BYTES:

@@ -145,7 +145,7 @@ class Worker:
         """
         run = self.settings.run
         deadline = time.monotonic() + timeout.total_seconds()
-        while not exists(self._read_store, run.chain.link(0)):
+        while not exists(self._read_store, run.chain.make_link_key(0)):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"The run {run.name} has not begun in {timeout}: is there an aggregator?"
@@ -183,7 +183,7 @@ class Worker:
             step=window.step,
             measured={name: value for name, value in metrics.items() if math.isfinite(value)},
         )
-        key = self.settings.run.gradients.start_window(start.uid, number)
+        key = self.settings.run.gradients.make_start_window_key(start.uid, number)
         commit_once(self._write_store, key, start)  # a restarted script has committed it before
         done, rest = divmod(number - 1, self.settings.windows_per_epoch)
         if done and not rest:

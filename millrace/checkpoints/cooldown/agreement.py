@@ -66,7 +66,7 @@ class Agreement:
 
     def _commit_vote(self) -> None:
         roster, member = self._view.roster, self.vote.member
-        key = CooldownKeys(roster.job, roster.epoch).vote(member)
+        key = CooldownKeys(roster.job, roster.epoch).make_vote_key(member)
         committed = commit_once(self._store, key, self.vote).record
         if committed != self.vote:
             raise errors.ConflictError(

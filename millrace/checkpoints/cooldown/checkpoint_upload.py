@@ -101,12 +101,12 @@ class CheckpointUpload:
             Whether all files are uploaded and verified, or the checkpoint is committed. For a
             confined member, whether the checkpoint is committed.
         """
-        metadata = self._keys.metadata(self._draft.step)
+        metadata = self._keys.make_metadata_key(self._draft.step)
         if self._membership.confined:
             for name in {*uploaders, self._membership.member}:
                 self._files.note_files(self._iterate_own_files(name))
             return exists(self._reads, metadata)
-        stats = list(list_objects(self._reads, self._keys.folder(self._draft.step)))
+        stats = list(list_objects(self._reads, self._keys.make_folder_prefix(self._draft.step)))
         parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
         self._files.note_files((part[1], key) for part, key in parts if part is not None)
         return self._files.is_complete or any(stat.key == metadata for stat in stats)
@@ -121,13 +121,13 @@ class CheckpointUpload:
         commit = commit_checkpoint(self._membership.store, self._draft)
         there = commit.record
         if (there.root, there.position) != (self._draft.root, self._draft.position):
-            url = self._membership.store.make_url(self._keys.metadata(self._draft.step))
+            url = self._membership.store.make_url(self._keys.make_metadata_key(self._draft.step))
             raise errors.ConflictError(
                 f"{url} is a checkpoint of the same step with another "
                 "content or position, saved before this epoch ended. Give this job another name, "
                 "or resume from that checkpoint."
             )
-        key = self._keys.metadata(self._draft.step)
+        key = self._keys.make_metadata_key(self._draft.step)
         self._progress(CheckpointSaved(key=key, size=self._draft.size))
         return commit.mine
 
@@ -142,7 +142,7 @@ class CheckpointUpload:
 
     def _commit_draft(self) -> None:
         """Commit the metadata below this member's own prefix."""
-        store, key = self._membership.store, self._cooldown.draft(self._membership.member)
+        store, key = self._membership.store, self._cooldown.make_draft_key(self._membership.member)
         try:
             commit_once(store, key, self._draft)
         except errors.ExistsError:
@@ -153,12 +153,12 @@ class CheckpointUpload:
     def _make_part_key(self, step: int, digest: str) -> str:
         """Return the key to which this member uploads a file."""
         if self._membership.confined:
-            return self._cooldown.part(self._membership.member, digest)
-        return self._keys.part(step, digest)
+            return self._cooldown.make_part_key(self._membership.member, digest)
+        return self._keys.make_part_key(step, digest)
 
     def _iterate_own_files(self, member: str) -> Iterator[tuple[str, str]]:
         """Yield the digests and keys of the files that a member uploaded below its own prefix."""
-        listed = list_objects(self._reads, self._cooldown.parts(member))
+        listed = list_objects(self._reads, self._cooldown.make_parts_prefix(member))
         for stat in islice(listed, compute_listing_limit(len(self._draft.parts))):
             digest = self._cooldown.parse_part(member, stat.key)
             if digest is not None:

@@ -119,13 +119,13 @@ class Collector:
     def commit(self, record: EpochRecord) -> EpochRecord:
         """Commit the epoch's end. An invalid record is replaced."""
         with suppress(errors.CorruptError):
-            if commit_once(self._store, self._keys.epoch(self._epoch), record).mine:
+            if commit_once(self._store, self._keys.make_epoch_key(self._epoch), record).mine:
                 return record
         there = find_epoch_end(self._store, self._job, self._epoch)
         if there is None:
             put(
                 self._store,
-                self._keys.epoch(self._epoch),
+                self._keys.make_epoch_key(self._epoch),
                 encode_record(record, secrets.token_hex(16)),
             )
         return there or record
@@ -133,9 +133,11 @@ class Collector:
     def delete_uploads(self, roster: Roster) -> None:
         """Delete the uploads of the members after the end of the epoch."""
         for member in roster.members:
-            stats = islice(list_objects(self._store, self._cooldown.parts(member)), 100_000)
+            stats = islice(
+                list_objects(self._store, self._cooldown.make_parts_prefix(member)), 100_000
+            )
             keys = [stat.key for stat in stats]
-            delete(self._store, [*keys, self._cooldown.draft(member)])
+            delete(self._store, [*keys, self._cooldown.make_draft_key(member)])
 
     # -- the checkpoint
 
@@ -149,7 +151,7 @@ class Collector:
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
         if there.root != favourite.root:
-            where = self._store.make_url(self._keys.metadata(favourite.step))
+            where = self._store.make_url(self._keys.make_metadata_key(favourite.step))
             raise errors.ConflictError(
                 f"{where} is a checkpoint of the same step with another content: it was saved "
                 "before this epoch ended. Give this job another name, or resume from that one."
@@ -171,7 +173,7 @@ class Collector:
                 or vote.agreement_key != favourite.agreement_key
             ):
                 continue
-            key = self._cooldown.draft(member)
+            key = self._cooldown.make_draft_key(member)
             try:
                 body = read(self._store, key, max_size=_MAX_DRAFT_SIZE)
                 draft, _ = decode_record(self._store.make_url(key), Checkpoint, body)
@@ -200,7 +202,7 @@ class Collector:
         wanted = {part.digest: part for part in draft.parts}
         if not self._looked:  # files that an earlier owner copied
             self._looked = True
-            stats = list_objects(self._store, self._keys.parts(draft.step))
+            stats = list_objects(self._store, self._keys.make_parts_prefix(draft.step))
             found = (self._keys.parse_part(stat.key) for stat in stats)
             self._verify_parts([wanted[one[1]] for one in found if one and one[1] in wanted])
         for member in roster.members:
@@ -219,7 +221,7 @@ class Collector:
         return wanted.keys() <= self._good
 
     def _iterate_uploads(self, member: str, parts: int) -> Iterator[tuple[str, int]]:
-        stats = list_objects(self._store, self._cooldown.parts(member))
+        stats = list_objects(self._store, self._cooldown.make_parts_prefix(member))
         for stat in islice(stats, compute_listing_limit(parts)):
             digest = self._cooldown.parse_part(member, stat.key)
             if digest is not None:
@@ -227,10 +229,10 @@ class Collector:
 
     def _copy_parts(self, member: str, parts: Collection[Part]) -> None:
         def copy_part(part: Part) -> None:
-            source = self._cooldown.part(member, part.digest)
+            source = self._cooldown.make_part_key(member, part.digest)
             with suppress(errors.NotFoundError, errors.CorruptError):
                 read_range(self._store, source, 0, 1)  # raises if the file is unreadable
-                copy(self._store, source, self._keys.part(part.step, part.digest))
+                copy(self._store, source, self._keys.make_part_key(part.step, part.digest))
 
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="collect") as pool:
             list(pool.map(copy_part, parts))
@@ -242,7 +244,9 @@ class Collector:
             self._good |= {part.digest for part, good in zip(parts, right, strict=True) if good}
 
     def _is_intact(self, part: Part) -> bool:
-        blocks = hash_object(self._store, self._keys.part(part.step, part.digest), part.size)
+        blocks = hash_object(
+            self._store, self._keys.make_part_key(part.step, part.digest), part.size
+        )
         if not blocks or combine_blocks(blocks) != part.digest:
             return False
         # Members are not believed about blocks, so this list is made from the verified file.

@@ -200,5 +200,7 @@ class _CooldownRun:
         with suppress(errors.MillraceError):  # the result does not depend on the record
             store = self._membership.store.with_retry_timeout(_REQUEST_TIMEOUT)
             commit_once(
-                store, CooldownKeys(self._membership.job, self._epoch).result(member), record
+                store,
+                CooldownKeys(self._membership.job, self._epoch).make_result_key(member),
+                record,
             )

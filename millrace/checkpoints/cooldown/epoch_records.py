@@ -20,7 +20,7 @@ def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
         NotFoundError: There is no record.
         CorruptError: The record is damaged, or belongs to another epoch.
     """
-    key = CheckpointKeys(job).epoch(epoch)
+    key = CheckpointKeys(job).make_epoch_key(epoch)
     found = fetch(store, key, EpochRecord)
     if (found.job, found.epoch) != (job, epoch):
         raise errors.CorruptError(
@@ -58,7 +58,7 @@ def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:
     derive it from the checkpoint and the votes.
     """
     try:
-        commit = commit_once(store, CheckpointKeys(record.job).epoch(record.epoch), record)
+        commit = commit_once(store, CheckpointKeys(record.job).make_epoch_key(record.epoch), record)
     except errors.CorruptError:
         return record
     return record if commit.mine else find_epoch_end(store, record.job, record.epoch) or record

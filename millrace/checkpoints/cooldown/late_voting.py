@@ -70,7 +70,7 @@ class LateVoting:
             )
         if member in roster.members:
             vote = LateVote(member=member, why=f"no checkpoint after {waited}")
-            key = CooldownKeys(roster.job, roster.epoch).late(member)
+            key = CooldownKeys(roster.job, roster.epoch).make_late_vote_key(member)
             commit_once(self._membership.store, key, vote)
             self._view.tally.late[member] = vote
         self._voted_at, self._epochs_before = time.monotonic(), before

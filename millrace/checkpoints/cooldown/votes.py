@@ -69,7 +69,7 @@ class VoteTally:
 
     def _read_vote(self, member: str) -> Vote | None:
         nothing = Vote(member=member, step=-1, root="", rest=member, size=0)
-        return self._read_record(self._keys.vote(member), nothing)
+        return self._read_record(self._keys.make_vote_key(member), nothing)
 
     def _read_result(self, member: str) -> CooldownRecord | None:
         failed = CooldownRecord(
@@ -81,11 +81,11 @@ class VoteTally:
             replaced=0,
             seconds=0.0,
         )
-        return self._read_record(self._keys.result(member), failed)
+        return self._read_record(self._keys.make_result_key(member), failed)
 
     def _read_late_vote(self, member: str) -> LateVote | None:
         unread = LateVote(member=member, why="Its record cannot be read.")
-        return self._read_record(self._keys.late(member), unread)
+        return self._read_record(self._keys.make_late_vote_key(member), unread)
 
     def list_voters(self, members: Collection[str], living: Collection[str]) -> set[str]:
         """Return the members that count for a majority: those that live or have voted."""

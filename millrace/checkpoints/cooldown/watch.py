@@ -138,7 +138,7 @@ class _EpochWatcher:
         vote, _ = self._tally.find_favourite()
         if vote is None:
             return 0, 0
-        stats = list_objects(self._store, self._keys.parts(vote.step))
+        stats = list_objects(self._store, self._keys.make_parts_prefix(vote.step))
         return min(vote.size, sum(stat.size for stat in stats)), vote.size
 
     def delete_uploads(self) -> None:

@@ -97,7 +97,7 @@ class StoreDestination:
         upload = SharedUpload(  # by a single member, which uploads all files
             store,
             content,
-            keys.part,
+            keys.make_part_key,
             keys=keys,
             reads=store,
             uploads=uploads,
@@ -105,7 +105,7 @@ class StoreDestination:
             on_change=ended.set,
             progress=progress,
         )
-        stats = list_objects(store, keys.parts(checkpoint.step))
+        stats = list_objects(store, keys.make_parts_prefix(checkpoint.step))
         parts = ((keys.parse_part(stat.key), stat.key) for stat in stats)
         upload.note_files((part[1], key) for part, key in parts if part is not None)
         upload.start(0, 1)
@@ -115,7 +115,7 @@ class StoreDestination:
             upload.stop()
         if upload.error is not None:
             raise upload.error
-        key = keys.metadata(checkpoint.step)
+        key = keys.make_metadata_key(checkpoint.step)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
         find.check_content(store.make_url(key), there, content.root)
         progress(CheckpointSaved(key=key, size=content.size))

@@ -80,7 +80,7 @@ class HubDestination:
 
         def read_file(number: int) -> memoryview:
             part = checkpoint.parts[number]
-            key = keys.part(part.step, part.digest)
+            key = keys.make_part_key(part.step, part.digest)
             try:
                 found = self._client.download(key, head, part.size)
             except errors.NotFoundError:
@@ -99,11 +99,11 @@ class HubDestination:
     ) -> dict[str, str]:
         """Return the damage of a checkpoint."""
         head, keys = self._client.read_head(), CheckpointKeys(checkpoint.job)
-        there = self._client.list_files(keys.parts(checkpoint.step), head)
+        there = self._client.list_files(keys.make_parts_prefix(checkpoint.step), head)
         whole = self.open_content(checkpoint)
         damage: dict[str, str] = {}
         for number, part in enumerate(checkpoint.parts):
-            key = keys.part(part.step, part.digest)
+            key = keys.make_part_key(part.step, part.digest)
             entry = there.get(key)
             if entry is None:
                 damage[part.digest] = f"{self._client.make_url(key)} is missing."
@@ -131,7 +131,7 @@ class HubDestination:
     ) -> Checkpoint:
         """Upload the files that are missing, and commit the checkpoint."""
         keys = CheckpointKeys(job)
-        key = keys.metadata(checkpoint.step)
+        key = keys.make_metadata_key(checkpoint.step)
         record = content.make_metadata(checkpoint, job)
         added: list[CommitOperationAdd] | None = None
         deadline = self._client.compute_deadline()
@@ -141,7 +141,7 @@ class HubDestination:
                 there = self._read_checkpoint(job, checkpoint.step, head)
                 return check_content(self._client.make_url(key), there, content.root)
             if added is None:
-                files = self._client.list_files(keys.parts(checkpoint.step), head)
+                files = self._client.list_files(keys.make_parts_prefix(checkpoint.step), head)
                 added = self._upload_files(keys, content, files, uploads, progress)
                 metadata = encode_record(record, secrets.token_hex(16))
                 added.append(CommitOperationAdd(key, metadata))
@@ -190,13 +190,13 @@ class HubDestination:
 
         def upload_file(number: int) -> CommitOperationAdd:
             part = content.parts[number]
-            key = keys.part(part.step, part.digest)
+            key = keys.make_part_key(part.step, part.digest)
             operation = self._client.upload(key, bytes(content.body(number)))
             progress(PartStored(digest=part.digest, size=part.size, sent=part.size))
             return operation
 
         def is_kept(part: Part) -> bool:
-            entry = there.get(keys.part(part.step, part.digest))
+            entry = there.get(keys.make_part_key(part.step, part.digest))
             return entry is not None and entry.size == part.size
 
         wanted = {part.digest: number for number, part in enumerate(content.parts)}
@@ -205,7 +205,7 @@ class HubDestination:
             return list(pool.map(upload_file, numbers))
 
     def _read_checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
-        key = CheckpointKeys(job).metadata(step)
+        key = CheckpointKeys(job).make_metadata_key(step)
         where = self._client.make_url(key)
         return check_metadata(
             where,

@@ -191,7 +191,7 @@ def partition_source(
                             f"{MAX_SAMPLE_LIST_BYTES:,}. Choose a smaller `partition_files`."
                         )
                     digest = compute_digest(sample_list)
-                    key = keys.sample_list(make_partition_name(split, i), digest)
+                    key = keys.make_sample_list_key(make_partition_name(split, i), digest)
                     size = sum(samples.sizes[index] for index in indices)
                     source_range = SampleList(
                         listing=key, digest=digest, samples=len(indices), size=size

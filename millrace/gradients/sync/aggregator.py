@@ -54,7 +54,7 @@ def aggregate_run(
     store = open_store(settings.store)
 
     def make_sender(uid: str) -> Sender:
-        run.gradients.worker(uid)  # raises an error for an invalid name
+        run.gradients.make_worker_prefix(uid)  # raises an error for an invalid name
         return Sender(uid, opened.get(uid, opened[""]))
 
     workers = [make_sender(uid) for uid in settings.workers]

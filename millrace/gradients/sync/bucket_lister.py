@@ -109,7 +109,7 @@ class BucketLister:
         A listing that fails has a reason for each worker, as the next listing may succeed.
         """
         keys, is_shared = self._window.keys, len(uids) > 1
-        prefix = f"{keys.run}/" if is_shared else keys.worker(uids[0])
+        prefix = f"{keys.run}/" if is_shared else keys.make_worker_prefix(uids[0])
         bucket = self._stores[uids[0]]
         counted = {uid for uid, store in self._stores.items() if store is bucket}
         asked, listing, most = set(uids), BucketListing(), self._most_listed
@@ -127,7 +127,7 @@ class BucketLister:
                 self._note_gradient(listing, asked, stat)
             for uid in sorted(asked):
                 if is_shared and listing.objects[uid] >= most:  # its other objects are not known
-                    name = f"{keys.worker(uid)}gradient-{self._window.number:09d}-"
+                    name = f"{keys.make_worker_prefix(uid)}gradient-{self._window.number:09d}-"
                     for stat in islice(list_objects(store, name), _MOST_NAMED):
                         self._note_gradient(listing, asked, stat)
         except errors.MillraceError as error:

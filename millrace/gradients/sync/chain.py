@@ -39,12 +39,12 @@ def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> Chain
     Raises:
         ConflictError: The run began with other weights.
     """
-    commit = commit_once(store, keys.link(0), start)
+    commit = commit_once(store, keys.make_link_key(0), start)
     # Other files may have the same weights.
     same = commit.record.model_copy(update={"root": start.root}) if start.state else commit.record
     if same != start:
         raise errors.ConflictError(
-            f"{store.make_url(keys.link(0))} begins with step {commit.record.step} of "
+            f"{store.make_url(keys.make_link_key(0))} begins with step {commit.record.step} of "
             f"{commit.record.job}: give this run another name, or begin it with those weights."
         )
     return commit.record
@@ -61,7 +61,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
         tensors: Number of tensors in the update.
     """
     digest = compute_digest(body)
-    key = keys.update(step, digest)
+    key = keys.make_update_key(step, digest)
     with suppress(errors.ExistsError):
         create(store, key, body)
     return Update(key=key, digest=digest, size=len(body), tensors=tensors)
@@ -106,7 +106,7 @@ def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainL
         CorruptError: The link cannot be read.
     """
     try:
-        return fetch(store, keys.link(window), ChainLink if window else ChainStart)
+        return fetch(store, keys.make_link_key(window), ChainLink if window else ChainStart)
     except errors.NotFoundError:
         if find_newest_window(store, keys) >= 0:
             raise _make_missing_error(store, keys, window) from None
@@ -123,7 +123,7 @@ def read_link_after(
         ChainError: The link is missing, or does not have the digest of the previous one.
     """
     try:
-        link = fetch(store, keys.link(window), ChainLink)
+        link = fetch(store, keys.make_link_key(window), ChainLink)
     except errors.NotFoundError:
         raise _make_missing_error(store, keys, window) from None
     except errors.CorruptError as error:
@@ -131,7 +131,8 @@ def read_link_after(
     if (link.run, link.window, link.previous) != (keys.run, window, digest_link(before)):
         raise ChainError(
             f"Window {window} of {keys.run} does not follow the previous one: "
-            f"{store.make_url(keys.link(window))} was changed, or copied from another run. Restore "
+            f"{store.make_url(keys.make_link_key(window))} was changed, or copied from another "
+            f"run. Restore "
             "it."
         )
     return link
@@ -353,7 +354,8 @@ def catch_up(
 
 def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainError:
     return ChainError(
-        f"Window {window} of {keys.run} is missing ({store.make_url(keys.link(window))}), and "
+        f"Window {window} of {keys.run} is missing "
+        f"({store.make_url(keys.make_link_key(window))}), and "
         "later ones exist: restore it, since later windows need it."
     )
 

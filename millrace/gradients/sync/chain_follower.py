@@ -91,7 +91,7 @@ class ChainFollower:
         began = time.monotonic()
 
         def is_merged() -> bool:
-            if exists(self._store, keys.link(number)):
+            if exists(self._store, keys.make_link_key(number)):
                 return True
             waited = time.monotonic() - began
             usual = 2 * self._settings.window_length if timeout is None else timeout
@@ -113,7 +113,7 @@ class ChainFollower:
     def _read_window_length(self, number: int) -> timedelta:
         """Return the length of a window, which the aggregator's options may have changed."""
         try:
-            opening = self._settings.chain.opening(number)
+            opening = self._settings.chain.make_opening_key(number)
             return fetch(self._store, opening, WindowOpening).window_length
         except (errors.NotFoundError, errors.CorruptError):
             return self._settings.window_length

@@ -118,9 +118,10 @@ def _open(
         window=settings.window_length,
         gather=settings.gather,
     )
-    options = commit_once(store, keys.opening(number), ours).record
-    began = head(store, keys.link(number - 1)).last_modified  # workers may send from this time on
-    opened = head(store, keys.opening(number)).last_modified
+    options = commit_once(store, keys.make_opening_key(number), ours).record
+    # Workers may send from this time on.
+    began = head(store, keys.make_link_key(number - 1)).last_modified
+    opened = head(store, keys.make_opening_key(number)).last_modified
     now = clock.now()
     over = opened + options.window_length <= now  # no aggregator was running: the time begins again
     return options, GatherWindow(

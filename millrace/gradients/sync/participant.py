@@ -197,7 +197,7 @@ class Participant:
             tokens=tokens,
             samples=samples,
         )
-        put(self._store, self._settings.gradients.gradient(self._uid, number), body)
+        put(self._store, self._settings.gradients.make_gradient_key(self._uid, number), body)
         return [len(body), compute_identity(body)]
 
     def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:

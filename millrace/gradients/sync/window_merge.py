@@ -126,7 +126,7 @@ def aggregate(
         previous=digest_link(step.before),
         state=weights.digest(),
     )
-    commit = commit_once(store, keys.link(window.number), link)
+    commit = commit_once(store, keys.make_link_key(window.number), link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
             f"Another aggregator merged window {window.number} of {window.keys.run} differently: "

@@ -141,7 +141,7 @@ class GuestProgram:
             with contextlib.suppress(
                 errors.ExistsError
             ):  # an earlier upload, whose answer was lost
-                create(self._store, self._keys.log(self._chunk_count), chunk)
+                create(self._store, self._keys.make_log_key(self._chunk_count), chunk)
         except errors.MillraceError as error:
             self._log.warning("the log could not be uploaded: %s", errors.format_error(error))
             return False  # the next heartbeat tries again

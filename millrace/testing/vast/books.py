@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.testing.process import free_ports
+from millrace.testing.process import find_free_ports
 from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import FAULTS
 from millrace.testing.vast.machines import StandInInstance, StandInMachine
@@ -47,7 +47,7 @@ class MachineBooks:
 
     @property
     def now(self) -> float:
-        return self.clock.now()
+        return self.clock.read()
 
     def pass_time(self, seconds: float) -> None:
         """Set the clock forward."""
@@ -72,7 +72,7 @@ class MachineBooks:
     def _come_up(self, one: StandInInstance) -> None:
         if self.world.real:
             one.home = self.folder / f"{self.key[-8:]}-{one.id}"
-            (one.port,) = free_ports(1)
+            (one.port,) = find_free_ports(1)
             one.process = run_onstart(one, one.home, self.world)
         elif one.order:
             state = {"state": "failed", "detail": "pip: no such package"}

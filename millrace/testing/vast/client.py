@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from millrace.testing.process import Child, ask, python_module
+from millrace.testing.process import Child, ask, start_module
 from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import CONTROL
 
@@ -28,34 +28,34 @@ class VastServer:
         """Start a server; it serves when this returns."""
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "vast.log"
-        child = python_module("millrace.testing.vast", "--folder", str(folder), log=log)
-        return cls(child, child.announced()["port"], folder)
+        child = start_module("millrace.testing.vast", "--folder", str(folder), log=log)
+        return cls(child, child.read_announcement()["port"], folder)
 
     def reset(self, **world: Any) -> str:
         """Begin anew, and return the account's API key. See `World` for what may be said."""
         return self.ask("reset", world)["key"]
 
-    def now(self) -> float:
+    def read_time(self) -> float:
         """Return the time by the server's clock, in seconds since 1970."""
-        return self._clock.now()
+        return self._clock.read()
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.ask("advance", {"seconds": seconds})
 
-    def books(self) -> list[dict[str, Any]]:
+    def list_machines(self) -> list[dict[str, Any]]:
         """Return every machine that was ever rented: account, times and cost."""
         return self.ask("books", {})["instances"]
 
-    def alive(self) -> list[dict[str, Any]]:
+    def list_alive(self) -> list[dict[str, Any]]:
         """Return the machines that are not destroyed."""
-        return [one for one in self.books() if one["destroyed"] is None]
+        return [one for one in self.list_machines() if one["destroyed"] is None]
 
-    def requests(self) -> list[dict[str, Any]]:
+    def list_requests(self) -> list[dict[str, Any]]:
         """Return every request since `reset`, with its body and its answer."""
         return self.ask("requests", {})["requests"]
 
-    def fired(self) -> Counter[str]:
+    def count_fired(self) -> Counter[str]:
         """Return how often each fault was injected."""
         return Counter(self.ask("fired", {}))
 
@@ -67,7 +67,7 @@ class VastServer:
         """Have something happen to a machine: see `StandInInstance.fate`."""
         self.ask("befall", {"instance": instance, "fate": fate})
 
-    def second_account(self) -> str:
+    def open_account(self) -> str:
         """Open another account, and return its key."""
         return self.ask("account", {})["key"]
 
@@ -94,10 +94,10 @@ class StandInClock:
         self._server = server
 
     def now(self) -> datetime:
-        return datetime.fromtimestamp(self._server.now(), UTC)
+        return datetime.fromtimestamp(self._server.read_time(), UTC)
 
     def monotonic(self) -> float:
-        return self._server.now()
+        return self._server.read_time()
 
     def sleep(self, seconds: float) -> None:
         self._server.advance(seconds)

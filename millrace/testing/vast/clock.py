@@ -22,7 +22,7 @@ class ClockFile:
         """Set the time, in seconds since 1970, and how fast it passes."""
         os.pwrite(self._file, self._FORMAT.pack(now - time.monotonic() * rate, rate), 0)
 
-    def now(self) -> float:
+    def read(self) -> float:
         """Return the time in seconds since 1970."""
         zero, rate = self._FORMAT.unpack(os.pread(self._file, self._FORMAT.size, 0))
         return zero + time.monotonic() * rate

@@ -15,7 +15,7 @@ from millrace.gradients.sync.chain import find_newest_window
 from millrace.keys.leases import LeaseKeys
 from millrace.storage import exists, open_store
 from tests.integration.flows.test_aggregate import RUN, UIDS, model, take_part
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker, wait_until
 
 AGGREGATE = "aggregate-gradients/aggregate-gradients"
 
@@ -35,19 +35,19 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
     lease = LeaseKeys(RUN.chain.job, "aggregator")
-    until(lambda: exists(store, lease.term(0)), "the first to have the lease")
+    wait_until(lambda: exists(store, lease.make_term_key(0)), "the first to have the lease")
 
     second = deployed.start(AGGREGATE, watch=False, **parameters)
     held = deployed.wait(second.run, "Completed", "Failed", "Crashed")
     assert held.state is not None
     assert "which is alive: let it continue" in (held.state.message or "")
-    assert "aggregated-gradients" not in deployed.artifacts(second.run)
+    assert "aggregated-gradients" not in deployed.read_artifacts(second.run)
 
     with ThreadPoolExecutor(len(UIDS)) as pool:
         once = [pool.submit(take_part, store, store, uid, 1) for uid in UIDS]
         assert {one.result().window for one in once} == {1}
-        until(lambda: find_newest_window(store, RUN.chain) == 1, "a window to be merged")
-        said = deployed.prefect("flow-run", "cancel", str(first.run))
+        wait_until(lambda: find_newest_window(store, RUN.chain) == 1, "a window to be merged")
+        said = deployed.run_prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
         working = [pool.submit(take_part, store, store, uid, 3, broken=3) for uid in UIDS]
@@ -61,6 +61,6 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     found = list(iterate_links(store, RUN.chain))
     assert [link.window for link in found] == [1, 2, 3]
     assert [sorted(link.taken) for link in found] == [UIDS, UIDS, ["a", "b"]]
-    assert "| 3 | 55 | 2 | 1 format |" in deployed.artifacts(done.run)["aggregated-gradients"]
+    assert "| 3 | 55 | 2 | 1 format |" in deployed.read_artifacts(done.run)["aggregated-gradients"]
     catch_up(store, RUN.chain, start)
     assert start.digest() == found[-1].state

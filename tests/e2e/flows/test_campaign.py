@@ -14,12 +14,12 @@ from examples.tiny_lm.begin import begin
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.stores import credentials
-from tests.support.flows.browser import field, open_run_form, press, told
+from tests.stores import make_credentials
+from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
 from tests.support.flows.campaigns import (
-    here,
+    make_local_workers,
+    make_plan_settings,
     make_text,
-    plan_of,
 )
 from tests.support.flows.fixtures import MakeBlock
 
@@ -32,11 +32,13 @@ def prefilled(
 ) -> Iterator[dict[str, Any]]:
     """The deployment, with a plan that its form begins with; its bucket is on a server."""
     make_text(tmp_path / "text")
-    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    spec = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     begin(open_store(spec), "other/first")
     place = block(bucket, read=rgw.read_only, write=rgw.full)
-    plan = plan_of("other", place, tmp_path / "text", here())
-    with deployed.client() as client:
+    plan = make_plan_settings("other", place, tmp_path / "text", make_local_workers())
+    with deployed.make_client() as client:
         deployment = client.read_deployment_by_name(CAMPAIGN)
         client.update_deployment(deployment.id, DeploymentUpdate(parameters={"plan": plan}))
         yield plan
@@ -55,15 +57,15 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
         if answer.request.method == "POST" and answer.url.endswith("/create_flow_run"):
             posted.append(json.loads(answer.request.post_data or "{}"))
             if answer.status >= 400:
-                refused.append(told(answer))
+                refused.append(read_refusal(answer))
             else:
                 runs.append(UUID(answer.json()["id"]))
 
     page.on("response", answered)
     open_run_form(deployed, page, "campaign")
-    name = field(page, "Name")
+    name = find_field(page, "Name")
     expect(name).to_contain_text("a prefix below the bucket's URL")
-    expect(field(page, "Epochs")).to_contain_text("Each epoch ends with a checkpoint")
+    expect(find_field(page, "Epochs")).to_contain_text("Each epoch ends with a checkpoint")
     name.get_by_role("textbox").fill("typed")
 
     press(page, "Submit", lambda: runs, refused)
@@ -71,14 +73,18 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     state = deployed.wait(runs[0], "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message
-    run = deployed.flow_run(runs[0])
+    run = deployed.read_flow_run(runs[0])
     assert (run.name, set(run.tags) >= {"millrace", "training"}) == ("campaign-typed", True)
     page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{runs[0]}")
     page.get_by_text("Artifacts", exact=True).click()
     page.locator("a", has_text="Result of the campaign so far").first.click()
     expect(page.get_by_text("windows trained, the loss from")).to_be_visible()
-    keys = {one["Key"] for one in rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]}
+    keys = {
+        one["Key"] for one in rgw.make_client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
+    }
     assert "other/final/checkpoints/step_000000012/metadata.json" in keys
     secrets = {rgw.full.secret_access_key, rgw.read_only.secret_access_key}
-    leaked = [table for table, text in deployed.tables() if any(one in text for one in secrets)]
+    leaked = [
+        table for table, text in deployed.read_tables() if any(one in text for one in secrets)
+    ]
     assert leaked == []  # neither in a parameter of a stage, nor in what a worker printed

@@ -6,7 +6,7 @@ from pathlib import Path
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from millrace.testing.vast import VastServer
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker, wait_until
 from tests.support.flows.campaign_kills import Site, kill_and_go_on
 
 AT = ["window.merged 1"]
@@ -16,9 +16,9 @@ AT = ["window.merged 1"]
 def prewarm_reports(server: PrefectServer, dataset: str) -> list[str]:
     """Return the reports of the prewarms of a dataset."""
     wanted = FlowRunFilter(name=FlowRunFilterName(any_=[f"prewarm-{dataset}"]))
-    with server.client() as client:
+    with server.make_client() as client:
         runs = client.read_flow_runs(flow_run_filter=wanted)
-    return [server.artifacts(run.id)["prewarm"] for run in runs]
+    return [server.read_artifacts(run.id)["prewarm"] for run in runs]
 
 
 def test_a_campaign_killed_in_the_middle_ends_right(
@@ -44,20 +44,22 @@ def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     chain = site.store / "stopped/run/gathers/1/chain"
 
     run = deployed.start("campaign/campaign", watch=False, plan=plan).run
-    until(lambda: len(vast.alive()) == 2, "two machines")
-    until(lambda: list(chain.glob("*.json")), "the run to begin")
-    for process in own_worker.descendants():
+    wait_until(lambda: len(vast.list_alive()) == 2, "two machines")
+    wait_until(lambda: list(chain.glob("*.json")), "the run to begin")
+    for process in own_worker.list_descendants():
         process.kill()
     deployed.wait(run, "Crashed")
-    until(lambda: vast.alive() == [], "the machines released")
-    until(lambda: "2 machines of stopped released" in deployed.logs(run), "what the hook says")
+    wait_until(lambda: vast.list_alive() == [], "the machines released")
+    wait_until(
+        lambda: "2 machines of stopped released" in deployed.read_logs(run), "what the hook says"
+    )
 
     again = deployed.start("campaign/campaign", watch=False, plan=plan).run
-    until(lambda: len(vast.alive()) == 2, "two more machines")
-    cancelled = deployed.prefect("flow-run", "cancel", str(again))
+    wait_until(lambda: len(vast.list_alive()) == 2, "two more machines")
+    cancelled = deployed.run_prefect("flow-run", "cancel", str(again))
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     deployed.wait(again, "Cancelled")
-    until(lambda: vast.alive() == [], "the machines released")
-    assert [one["by"] for one in vast.books()] == ["the account"] * 4
-    assert not [table for table, text in deployed.tables() if site.key in text]
+    wait_until(lambda: vast.list_alive() == [], "the machines released")
+    assert [one["by"] for one in vast.list_machines()] == ["the account"] * 4
+    assert not [table for table, text in deployed.read_tables() if site.key in text]
     vast.reset()

@@ -14,15 +14,17 @@ from blocks import Bucket, BucketRole
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.stores import credentials
+from tests.stores import make_credentials
 from tests.support.cleanup.material import Place
-from tests.support.flows.browser import field, open_run_form, press, told
-from tests.support.flows.fixtures import MakeBlock, aws_credentials
+from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
+from tests.support.flows.fixtures import MakeBlock, make_aws_credentials
 
 
 @pytest.fixture
 def store(rgw: RGW, bucket: str) -> Store:
-    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    spec = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     return open_store(spec)
 
 
@@ -35,7 +37,7 @@ def given(rgw: RGW, bucket: str, block: MakeBlock) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         Bucket.delete("aggregator")  # `save` would keep what it does not name
     name = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
-    pair = aws_credentials(rgw.full, rgw.endpoint)
+    pair = make_aws_credentials(rgw.full, rgw.endpoint)
     pair.save("aggregator-read", overwrite=True)
     Bucket(role=BucketRole.AGGREGATOR, url=f"s3://{name}", read_credentials=pair).save(
         "aggregator", overwrite=True
@@ -67,7 +69,7 @@ class Started:
         if answer.request.method != "POST" or not (creates or answer.url.endswith("/resume")):
             return
         if answer.status >= 400:
-            self.refused.append(told(answer))
+            self.refused.append(read_refusal(answer))
         elif creates:
             self.parameters.append(json.loads(answer.request.post_data or "{}")["parameters"])
             self.runs.append(UUID(answer.json()["id"]))
@@ -85,12 +87,12 @@ def open_form(server: PrefectServer, page: Page, name: str) -> Started:
 def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     deployed: PrefectServer, worker: Worker, store: Store, given: str, page: Page
 ) -> None:
-    keys = {Place(store).gradient("run", "w1", window, "0.2.1") for window in range(3)}
+    keys = {Place(store).put_gradient("run", "w1", window, "0.2.1") for window in range(3)}
     started = open_form(deployed, page, "clean-bucket")
-    expect(field(page, "Dry run")).to_contain_text("Only show what would be deleted")
-    expect(field(page, "Kinds")).to_contain_text("links and updates of an aggregator")
-    field(page, "Bucket").get_by_role("textbox").fill(given)
-    field(page, "Older than").get_by_role("textbox").fill("0h")
+    expect(find_field(page, "Dry run")).to_contain_text("Only show what would be deleted")
+    expect(find_field(page, "Kinds")).to_contain_text("links and updates of an aggregator")
+    find_field(page, "Bucket").get_by_role("textbox").fill(given)
+    find_field(page, "Older than").get_by_role("textbox").fill("0h")
     press(page, "Submit", lambda: started.runs, started.refused)
 
     assert [parameters["dry_run"] for parameters in started.parameters] == [True]
@@ -110,11 +112,11 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
 def test_a_bucket_is_wiped_once_its_name_was_typed(
     deployed: PrefectServer, worker: Worker, store: Store, bucket: str, given: str, page: Page
 ) -> None:
-    Place(store).gradient("run", "w1", 1, "0.2.1")
+    Place(store).put_gradient("run", "w1", 1, "0.2.1")
     started = open_form(deployed, page, "wipe-bucket")
-    field(page, "Bucket").get_by_role("button", name="Name or URL", exact=True).click()
-    field(page, "Bucket").get_by_role("textbox").fill(given)
-    field(page, "Dry run").locator("input[type=checkbox]").locator("..").click()
+    find_field(page, "Bucket").get_by_role("button", name="Name or URL", exact=True).click()
+    find_field(page, "Bucket").get_by_role("textbox").fill(given)
+    find_field(page, "Dry run").locator("input[type=checkbox]").locator("..").click()
     press(page, "Submit", lambda: started.runs, started.refused)
 
     assert [parameters["dry_run"] for parameters in started.parameters] == [False]
@@ -126,7 +128,7 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
         page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
     ).to_be_visible()
     assert keys_of(store)
-    field(page, "Bucket name").get_by_role("textbox").fill(bucket)
+    find_field(page, "Bucket name").get_by_role("textbox").fill(bucket)
     press(page, "Submit", lambda: started.resumed, started.refused)
 
     state = deployed.wait(run, "Completed", "Failed").state

@@ -8,13 +8,13 @@ from millrace.testing.rgw import RGW
 from tests.integration.flows.test_cool_down import saved
 from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
-from tests.stores import credentials
+from tests.stores import make_credentials
 from tests.support.flows.fixtures import MakeBlock
 
 
 @pytest.fixture
 def store(rgw: RGW, bucket: str) -> Store:
-    pair = credentials(rgw.full)
+    pair = make_credentials(rgw.full)
     return open_store(StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair))
 
 
@@ -39,6 +39,6 @@ def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
     assert done.code == 0, done.output
     found = read_checkpoint(store, "job", 40)
     assert not verify(store, found)
-    report = deployed.artifacts(done.run)["cooldown"]
+    report = deployed.read_artifacts(done.run)["cooldown"]
     assert report.count("| **committed** |") == 1
     assert report.count("took no part: There is no folder") == 1  # the head has none

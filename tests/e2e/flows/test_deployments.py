@@ -17,18 +17,26 @@ from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW
 from tests.oracle import S3Bucket
-from tests.prefect_server import PrefectServer, Worker, until
-from tests.support.flows.fixtures import RUN, SHARD, SHARDING, MakeBlock, jsonl, texts, texts_in
+from tests.prefect_server import PrefectServer, Worker, wait_until
+from tests.support.flows.fixtures import (
+    RUN,
+    SHARD,
+    SHARDING,
+    MakeBlock,
+    make_jsonl,
+    make_texts,
+    read_texts,
+)
 
 
 def test_a_dataset_is_sharded_with_credentials_from_blocks(
     deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock
 ) -> None:
     source = rgw.create_bucket(f"{bucket}-source")
-    client = rgw.client(rgw.full)
-    client.put_object(Bucket=source, Key="raw/rows.jsonl", Body=jsonl(texts()))
+    client = rgw.make_client(rgw.full)
+    client.put_object(Bucket=source, Key="raw/rows.jsonl", Body=make_jsonl(make_texts()))
 
-    done = deployed.command(
+    done = deployed.start_by_command(
         SHARD,
         dataset="words",
         source={
@@ -42,11 +50,11 @@ def test_a_dataset_is_sharded_with_credentials_from_blocks(
     )
 
     assert done.code == 0, done.output
-    assert texts_in(S3Bucket(client, bucket, "words")) == Counter(texts())
-    run = deployed.flow_run(done.run)
+    assert read_texts(S3Bucket(client, bucket, "words")) == Counter(make_texts())
+    run = deployed.read_flow_run(done.run)
     assert run.name == "shard-words"
     assert {"millrace"} <= set(run.tags)
-    artifacts = deployed.artifacts(done.run)
+    artifacts = deployed.read_artifacts(done.run)
     assert artifacts["progress-words"] == 100.0
     report = artifacts["shards-words"]
     assert "**words** is complete: 4,000 samples in" in report
@@ -64,7 +72,7 @@ def _is_a_picture_with_axes(report: str) -> None:
 
 
 def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer) -> None:
-    said = deployed.prefect(
+    said = deployed.run_prefect(
         "deployment", "run", SHARD, "-p", "dataset=words", "-p", 'source={"url": "file:///x"}',
         "-p", "destination=file:///y", "-p", 'sharding={"holdout": 3}',
     )  # fmt: skip
@@ -74,7 +82,7 @@ def test_wrong_values_are_refused_before_there_is_a_run(deployed: PrefectServer)
 
 @pytest.mark.parametrize("name", ["verify-datasets", "verify-checkpoints", "audit-access"])
 def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name: str) -> None:
-    with deployed.client() as client:
+    with deployed.make_client() as client:
         deployment = client.read_deployment_by_name(f"{name}/{name}")
         assert [schedule.active for schedule in deployment.schedules] == [True]
 
@@ -87,7 +95,7 @@ def test_a_cron_deployment_gets_its_scheduled_run(deployed: PrefectServer, name:
             )
             return any(run.auto_scheduled and run.state_name == "Scheduled" for run in runs)
 
-        until(scheduled, "a scheduled run")
+        wait_until(scheduled, "a scheduled run")
 
 
 ELSEWHERE = {

@@ -12,8 +12,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from millrace.testing.process import REPOSITORY
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, Worker
-from tests.support.flows.browser import field, open_form, open_run_form, press, told
-from tests.support.flows.fixtures import jsonl, texts, texts_in
+from tests.support.flows.browser import find_field, open_form, open_run_form, press, read_refusal
+from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
 
 DEPLOYMENTS = REPOSITORY / "prefect.yaml"
 WIDTH, MAX_HEIGHT = 1300, 2400  # pixels of the window, and of a form at first
@@ -25,23 +25,25 @@ def test_a_run_is_started_from_the_form(
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
     refused: list[str] = []
-    page.on("response", lambda answer: answer.status >= 400 and refused.append(told(answer)))
+    page.on(
+        "response", lambda answer: answer.status >= 400 and refused.append(read_refusal(answer))
+    )
     open_run_form(deployed, page, "shard-dataset")
 
-    described = field(page, "Destination")
+    described = find_field(page, "Destination")
     expect(described).to_contain_text("A Millrace Bucket block with write credentials")
     expect(described.get_by_role("button", name="Add")).to_be_visible()  # a picker of blocks
-    expect(field(page, "Kind")).to_contain_text("a sample of each line")
+    expect(find_field(page, "Kind")).to_contain_text("a sample of each line")
 
-    field(page, "Dataset").get_by_role("textbox").fill("words")
+    find_field(page, "Dataset").get_by_role("textbox").fill("words")
     for label, kind, url in (
         ("URL", "Text", folder_source["url"]),
         ("Destination", "Name or URL", out.as_uri()),
     ):
-        field(page, label).get_by_role("button", name=kind, exact=True).click()
-        field(page, label).get_by_role("textbox").fill(url)
-        expect(field(page, label).get_by_role("textbox")).to_have_value(url)
-    expect(field(page, "Dataset").get_by_role("textbox")).to_have_value("words")
+        find_field(page, label).get_by_role("button", name=kind, exact=True).click()
+        find_field(page, label).get_by_role("textbox").fill(url)
+        expect(find_field(page, label).get_by_role("textbox")).to_have_value(url)
+    expect(find_field(page, "Dataset").get_by_role("textbox")).to_have_value("words")
 
     press(page, "Submit", lambda: started(deployed, out.as_uri()), refused)
     run = started(deployed, out.as_uri())
@@ -49,8 +51,8 @@ def test_a_run_is_started_from_the_form(
     state = deployed.wait(run, "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message
-    rows = jsonl(texts()).decode().splitlines()
-    assert texts_in(Folder(out)) == Counter(rows)
+    rows = make_jsonl(make_texts()).decode().splitlines()
+    assert read_texts(Folder(out)) == Counter(rows)
 
 
 def test_every_form_fits_into_a_few_screens(deployed: PrefectServer, page: Page) -> None:
@@ -68,6 +70,6 @@ def test_every_form_fits_into_a_few_screens(deployed: PrefectServer, page: Page)
 
 def started(server: PrefectServer, destination: str) -> UUID | None:
     """The run that writes to a destination."""
-    with server.client() as client:
+    with server.make_client() as client:
         runs = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC)
     return next((r.id for r in runs if r.parameters.get("destination") == destination), None)

@@ -14,10 +14,10 @@ from boto3.s3.transfer import TransferConfig
 from benchmarks.rig.store import Fault, FaultKind, Store
 from blocks import Bucket, BucketRole
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker, wait_until
 from tests.ray_cluster import DISK, RayCluster
-from tests.support.flows.fixtures import MakeBlock, aws_credentials
-from tests.support.swarm.swarms import files_below
+from tests.support.flows.fixtures import MakeBlock, make_aws_credentials
+from tests.support.swarm.swarms import read_files
 
 PREWARM = "prewarm/prewarm"
 
@@ -34,7 +34,7 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
     for key, body in contents.items():
         # The small one in parts, so that its ETag is no MD5.
         config = TransferConfig(multipart_threshold=1 if body == b"c" else 8 << 20)
-        rgw.client(rgw.full).upload_fileobj(io.BytesIO(body), bucket, key, Config=config)
+        rgw.make_client(rgw.full).upload_fileobj(io.BytesIO(body), bucket, key, Config=config)
 
     done = deployed.start(
         PREWARM,
@@ -44,8 +44,8 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
 
     assert done.code == 0, done.output
     wanted = {key.removeprefix("model/"): body for key, body in contents.items()}
-    assert [files_below(disk / "flow") for disk in ray_cluster.disks] == [wanted] * 3
-    artifacts = deployed.artifacts(done.run)
+    assert [read_files(disk / "flow") for disk in ray_cluster.disks] == [wanted] * 3
+    artifacts = deployed.read_artifacts(done.run)
     assert artifacts["progress-prewarm"] == 100.0
     report = artifacts["prewarm"]
     assert "**3 of 3 nodes** have all of 2 files, 3.1 MB" in report
@@ -53,7 +53,7 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
     assert "1 file unverified at the source" in report
     assert len(re.findall(r"\| yes \|", report)) == 3
     assert "data:image/svg+xml;base64," in report
-    gets = [line for line in rgw.requests() if f"GET /{bucket}/model/a.bin" in line]
+    gets = [line for line in rgw.list_requests() if f"GET /{bucket}/model/a.bin" in line]
     assert len(gets) == 3  # of 1 MiB each
 
 
@@ -64,7 +64,7 @@ def counted(
     """A store that counts and stalls, and the parameter that refers to its block."""
     with Store.start(tmp_path / "objects") as store:
         name = f"bucket-{uuid.uuid4().hex[:8]}"
-        pair = aws_credentials(store.key, store.endpoint)
+        pair = make_aws_credentials(store.key, store.endpoint)
         pair.save(f"{name}-read")
         block = Bucket(role=BucketRole.DATASET, url=f"s3://{store.bucket}", read_credentials=pair)
         block.save(name)
@@ -83,18 +83,18 @@ def test_a_cancelled_run_stops_and_the_next_one_fetches_what_is_missing(
     store.order(Fault(FaultKind.STALL, offset=7 << 20, times=None, seconds=60))
 
     first = deployed.start(PREWARM, watch=False, files=[files], root=f"${DISK}/cancelled")
-    until(lambda: store.counts().bytes >= 7 << 20, "all pieces but the one that is stalled")
-    processes = ray_worker.descendants()
-    said = deployed.prefect("flow-run", "cancel", str(first.run))
+    wait_until(lambda: store.counts().bytes >= 7 << 20, "all pieces but the one that is stalled")
+    processes = ray_worker.list_descendants()
+    said = deployed.run_prefect("flow-run", "cancel", str(first.run))
     assert said.returncode == 0, said.stdout + said.stderr
     deployed.wait(first.run, "Cancelled")
     assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert files_below(ray_cluster.disks[1] / "cancelled") == {}
+    assert read_files(ray_cluster.disks[1] / "cancelled") == {}
 
     store.reset()
     second = deployed.start(PREWARM, files=[files], root=f"${DISK}/cancelled")
     assert second.code == 0, second.output
-    assert [files_below(disk / "cancelled") for disk in ray_cluster.disks] == [
+    assert [read_files(disk / "cancelled") for disk in ray_cluster.disks] == [
         {"large.bin": body}
     ] * 3
     assert store.counts().bytes < len(body) / 2

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from millrace.testing.vast import VastServer
-from tests.prefect_server import PrefectServer, Worker, until
+from tests.prefect_server import PrefectServer, Worker, wait_until
 from tests.support.flows.renting import RENT
 
 
@@ -21,7 +21,7 @@ def start_renting(
     (folder / "store").mkdir()
     asked = {"bucket": (folder / "store").as_uri(), "vast": payer, "name": name, "settings": RENT}
     run = deployed.start("rent-machines/rent-machines", watch=False, **asked, dry_run=False).run
-    until(lambda: len(vast.alive()) == 1, "a machine")
+    wait_until(lambda: len(vast.list_alive()) == 1, "a machine")
     return run
 
 
@@ -29,13 +29,15 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
     run = start_renting(deployed, vast, payer, tmp_path, "hung")
-    for process in own_worker.descendants():
+    for process in own_worker.list_descendants():
         if "prefect.engine" in process.cmdline():
             process.suspend()  # so that it hears of nothing, and has to be killed
-    assert deployed.prefect("flow-run", "cancel", str(run)).returncode == 0
-    until(lambda: vast.alive() == [], "the machine released")
+    assert deployed.run_prefect("flow-run", "cancel", str(run)).returncode == 0
+    wait_until(lambda: vast.list_alive() == [], "the machine released")
     deployed.wait(run, "Cancelled")
-    until(lambda: "1 machine of hung released" in deployed.logs(run), "what the hook says")
+    wait_until(
+        lambda: "1 machine of hung released" in deployed.read_logs(run), "what the hook says"
+    )
 
 
 def test_a_worker_that_is_terminated_leaves_no_machine(
@@ -43,7 +45,7 @@ def test_a_worker_that_is_terminated_leaves_no_machine(
 ) -> None:
     run = start_renting(deployed, vast, payer, tmp_path, "ended")
     own_worker.terminate()
-    until(lambda: vast.alive() == [], "the machine released")
-    (one,) = vast.books()
+    wait_until(lambda: vast.list_alive() == [], "the machine released")
+    (one,) = vast.list_machines()
     assert one["by"] == "the account"
-    assert deployed.flow_run(run).state_name != "Completed"
+    assert deployed.read_flow_run(run).state_name != "Completed"

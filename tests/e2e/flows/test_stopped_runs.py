@@ -7,8 +7,15 @@ from typing import Any
 import psutil
 
 from tests.oracle import Folder
-from tests.prefect_server import PrefectServer, SharedWorker, Worker, until
-from tests.support.flows.fixtures import RUN, SHARD, SHARDING, hold_partition, texts, texts_in
+from tests.prefect_server import PrefectServer, SharedWorker, Worker, wait_until
+from tests.support.flows.fixtures import (
+    RUN,
+    SHARD,
+    SHARDING,
+    hold_partition,
+    make_texts,
+    read_texts,
+)
 
 
 def _all_but_one_partition_ended(folder: Path) -> bool:
@@ -36,28 +43,30 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
         "sharding": SHARDING, "execution": RUN,
     }  # fmt: skip
     first = deployed.start(SHARD, watch=False, **parameters)
-    until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
-    processes = own_worker.descendants()
+    wait_until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
+    processes = own_worker.list_descendants()
     assert processes
 
-    said = deployed.prefect("flow-run", "cancel", str(first.run))
+    said = deployed.run_prefect("flow-run", "cancel", str(first.run))
     assert said.returncode == 0, said.stdout + said.stderr
 
     deployed.wait(first.run, "Cancelled")
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert _leases_held_by({process.pid for process in processes}, out) == []
-    done = {name: (out / name).stat().st_mtime_ns for name in Folder(out).names() if ".tar" in name}
+    done = {
+        name: (out / name).stat().st_mtime_ns for name in Folder(out).list_names() if ".tar" in name
+    }
     assert done
 
     held.release()
     second = deployed.start(SHARD, **parameters)
 
     assert second.code == 0, second.output
-    assert texts_in(Folder(out)) == Counter(texts())
+    assert read_texts(Folder(out)) == Counter(make_texts())
     # What the first one had made was not made again.
     assert (
         done.items()
-        <= {name: (out / name).stat().st_mtime_ns for name in Folder(out).names()}.items()
+        <= {name: (out / name).stat().st_mtime_ns for name in Folder(out).list_names()}.items()
     )
 
 
@@ -77,7 +86,9 @@ def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
     first = Worker(deployed, tmp_path / "first")
     try:
         zombie = deployed.start(SHARD, watch=False, **parameters)
-        until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
+        wait_until(
+            lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held"
+        )
     finally:
         first.kill()
     held.release()
@@ -89,8 +100,8 @@ def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
         second.stop()
 
     assert done.code == 0, done.output
-    assert texts_in(Folder(out)) == Counter(texts())
-    state = deployed.flow_run(zombie.run).state
+    assert read_texts(Folder(out)) == Counter(make_texts())
+    state = deployed.read_flow_run(zombie.run).state
     assert state is not None
     # Whoever is quick sees it Running for ever; the automation of `millrace setup` ends it.
     assert state.name in {"Running", "Crashed"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.testing.rgw import RGW
-from tests.support.flows.fixtures import jsonl, texts
+from tests.support.flows.fixtures import make_jsonl, make_texts
 
 
 @pytest.fixture
@@ -23,5 +23,5 @@ def source(tmp_path: Path) -> Path:
     """A folder of JSON lines."""
     folder = tmp_path / "words"
     folder.mkdir()
-    (folder / "rows.jsonl").write_bytes(jsonl(texts()))
+    (folder / "rows.jsonl").write_bytes(make_jsonl(make_texts()))
     return folder

@@ -78,7 +78,7 @@ def test_every_block_of_the_guide_to_campaigns(
         shown = guide.run()
     assert "2 windows trained" in shown
     assert (store / "wiki/model/epochs/000001.json").exists()
-    assert hub.commits(repo) == 2  # the repository's first, and the weights
+    assert hub.count_commits(repo) == 2  # the repository's first, and the weights
 
 
 @contextmanager

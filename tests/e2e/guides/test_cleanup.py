@@ -19,11 +19,11 @@ def test_every_block_of_the_guide_to_cleanup(
     gradients, aggregates, other = (tmp_path / name for name in ("gradients", "aggregates", "x"))
     place = Place(open_store(gradients.as_uri()))
     Place(open_store(aggregates.as_uri())).put("anything")
-    gone = [place.gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 4)]
+    gone = [place.put_gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 4)]
     gone.append(place.put("runs/one/worker-1/rubbish.bin", hours=OLD))
     kept = [
-        place.gradient("runs/one", "worker-1", 4, "1"),
-        place.gradient("runs/paper", "worker-1", 1, "1", OLD),
+        place.put_gradient("runs/one", "worker-1", 4, "1"),
+        place.put_gradient("runs/paper", "worker-1", 1, "1", OLD),
     ]
     Place(open_store(other.as_uri())).put("data.bin")
     unfinished = other / "large.bin#1"  # as a process leaves it that is killed while it writes

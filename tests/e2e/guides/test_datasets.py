@@ -10,7 +10,7 @@ import yaml
 
 from millrace.testing.vast import VastServer
 from tests.oracle import Folder
-from tests.support.flows.fixtures import texts, texts_in
+from tests.support.flows.fixtures import make_texts, read_texts
 from tests.support.guides import follow
 
 
@@ -28,7 +28,7 @@ def test_every_block_of_the_guide_to_datasets(
         plan = "millrace plan job.yaml"
         edit = f"sed -i 's#file:///path/to/a/folder#{source.as_uri()}#' job.yaml"
         shown = guide.run({plan: f"{edit}; {plan}"})
-        assert texts_in(Folder(store / "my-dataset")) == Counter(texts())
+        assert read_texts(Folder(store / "my-dataset")) == Counter(make_texts())
         assert "my-dataset: complete" in shown
         assert "1 shard of 1 as the manifest says" in shown
 
@@ -46,7 +46,7 @@ def test_every_block_of_the_guide_to_datasets(
         rented = guide.run(answer="y")
         assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
         assert "shard/words/0: released (done: the program ended with exit code 0)" in rented
-        assert vast.alive() == []
+        assert vast.list_alive() == []
 
 
 def rented_settings(job: Path, store: Path, vast: VastServer) -> dict[str, Any]:

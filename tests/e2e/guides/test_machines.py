@@ -8,7 +8,7 @@ import pytest
 from millrace.rentals import RentalSettings
 from millrace.settings import load_settings
 from millrace.testing.vast import VastServer
-from tests.prefect_server import until
+from tests.prefect_server import wait_until
 from tests.support.guides import follow
 
 HOUR = 3600.0
@@ -38,7 +38,7 @@ def test_every_block_of_the_guide_to_machines(
         chosen = {detach: f"{detach}; {rename}; {detach}", "release wiki": "release wiki-2"}
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(guide.run, chosen, answer="y")
-            until(lambda: running.done() or has_machines(vast, 2), "two machines that run")
+            wait_until(lambda: running.done() or has_machines(vast, 2), "two machines that run")
             vast.advance(HOUR)  # the programs of `wiki` end; those of `wiki-2` run on
             shown = running.result()
     assert "RTX 4090" in shown
@@ -49,9 +49,9 @@ def test_every_block_of_the_guide_to_machines(
     assert "Rented: 2 machines" in shown
     assert "Released: 2 machines of wiki-2" in shown
     assert "Released: 0 machines. Stay: 0." in shown
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def has_machines(vast: VastServer, count: int) -> bool:
     """Decide whether so many machines run."""
-    return sum(one["running"] is not None for one in vast.alive()) == count
+    return sum(one["running"] is not None for one in vast.list_alive()) == count

@@ -12,8 +12,8 @@ import zstandard
 from millrace.settings import load_settings
 from millrace.storage import open_store, put
 from millrace.swarm import PrewarmSettings
-from millrace.testing.process import REPOSITORY, free_ports
-from tests.prefect_server import until
+from millrace.testing.process import REPOSITORY, find_free_ports
+from tests.prefect_server import wait_until
 from tests.ray_cluster import DISK, RayCluster
 from tests.support.guides import follow
 
@@ -31,7 +31,7 @@ def test_every_block_of_the_guide_to_the_swarm(
     credentials: dict[str, str],
     bucket: str,
 ) -> None:
-    folder, ports = tmp_path / "swarm", free_ports(2)
+    folder, ports = tmp_path / "swarm", find_free_ports(2)
     values = {
         "r2://${R2_DATASET_ACCOUNT_ID}/": "s3://",
         "$SCRATCH/": f"${DISK}/{tmp_path.name}/",
@@ -64,7 +64,7 @@ def test_every_block_of_the_guide_to_the_swarm(
         ]
         nodes = guide.serve(*machines)
         for node in nodes:
-            until(lambda node=node: "http" in node.output, "an agent that listens")
+            wait_until(lambda node=node: "http" in node.output, "an agent that listens")
         urls = {
             f"10.0.0.{number}:7000": f"127.0.0.1:{port}" for number, port in enumerate(ports, 1)
         }

@@ -32,8 +32,8 @@ from millrace.storage import (
 )
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
-from millrace.testing.process import free_ports
-from tests.stores import credentials, spec_of
+from millrace.testing.process import find_free_ports
+from tests.stores import make_credentials, make_spec
 
 QUICK = timedelta(seconds=0.5)
 WRITING = set(Operation) - {Operation.OTHER_BUCKET, Operation.OUTSIDE}
@@ -57,12 +57,12 @@ def run(roles: dict[str, AuditedRole]) -> AuditReport:
 
 @pytest.fixture
 def place(rgw, request) -> StoreSpec:
-    return spec_of("rgw", request).model_copy(update={"credentials": None})
+    return make_spec("rgw", request).model_copy(update={"credentials": None})
 
 
 @pytest.fixture
 def clean(place, rgw) -> Callable[[], None]:
-    owner = open_store(place.model_copy(update={"credentials": credentials(rgw.full)}))
+    owner = open_store(place.model_copy(update={"credentials": make_credentials(rgw.full)}))
 
     def check() -> None:
         root = open_store(owner.spec.model_copy(update={"url": f"s3://{owner.location.bucket}"}))
@@ -73,12 +73,12 @@ def clean(place, rgw) -> Callable[[], None]:
 
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, request, clean):
-    spec = spec_of(kind, request)
+    spec = make_spec(kind, request)
     below = spec.model_copy(update={"url": spec.url.removesuffix("/below/here")})
     role = AuditedRole(
         store=below,
-        read_credentials=credentials(rgw.read_only),
-        write_credentials=credentials(rgw.full),
+        read_credentials=make_credentials(rgw.read_only),
+        write_credentials=make_credentials(rgw.full),
     )
     found = audit(AuditSettings(roles={"gradients": role}))
     assert found.is_proven, [
@@ -99,22 +99,22 @@ def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, req
 
 def test_each_key_is_told_apart(place, rgw, r2, request, clean):
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
-    (port,) = free_ports(1)
-    failing = spec_of("r2", request)
+    (port,) = find_free_ports(1)
+    failing = make_spec("r2", request)
     places = {
-        "read only": AuditedRole(store=below, write_credentials=credentials(rgw.read_only)),
+        "read only": AuditedRole(store=below, write_credentials=make_credentials(rgw.read_only)),
         "wrong": AuditedRole(
-            store=below, write_credentials=credentials(Key(rgw.full.access_key_id, "wrong"))
+            store=below, write_credentials=make_credentials(Key(rgw.full.access_key_id, "wrong"))
         ),
-        "another's": AuditedRole(store=below, write_credentials=credentials(rgw.other)),
-        "too much": AuditedRole(store=below, read_credentials=credentials(rgw.full)),
+        "another's": AuditedRole(store=below, write_credentials=make_credentials(rgw.other)),
+        "too much": AuditedRole(store=below, read_credentials=make_credentials(rgw.full)),
         "nowhere": AuditedRole(
             store=below.model_copy(update={"url": f"s3://none-{secrets.token_hex(4)}"}),
-            write_credentials=credentials(rgw.full),
+            write_credentials=make_credentials(rgw.full),
         ),
         "dead": AuditedRole(
             store=below.model_copy(update={"endpoint": f"http://127.0.0.1:{port}"}),
-            write_credentials=credentials(rgw.full),
+            write_credentials=make_credentials(rgw.full),
         ),
     }
     found = {name: run({name: role}) for name, role in places.items()}
@@ -156,7 +156,7 @@ def test_each_key_is_told_apart(place, rgw, r2, request, clean):
 def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     """And is not enough for whoever needs all of the bucket."""
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
-    whole = open_store(below.model_copy(update={"credentials": credentials(rgw.full)}))
+    whole = open_store(below.model_copy(update={"credentials": make_credentials(rgw.full)}))
     role = rgw.create_role(f"audit-{secrets.token_hex(4)}")
     key = open_scoped_store(
         whole, "mine/", timedelta(minutes=15), access=Right.WRITE, role_arn=role
@@ -172,7 +172,11 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     sibling = run({"worker": its.model_copy(update={"prefix": "minerva"})})
     assert sibling.exit_code == 22
     wider = run(
-        {"worker": AuditedRole(store=below, prefix="mine", write_credentials=credentials(rgw.full))}
+        {
+            "worker": AuditedRole(
+                store=below, prefix="mine", write_credentials=make_credentials(rgw.full)
+            )
+        }
     )
     assert wider.exit_code == 20
     (excess,) = (one for one in wider.findings if one.verdict is AccessVerdict.EXCESSIVE)
@@ -185,7 +189,10 @@ def test_a_key_that_reaches_the_bucket_of_another_role_is_said(place, rgw, clean
     other = StoreSpec(
         url=f"s3://{rgw.create_bucket(f'bucket-{secrets.token_hex(6)}')}", endpoint=rgw.endpoint
     )
-    both = {"write_credentials": credentials(rgw.full), "read_credentials": credentials(rgw.full)}
+    both = {
+        "write_credentials": make_credentials(rgw.full),
+        "read_credentials": make_credentials(rgw.full),
+    }
     found = run(
         {"gradients": AuditedRole(store=place, **both), "dataset": AuditedRole(store=other)}
     )
@@ -206,7 +213,9 @@ def test_a_store_that_does_not_keep_its_word_is_told(place, rgw, monkeypatch, cl
 
     monkeypatch.setattr("millrace.audit.access.create", put_instead)
     below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
-    found = run({"gradients": AuditedRole(store=below, write_credentials=credentials(rgw.full))})
+    found = run(
+        {"gradients": AuditedRole(store=below, write_credentials=make_credentials(rgw.full))}
+    )
     assert found.exit_code == 21
     (wrong,) = (one for one in found.findings if one.verdict is not AccessVerdict.CORRECT)
     assert (wrong.operation, wrong.actual) == (Operation.CREATE, RequestOutcome.WRONG)
@@ -221,7 +230,7 @@ def test_credentials_that_have_ended_or_are_about_to_are_said():
     past = Credentials(
         access_key_id="b", secret_access_key="s", expires_at=now - timedelta(hours=1)
     )
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     store = StoreSpec(url="s3://bucket", endpoint=f"http://127.0.0.1:{port}")
     found = run(
         {"dataset": AuditedRole(store=store, read_credentials=near, write_credentials=past)}
@@ -272,7 +281,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, place, rgw):
 
 
 def test_a_dead_endpoint_is_one_sentence_within_seconds(tmp_path: Path):
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     pair = {"access_key_id": "a", "secret_access_key": "s"}
     roles = {
         name: {
@@ -291,7 +300,7 @@ def test_a_dead_endpoint_is_one_sentence_within_seconds(tmp_path: Path):
 
 def test_one_endpoint_is_asked_once_whether_it_answers(monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     real = list_objects
 
     def counted(store: Store, prefix: str) -> object:

@@ -16,8 +16,8 @@ from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
-from millrace.testing.process import free_ports
-from tests.stores import credentials, spec_of
+from millrace.testing.process import find_free_ports
+from tests.stores import make_credentials, make_spec
 
 SHORT = timedelta(seconds=0.5)
 
@@ -28,7 +28,7 @@ def probe(store: Store, job: str, **options: Any) -> ProbeResult:
 
 @pytest.mark.parametrize("kind", ["local", "memory", "rgw", "r2", "gcs"])
 def test_a_place_that_is_ready_is_left_as_it_was(kind, request) -> None:
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     found = probe(store, "runs/one", size=1 << 20, within=timedelta(hours=1))
     assert (found.verdict, found.verdict.exit_code) == (ProbeVerdict.READY, 0)
     assert found.rate > 0
@@ -40,16 +40,16 @@ def other(spec: StoreSpec, **changes: object) -> Store:
 
 
 def test_each_refusal_is_told_apart(rgw, r2, request) -> None:
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     r2.reset()
-    failing = open_store(spec_of("r2", request))
+    failing = open_store(make_spec("r2", request))
     r2.fail_next(Fault.ERROR503, 1000)
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     wrong = Key(rgw.full.access_key_id, "wrong")
     places = {
         ProbeVerdict.READY: other(spec),
-        ProbeVerdict.READ_ONLY: open_store(spec_of("rgw", request, "read_only")),
-        ProbeVerdict.DENIED: other(spec, credentials=credentials(wrong)),
+        ProbeVerdict.READ_ONLY: open_store(make_spec("rgw", request, "read_only")),
+        ProbeVerdict.DENIED: other(spec, credentials=make_credentials(wrong)),
         ProbeVerdict.NOT_FOUND: other(spec, url="s3://no-such-bucket-anywhere"),
         ProbeVerdict.THROTTLED: failing,
         ProbeVerdict.UNREACHABLE: other(spec, endpoint=f"http://127.0.0.1:{port}"),
@@ -78,7 +78,7 @@ def denying(gcs):
     ],
 )
 def test_google_says_which_permission_is_missing(permission, verdict, denying, request) -> None:
-    store = open_store(spec_of("gcs", request))
+    store = open_store(make_spec("gcs", request))
     denying.deny(permission)
     found = probe(store, "job", timeout=SHORT)
     assert found.verdict is verdict
@@ -86,7 +86,7 @@ def test_google_says_which_permission_is_missing(permission, verdict, denying, r
 
 
 def test_a_grant_on_a_prefix_is_proven_by_the_trial_alone(denying, request, monkeypatch) -> None:
-    store = open_store(spec_of("gcs", request))
+    store = open_store(make_spec("gcs", request))
     name = "millrace.audit.permissions.query_permissions"
     monkeypatch.setattr(name, lambda _: frozenset[str]())
     assert probe(store, "job", timeout=SHORT).is_ready
@@ -125,7 +125,7 @@ def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
 def test_the_command_probes_a_bucket_at_the_endpoint_of_the_environment(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     assert spec.credentials is not None
     key, secret = spec.credentials.access_key_id, spec.credentials.secret_access_key
     assert secret is not None
@@ -149,5 +149,5 @@ def test_the_command_probes_a_bucket_at_the_endpoint_of_the_environment(
 def test_the_probe_says_what_the_store_checks(rules, checksum, r2, request, monkeypatch) -> None:
     monkeypatch.setattr("millrace.storage.signed._crc_checks", {})
     r2.set_rules(**rules)
-    found = probe(open_store(spec_of("r2", request)), "job")
+    found = probe(open_store(make_spec("r2", request)), "job")
     assert found.body_check == f"The store checks a {checksum} of each upload."

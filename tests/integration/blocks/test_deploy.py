@@ -36,7 +36,7 @@ def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer) -> None:
     assert f"Missing blocks: {missing}." in done.stdout
     assert "`millrace setup` makes them" in done.stdout
     wanted = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
-    with fresh_server.client() as client:
+    with fresh_server.make_client() as client:
         assert {one.name for one in client.read_deployments()} == {one["name"] for one in wanted}
         assert client.read_work_pool("millrace").type == "process"
 

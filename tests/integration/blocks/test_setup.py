@@ -40,7 +40,7 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
 
     second = prefect_api.run("millrace", "setup", environment=environment)
     assert set(outcomes(second.stdout).values()) == {"unchanged"}, second.stdout
-    with prefect_api.client() as client:
+    with prefect_api.make_client() as client:
         assert len(client.read_automations_by_name("millrace-zombies")) == 1
         assert client.read_work_pool("millrace").type == "process"
 

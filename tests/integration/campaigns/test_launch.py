@@ -16,8 +16,8 @@ from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import read_start_time
 from millrace.storage import Store, StoreSpec, delete, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
-from millrace.testing.process import free_ports
-from tests.prefect_server import until
+from millrace.testing.process import find_free_ports
+from tests.prefect_server import wait_until
 from tests.support.campaigns.workers import Make
 
 COUNTS = """
@@ -81,7 +81,7 @@ def test_a_machine_is_warmed_before_its_script_runs(
         prewarm_timeout="PT5M",
         command=script(tmp_path / "ran", f'assert pathlib.Path("{brought}").exists()'),
     )
-    key, (port,) = "k" * 32, free_ports(1)
+    key, (port,) = "k" * 32, find_free_ports(1)
     environment = {**os.environ, "MILLRACE_NODE_KEY": key, "VAST_TCP_PORT_70000": str(port)}
     process = started(written(tmp_path, settings), env=environment)
     try:
@@ -123,7 +123,7 @@ def escaping(note: Path, then: str) -> tuple[str, ...]:
 
 
 def ranks_of(note: Path) -> list[int]:
-    text = until(lambda: (note.exists() and note.read_text()) or None, "the ranks")
+    text = wait_until(lambda: (note.exists() and note.read_text()) or None, "the ranks")
     return [int(pid) for pid in text.split()]
 
 
@@ -147,7 +147,7 @@ def test_ranks_in_sessions_of_their_own_end_with_their_script(
     elif end == "SIGTERM":
         process.terminate()
     assert process.wait() == {"leader": -9, "script": 0, "failure": 134, "SIGTERM": 130}[end]
-    until(lambda: ended(ranks) or None, "the ranks' end")
+    wait_until(lambda: ended(ranks) or None, "the ranks' end")
     process.stdin.close()
 
 
@@ -156,8 +156,8 @@ def test_what_is_attached_ends_with_whoever_started_it(make: Make, tmp_path: Pat
     then = f'pathlib.Path("{note}").write_text(str(os.getpid())); import time; time.sleep(600)'
     settings = make(command=script(tmp_path / "ran", then))
     process = started(written(tmp_path, settings), "--attached", stdin=subprocess.PIPE)
-    pid = until(lambda: (note.exists() and note.read_text()) or None, "the script")
+    pid = wait_until(lambda: (note.exists() and note.read_text()) or None, "the script")
     assert process.stdin is not None
     process.stdin.close()  # as the kernel does when the leader is killed
     assert process.wait() == -9
-    until(lambda: not psutil.pid_exists(int(pid)), "the script's end")
+    wait_until(lambda: not psutil.pid_exists(int(pid)), "the script's end")

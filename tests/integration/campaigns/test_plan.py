@@ -14,13 +14,13 @@ from millrace.rentals import derive_node_key
 from millrace.rentals.machine_environment import make_environment
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW, Key
-from tests.stores import credentials
+from tests.stores import make_credentials
 from tests.support.rentals.parts import HOUR, START, make_attempt
 from tests.unit.campaigns.test_plan import PLAN, rent
 
 
 def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
-    pair = credentials(rgw.full)
+    pair = make_credentials(rgw.full)
     store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
     text = render_worker_settings(PLAN, store, 2)
     assert rgw.full.secret_access_key not in text
@@ -29,19 +29,22 @@ def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
 
 def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket: str) -> None:
     role = rgw.create_role(f"worker-{secrets.token_hex(4)}")
-    full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    full = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     settings = rent(full, role_arn=role)
     attempt = make_attempt(slot=1, deadline=START + HOUR)  # as long as the role allows
     found = make_environment(open_store(full), settings, attempt, vast_url="https://x")
     config = json.loads(base64.b64decode(found["MILLRACE_CONFIG"]))
     given = config["write_store"]["credentials"]
     pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
-    client = rgw.client(pair)
+    client = rgw.make_client(pair)
     own = CooldownKeys("c/model", 3)
     for key in (
         "c/run/worker-1/gradient", "c/model/lease/members/worker-1/000000.json",
-        own.vote("worker-1"), own.late("worker-1"), own.result("worker-1"), own.draft("worker-1"),
-        own.part("worker-1", "a" * 64),
+        own.make_vote_key("worker-1"), own.make_late_vote_key("worker-1"),
+        own.make_result_key("worker-1"), own.make_draft_key("worker-1"),
+        own.make_part_key("worker-1", "a" * 64),
     ):  # fmt: skip
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
     checkpoints = CheckpointKeys("c/model")
@@ -50,10 +53,13 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
         "c/campaign/warming.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
         "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
         "c/model/lease/clock/x", "c/model/lease/members/worker-10/000000.json", "c/model/x", "x",
-        own.roster, own.vote("worker-0"), own.vote("worker-10"), own.late("worker-2"),
-        own.result("worker-2"), own.draft("worker-0"), own.part("worker-0", "a" * 64),
-        checkpoints.epoch(3), checkpoints.metadata(3), checkpoints.part(3, "a" * 64),
-        checkpoints.pin(3), checkpoints.share(3, "a", 0),
+        own.roster, own.make_vote_key("worker-0"), own.make_vote_key("worker-10"),
+        own.make_late_vote_key("worker-2"),
+        own.make_result_key("worker-2"), own.make_draft_key("worker-0"),
+        own.make_part_key("worker-0", "a" * 64),
+        checkpoints.make_epoch_key(3), checkpoints.make_metadata_key(3),
+        checkpoints.make_part_key(3, "a" * 64),
+        checkpoints.make_pin_key(3), checkpoints.make_share_key(3, "a", 0),
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             client.put_object(Bucket=bucket, Key=key, Body=b"x")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from millrace.storage import Store, StoreSpec, open_store
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
 def store(request: pytest.FixtureRequest) -> Store:
-    return open_store(spec_of(request.param, request))
+    return open_store(make_spec(request.param, request))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from millrace.storage import (
     read,
     read_and_hash,
 )
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 KEYS = CheckpointKeys("runs/one")
 SETTINGS = SaveSettings(part_bytes=ByteSize(32 << 20))
@@ -61,7 +61,7 @@ def list_key(part: Part) -> str:
 @pytest.fixture(params=["local", "rgw"])
 def store(request: pytest.FixtureRequest) -> Store:
     """A folder and RGW: files of many blocks are slow in stand-ins that are written in Python."""
-    return open_store(spec_of(request.param, request))
+    return open_store(make_spec(request.param, request))
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def count_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def test_each_large_file_has_the_digests_of_its_blocks(store) -> None:
     checkpoint = save(store)
     for part in checkpoint.parts:
-        body = read(store, KEYS.part(part.step, part.digest), max_size=part.size)
+        body = read(store, KEYS.make_part_key(part.step, part.digest), max_size=part.size)
         if part.size > BLOCK_SIZE:
             assert read(store, list_key(part), max_size=1 << 20) == hash_blocks(body)
-            key = KEYS.part(part.step, part.digest)
+            key = KEYS.make_part_key(part.step, part.digest)
             assert find_block_list_key(key) == list_key(part)
     lists = [stat.key for stat in list_objects(store, KEYS.prefix) if KEYS.is_block_list(stat.key)]
     assert lists == [list_key(part) for part in checkpoint.parts if part.size > BLOCK_SIZE]
@@ -138,7 +138,7 @@ def test_without_a_list_that_fits_whole_files_are_read(folder, count_read, kind)
 def test_damage_is_found_in_the_blocks_that_are_read_and_named(folder, tmp_path, row) -> None:
     checkpoint = save(folder)
     part = get_large_part(checkpoint)
-    path = tmp_path / KEYS.part(part.step, part.digest)
+    path = tmp_path / KEYS.make_part_key(part.step, part.digest)
     at = row * 4096 + 200
     body = bytearray(path.read_bytes())
     body[at] ^= 1

@@ -45,7 +45,7 @@ from millrace.storage import (
     put,
     read,
 )
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 KEYS = CheckpointKeys("runs/one")
 SMALL = SaveSettings(part_bytes=4096)  # so that a small model is in many files
@@ -86,7 +86,7 @@ def same(one: object, other: object) -> bool:
 
 
 def parts_of(store: Store, step: int) -> list[str]:
-    return [stat.key for stat in list_objects(store, KEYS.parts(step))]
+    return [stat.key for stat in list_objects(store, KEYS.make_parts_prefix(step))]
 
 
 def test_what_was_saved_is_loaded(store):
@@ -105,7 +105,7 @@ def test_any_reader_of_safetensors_reads_the_files(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
     tensors: dict[str, torch.Tensor] = {}
     for part in saved.parts:
-        tensors |= load_file(tmp_path / KEYS.part(1, part.digest))
+        tensors |= load_file(tmp_path / KEYS.make_part_key(1, part.digest))
     embed = torch.cat([tensors[c.name] for c in saved.tensors["model.embed"].chunks])
     assert len(saved.tensors["model.embed"].chunks) > 1
     assert torch.equal(embed, state_of(1)["model"]["embed"])  # pyright: ignore[reportIndexIssue]
@@ -115,7 +115,7 @@ def test_any_reader_of_safetensors_reads_the_files(folder, tmp_path):
 def test_the_newest_step_is_found_by_listing(store):
     for step in (9, 10, 100):
         save(store, step, state_of(step))
-    put(store, f"{KEYS.folder(1000)}parts/half-written", b"")
+    put(store, f"{KEYS.make_folder_prefix(1000)}parts/half-written", b"")
     assert list_steps(store, KEYS.job) == [9, 10, 100, 1000]
     found = find_newest(store, KEYS.job)
     assert found is not None
@@ -161,7 +161,7 @@ def test_equal_states_are_equal_files_whoever_saves_them(store):
         if isinstance(event, PartStored):
             sent.append(event.sent)
 
-    delete(store, [KEYS.metadata(3)])  # as of a saver that was killed right before it
+    delete(store, [KEYS.make_metadata_key(3)])  # as of a saver that was killed right before it
     with Saver(store, KEYS.job, SMALL, progress=heard) as saver:
         again = saver.save(state_of(1), step=3).result()
     assert again.root == first.root
@@ -201,7 +201,7 @@ def test_a_part_of_a_state_is_read_from_its_files_only(folder, tmp_path):
     needed |= {c.part for c in saved.tensors[SKELETON].chunks}
     for number, part in enumerate(saved.parts):
         if number not in needed:
-            (tmp_path / KEYS.part(1, part.digest)).write_bytes(b"x" * part.size)
+            (tmp_path / KEYS.make_part_key(1, part.digest)).write_bytes(b"x" * part.size)
     found = load(folder, KEYS.job, step=1, only=lambda name: name == "model.half").state
     assert same(found["model"], {"half": state_of(1)["model"]["half"]})  # pyright: ignore[reportIndexIssue]
     assert found["optimizer"]["lr"] == 1e-3
@@ -268,7 +268,7 @@ def test_tensors_that_share_memory_are_filled_with_verified_bytes(folder):
 def test_damage_of_a_large_file_is_found_while_it_is_read_in_place(store, kind):
     save_large(store, 1, 1)
     saved = save_large(store, 2, 2)
-    key = KEYS.part(2, saved.parts[0].digest)
+    key = KEYS.make_part_key(2, saved.parts[0].digest)
     body = damage_of(kind, read(store, key))
     if body is None:
         delete(store, [key])
@@ -286,7 +286,7 @@ def move_box(store: Store, saved: Checkpoint, name: str, part: int, offset: int)
     chunk = record.chunks[0].model_copy(update={"part": part, "offset": offset})
     tensors = {**saved.tensors, name: record.model_copy(update={"chunks": (chunk,)})}
     root = compute_root(saved.parts, tensors)
-    delete(store, [KEYS.metadata(saved.step)])
+    delete(store, [KEYS.make_metadata_key(saved.step)])
     commit_checkpoint(store, saved.model_copy(update={"tensors": tensors, "root": root}))
 
 
@@ -405,7 +405,7 @@ def damage_of(kind: str, body: bytes) -> bytes | None:
 def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     save(store, 1, state_of(1))
     saved = save(store, 2, state_of(2))
-    key = KEYS.part(2, saved.parts[1].digest)
+    key = KEYS.make_part_key(2, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     if body is None:
         delete(store, [key])
@@ -417,21 +417,21 @@ def test_damage_is_found_moved_away_and_the_one_before_is_loaded(store, kind):
     heard: list[Event] = []
     assert same(load(store, KEYS.job, progress=heard.append).state, state_of(1))
     assert [(type(event), getattr(event, "step", 0)) for event in heard] == [(CheckpointDamaged, 2)]
-    record = fetch(store, KEYS.quarantine(2, saved.root), Quarantine)
+    record = fetch(store, KEYS.make_quarantine_key(2, saved.root), Quarantine)
     assert record.checkpoint == saved
     if body is not None:
-        assert read(store, KEYS.damaged(2, saved.parts[1].digest)) == body
+        assert read(store, KEYS.make_damaged_key(2, saved.parts[1].digest)) == body
     assert find_newest_verified(store, KEYS.job) == read_checkpoint(store, KEYS.job, 1)
     assert save(store, 2, state_of(2)).root == saved.root  # its step can be saved anew
     assert same(load(store, KEYS.job).state, state_of(2))
 
 
 def test_whoever_may_only_read_passes_over_what_is_damaged(request):
-    store = open_store(spec_of("rgw", request))
-    reader = open_store(spec_of("rgw", request, "read_only"))
+    store = open_store(make_spec("rgw", request))
+    reader = open_store(make_spec("rgw", request, "read_only"))
     save(store, 1, state_of(1))
     saved = save(store, 2, state_of(2))
-    put(store, KEYS.part(2, saved.parts[0].digest), b"x" * saved.parts[0].size)
+    put(store, KEYS.make_part_key(2, saved.parts[0].digest), b"x" * saved.parts[0].size)
     assert same(load(reader, KEYS.job).state, state_of(1))
     assert read_checkpoint(store, KEYS.job, 2) == saved
 
@@ -440,7 +440,7 @@ def test_whoever_may_only_read_passes_over_what_is_damaged(request):
 def test_a_bit_flipped_anywhere_in_any_file_is_caught(folder, tmp_path, at):
     saved = save(folder, 1, state_of(1))
     for part in saved.parts:
-        path = tmp_path / KEYS.part(1, part.digest)
+        path = tmp_path / KEYS.make_part_key(1, part.digest)
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[min(at, len(whole) - 1)] ^= 1
@@ -452,14 +452,14 @@ def test_a_bit_flipped_anywhere_in_any_file_is_caught(folder, tmp_path, at):
 
 def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
-    path = tmp_path / KEYS.part(1, saved.parts[0].digest)
+    path = tmp_path / KEYS.make_part_key(1, saved.parts[0].digest)
     path.write_bytes(path.read_bytes()[:-1])
     assert " bytes, not " in verify(folder, saved, check=VerifyDepth.SIZES)[saved.parts[0].digest]
 
 
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     save(store, 1, state_of(1))
-    copy(store, KEYS.metadata(1), KEYS.metadata(2))
+    copy(store, KEYS.make_metadata_key(1), KEYS.make_metadata_key(2))
     with pytest.raises(errors.CorruptError, match="at step 1, which was copied there"):
         load(store, KEYS.job, step=2)
     heard: list[Event] = []
@@ -486,7 +486,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_metadata_of_which_anything_was_edited_is_refused(folder, tmp_path, edit):
     save(folder, 1, state_of(1), position={"row": 7}, notes={"why": "a test"}, run="one")
-    path = tmp_path / KEYS.metadata(1)
+    path = tmp_path / KEYS.make_metadata_key(1)
     record = json.loads(path.read_bytes())
     EDITS[edit](record["record"])
     path.write_bytes(json.dumps(record).encode())
@@ -499,7 +499,7 @@ def test_metadata_of_which_anything_was_edited_is_refused(folder, tmp_path, edit
 @pytest.mark.parametrize("finder", ["load", "save"])
 def test_damaged_metadata_is_passed_over_until_its_step_is_saved_anew(store, kind, finder):
     save(store, 1, state_of(1))
-    key = KEYS.metadata(2)
+    key = KEYS.make_metadata_key(2)
     saved = save(store, 2, state_of(2), position={"row": 7})
     whole = read(store, key)
     body = whole.replace(b'"row":7', b'"row":8') if kind == "edited" else damage_of(kind, whole)
@@ -511,17 +511,17 @@ def test_damaged_metadata_is_passed_over_until_its_step_is_saved_anew(store, kin
     again = save(store, 2, state_of(2), position={"row": 7})
     assert again.root == saved.root
     assert load(store, KEYS.job).checkpoint == again
-    record = fetch(store, KEYS.quarantine(2, compute_digest(body)), Quarantine)
+    record = fetch(store, KEYS.make_quarantine_key(2, compute_digest(body)), Quarantine)
     assert record.checkpoint is None
     assert record.damage
-    assert read(store, KEYS.damaged(2, compute_digest(body))) == body
+    assert read(store, KEYS.make_damaged_key(2, compute_digest(body))) == body
 
 
 def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     first = save(store, 1, state_of(1))
     damaged = first.parts[1]
-    whole = read(store, KEYS.part(1, damaged.digest))
-    put(store, KEYS.part(1, damaged.digest), b"damaged")
+    whole = read(store, KEYS.make_part_key(1, damaged.digest))
+    put(store, KEYS.make_part_key(1, damaged.digest), b"damaged")
     found = read_checkpoint(store, KEYS.job, 1)
     damage = verify(store, found)  # and then this reader is suspended
 
@@ -529,13 +529,13 @@ def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     again = save(store, 1, state_of(1), position={"row": 8})
     quarantine(store, found, damage)
     assert read_checkpoint(store, KEYS.job, 1) == again
-    assert read(store, KEYS.part(1, damaged.digest)) == whole
+    assert read(store, KEYS.make_part_key(1, damaged.digest)) == whole
 
 
 def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
     save(folder, 1, state_of(1))
     save(folder, 2, state_of(2))
-    path = tmp_path / KEYS.metadata(2)
+    path = tmp_path / KEYS.make_metadata_key(2)
     record = json.loads(path.read_bytes())
     record["version"] += 1
     path.write_bytes(json.dumps(record).encode())
@@ -548,11 +548,11 @@ def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
 @pytest.mark.parametrize("kind", ["flip", "truncate", "longer"])
 def test_a_file_that_was_left_behind_damaged_is_replaced(store, kind):
     saved = save(store, 1, state_of(1))
-    key = KEYS.part(1, saved.parts[1].digest)
+    key = KEYS.make_part_key(1, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     assert body is not None
     put(store, key, body)
-    delete(store, [KEYS.metadata(1)])  # as of a saver whose machine lost its power
+    delete(store, [KEYS.make_metadata_key(1)])  # as of a saver whose machine lost its power
     again = save(store, 1, state_of(1))
     assert verify(store, again) == {}
     assert same(load(store, KEYS.job, step=1).state, state_of(1))
@@ -562,7 +562,7 @@ def test_a_file_that_was_left_behind_damaged_is_replaced(store, kind):
 def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
     settings = SMALL.model_copy(update={"refer": True})
     saved = save(store, 1, state_of(1))
-    key = KEYS.part(1, saved.parts[1].digest)
+    key = KEYS.make_part_key(1, saved.parts[1].digest)
     body = damage_of(kind, read(store, key))
     if body is None:
         delete(store, [key])
@@ -593,9 +593,9 @@ def test_names_of_jobs_that_cannot_be_are_refused():
         with pytest.raises(errors.ConfigurationError, match="job"):
             CheckpointKeys(name)
     digest = "blake3:" + "a" * 64
-    assert KEYS.parse_part(KEYS.part(12, digest)) == (12, digest)
+    assert KEYS.parse_part(KEYS.make_part_key(12, digest)) == (12, digest)
     assert KEYS.parse_folder("step_000000012") == 12
-    assert KEYS.parse_part(KEYS.metadata(12)) is KEYS.parse_folder("other") is None
+    assert KEYS.parse_part(KEYS.make_metadata_key(12)) is KEYS.parse_folder("other") is None
 
 
 def test_names_that_the_format_has_for_itself_or_that_meet_in_a_file_come_back(folder):

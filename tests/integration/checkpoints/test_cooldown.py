@@ -44,7 +44,7 @@ from millrace.schemas.checkpoint import (
 )
 from millrace.storage import Store, create, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import make_boto3_client, make_full_key
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 JOB = "runs/one"
 KEYS = CheckpointKeys(JOB)
@@ -116,7 +116,7 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     assert {found[name] for name in chosen - {winner}} == {CooldownOutcome.LOST}
     assert {found[name] for name in set(names) - chosen - {winner}} <= {CooldownOutcome.NOT_CHOSEN}
     assert all(one.is_durable for one in cooled.values())
-    epoch = fetch(store, KEYS.epoch(0), EpochRecord)
+    epoch = fetch(store, KEYS.make_epoch_key(0), EpochRecord)
     assert epoch.member == winner
     there = read_checkpoint(store, JOB, 5)
     assert there.root == epoch.root
@@ -127,7 +127,7 @@ def test_an_epoch_has_one_winner_and_a_checkpoint(store, members) -> None:
     assert sum(one.sent for one in cooled.values()) == there.size  # each file by one of them
     assert {name for name in names if cooled[name].sent} <= chosen
     records = {
-        name: fetch(store, CooldownKeys(JOB, 0).result(name), CooldownRecord).outcome
+        name: fetch(store, CooldownKeys(JOB, 0).make_result_key(name), CooldownRecord).outcome
         for name in names
     }
     assert records == found
@@ -243,7 +243,7 @@ def test_epochs_go_on_without_a_checkpoint_only_so_often(folder, members, policy
         cooled = some.end(epoch, settings=settings, step=epoch)
         assert set(outcomes(cooled).values()) == {CooldownOutcome.FAILED}
         assert all(one.epoch and one.epoch.root is None for one in cooled.values())
-        assert "no checkpoint after" in fetch(folder, KEYS.epoch(epoch), EpochRecord).why
+        assert "no checkpoint after" in fetch(folder, KEYS.make_epoch_key(epoch), EpochRecord).why
     assert count_epochs_without_checkpoint(folder, JOB, 2) == 2
     third = some.end(2, settings=settings, step=2)
     assert all(one.epoch is None for one in third.values())
@@ -285,9 +285,9 @@ def test_called_off_is_no_success(folder, members) -> None:
 
 
 def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -> None:
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     with Membership(open_store(spec), JOB, "a") as membership:
-        membership.store = open_store(spec_of("rgw", request, "read_only"))
+        membership.store = open_store(make_spec("rgw", request, "read_only"))
         with pytest.raises(errors.DeniedError), EpochSaver(membership, QUICK) as saver:
             saver.end(state_of(0), epoch=0, step=5)
 
@@ -302,7 +302,7 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
     made = members(folder, ["a", "b"])
     obtain_roster(made.memberships["a"], 0, SEED)
     claim = Vote(member="a", step=4, root="blake3:" + "0" * 64, rest="blake3:" + "0" * 64, size=1)
-    commit_once(folder, CooldownKeys(JOB, 0).vote("a"), claim)
+    commit_once(folder, CooldownKeys(JOB, 0).make_vote_key("a"), claim)
     with EpochSaver(made.memberships["a"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
     assert cooled.outcome is CooldownOutcome.FAILED
@@ -312,8 +312,8 @@ def test_a_member_that_comes_back_with_another_content_is_told(folder, members) 
 def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     made = members(folder, ["a", "b", "c"])
     obtain_roster(made.memberships["a"], 0, SEED)
-    put(folder, CooldownKeys(JOB, 0).vote("b"), b"{")
-    put(folder, CooldownKeys(JOB, 0).result("c"), b"{")
+    put(folder, CooldownKeys(JOB, 0).make_vote_key("b"), b"{")
+    put(folder, CooldownKeys(JOB, 0).make_result_key("c"), b"{")
     cooled = made.end()
     assert cooled["b"].outcome is CooldownOutcome.FAILED
     assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
@@ -326,7 +326,7 @@ def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members)
     keys = CooldownKeys(JOB, 0)
     wrong = Vote(member="", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
     for name in (f"ghost-{number}" for number in range(6)):
-        commit_once(folder, keys.vote(name), wrong.model_copy(update={"member": name}))
+        commit_once(folder, keys.make_vote_key(name), wrong.model_copy(update={"member": name}))
     cooled = made.end()
     assert sorted(outcomes(cooled).values()).count(CooldownOutcome.COMMITTED) == 1
     assert read_checkpoint(folder, JOB, 5).root != wrong.root
@@ -337,7 +337,7 @@ def test_a_claim_in_the_name_of_another_is_a_vote_for_nothing(folder, members) -
     obtain_roster(made.memberships["a"], 0, SEED)
     keys = CooldownKeys(JOB, 0)
     forged = Vote(member="a", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
-    commit_once(folder, keys.vote("c"), forged)
+    commit_once(folder, keys.make_vote_key("c"), forged)
     cooled = made.end()
     assert cooled["c"].outcome is CooldownOutcome.FAILED
     assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["b"].outcome}
@@ -373,7 +373,7 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
     folder, members, kind
 ) -> None:
     made = members(folder, ["a", "b", "c"])
-    for key in (KEYS.epoch(0), CooldownKeys(JOB, 0).roster):
+    for key in (KEYS.make_epoch_key(0), CooldownKeys(JOB, 0).roster):
         put(folder, key, junk_of(kind, key))
     for name in ("x", "000001.json.bak", "٣٣٣٣٣٣.json"):
         put(folder, f"{KEYS.epochs}{name}", b"junk")
@@ -390,7 +390,7 @@ def test_junk_where_an_epoch_ends_or_its_roster_stands_costs_the_members_nothing
 
 def test_an_epoch_that_names_no_checkpoint_has_not_ended(folder, members) -> None:
     bogus = EpochRecord(job=JOB, epoch=0, step=77, root="blake3:" + "f" * 64, member="x")
-    commit_once(folder, KEYS.epoch(0), bogus)
+    commit_once(folder, KEYS.make_epoch_key(0), bogus)
     made = members(folder, ["a", "b"])
     assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).epoch is None
     cooled = made.end()
@@ -403,9 +403,9 @@ def test_a_checkpoint_stays_that_the_votes_of_a_damaged_epoch_name(folder, membe
     for epoch in range(3):
         state = {"model": {"w": torch.full((300, 64), float(epoch))}}
         made.end(epoch, state=lambda _, state=state: state, step=5 + epoch)
-    delete(folder, [KEYS.epoch(1)])
-    put(folder, KEYS.epoch(0), b"junk")
-    put(folder, KEYS.pin(6), b"junk")
+    delete(folder, [KEYS.make_epoch_key(1)])
+    put(folder, KEYS.make_epoch_key(0), b"junk")
+    put(folder, KEYS.make_pin_key(6), b"junk")
     plan = plan_retention(folder, JOB, RetentionSettings(last=1))
     assert plan.kept[5] == "epoch 0 names it"
     assert "cannot be read" in plan.kept[6]
@@ -428,9 +428,9 @@ def test_one_member_alone_ends_no_epoch_without_a_checkpoint(folder, members) ->
 
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(end, slow)
-        while not exists(folder, CooldownKeys(JOB, 0).late(slow)):
+        while not exists(folder, CooldownKeys(JOB, 0).make_late_vote_key(slow)):
             assert not first.done()
-        assert not exists(folder, KEYS.epoch(0))
+        assert not exists(folder, KEYS.make_epoch_key(0))
         others = [pool.submit(end, name) for name in names if name != slow]
         assert all(one.result().is_durable for one in (first, *others))
 
@@ -532,13 +532,13 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     keys = CooldownKeys(JOB, 0)
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
     for part in content.parts:  # the right size, the right name, and other bytes
-        put(folder, keys.part(liar, part.digest), b"x" * part.size)
+        put(folder, keys.make_part_key(liar, part.digest), b"x" * part.size)
     forged = Checkpoint(
         job=JOB, step=5, run="r", position={"sample": 9}, notes={"see": "http://evil"},
         saved=datetime.now(UTC), root=content.root, parts=content.parts[:1], tensors={},
     )  # fmt: skip
-    commit_once(folder, keys.draft(liar), forged)
-    put(folder, keys.late(liar), b"junk")
+    commit_once(folder, keys.make_draft_key(liar), forged)
+    put(folder, keys.make_late_vote_key(liar), b"junk")
     cooled, seen = made.end(folder)
     assert seen.checkpoint is not None
     assert not verify(folder, seen.checkpoint)
@@ -549,7 +549,7 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
 
 @pytest.mark.parametrize("what", ["vote", "draft", "parts"])
 def test_what_only_its_member_can_read_costs_only_that_member(request, confined, what) -> None:
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     names = ["a", "b", "c", "d"]
     liar, keys = order_checkpointers(names, SEED)[0], CooldownKeys(JOB, 0)
     made = confined(store, {name: store for name in names if name != liar})
@@ -557,9 +557,9 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
     rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
     claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
-    commit_once(store, keys.vote(liar), claim)
-    found = {"vote": [keys.vote(liar)], "draft": [keys.draft(liar)]}
-    for key in found.get(what) or [keys.part(liar, part.digest) for part in content.parts]:
+    commit_once(store, keys.make_vote_key(liar), claim)
+    found = {"vote": [keys.make_vote_key(liar)], "draft": [keys.make_draft_key(liar)]}
+    for key in found.get(what) or [keys.make_part_key(liar, part.digest) for part in content.parts]:
         size = next((p.size for p in content.parts if p.digest in key), 1)
         make_boto3_client(store).put_object(
             Bucket=store.location.bucket,
@@ -576,11 +576,11 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
 @pytest.mark.parametrize("kind", JUNK)
 def test_an_owner_replaces_what_was_damaged_of_its_own(folder, confined, kind) -> None:
     made = confined(folder, dict.fromkeys("ab", folder))
-    for key in (KEYS.epoch(0), CooldownKeys(JOB, 0).roster):
+    for key in (KEYS.make_epoch_key(0), CooldownKeys(JOB, 0).roster):
         put(folder, key, junk_of(kind, key))
     _, seen = made.end(folder)
     assert seen.checkpoint is not None
-    assert fetch(folder, KEYS.epoch(0), EpochRecord) == seen.epoch
+    assert fetch(folder, KEYS.make_epoch_key(0), EpochRecord) == seen.epoch
     assert fetch(folder, CooldownKeys(JOB, 0).roster, Roster).members == ("a", "b")
 
 
@@ -592,7 +592,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
 
     made = confined(folder, dict.fromkeys("ab", folder))
     if after == "put":
-        put(folder, KEYS.epoch(0), b"junk")
+        put(folder, KEYS.make_epoch_key(0), b"junk")
     right, died = getattr(collector, after), []
 
     def dies(*args: object, **more: object) -> object:
@@ -624,7 +624,7 @@ def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(
 def test_a_draft_that_the_owner_deletes_meanwhile_is_no_error(
     folder, confined, monkeypatch
 ) -> None:
-    draft = CooldownKeys(JOB, 0).draft("a")
+    draft = CooldownKeys(JOB, 0).make_draft_key("a")
     made = confined(folder, dict.fromkeys("ab", folder))
     put(folder, draft, b"the draft of this member before it was restarted")
     found = []
@@ -651,8 +651,8 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
     keys = CooldownKeys(JOB, 0)
     for name in "ab":  # no content is that of more than half: nothing is uploaded
         vote = Vote(member=name, step=5, root=name * 64, rest="", size=1)
-        commit_once(folder, keys.vote(name), vote)
-        commit_once(folder, keys.late(name), LateVote(member=name, why="no time"))
+        commit_once(folder, keys.make_vote_key(name), vote)
+        commit_once(folder, keys.make_late_vote_key(name), LateVote(member=name, why="no time"))
     seen = watch_epoch_end(folder, JOB, 0, timeout=timedelta(0), members=["a", "b"])
     assert seen.epoch is not None
     assert (seen.epoch.root, seen.checkpoint) == (None, None)
@@ -660,7 +660,7 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    bad = [KEYS.part(5, part.digest) for part in content.parts[:3]]
+    bad = [KEYS.make_part_key(5, part.digest) for part in content.parts[:3]]
     put(folder, bad[0], b"x" * content.parts[0].size)
     put(folder, bad[1], b"")
     put(folder, bad[2], bytes(content.body(2)))

@@ -33,8 +33,8 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import open_store, put
 from millrace.testing.faults import Fault
 from millrace.testing.hub import READER, WRITER, HubServer
-from millrace.testing.process import free_ports
-from tests.stores import spec_of
+from millrace.testing.process import find_free_ports
+from tests.stores import make_spec
 
 JOB = "runs/there"
 KEYS = CheckpointKeys(JOB)
@@ -62,7 +62,7 @@ def place(request: pytest.FixtureRequest) -> Place:
         hub: HubServer = request.getfixturevalue("hub")
         repo = hub.make_repo()
         return Place(open_destination(hub_spec(hub, repo)), lambda key: hub.flip(repo, key))
-    store = open_store(spec_of(request.param, request))
+    store = open_store(make_spec(request.param, request))
     return Place(StoreDestination(store), lambda key: put(store, key, b"x" * 4096))
 
 
@@ -164,7 +164,7 @@ def test_the_newest_comes_first_and_what_is_not_there_is_not_found(
 def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, source: Source) -> None:
     found = copy_checkpoint(source.here, source.save(1), place.there, JOB)
     part = found.parts[1]
-    place.damage(KEYS.part(5, part.digest))
+    place.damage(KEYS.make_part_key(5, part.digest))
     assert list(place.there.verify(found)) == [part.digest]
     content = place.there.open_content(found)
     with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
@@ -178,7 +178,7 @@ def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, sourc
 def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source) -> None:
     saved = source.save(1)
     keys = CheckpointKeys(saved.job)
-    put(source.here.store, keys.part(5, saved.parts[0].digest), b"x")
+    put(source.here.store, keys.make_part_key(5, saved.parts[0].digest), b"x")
     with pytest.raises(errors.CorruptError):
         copy_checkpoint(source.here, saved, place.there, JOB)
     assert not list(place.there.iterate_checkpoints(JOB))
@@ -197,14 +197,14 @@ def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
     request: pytest.FixtureRequest, source: Source
 ) -> None:
     saved, r2 = source.save(1), request.getfixturevalue("r2")
-    store = open_store(spec_of("r2", request))
+    store = open_store(make_spec("r2", request))
     r2.reset()
     r2.fail_next(Fault.LOST, 3, "PUT", "/parts/")
-    put(store, KEYS.part(5, saved.parts[-1].digest), b"wrong")
+    put(store, KEYS.make_part_key(5, saved.parts[-1].digest), b"wrong")
     there = StoreDestination(store)
     try:
         found = copy_checkpoint(source.here, saved, there, JOB)
-        assert r2.counts()[Fault.LOST] == 3
+        assert r2.count_fired()[Fault.LOST] == 3
     finally:
         r2.reset()
     assert there.verify(found) == {}
@@ -223,9 +223,9 @@ def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
     hub: HubServer, repo: str, source: Source
 ) -> None:
     there = open_destination(hub_spec(hub, repo))
-    before = hub.commits(repo)
+    before = hub.count_commits(repo)
     found = copy_checkpoint(source.here, source.save(1), there, JOB)
-    assert hub.commits(repo) == before + 1
+    assert hub.count_commits(repo) == before + 1
     folder = snapshot_download(
         repo, local_dir=source.folder / "snapshot", endpoint=hub.endpoint, token=READER
     )
@@ -234,12 +234,12 @@ def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
 
 def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, source: Source) -> None:
     there = open_destination(hub_spec(hub, repo))
-    before = hub.commits(repo)
+    before = hub.count_commits(repo)
     saved = source.save(1)
     hub.commit_behind(repo)
     found = copy_checkpoint(source.here, saved, there, JOB)
-    assert hub.commits(repo) == before + 2
-    assert hub.uploads(repo) == len(saved.parts)  # each once, though it tried twice
+    assert hub.count_commits(repo) == before + 2
+    assert hub.count_uploads(repo) == len(saved.parts)  # each once, though it tried twice
     assert there.verify(found) == {}
 
 
@@ -248,11 +248,11 @@ def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, sour
 def test_faults_that_pass_are_got_over(
     hub: HubServer, repo: str, source: Source, what: str, *, after: bool
 ) -> None:
-    before = hub.commits(repo)
+    before = hub.count_commits(repo)
     hub.fail_next(1 if after else 2, 503, what, after=after)
     found = copy_checkpoint(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
-    assert hub.commits(repo) == before + 1
-    assert hub.unfired() == 0
+    assert hub.count_commits(repo) == before + 1
+    assert hub.count_unfired() == 0
     assert open_destination(hub_spec(hub, repo)).verify(found, check=VerifyDepth.SIZES) == {}
 
 
@@ -270,15 +270,15 @@ def test_a_probe_of_the_hub_tells_refusals_apart(
     hub: HubServer, repo: str, verdict: ProbeVerdict, changes: dict[str, object]
 ) -> None:
     if "endpoint" in changes:
-        (port,) = free_ports(1)
+        (port,) = find_free_ports(1)
         changes = {"endpoint": f"http://127.0.0.1:{port}"}
     if verdict is ProbeVerdict.THROTTLED:
         hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
     spec = hub_spec(hub, repo).model_copy(update=changes)
     found = probe(HubDestination(spec), JOB, timeout=SHORT)
     assert found.verdict is verdict, found.reason
-    assert hub.branches(repo) == ["main"]
-    assert hub.commits(repo) == 1
+    assert hub.list_branches(repo) == ["main"]
+    assert hub.count_commits(repo) == 1
 
 
 def test_what_names_no_repository_is_refused() -> None:

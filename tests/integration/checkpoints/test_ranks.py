@@ -141,11 +141,11 @@ def test_the_same_attempt_cannot_say_two_things(folder):
 
 
 def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
-    put(folder, f"{KEYS.shares(1, 'a')}notes.txt", b"no share")
-    put(folder, KEYS.share(1, "a", 7), b"of no rank")
+    put(folder, f"{KEYS.make_shares_prefix(1, 'a')}notes.txt", b"no share")
+    put(folder, KEYS.make_share_key(1, "a", 7), b"of no rank")
     with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
         save(folder, 0, world=2)
-    put(folder, KEYS.share(1, "a", 0), b"nonsense")
+    put(folder, KEYS.make_share_key(1, "a", 0), b"nonsense")
     with pytest.raises(errors.CorruptError, match=r"1 of 2 records .*shares/a/000000\.json"):
         save(folder, 1, world=2)
     assert find_newest_verified(folder, "job") is None
@@ -161,11 +161,11 @@ def test_retention_removes_the_shares_and_keeps_the_checkpoint(folder):
     save(folder, 0, world=1)
     rules = RetentionSettings(grace=timedelta(microseconds=-1))
     plan = plan_retention(folder, "job", rules)
-    assert [removal.key for removal in plan.removals] == [KEYS.share(1, "a", 0)]
+    assert [removal.key for removal in plan.removals] == [KEYS.make_share_key(1, "a", 0)]
     assert not apply_retention(folder, plan).failures
     found = find_newest_verified(folder, "job")
     assert found is not None
-    assert not list(list_objects(folder, KEYS.shares(1, "a")))
+    assert not list(list_objects(folder, KEYS.make_shares_prefix(1, "a")))
 
 
 @pytest.mark.parametrize(

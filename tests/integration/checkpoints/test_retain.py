@@ -82,7 +82,9 @@ def test_what_is_pinned_or_named_by_an_epoch_stays(store):
     save(store, [1, 2, 3, 4])
     pin(store, KEYS.job, 1, "the baseline")
     root = next(found.root for found in iterate_checkpoints(store, KEYS.job) if found.step == 2)
-    commit_once(store, KEYS.epoch(0), EpochRecord(job=KEYS.job, epoch=0, step=2, root=root))
+    commit_once(
+        store, KEYS.make_epoch_key(0), EpochRecord(job=KEYS.job, epoch=0, step=2, root=root)
+    )
     plan = plan_retention(store, KEYS.job, NOW)
     assert (plan.kept[1], plan.kept[2]) == ("pinned: the baseline", "epoch 0 names it")
     apply_retention(store, plan)
@@ -96,9 +98,9 @@ def test_what_is_pinned_or_named_by_an_epoch_stays(store):
 
 def test_a_damaged_pin_or_epoch_stops_no_plan_and_a_damaged_pin_pins(store):
     save(store, [1, 2, 3, 4])
-    put(store, KEYS.pin(1), b"nonsense")
+    put(store, KEYS.make_pin_key(1), b"nonsense")
     put(store, f"{KEYS.epochs}notes.txt", b"no record of Millrace's")
-    put(store, KEYS.epoch(0), b"nonsense")
+    put(store, KEYS.make_epoch_key(0), b"nonsense")
     plan = plan_retention(store, KEYS.job, NOW)
     assert plan.kept[1] == "it has a pin that cannot be read"
     assert plan.removed == (2, 3)
@@ -108,7 +110,7 @@ def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
     save(store, [1, 2, 3])
     for found in iterate_checkpoints(store, KEYS.job):
         if found.step > 1:
-            put(store, KEYS.part(found.step, found.parts[0].digest), b"damaged")
+            put(store, KEYS.make_part_key(found.step, found.parts[0].digest), b"damaged")
     plan = plan_retention(store, KEYS.job, NOW)
     assert set(plan.kept) == {1, 2, 3}
     assert plan.removed == ()
@@ -121,7 +123,7 @@ def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
 def test_if_none_is_verified_none_goes(store):
     save(store, [1, 2, 3])
     for found in iterate_checkpoints(store, KEYS.job):
-        put(store, KEYS.part(found.step, found.parts[0].digest), b"damaged")
+        put(store, KEYS.make_part_key(found.step, found.parts[0].digest), b"damaged")
     assert plan_retention(store, KEYS.job, NOW).removals == ()
 
 
@@ -151,7 +153,7 @@ def test_what_was_saved_since_the_plan_is_looked_at_again(store):
 def test_files_stay_whose_metadata_was_written_since_the_plan(store):
     save(store, [1, 2])
     plan = plan_retention(store, KEYS.job, NOW)
-    put(store, KEYS.metadata(1), read(store, KEYS.metadata(1)))
+    put(store, KEYS.make_metadata_key(1), read(store, KEYS.make_metadata_key(1)))
     done = apply_retention(store, plan)
     assert (done.deleted_objects, sum(done.skipped.values())) == (0, len(plan.removals))
     assert kept(store) == [1, 2]
@@ -161,19 +163,23 @@ def test_files_stay_whose_metadata_was_written_since_the_plan(store):
 def test_files_that_no_checkpoint_names_go_when_they_are_old(store):
     save(store, [1])
     create(
-        store, KEYS.part(2, "blake3:" + "0" * 64), b"of a saver that was killed, or is still at it"
+        store,
+        KEYS.make_part_key(2, "blake3:" + "0" * 64),
+        b"of a saver that was killed, or is still at it",
     )
     young = plan_retention(store, KEYS.job, RetentionSettings(grace=timedelta(hours=1)))
     assert young.removals == ()
     old = plan_retention(store, KEYS.job, RetentionSettings(grace=timedelta(days=-1)))
-    assert [removal.key for removal in old.removals] == [KEYS.part(2, "blake3:" + "0" * 64)]
+    assert [removal.key for removal in old.removals] == [
+        KEYS.make_part_key(2, "blake3:" + "0" * 64)
+    ]
     apply_retention(store, old)
     assert there(store) == [1]
 
 
 def test_metadata_that_cannot_be_read_keeps_everything(store):
     save(store, [1, 2, 3])
-    put(store, KEYS.metadata(2), b"{}")
+    put(store, KEYS.make_metadata_key(2), b"{}")
     plan = plan_retention(store, KEYS.job, NOW)
     assert plan.removals == ()
     assert "cannot be read" in plan.kept[2]
@@ -202,7 +208,7 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert "Deleted 6 objects" in said  # the metadata, four files of tensors, the skeleton
     assert kept(store) == [2, 3]
     part = next(iterate_checkpoints(store, "job")).parts[0]
-    put(store, KEYS.part(3, part.digest), b"x" * part.size)
+    put(store, KEYS.make_part_key(3, part.digest), b"x" * part.size)
     assert millrace("checkpoint", "list", "job")[0] == 0
     code, said = millrace("checkpoint", "verify", "job")
     assert code == 1
@@ -228,7 +234,7 @@ def test_whatever_the_rules_what_is_kept_can_be_loaded(numbers, last, every, ref
     for place in broken:
         if place < len(numbers):
             part = before[sorted(numbers)[place]].parts[-1]
-            put(store, KEYS.part(part.step, part.digest), b"damaged")
+            put(store, KEYS.make_part_key(part.step, part.digest), b"damaged")
     intact = [step for step, found in before.items() if not verify(store, found)]
     plan = plan_retention(store, KEYS.job, RetentionSettings(last=last, every=every))
     apply_retention(store, plan)

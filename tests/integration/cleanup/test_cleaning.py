@@ -32,8 +32,8 @@ from millrace.storage import (
 )
 from tests.soak.cleaning import clean, list_by_boto3
 from tests.soak.cleaning import fill as fill_bucket
-from tests.stores import spec_of
-from tests.support.cleanup.judge import Judge, Thing, now
+from tests.stores import make_spec
+from tests.support.cleanup.judge import Judge, Thing, read_time
 from tests.support.cleanup.material import Place
 
 RUNS = ("run", "run/a", "exp-1")
@@ -74,55 +74,55 @@ class Filling:
     def __init__(self, place: Place, seed: int) -> None:
         self.place, self.dice = place, random.Random(seed)
         for run in RUNS:
-            self.run(run)
+            self.fill_run(run)
         for job in ("job", "exp-1/job"):
-            self.job(job)
+            self.fill_job(job)
         for name in ("words", "exp-1/words"):
-            self.dataset(name)
+            self.fill_dataset(name)
         for key in OTHERS:
-            place.put(key, hours=self.hours())
+            place.put(key, hours=self.draw_hours())
 
-    def hours(self) -> float:
+    def draw_hours(self) -> float:
         return self.dice.choice([0, 3, 30, 60, 200])
 
-    def rarely(self, scope: str, name: str) -> None:
+    def put_lease_rarely(self, scope: str, name: str) -> None:
         if self.dice.random() < 0.2:
-            self.place.lease(scope, name, ended=self.dice.random() < 0.5)
+            self.place.put_lease(scope, name, ended=self.dice.random() < 0.5)
 
-    def run(self, run: str) -> None:
+    def fill_run(self, run: str) -> None:
         for version in self.dice.sample(VERSIONS, 2):
             for uid in ("w1", "w2"):
                 for window in self.dice.sample(range(12), 3):
-                    self.place.gradient(run, uid, window, version, self.hours())
-                self.place.start_window(run, uid, 1, version, self.hours())
+                    self.place.put_gradient(run, uid, window, version, self.draw_hours())
+                self.place.put_start_window(run, uid, 1, version, self.draw_hours())
         version = self.dice.choice(VERSIONS)
         windows = self.dice.sample(range(7), self.dice.randrange(3))
-        heads = {window: self.hours() for window in windows}
-        self.place.chain(run, version, 6, heads, self.hours())
-        self.rarely(ChainKeys(run, version).job, "aggregator")
+        heads = {window: self.draw_hours() for window in windows}
+        self.place.put_chain(run, version, 6, heads, self.draw_hours())
+        self.put_lease_rarely(ChainKeys(run, version).job, "aggregator")
 
-    def job(self, job: str) -> None:
+    def fill_job(self, job: str) -> None:
         same, homes = b"embedding", dict[bytes, int]()
         for step in range(1, 1 + self.dice.randrange(6)):
-            self.place.checkpoint(
+            self.place.put_checkpoint(
                 job, step, [f"{job} {step}".encode(), same], homes=dict(homes),
-                hours=self.hours(), missing=0 if self.dice.random() < 0.2 else None,
+                hours=self.draw_hours(), missing=0 if self.dice.random() < 0.2 else None,
             )  # fmt: skip
             homes.setdefault(same, step)
             if self.dice.random() < 0.2:
-                self.place.pin(job, step)
+                self.place.put_pin(job, step)
             if self.dice.random() < 0.2:
-                self.place.epoch(job, step, step)
+                self.place.put_epoch(job, step, step)
             stray = f"{job}/checkpoints/step_{step:09d}/parts/{secrets.token_hex(32)}.safetensors"
-            self.place.put(stray, hours=self.hours())
-        self.rarely(job, "members/m1")
+            self.place.put(stray, hours=self.draw_hours())
+        self.put_lease_rarely(job, "members/m1")
 
-    def dataset(self, name: str) -> None:
-        self.place.dataset(
+    def fill_dataset(self, name: str) -> None:
+        self.place.put_dataset(
             name, self.dice.randrange(3), is_complete=self.dice.random() < 0.6,
-            orphans=self.dice.randrange(3), hours=self.hours(),
+            orphans=self.dice.randrange(3), hours=self.draw_hours(),
         )  # fmt: skip
-        self.rarely(name, "train-00000")
+        self.put_lease_rarely(name, "train-00000")
 
 
 OTHERS = (
@@ -197,7 +197,9 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     place = folder_place(folder)
     Filling(place, seed)
     things = files(folder)
-    expected = Judge(things, [as_json(rule) for rule in some], now(), pinned=pinned).taken()
+    expected = Judge(
+        things, [as_json(rule) for rule in some], read_time(), pinned=pinned
+    ).list_taken()
     config = CleanupSettings(store=place.store.spec, rules=tuple(some), pins=tuple(pinned))
     plan = make_plan(config)
     with open_plan(place.store, plan.name) as (_, entries):
@@ -214,9 +216,11 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
 
 
 def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     fill_bucket(lambda: open_store(spec), 2500, seed=1)
-    came = clean(spec, list_by_boto3(rgw.client(rgw.full), bucket, "below/here/"), kills=1, seed=1)
+    came = clean(
+        spec, list_by_boto3(rgw.make_client(rgw.full), bucket, "below/here/"), kills=1, seed=1
+    )
     assert came.objects > 2000
     assert 1000 < came.planned < came.objects
     assert came.killed == 1

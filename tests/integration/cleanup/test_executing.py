@@ -50,11 +50,11 @@ from millrace.storage import (
     put,
     read,
 )
-from millrace.testing.process import free_ports
+from millrace.testing.process import find_free_ports
 from tasks.cleaning import describe_cleaning, describe_plan
-from tests.stores import credentials, spec_of
-from tests.support.cleanup.judge import what_is
-from tests.support.cleanup.material import Place, hex_digest
+from tests.stores import make_credentials, make_spec
+from tests.support.cleanup.judge import find_kind
+from tests.support.cleanup.material import Place, compute_hex_digest
 
 NOW = timedelta(0)
 ALL = Rule(
@@ -75,7 +75,7 @@ BEFORE = "objects that have to be deleted before it are still there"
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
 def place(request: pytest.FixtureRequest) -> Place:
-    return Place(open_store(spec_of(request.param, request)))
+    return Place(open_store(make_spec(request.param, request)))
 
 
 @pytest.fixture
@@ -105,17 +105,17 @@ def denied(rgw: Any, bucket: str, *keys: str) -> None:
         "Resource": [f"arn:aws:s3:::{bucket}/below/here/{key}" for key in keys],
     }
     policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
-    rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
+    rgw.make_client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
 
 
 def test_what_was_written_since_the_plan_survives_on_every_store(place):
-    keys = [place.gradient("run", "w1", window, "1") for window in range(5)]
+    keys = [place.put_gradient("run", "w1", window, "1") for window in range(5)]
     plan = make_plan(config_of(place))
     assert plan.objects == 5
     put(place.store, keys[1], b"others..")  # as many bytes
     put(place.store, keys[2], b"more bytes than before")
     assert not delete(place.store, [keys[3]])
-    since = place.gradient("run", "w1", 7, "1")
+    since = place.put_gradient("run", "w1", 7, "1")
     done = execute(config_of(place), plan.name)
     assert (done.deleted_objects, done.missing, done.skipped) == (2, 1, {CHANGED: 2})
     assert keys_of(place) == {keys[1], keys[2], since}
@@ -134,15 +134,15 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
         ("job", "members/m1"),
         ("words", "train-00000"),
     ):
-        folder.lease(scope, name)
+        folder.put_lease(scope, name)
     for window in range(4):
-        folder.gradient("run", "w1", window, "0.2.1", 100)
-    folder.start_window("run", "w1", 0, "0.2.1", 100)
-    folder.chain("run", "0.2.1", 6, {1: 100, 4: 100}, 100)
+        folder.put_gradient("run", "w1", window, "0.2.1", 100)
+    folder.put_start_window("run", "w1", 0, "0.2.1", 100)
+    folder.put_chain("run", "0.2.1", 6, {1: 100, 4: 100}, 100)
     for step in (1, 2, 3):
-        folder.checkpoint("job", step, [b"%d" % step], hours=100)
+        folder.put_checkpoint("job", step, [b"%d" % step], hours=100)
     folder.put(f"job/checkpoints/step_000000001/parts/{'a' * 64}.safetensors", hours=100)
-    folder.dataset("words", 2, is_complete=False, orphans=1, hours=100)
+    folder.put_dataset("words", 2, is_complete=False, orphans=1, hours=100)
     for key in (
         "w1/gradient-000000001-w1-v0.2.1.safetensors",
         "gradient-000000001-w1-v0.2.1.safetensors",
@@ -163,7 +163,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
     ):
         folder.put(key, hours=100)
     before = keys_of(folder)
-    over = {folder.gradient("run", "w1", window, "0.2.10", 100) for window in range(4)}
+    over = {folder.put_gradient("run", "w1", window, "0.2.10", 100) for window in range(4)}
     plan = make_plan(config_of(folder, preset))
     done = execute(config_of(folder, preset), plan.name)
     assert not done.failures
@@ -173,20 +173,22 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
 
 def test_a_run_that_is_live_in_another_bucket_is_so_here(folder, tmp_path):
     beside = Place(open_store((tmp_path / "aggregator").as_uri()))
-    mine = folder.gradient("run", "w1", 0, "1")
-    other = folder.gradient("run", "w1", 0, "2")
-    beside.lease(ChainKeys("run", "1").job, "aggregator")
+    mine = folder.put_gradient("run", "w1", 0, "1")
+    other = folder.put_gradient("run", "w1", 0, "2")
+    beside.put_lease(ChainKeys("run", "1").job, "aggregator")
     assert planned(config_of(folder, related_stores=(beside.store.spec,))) == {other}
     assert planned(config_of(folder)) == {other, mine}
 
 
 def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
-    folder.gradient("run", "w1", 0, "1")
-    (port,) = free_ports(1)
+    folder.put_gradient("run", "w1", 0, "1")
+    (port,) = find_free_ports(1)
     dead = StoreSpec(
         url="s3://none",
         endpoint=f"http://127.0.0.1:{port}",
-        credentials=credentials(type("Key", (), {"access_key_id": "a", "secret_access_key": "b"})),
+        credentials=make_credentials(
+            type("Key", (), {"access_key_id": "a", "secret_access_key": "b"})
+        ),
         retry_timeout=timedelta(seconds=0.5),
     )
     with pytest.raises(errors.UnavailableError):
@@ -196,10 +198,10 @@ def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
 
 
 def test_a_run_that_has_come_alive_since_the_plan_stays(place):
-    keys = {place.gradient("run", "w1", window, "1") for window in range(3)}
+    keys = {place.put_gradient("run", "w1", window, "1") for window in range(3)}
     plan = make_plan(config_of(place))
     assert plan.objects == 3
-    place.lease(ChainKeys("run", "1").job, "aggregator")
+    place.put_lease(ChainKeys("run", "1").job, "aggregator")
     done = execute(config_of(place), plan.name)
     assert done.deleted_objects == 0
     assert keys < keys_of(place)
@@ -209,31 +211,31 @@ def test_a_run_that_has_come_alive_since_the_plan_stays(place):
 def test_a_checkpoint_that_is_needed_since_the_plan_stays_whole(place):
     for step in (1, 2, 3):
         homes = {b"same": 1} if step > 1 else {}
-        place.checkpoint("job", step, [b"%d" % step, b"same"], homes=homes)
+        place.put_checkpoint("job", step, [b"%d" % step, b"same"], homes=homes)
     before = keys_of(place)
     plan = make_plan(config_of(place))
     assert plan.objects == 4  # the metadata and a file of each of two
-    place.epoch("job", 0, 2)
+    place.put_epoch("job", 0, 2)
     done = execute(config_of(place), plan.name)
     assert done.skipped == {"a checkpoint or a run needs it by now": 1, BEFORE: 2}
     assert before - keys_of(place) == {"job/checkpoints/step_000000001/metadata.json"}
     done = execute(config_of(place), make_plan(config_of(place)).name)
     assert done.deleted_objects == 1  # the file that only the first had
     kept = {key for key in before if "step_000000002" in key or "step_000000003" in key}
-    same = next(key for key in before if hex_digest(b"same") in key)
+    same = next(key for key in before if compute_hex_digest(b"same") in key)
     assert keys_of(place) == {*kept, same, "job/epochs/000000.json"}
 
 
 def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
     for step in (1, 2):
-        place.checkpoint("job", step, [b"%d" % step])
+        place.put_checkpoint("job", step, [b"%d" % step])
     stray = place.put(
-        f"job/checkpoints/step_000000001/parts/{hex_digest(b'new')}.safetensors", b"new"
+        f"job/checkpoints/step_000000001/parts/{compute_hex_digest(b'new')}.safetensors", b"new"
     )
     rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
     assert plan.objects == 1
-    whole = place.checkpoint("job", 3, [b"new"], homes={b"new": 1}, missing=0)
+    whole = place.put_checkpoint("job", 3, [b"new"], homes={b"new": 1}, missing=0)
     assert whole is None
     done = execute(config_of(place, rule), plan.name)
     assert (done.deleted_objects, done.skipped) == (0, {"a checkpoint or a run needs it by now": 1})
@@ -241,8 +243,8 @@ def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
 
 
 def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
-    place.dataset("old", 3)
-    place.dataset("new", 2)
+    place.put_dataset("old", 3)
+    place.put_dataset("new", 2)
     rule = Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NOW)
     config = config_of(place, rule)
     with open_plan(place.store, make_plan(config).name) as (_, entries):
@@ -256,10 +258,10 @@ def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
 
 
 def test_a_key_that_cannot_be_deleted_is_said_and_the_others_go(rgw, bucket, request):
-    place = Place(open_store(spec_of("rgw", request)))
-    keys = [place.gradient("run", "w1", window, "1") for window in range(5)]
-    place.checkpoint("job", 1, [b"1"])
-    place.checkpoint("job", 2, [b"2"])
+    place = Place(open_store(make_spec("rgw", request)))
+    keys = [place.put_gradient("run", "w1", window, "1") for window in range(5)]
+    place.put_checkpoint("job", 1, [b"1"])
+    place.put_checkpoint("job", 2, [b"2"])
     metadata = "job/checkpoints/step_000000001/metadata.json"
     denied(rgw, bucket, keys[2], metadata)
     plan = make_plan(config_of(place))
@@ -268,20 +270,22 @@ def test_a_key_that_cannot_be_deleted_is_said_and_the_others_go(rgw, bucket, req
     assert all("refuses" in failure.reason for failure in done.failures)
     assert done.deleted_objects == 4
     assert done.skipped == {BEFORE: 1}  # the file of the checkpoint whose metadata is there
-    rgw.client(rgw.full).delete_bucket_policy(Bucket=bucket)
+    rgw.make_client(rgw.full).delete_bucket_policy(Bucket=bucket)
     again = execute(config_of(place), plan.name)
     assert (again.deleted_objects, again.missing, again.failures) == (3, 4, ())
 
 
 def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
-    key = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    key = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     role = rgw.create_role(f"role-{secrets.token_hex(4)}")
     ttl = timedelta(minutes=15)
     # A session's policy makes RGW refuse DeleteObjects.
     mine = open_scoped_store(open_store(key), "mine/", ttl, access=Right.WRITE, role_arn=role).spec
     place = Place(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
     for window in range(12):
-        place.gradient("run", "w1", window, "1")
+        place.put_gradient("run", "w1", window, "1")
     done = execute(config_of(place), make_plan(config_of(place)).name)
     assert (done.deleted_objects, done.failures) == (12, ())
     assert not keys_of(place)
@@ -289,9 +293,9 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
 
 def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, request):
     with ThreadPoolExecutor(16) as pool:
-        place = Place(open_store(spec_of("rgw", request)), pool)
+        place = Place(open_store(make_spec("rgw", request)), pool)
         for window in range(1500):
-            place.gradient("run", "w1", window, "1")
+            place.put_gradient("run", "w1", window, "1")
         place.settle()
     denied(rgw, bucket, "run/*")
     plan = make_plan(config_of(place))
@@ -302,18 +306,18 @@ def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, reques
 
 
 def test_gathers_since_the_newest_good_checkpoint_stay(folder):
-    folder.chain("run", "1", 6, {2: 0, 4: 0})
+    folder.put_chain("run", "1", 6, {2: 0, 4: 0})
     gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
-    assert sorted(what_is(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
+    assert sorted(find_kind(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
     job = ChainKeys("run", "1").job
     weights = next(key for key in keys_of(folder) if f"{job}/checkpoints/step_000000004/p" in key)
     folder.put(weights, b"damaged")
     gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
-    assert sorted(what_is(key).number for key in gone) == [1, 1, 2]
+    assert sorted(find_kind(key).number for key in gone) == [1, 1, 2]
 
 
 def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
-    keys = {folder.gradient("run", "w1", window, "1") for window in range(3)}
+    keys = {folder.put_gradient("run", "w1", window, "1") for window in range(3)}
     config = config_of(folder)
     with pytest.raises(errors.NotFoundError):
         execute(config, "none")
@@ -347,7 +351,7 @@ def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
     )
     old = {folder.put(key, hours=60) for key in names}
     folder.put(f"_probe-{nonce[::-1]}", hours=1)
-    folder.lease("_rentals/fleet", "owner")
+    folder.put_lease("_rentals/fleet", "owner")
     folder.put("_machines/fleet/000000/beat.json", hours=60)
     for key in (
         "_audit-2024-report.pdf",
@@ -362,7 +366,7 @@ def test_probes_and_old_plans_go_and_a_young_one_stays(folder):
 
 def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
     for window in range(5):
-        folder.gradient("run", "w1", window, "0.2.1", 100)
+        folder.put_gradient("run", "w1", window, "0.2.1", 100)
     file = tmp_path / "clean.yaml"
     file.write_text(
         f"store: {{url: '{folder.store.url}'}}\n"
@@ -386,8 +390,8 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
 
 
 def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_path):
-    place = Place(open_store(spec_of("rgw", request)))
-    key = place.gradient("run", "w1", 0, "1")
+    place = Place(open_store(make_spec("rgw", request)))
+    key = place.put_gradient("run", "w1", 0, "1")
     denied(rgw, bucket, key)
     file = tmp_path / "clean.yaml"
     file.write_text(
@@ -404,7 +408,7 @@ def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_pa
 
 
 def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
-    folder.dataset("words", 2, is_complete=False, hours=100)
+    folder.put_dataset("words", 2, is_complete=False, hours=100)
     rule = Rule(kinds=(CleanupKind.DATASETS,))
     plan = make_plan(config_of(folder, rule))
     assert plan.objects == 5
@@ -419,18 +423,18 @@ def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
 
 
 def test_an_orphan_that_its_dataset_names_by_now_stays(folder):
-    folder.dataset("words", 2, orphans=1, hours=100)
+    folder.put_dataset("words", 2, orphans=1, hours=100)
     rule = Rule(kinds=(CleanupKind.DATASET_ORPHANS,))
     plan = make_plan(config_of(folder, rule))
     assert plan.objects == 1
-    folder.dataset("words", 3)
+    folder.put_dataset("words", 3)
     done = execute(config_of(folder, rule), plan.name)
     assert done.deleted_objects == 0
 
 
 def test_a_kill_between_the_phases_of_a_checkpoint_is_gone_on_from(place):
     for step in (1, 2, 3):
-        place.checkpoint("job", step, [b"%d" % step])
+        place.put_checkpoint("job", step, [b"%d" % step])
     rule = Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=NOW)
     plan = make_plan(config_of(place, rule))
     assert plan.objects == 4
@@ -442,23 +446,23 @@ def test_a_kill_between_the_phases_of_a_checkpoint_is_gone_on_from(place):
 
 
 def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
-    folder.checkpoint("job", 1, [b"1"], hours=100)
-    adopted = f"job/checkpoints/step_000000002/parts/{hex_digest(b'a')}.safetensors"
+    folder.put_checkpoint("job", 1, [b"1"], hours=100)
+    adopted = f"job/checkpoints/step_000000002/parts/{compute_hex_digest(b'a')}.safetensors"
     folder.put(adopted, hours=100)
     rule = Rule(kinds=(CleanupKind.CHECKPOINT_ORPHANS,))
     assert planned(config_of(folder, rule)) == {adopted}
     plan = make_plan(config_of(folder, rule))
-    folder.put(f"job/checkpoints/step_000000002/parts/{hex_digest(b'b')}.safetensors")
+    folder.put(f"job/checkpoints/step_000000002/parts/{compute_hex_digest(b'b')}.safetensors")
     assert planned(config_of(folder, rule)) == set()
     late = Path(folder.store.location.bucket) / adopted
     ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
-    os.utime(late.with_name(f"{hex_digest(b'b')}.safetensors"), (ahead, ahead))
+    os.utime(late.with_name(f"{compute_hex_digest(b'b')}.safetensors"), (ahead, ahead))
     assert execute(config_of(folder, rule), plan.name).deleted_objects == 0
 
 
 def test_a_plan_that_was_made_with_another_place_beside_it_asks_for_that(folder, tmp_path):
     beside = Place(open_store((tmp_path / "aggregator").as_uri()))
-    folder.gradient("run", "w1", 0, "1")
+    folder.put_gradient("run", "w1", 0, "1")
     plan = make_plan(config_of(folder, related_stores=(beside.store.spec,)))
     with pytest.raises(errors.ConfigurationError, match=r"related stores .*aggregator, whose"):
         execute(config_of(folder), plan.name)
@@ -483,8 +487,8 @@ def test_a_wrong_age_is_refused(age):
 
 
 def test_a_pin_holds_what_is_below_it(folder):
-    mine = folder.gradient("run", "w1", 0, "1")
-    other = folder.gradient("run2", "w1", 0, "1")
+    mine = folder.put_gradient("run", "w1", 0, "1")
+    other = folder.put_gradient("run2", "w1", 0, "1")
     for pin in ("run", "run/", "run/w1", mine):
         assert planned(config_of(folder, pins=(pin,))) == {other}
     with pytest.raises(ValidationError):
@@ -496,14 +500,14 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
     match kind:
         case "gradients":
             for window in range(30):
-                place.gradient("run", "w1", window, "1")
+                place.put_gradient("run", "w1", window, "1")
             return (
                 Rule(kinds=(CleanupKind.GRADIENTS,), older_than=NOW),
                 ChainKeys("run", "1").job,
                 "who",
             )
         case "gathers":
-            place.chain("run", "1", 30, {30: 0})
+            place.put_chain("run", "1", 30, {30: 0})
             return (
                 Rule(kinds=(CleanupKind.GATHERS,), older_than=NOW),
                 ChainKeys("run", "1").job,
@@ -511,25 +515,25 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
             )
         case "checkpoints":
             for step in range(30):
-                place.checkpoint("job", step, [b"%d" % step])
+                place.put_checkpoint("job", step, [b"%d" % step])
             return Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=NOW), "job", "members/m1"
         case "shards":
-            place.dataset("words", 30)
+            place.put_dataset("words", 30)
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "words", "train-00000"
         case "trained on":
-            place.dataset("words", 30)
+            place.put_dataset("words", 30)
             pin_training(place.store.spec, trained_on("words"))
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "small", "campaign"
         case "orphans":
-            place.dataset("words", 1, orphans=30)
+            place.put_dataset("words", 1, orphans=30)
             return (
                 Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW),
                 "words",
                 "train-00000",
             )
         case "junk":
-            place.chain("run", "1", 0, {})
-            place.start_window("run", "w1", 0, "1")
+            place.put_chain("run", "1", 0, {})
+            place.put_start_window("run", "w1", 0, "1")
             for number in range(30):
                 place.put(f"run/w1/{number}")
             return Rule(kinds=(CleanupKind.JUNK,), older_than=NOW), ChainKeys("run", "1").job, "who"
@@ -542,8 +546,8 @@ def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - o
 @pytest.mark.parametrize("when", ["before the plan", "after the plan"])
 def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, when):
     for name in ("others", "words"):
-        folder.dataset(name, 2, orphans=1)
-    key = DatasetKeys("words").commit(ShardName("train-00000", 1))
+        folder.put_dataset(name, 2, orphans=1)
+    key = DatasetKeys("words").make_commit_key(ShardName("train-00000", 1))
     config = config_of(folder, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
     before = keys_of(folder)
     if when == "before the plan":
@@ -551,7 +555,7 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     plan = make_plan(config)
     put(folder.store, key, b"nonsense")
     done = execute(config, plan.name)
-    gone = DatasetKeys("others").shard(ShardName("train-00000", 2), "tar")
+    gone = DatasetKeys("others").make_shard_key(ShardName("train-00000", 2), "tar")
     assert before - keys_of(folder) == {gone}
     kept = plan.totals.kept if when == "before the plan" else done.skipped
     assert any("1 of 2 records" in why and key in why for why in kept)
@@ -580,7 +584,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monk
         assert isinstance(event, ObjectsDeleted)
         before.append(event.objects)
         if len(before) == 2:  # the dataset's first batch is its manifest alone
-            folder.lease(scope, name)
+            folder.put_lease(scope, name)
 
     done = execute(config_of(folder, rule), plan.name, progress=take_lease)
     assert not done.failures
@@ -591,7 +595,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monk
 
 def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
     for name in ("words", "others"):
-        folder.dataset(name, 2)
+        folder.put_dataset(name, 2)
     beside = Place(open_store((tmp_path / "beside").as_uri()))
     rule = Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)
     for place, campaign in ((folder, "exp/small"), (beside, "large")):
@@ -606,20 +610,20 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
 
 
 def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(folder):
-    folder.dataset("words", 2)
+    folder.put_dataset("words", 2)
     pin_training(folder.store.spec, trained_on("words"))
-    folder.lease(CampaignKeys("small").job, "members/worker-3")
+    folder.put_lease(CampaignKeys("small").job, "members/worker-3")
     assert not planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))
 
 
 def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, request):
-    place = Place(open_store(spec_of("rgw", request)))
-    place.dataset("words", 2)
+    place = Place(open_store(make_spec("rgw", request)))
+    place.put_dataset("words", 2)
     there = keys_of(place)
-    shard = DatasetKeys("words").shard(ShardName("train-00000", 0), "tar")
+    shard = DatasetKeys("words").make_shard_key(ShardName("train-00000", 0), "tar")
     orphans = {f"{shard}/", "words/shards/x.npz/"}
     for key in orphans:
-        rgw.client(rgw.full).put_object(
+        rgw.make_client(rgw.full).put_object(
             Bucket=place.store.location.bucket, Key=f"below/here/{key}", Body=b"junk"
         )
     config = config_of(place, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
@@ -634,7 +638,7 @@ STEPS = Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=1, older_than=NOW)
 def checkpoints_of(place: Place, *jobs: str) -> None:
     for job in jobs:
         for step in (1, 2, 3):
-            place.checkpoint(job, step, [f"{job} {step}".encode()])
+            place.put_checkpoint(job, step, [f"{job} {step}".encode()])
 
 
 def steps_taken(place: Place) -> set[str]:
@@ -655,7 +659,7 @@ def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_be
     folder, body
 ):
     checkpoints_of(folder, "job", "evil/job", ChainKeys("evil", "1").job)
-    folder.put(ChainKeys("evil", "1").link(0), body)
+    folder.put(ChainKeys("evil", "1").make_link_key(0), body)
     assert steps_taken(folder) == {"job 1", "job 2"}
     (*_, why) = make_plan(config_of(folder, STEPS)).totals.kept
     assert "evil/gathers/1/chain/000000000.json cannot be read" in why
@@ -665,21 +669,21 @@ def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_be
     "evil", ["run/w1", "run/w1/x", "small/run/worker-1", "small/model/members/worker-1", "small/x"]
 )
 def test_a_worker_keeps_no_checkpoint_of_others_by_a_start_and_a_lease_of_its_own(folder, evil):
-    folder.chain("run", "1", 1, {})
+    folder.put_chain("run", "1", 1, {})
     pin_training(folder.store.spec, trained_on("words"))
     checkpoints_of(folder, "job")
-    folder.put(ChainKeys(evil, "1").link(0), b"nonsense")
-    folder.lease(ChainKeys(evil, "1").job, "aggregator")
+    folder.put(ChainKeys(evil, "1").make_link_key(0), b"nonsense")
+    folder.put_lease(ChainKeys(evil, "1").job, "aggregator")
     assert steps_taken(folder) == {"job 1", "job 2"}
 
 
 def test_no_checkpoint_goes_while_the_start_of_a_run_that_is_worked_on_cannot_be_read(folder):
     keys = ChainKeys("run", "1")
     checkpoints_of(folder, "job")
-    folder.chain("run", "1", 1, {})
-    folder.put(keys.link(0), b"nonsense")
+    folder.put_chain("run", "1", 1, {})
+    folder.put(keys.make_link_key(0), b"nonsense")
     assert steps_taken(folder) == {"job 1", "job 2"}
-    folder.lease(keys.job, "aggregator")
+    folder.put_lease(keys.job, "aggregator")
     assert not steps_taken(folder)
 
 
@@ -690,7 +694,7 @@ def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
     checkpoints_of(folder, "job")
     place = Place(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
     pin_training(place.store.spec, trained_on("words"))
-    place.put(ChainKeys(CampaignKeys("small").run, "1").link(0), b"nonsense")
+    place.put(ChainKeys(CampaignKeys("small").run, "1").make_link_key(0), b"nonsense")
     config = config_of(folder, STEPS, related_stores=(place.store.spec,) if elsewhere else ())
     assert not planned(config)
 
@@ -699,15 +703,15 @@ def test_the_checkpoint_stays_that_a_start_of_a_later_version_names(folder):
     checkpoints_of(folder, "job")
     begun = {"run": "run", "job": "job", "step": 2, "more": []}
     start = {"kind": "chain-start", "version": 1000, "nonce": "", "record": begun}
-    folder.put(ChainKeys("run", "1").link(0), json.dumps(start).encode())
+    folder.put(ChainKeys("run", "1").make_link_key(0), json.dumps(start).encode())
     assert steps_taken(folder) == {"job 1"}
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"record": 1}', b"9" * (1 << 21)])
 def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
-    folder.dataset("words", 2)
+    folder.put_dataset("words", 2)
     folder.put("small/campaign/plan.json", body)
-    folder.lease("small", "campaign")
+    folder.put_lease("small", "campaign")
     assert len(planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))) == 6
 
 
@@ -716,8 +720,8 @@ JUNK = Rule(kinds=(CleanupKind.JUNK,), older_than=NOW)
 
 def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
     odd = "run/w1/x|[a](b)"
-    place.start_window("run", "w1", 0, "1")
-    place.gradient("run", "w2", 0, "1")
+    place.put_start_window("run", "w1", 0, "1")
+    place.put_gradient("run", "w2", 0, "1")
     stays = keys_of(place) | {place.put(key) for key in ("run/notes.txt", "run/w3/x", "mine/x")}
     junk = {odd: 1, "run/w1/a/b/c": 7, "run/w2/gradient-000000000-w1-v1.safetensors": 20}
     for key, size in junk.items():
@@ -735,10 +739,10 @@ def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
 
 
 def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, request):
-    place = Place(open_store(spec_of("rgw", request)))
-    place.start_window("run", "w1", 0, "1")
+    place = Place(open_store(make_spec("rgw", request)))
+    place.put_start_window("run", "w1", 0, "1")
     odd = ["run/w1//x", "run/w1/a//b", "run/w1/../y", "run/w1/\x01", "run/w1/z/"]
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     for key in odd:
         client.put_object(Bucket=bucket, Key=f"below/here/{key}", Body=b"x")
     plan = make_plan(config_of(place, JUNK))
@@ -758,27 +762,31 @@ def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(f
 
 @pytest.mark.parametrize("where", ["here", "beside"])
 def test_junk_stays_while_its_run_is_worked_on_is_pinned_or_is_young(folder, tmp_path, where):
-    folder.start_window("run", "w1", 0, "1")
+    folder.put_start_window("run", "w1", 0, "1")
     key, young = folder.put("run/w1/x", hours=5), folder.put("run/w1/y")
     beside = Place(open_store((tmp_path / "beside").as_uri()))
     of_chain = folder if where == "here" else beside
-    of_chain.chain("run", "2", 0, {})
+    of_chain.put_chain("run", "2", 0, {})
     old = Rule(kinds=(CleanupKind.JUNK,), older_than=timedelta(hours=2))
     config = config_of(folder, old, related_stores=(beside.store.spec,))
     assert not planned(config_of(folder, old, pins=("run/w1",)))
     plan = make_plan(config)
     assert plan.objects == 1
-    of_chain.lease(ChainKeys("run", "2").job, "aggregator")
+    of_chain.put_lease(ChainKeys("run", "2").job, "aggregator")
     assert not planned(config)
     assert not execute(config, plan.name).deleted_objects
-    put(of_chain.store, LeaseKeys(ChainKeys("run", "2").job, "aggregator").end(0), b"elsewhere")
+    put(
+        of_chain.store,
+        LeaseKeys(ChainKeys("run", "2").job, "aggregator").make_end_key(0),
+        b"elsewhere",
+    )
     assert execute(config, plan.name).deleted_objects == 1
     assert key not in keys_of(folder)
     assert young in keys_of(folder)
 
 
 def test_a_plan_of_junk_is_gone_on_from_when_what_proved_its_worker_is_gone(folder):
-    proof = folder.start_window("run", "w1", 0, "1")
+    proof = folder.put_start_window("run", "w1", 0, "1")
     junk = folder.put("run/w1/x")
     plan = make_plan(config_of(folder, JUNK))
     delete(folder.store, [proof])

@@ -34,7 +34,7 @@ from millrace.storage import (
     put,
 )
 from millrace.testing.key import Key
-from tests.stores import credentials, spec_of
+from tests.stores import make_credentials, make_spec
 from tests.support.cleanup.material import Place
 
 NOW = timedelta(0)
@@ -43,7 +43,7 @@ OLD = timedelta(seconds=-60)
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
 def place(request: pytest.FixtureRequest) -> Place:
-    return Place(open_store(spec_of(request.param, request)))
+    return Place(open_store(make_spec(request.param, request)))
 
 
 def keys_of(place: Place) -> set[str]:
@@ -51,11 +51,11 @@ def keys_of(place: Place) -> set[str]:
 
 
 def fill(place: Place) -> set[str]:
-    place.gradient("run", "w1", 0, "1")
-    place.checkpoint("job", 1, [b"1"])
-    place.pin("job", 1)
-    place.dataset("words", 2)
-    place.lease("words", "train-00000", ended=True)
+    place.put_gradient("run", "w1", 0, "1")
+    place.put_checkpoint("job", 1, [b"1"])
+    place.put_pin("job", 1)
+    place.put_dataset("words", 2)
+    place.put_lease("words", "train-00000", ended=True)
     place.put("mine/notes.txt")
     return keys_of(place)
 
@@ -79,12 +79,12 @@ def test_all_goes_once_its_name_was_typed_and_nothing_before(place):
 
 
 def test_what_is_beside_the_prefix_stays(rgw, bucket, request):
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     for key in ("below/here2/x", "below/her", "below/here/x"):
-        rgw.client(rgw.full).put_object(Bucket=bucket, Key=key, Body=b"x")
+        rgw.make_client(rgw.full).put_object(Bucket=bucket, Key=key, Body=b"x")
     assert make_confirmation(open_store(spec).location) == f"{bucket}/below/here"
     wipe(spec, plan_wipe(spec).name, confirm=f"{bucket}/below/here")
-    left = rgw.client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
+    left = rgw.make_client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]
     assert {stat["Key"] for stat in left} == {"below/here2/x", "below/her"}
 
 
@@ -92,7 +92,7 @@ def test_a_store_where_somebody_works_is_not_wiped(place):
     fill(place)
     plan = plan_wipe(place.store.spec)
     there = keys_of(place)
-    place.lease(ChainKeys("run", "1").job, "aggregator")
+    place.put_lease(ChainKeys("run", "1").job, "aggregator")
     with pytest.raises(errors.HeldError, match="run/gathers/1 is worked on by elsewhere"):
         wipe(place.store.spec, plan.name, confirm=make_confirmation(place.store.location))
     with pytest.raises(errors.HeldError):
@@ -103,14 +103,14 @@ def test_a_store_where_somebody_works_is_not_wiped(place):
 def test_a_ledger_of_machines_that_are_not_given_back_is_not_wiped(place):
     there = fill(place)
     keys = RentalKeys("fleet")
-    for part in (keys.intent(0), keys.released(0), keys.intent(1)):
+    for part in (keys.make_intent_key(0), keys.make_released_key(0), keys.make_intent_key(1)):
         put(place.store, part, b"{}")  # of a machine that came back, and of one that did not
     for look in (survey_wipe, plan_wipe):
         with pytest.raises(
             errors.HeldError, match="holds the ledger of fleet, whose machines are not released"
         ):
             look(place.store.spec)
-    put(place.store, keys.released(1), b"{}")
+    put(place.store, keys.make_released_key(1), b"{}")
     done = wipe(
         place.store.spec, plan_wipe(place.store.spec).name,
         confirm=make_confirmation(place.store.location),
@@ -137,7 +137,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monk
     place = Place(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
     for window in range(30):
-        place.gradient("run", "w1", window, "1")
+        place.put_gradient("run", "w1", window, "1")
         place.put(f"run/notes/{window}.txt")
     there = keys_of(place)
     plan = plan_wipe(place.store.spec)
@@ -147,7 +147,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monk
         assert isinstance(event, ObjectsDeleted)
         told.append(event.objects)
         if len(told) == 1:
-            place.lease("run", "who")
+            place.put_lease("run", "who")
 
     with pytest.raises(errors.HeldError, match=r"run is worked on by elsewhere .* 10 objects"):
         wipe(place.store.spec, plan.name, confirm="bucket", progress=take_lease)
@@ -193,9 +193,9 @@ def test_an_object_that_appears_after_the_question_is_not_wiped(tmp_path: Path, 
 
 
 def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     fill(Place(open_store(spec)))
-    before = len(rgw.requests())
+    before = len(rgw.list_requests())
     found = survey_wipe(spec)
     assert (found.objects, found.versions) == (
         len(keys_of(Place(open_store(spec)))),
@@ -205,7 +205,7 @@ def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
     shown = CliRunner().invoke(main, ["bucket", "wipe", str(settings), "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert f"holds {found.objects} objects" in shown.output
-    asked = [line for line in rgw.requests()[before:] if bucket in line]
+    asked = [line for line in rgw.list_requests()[before:] if bucket in line]
     assert asked
     assert [line for line in asked if "GET /" not in line and "HEAD /" not in line] == []
 
@@ -223,7 +223,7 @@ def settings_file(folder: Path, spec: StoreSpec, key: Key) -> Path:
 @pytest.fixture
 def versioned(rgw, bucket, request) -> StoreSpec:
     """A store that keeps versions: 14 older ones, and a delete marker."""
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     for number in range(14):
         client.put_object(Bucket=bucket, Key="below/here/a", Body=b"x" * number)
@@ -231,7 +231,7 @@ def versioned(rgw, bucket, request) -> StoreSpec:
     client.delete_object(Bucket=bucket, Key="below/here/b")
     client.put_object(Bucket=bucket, Key="below/other", Body=b"1")
     client.put_object(Bucket=bucket, Key="below/other", Body=b"2")
-    return spec_of("rgw", request)
+    return make_spec("rgw", request)
 
 
 def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_path):
@@ -253,17 +253,17 @@ def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_pa
     assert done.exit_code == 0, done.output
     assert "left" not in done.output
     assert count_versions_by_boto3(rgw, bucket) == (0, 0)
-    beside = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/other")
+    beside = rgw.make_client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/other")
     assert len(beside["Versions"]) == 2
 
 
 def count_versions_by_boto3(rgw, bucket: str) -> tuple[int, int]:
-    answer = rgw.client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/here/")
+    answer = rgw.make_client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/here/")
     return len(answer.get("Versions", [])), len(answer.get("DeleteMarkers", []))
 
 
 def test_no_object_comes_back_where_its_versions_are_on_the_next_page(rgw, bucket, request):
-    spec, client = spec_of("rgw", request), rgw.client(rgw.full)
+    spec, client = make_spec("rgw", request), rgw.make_client(rgw.full)
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
 
     def twice(number: int) -> None:
@@ -283,7 +283,7 @@ def test_no_object_comes_back_where_its_versions_are_on_the_next_page(rgw, bucke
 
 
 def test_versions_that_may_not_be_deleted_are_said(rgw, bucket, versioned):
-    reader = versioned.model_copy(update={"credentials": credentials(rgw.read_only)})
+    reader = versioned.model_copy(update={"credentials": make_credentials(rgw.read_only)})
     store = open_store(reader)
     failures = delete_versions(store, list_versions(store))
     assert len(failures) == 15
@@ -291,7 +291,7 @@ def test_versions_that_may_not_be_deleted_are_said(rgw, bucket, versioned):
 
 
 def test_versions_of_keys_that_no_list_of_deletes_can_have_are_deleted(rgw, bucket, versioned):
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     for key in ("below/here/a\x01b", "below/here/a\x1b[2J"):
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
         client.delete_object(Bucket=bucket, Key=key)
@@ -307,7 +307,7 @@ def sizes_of(found: StaleUploads) -> dict[str, int]:
 
 
 def begin(rgw, bucket: str, key: str, parts: int) -> None:
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
     for number in range(parts):
         client.upload_part(
@@ -316,7 +316,7 @@ def begin(rgw, bucket: str, key: str, parts: int) -> None:
 
 
 def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, request, tmp_path):
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     begin(rgw, bucket, "below/here/a", 2)
     begin(rgw, bucket, "below/here/b/c", 0)
     begin(rgw, bucket, "below/elsewhere", 1)
@@ -335,19 +335,19 @@ def test_uploads_that_were_never_finished_are_found_and_aborted(rgw, bucket, req
     gone = abort_uploads(spec, find_stale_uploads(spec, older_than=OLD, prefix="b"))
     assert (sizes_of(gone), gone.failures) == ({"b/c": 0}, ())
     assert [upload.key for upload in list_uploads(open_store(spec))] == ["a"]
-    reader = spec.model_copy(update={"credentials": credentials(rgw.read_only)})
+    reader = spec.model_copy(update={"credentials": make_credentials(rgw.read_only)})
     refused = abort_uploads(reader, find_stale_uploads(reader, older_than=OLD))
     assert [failure.key for failure in refused.failures] == ["a"]
     assert refused.size == 0
-    left = rgw.client(rgw.full).list_multipart_uploads(Bucket=bucket)["Uploads"]
+    left = rgw.make_client(rgw.full).list_multipart_uploads(Bucket=bucket)["Uploads"]
     assert {upload["Key"] for upload in left} == {"below/here/a", "below/elsewhere"}
 
 
 def test_more_uploads_than_a_page_are_all_found(rgw, bucket, request):
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     for number in range(1005):
         client.create_multipart_upload(Bucket=bucket, Key=f"below/here/{number // 2:04d}")
-    found = list(list_uploads(open_store(spec_of("rgw", request))))
+    found = list(list_uploads(open_store(make_spec("rgw", request))))
     assert len({upload.id for upload in found}) == len(found) == 1005
 
 

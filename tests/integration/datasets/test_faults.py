@@ -41,7 +41,7 @@ def case(place: S3Place, materials: list[Material], tmp_path: Path) -> Case:
 
 
 def assert_right(case: Case, references: References) -> None:
-    verdict = case.judged(references.of(case.material))
+    verdict = case.judge(references.compute_digests(case.material))
     assert verdict.good, str(verdict)
 
 
@@ -50,7 +50,7 @@ def test_every_kind_of_fault_on_5_percent_of_requests_changes_nothing(
 ) -> None:
     r2.set_faults(bad_weather(SEED, stall_seconds=0.2))
     case.run_undisturbed()
-    fired = r2.counts()
+    fired = r2.count_fired()
     r2.reset()
     assert_right(case, references)
     assert all(fired.values()), fired
@@ -69,10 +69,10 @@ def test_a_kill_in_bad_weather_changes_nothing(
         Target("shard.committed", Victim.DRIVER, 2),
     ]
     kills = Kills(materials, [place], references, tmp_path, Random(SEED))
-    case = kills.case(2)
+    case = kills.make_case(2)
     r2.set_faults(bad_weather(SEED, stall_seconds=0.2))
     missed = kills.kill_in(case, targets)
-    fired = r2.counts()
+    fired = r2.count_fired()
     assert kills.tally.wrong == []
     assert missed == []
     assert kills.tally.counted == len(targets)
@@ -86,7 +86,7 @@ def test_a_write_whose_answer_is_lost_is_written_once(
     for key in written:
         r2.fail_next(Fault.LOST, 1, "PUT", key)
     case.run_undisturbed()
-    assert r2.counts()["lost"] == len(written)
+    assert r2.count_fired()["lost"] == len(written)
     assert_right(case, references)
 
 
@@ -95,6 +95,6 @@ def test_a_listing_that_is_cut_off_is_asked_for_again(
 ) -> None:
     r2.fail_next(Fault.CUT, 3, "GET")  # the first ones list the source
     case.run_undisturbed()
-    cut = [request["operation"] for request in r2.requests() if request["fault"] == "cut"]
+    cut = [request["operation"] for request in r2.list_requests() if request["fault"] == "cut"]
     assert cut == ["ListObjectsV2"] * 3
     assert_right(case, references)

@@ -53,7 +53,7 @@ from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 ANY_AGE = timedelta(seconds=-60)
 
@@ -535,7 +535,11 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
     def end_lease(event: Event) -> None:
         if isinstance(event, ObjectsDeleted) and event.objects == 10:
             # The lease of number 0 was that of the plan.
-            create(store, LeaseKeys("sets/one", "train-00000").end(1), b"as after a suspension")
+            create(
+                store,
+                LeaseKeys("sets/one", "train-00000").make_end_key(1),
+                b"as after a suspension",
+            )
 
     plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
@@ -666,12 +670,14 @@ def test_a_run_from_a_file_is_the_same_run(settings, tmp_path, monkeypatch):
 
 def test_a_dataset_is_never_finalized_over_a_failed_upload(settings, request, r2):
 
-    place = spec_of("r2", request).model_copy(update={"retry_timeout": timedelta(milliseconds=200)})
+    place = make_spec("r2", request).model_copy(
+        update={"retry_timeout": timedelta(milliseconds=200)}
+    )
     config = changed(settings, store=place.reveal_secrets(), execution={"workers": 0, "uploads": 1})
     r2.fail_next("error500", 10_000, method="PUT", key_contains="train-00001-000001.tar")
     with pytest.raises(errors.UnavailableError, match=r"train-00001-000001\.tar"):
         shard_dataset(config)
-    assert r2.counts()["error500"] > 0
+    assert r2.count_fired()["error500"] > 0
     assert not exists(open_store(place), "sets/one/manifest.json")
     r2.reset()
     report = shard_dataset(config)

@@ -31,8 +31,8 @@ from millrace.storage import (
     put,
 )
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, until
-from tests.stores import credentials
+from tests.prefect_server import PrefectServer, wait_until
+from tests.stores import make_credentials
 from tests.support.flows.fixtures import MakeBlock
 
 UIDS = ["a", "b", "c"]
@@ -54,7 +54,7 @@ def model() -> torch.nn.Module:
 def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> ChainLink:
     """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
     mine = model()
-    until(lambda: find_newest_window(chain, RUN.chain) >= 0, "the run to begin")
+    wait_until(lambda: find_newest_window(chain, RUN.chain) >= 0, "the run to begin")
     participant = Participant.join(RUN, uid, store, chain)
     for turn in participant.iterate_windows():
         participant.load(mine)
@@ -63,7 +63,7 @@ def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 
             for weight in mine.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
         if (uid, turn.number) == ("c", broken):
-            put(store, RUN.gradients.gradient(uid, broken), b"no gradient")
+            put(store, RUN.gradients.make_gradient_key(uid, broken), b"no gradient")
         else:
             participant.submit(mine, tokens=100)
         link = participant.apply(mine, timeout=timedelta(minutes=2))
@@ -79,19 +79,19 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     shared = rgw.create_bucket(f"{bucket}-gradients")
 
     def at(name: str, key: Any) -> Store:
-        pair = credentials(key)
+        pair = make_credentials(key)
         return open_store(StoreSpec(url=f"s3://{name}", endpoint=rgw.endpoint, credentials=pair))
 
     whole = at(shared, rgw.full)
     stores = {
         uid: open_scoped_store(
-            whole, RUN.gradients.worker(uid), timedelta(minutes=15), access=Right.WRITE,
+            whole, RUN.gradients.make_worker_prefix(uid), timedelta(minutes=15), access=Right.WRITE,
             role_arn=role,
         )
         for uid in UIDS
     }  # fmt: skip
     with pytest.raises(errors.DeniedError):
-        put(stores["a"], RUN.gradients.gradient("b", 1), b"in the name of another")
+        put(stores["a"], RUN.gradients.make_gradient_key("b", 1), b"in the name of another")
     with Saver(at(bucket, rgw.full), "trained") as saver:
         saver.save({"model": dict(model().named_parameters())}, step=40).result()
 
@@ -117,16 +117,16 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
                 pool.submit(take_part, store, chain, uid, WINDOWS) for uid, store in stores.items()
             ]
         }
-    done = running.result()
+    done = running.wait_for_result()
 
     assert done.code == 0, done.output
-    assert prefect_api.flow_run(done.run).name == "aggregate-runs/one"
+    assert prefect_api.read_flow_run(done.run).name == "aggregate-runs/one"
     found = list(iterate_links(chain, RUN.chain))
     assert [link.step for link in found] == [45, 50, 55]
     assert {found[-1].state} == last
     state, window = load_newest_state(chain, RUN.chain)
     assert (window, state.digest()) == (WINDOWS, found[-1].state)
-    artifacts = prefect_api.artifacts(running.run)
+    artifacts = prefect_api.read_artifacts(running.run)
     assert artifacts["progress-aggregate-runs-one"] == 100.0
     report = artifacts["aggregated-gradients"]
     assert "**3 windows** merged, up to window 3 at step 55. 9 gradients of" in report
@@ -135,6 +135,8 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     reason = r"Its bucket (is not there|had not answered by the deadline)\."
     assert re.search(rf"\| `gone` \| 0 \|  \| 3 unavailable \| {reason} \|", report)
     warned = "The bucket of gone cannot be read"
-    until(lambda: warned in prefect_api.logs(running.run), "the warning to be in the logs")
+    wait_until(
+        lambda: warned in prefect_api.read_logs(running.run), "the warning to be in the logs"
+    )
     assert "![participation and norms of the windows](data:image/svg+xml;base64," in report
     assert not [stat for stat in list_objects(chain, "") if "clock" in stat.key]

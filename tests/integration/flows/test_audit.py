@@ -15,7 +15,7 @@ def test_what_credentials_can_do_is_proven_or_fails_the_flow(
     good = {"bucket": block(bucket, read=rgw.read_only, write=rgw.full)}
     done = prefect_api.call(audit_access, buckets=[good])
     assert done.code == 0, done.output
-    report = prefect_api.artifacts(done.run)["audited-access"]
+    report = prefect_api.read_artifacts(done.run)["audited-access"]
     assert "18 operations tried, all as they should be." in report
     assert "| dataset, to read | allowed | allowed | allowed | denied | denied |" in report
 
@@ -23,10 +23,10 @@ def test_what_credentials_can_do_is_proven_or_fails_the_flow(
     swapped = {"bucket": block(other, read=rgw.full, write=rgw.read_only)}
     done = prefect_api.call(audit_access, buckets=[good, swapped])
     assert done.code == 1
-    state = prefect_api.flow_run(done.run).state
+    state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert "are not as they should be" in (state.message or "")
-    report = prefect_api.artifacts(done.run)["audited-access"]
+    report = prefect_api.read_artifacts(done.run)["audited-access"]
     assert escape(f"The credentials reach s3://{other}.") in report
     assert "| dataset 2, to write | put | insufficient |" in report
     assert rgw.full.secret_access_key not in report

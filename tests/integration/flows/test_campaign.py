@@ -22,10 +22,10 @@ from tests.support.flows.campaigns import (
     EPOCHS,
     WINDOWS,
     WORKERS,
-    here,
+    find_faults,
+    make_local_workers,
+    make_plan_settings,
     make_text,
-    plan_of,
-    wrong_with,
 )
 
 
@@ -33,11 +33,11 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(
     prefect_api: PrefectServer, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    plan = plan_of("small", store.as_uri(), tmp_path, here())
+    plan = make_plan_settings("small", store.as_uri(), tmp_path, make_local_workers())
     del plan["data"]
     done = prefect_api.call(run_campaign, plan=plan)
     assert done.code == 1
-    state = prefect_api.flow_run(done.run).state
+    state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert "name the dataset that is trained on" in (state.message or "")
     assert not store.exists()
@@ -59,7 +59,7 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
 ) -> None:
     store = tmp_path / "store"
     begin(open_store(store.as_uri()), "small/first")
-    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
     pinned = TrainingPlan(
         campaign="small",
@@ -82,7 +82,7 @@ def test_a_script_that_fails_at_once_costs_no_window(
     store = tmp_path / "store"
     make_text(tmp_path / "text")
     begin(open_store(store.as_uri()), "small/first")
-    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     fails = "import sys; print('the last line'); sys.exit(3)"
     plan["training"] |= {"command": ["python", "-c", fails], "restarts": 0}
     plan["training"]["run"]["window"] = "PT1S"
@@ -95,7 +95,7 @@ def test_a_script_that_fails_at_once_costs_no_window(
 def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
     """The runs that a campaign has started, in order, and what they came to."""
     wanted = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
-    with server.client() as client:
+    with server.make_client() as client:
         found = client.read_flow_runs(flow_run_filter=wanted)
     found.sort(key=lambda one: one.start_time or one.created)
     return [(one.name, one.state_name) for one in found]
@@ -107,12 +107,12 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     store = tmp_path / "store"
     text = make_text(tmp_path / "text")
     begin(open_store(store.as_uri()), "small/first")
-    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
 
     done = prefect_api.call(run_campaign, plan=plan)
 
     assert done.code == 0, done.output
-    assert wrong_with(store, "small", text) == []
+    assert find_faults(store, "small", text) == []
     made = stages(prefect_api, done.run)
     assert {state for _, state in made} == {"Completed"}
     assert [name for name, _ in made][:-1] == [
@@ -121,7 +121,7 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
         "aggregate-small/run", "cooldown-small/model-1",
         "save-small/final",
     ]  # fmt: skip
-    report = prefect_api.artifacts(done.run)["campaign-small"]
+    report = prefect_api.read_artifacts(done.run)["campaign-small"]
     assert f"{EPOCHS * WINDOWS} windows trained, the loss from 5." in report
     assert f"| Gradients | {EPOCHS * WINDOWS * WORKERS}: " in report
     assert "epoch 0: step 6, epoch 1: step 12" in report
@@ -132,5 +132,5 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
 
     again = prefect_api.call(run_campaign, plan=plan)  # finds all of it done
     assert again.code == 0, again.output
-    assert wrong_with(store, "small", text) == []
+    assert find_faults(store, "small", text) == []
     assert not [name for name, _ in stages(prefect_api, again.run) if name.startswith("aggregate")]

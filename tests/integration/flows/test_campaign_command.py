@@ -25,7 +25,7 @@ from millrace.errors import UnavailableError
 from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
-from tests.support.flows.campaigns import here, make_text, plan_of
+from tests.support.flows.campaigns import make_local_workers, make_plan_settings, make_text
 
 NOISE = (
     "Traceback", "Crash detected", "Encountered exception", "Finished in state Crashed",
@@ -90,7 +90,9 @@ def test_an_error_is_a_sentence_and_success_is_a_report(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
     make_text(tmp_path / "text")
-    plan = plan_of("small", (tmp_path / "store").as_uri(), tmp_path / "text", here())
+    plan = make_plan_settings(
+        "small", (tmp_path / "store").as_uri(), tmp_path / "text", make_local_workers()
+    )
     process = started(written(tmp_path, plan), prefect_server.environment)
     _, said = process.communicate()
     assert process.returncode == 1, said
@@ -141,7 +143,7 @@ def test_a_campaign_without_a_server_is_interrupted_quietly(tmp_path: Path) -> N
     make_text(tmp_path / "text")
     store = tmp_path / "store"
     begin(open_store(store.as_uri()), "small/first")
-    plan = plan_of("small", store.as_uri(), tmp_path / "text", here())
+    plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     waits = "import time; print('it trains', flush=True); time.sleep(600)"
     plan["training"] |= {"command": ["python", "-c", waits]}
     environment = {

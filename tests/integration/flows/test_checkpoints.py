@@ -30,21 +30,21 @@ def test_damage_fails_the_flow_and_the_report_names_it(
 
     done = prefect_api.call(verify_checkpoints, **asked)
     assert done.code == 0, done.output
-    report = prefect_api.artifacts(done.run)["verified-checkpoints"]
+    report = prefect_api.read_artifacts(done.run)["verified-checkpoints"]
     assert "2 checkpoints, all as they were saved; every byte was read" in report
 
     found = find_newest(store, "job")
     assert found is not None
     part = found.parts[0]
-    key = CheckpointKeys("job").part(2, part.digest)
+    key = CheckpointKeys("job").make_part_key(2, part.digest)
     put(store, key, b"x" * part.size)
     done = prefect_api.call(verify_checkpoints, bucket=asked["bucket"])  # all jobs
     assert done.code == 1
-    state = prefect_api.flow_run(done.run).state
+    state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert ": 1 checkpoint (" in (state.message or "")
     assert "job step 2" in (state.message or "")
-    report = prefect_api.artifacts(done.run)["verified-checkpoints"]
+    report = prefect_api.read_artifacts(done.run)["verified-checkpoints"]
     assert "**1 damaged**" in report
     assert (
         escape(f"{key}: its bytes are not those that were written (the digest differs)") in report

@@ -17,8 +17,8 @@ from millrace.cleanup import CleanupKind, Rule
 from millrace.keys.gradients import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, until
-from tests.stores import credentials
+from tests.prefect_server import PrefectServer, wait_until
+from tests.stores import make_credentials
 from tests.support.cleanup.material import Place
 from tests.support.flows.fixtures import MakeBlock
 
@@ -27,7 +27,9 @@ RULES = [{"kinds": ["gradients"], "older_than": "0h", "keep_last": 1}]
 
 @pytest.fixture
 def store(rgw: RGW, bucket: str) -> Store:
-    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    spec = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     return open_store(spec)
 
 
@@ -37,7 +39,7 @@ def keys_of(store: Store) -> set[str]:
 
 def fill(store: Store) -> list[str]:
     place = Place(store)
-    return [place.gradient("run", "w1", window, "0.2.1") for window in range(4)]
+    return [place.put_gradient("run", "w1", window, "0.2.1") for window in range(4)]
 
 
 def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
@@ -49,17 +51,17 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
     rules = {"$ref": {"block_document_slug": "millrace-cleaning-rules/mine"}}
     dry = prefect_api.call(clean_bucket, **given, rules=rules)
     assert dry.code == 0, dry.output
-    report = prefect_api.artifacts(dry.run)["cleaning"]
+    report = prefect_api.read_artifacts(dry.run)["cleaning"]
     assert "**Nothing was deleted.**" in report
     assert "would delete 3 objects, 24 bytes" in report
     assert f"| `{keys[0]}` | 8 bytes |" in report
     assert keys_of(store) == set(keys)
     name = report.partition("Plan `")[2].partition("`")[0]
-    later = Place(store).gradient("run", "w1", 9, "0.2.1")
+    later = Place(store).put_gradient("run", "w1", 9, "0.2.1")
 
     done = prefect_api.call(clean_bucket, **given, plan=name, dry_run=False)
     assert done.code == 0, done.output
-    report = prefect_api.artifacts(done.run)["cleaning"]
+    report = prefect_api.read_artifacts(done.run)["cleaning"]
     assert "3 objects deleted, 24 bytes" in report
     assert "no errors" in report
     assert "a month at R2's prices" in report
@@ -78,7 +80,7 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
         "Resource": [f"arn:aws:s3:::{bucket}/{keys[1]}"],
     }
     policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]})
-    rgw.client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
+    rgw.make_client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
     done = prefect_api.call(
         clean_bucket,
         bucket=block(bucket, write=rgw.full),
@@ -87,10 +89,10 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
         dry_run=False,
     )
     assert done.code == 1
-    state = prefect_api.flow_run(done.run).state
+    state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert "1 object of" in (state.message or "")
-    report = prefect_api.artifacts(done.run)["cleaning"]
+    report = prefect_api.read_artifacts(done.run)["cleaning"]
     assert "2 objects deleted" in report
     assert "**1 error**" in report
     assert f"| `{keys[1]}` |" in report
@@ -108,22 +110,22 @@ def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
         clean_bucket, bucket="gradients", related_buckets=["aggregator"], dry_run=False
     )
     assert done.code == 0, done.output
-    assert "cleaning" not in prefect_api.artifacts(done.run)
+    assert "cleaning" not in prefect_api.read_artifacts(done.run)
     none = "There is no Millrace Bucket block"
     said = f"{none} gradients and no Millrace Bucket block aggregator: nothing was looked at"
-    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
+    wait_until(lambda: said in prefect_api.read_logs(done.run) or None, "that there is no block")
     done = prefect_api.call(
         abort_uploads, buckets=["gradients", "dataset", "aggregator"], dry_run=False
     )
     assert done.code == 0, done.output
     said = "Millrace Bucket block dataset and no"
-    until(lambda: said in prefect_api.logs(done.run) or None, "that there is no block")
+    wait_until(lambda: said in prefect_api.read_logs(done.run) or None, "that there is no block")
 
 
 def test_schedules_delete_and_what_is_started_by_hand_does_not(deployed: PrefectServer) -> None:
     """But for wiping, and what needs to be told a version: those have no schedule."""
     scheduled: dict[str, set[str]] = {}
-    with deployed.client() as client:
+    with deployed.make_client() as client:
         for name in (
             "clean-bucket", "clean-versions", "delete-gathers", "wipe-bucket", "abort-uploads",
         ):  # fmt: skip
@@ -146,28 +148,28 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
 ) -> None:
     keys = fill(store)
     place = Place(store)
-    other = place.gradient("run", "w1", 1, "0.2.10")
-    place.chain("run", "0.2.1", 3, {2: 0})
-    place.lease(ChainKeys("run", "0.2.10").job, "aggregator")
+    other = place.put_gradient("run", "w1", 1, "0.2.10")
+    place.put_chain("run", "0.2.1", 3, {2: 0})
+    place.put_lease(ChainKeys("run", "0.2.10").job, "aggregator")
     given = {"bucket": block(bucket, write=rgw.full), "dry_run": False}
 
     done = prefect_api.call(delete_gathers, version="0.2.1", **given)
     assert done.code == 0, done.output
-    assert "3 objects deleted" in prefect_api.artifacts(done.run)["cleaning"]
+    assert "3 objects deleted" in prefect_api.read_artifacts(done.run)["cleaning"]
 
     done = prefect_api.call(clean_versions, current_version="0.2.11", related_buckets=[], **given)
     assert done.code == 0, done.output
-    report = prefect_api.artifacts(done.run)["cleaning"]
+    report = prefect_api.read_artifacts(done.run)["cleaning"]
     assert "4 objects deleted" in report
     assert "run/gathers/0.2.10 is worked on by elsewhere" in report
     assert other in keys_of(store)
     assert not set(keys) & keys_of(store)
 
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     client.create_multipart_upload(Bucket=bucket, Key="half")
     done = prefect_api.call(abort_uploads, buckets=[given["bucket"]])
     assert done.code == 0, done.output
-    report = prefect_api.artifacts(done.run)["unfinished-uploads"]
+    report = prefect_api.read_artifacts(done.run)["unfinished-uploads"]
     assert "| 0 | 0 bytes | 1 | 0 |" in report
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
 
@@ -179,13 +181,13 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     given = block(bucket, write=rgw.full)
     dry = prefect_api.call(wipe_bucket, bucket=given)
     assert dry.code == 0, dry.output
-    assert "**Nothing was deleted.**" in prefect_api.artifacts(dry.run)["cleaning"]
-    assert "holds 4 objects" in prefect_api.artifacts(dry.run)["cleaning"]
+    assert "**Nothing was deleted.**" in prefect_api.read_artifacts(dry.run)["cleaning"]
+    assert "holds 4 objects" in prefect_api.read_artifacts(dry.run)["cleaning"]
     running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False)
     prefect_api.wait(running.run, "Paused")
-    with prefect_api.client() as client:
+    with prefect_api.make_client() as client:
         client.resume_flow_run(running.run, run_input={"bucket_name": f"{bucket}x"})
-    done = running.result()
+    done = running.wait_for_result()
     assert done.output.startswith("Failed: ")
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)

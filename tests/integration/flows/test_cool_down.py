@@ -137,15 +137,15 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
         assert go(by_name.pop(name)).wait(120) == -signal.SIGKILL
     for process in [go(process) for process in by_name.values()]:
         assert process.wait(120) == 0
-    done = running.result()
+    done = running.wait_for_result()
 
     assert done.code == 0, done.output
-    epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
+    epoch = fetch(store, CheckpointKeys("job").make_epoch_key(0), EpochRecord)
     found = read_checkpoint(store, "job", 40)
     assert epoch.root == found.root
     assert not verify(store, found)
     assert found.position == {"sample": 123}
-    artifacts = prefect_api.artifacts(running.run)
+    artifacts = prefect_api.read_artifacts(running.run)
     assert artifacts["progress-cooldown"] == 100.0
     report = artifacts["cooldown"]
     whole = f"{format_size(found.size)} in 17 files, committed by `{epoch.member}`"
@@ -175,11 +175,14 @@ def test_all_checkpointers_die_once(
         assert process.wait(120) == -signal.SIGKILL  # one after the other stands in, and dies
     for process in [go(process) for process in start({})]:
         assert process.wait(120) == 0
-    done = running.result()
+    done = running.wait_for_result()
     assert done.code == 0, done.output
-    epoch = fetch(store, CheckpointKeys("job").epoch(0), EpochRecord)
+    epoch = fetch(store, CheckpointKeys("job").make_epoch_key(0), EpochRecord)
     assert not verify(store, read_checkpoint(store, "job", epoch.step))
-    assert f"| `{epoch.member}` | **committed** |" in prefect_api.artifacts(running.run)["cooldown"]
+    assert (
+        f"| `{epoch.member}` | **committed** |"
+        in prefect_api.read_artifacts(running.run)["cooldown"]
+    )
 
 
 def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
@@ -204,13 +207,13 @@ def test_a_checkpoint_on_a_disk_is_brought_into_a_bucket(
     assert not verify(store, found)
     before = load(open_store((tmp_path / "disk").as_uri()), "trained").state
     assert torch.equal(load(store, "job").state["w3"], before["w3"])
-    report = prefect_api.artifacts(done.run)["saved-checkpoint"]
+    report = prefect_api.read_artifacts(done.run)["saved-checkpoint"]
     assert "**Step 40** of `job`" in report
     assert f"This run sent {format_size(found.size)}" in report
 
     again = prefect_api.call(save_checkpoint, **asked)
     assert again.code == 0, again.output
-    assert "This run sent 0 bytes" in prefect_api.artifacts(again.run)["saved-checkpoint"]
+    assert "This run sent 0 bytes" in prefect_api.read_artifacts(again.run)["saved-checkpoint"]
 
 
 def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
@@ -233,16 +236,16 @@ def test_a_checkpoint_is_brought_to_the_hub_with_a_token_from_a_block(
 
     refused = prefect_api.call(save_checkpoint, **asked(READER))
     assert refused.code == 1
-    state = prefect_api.flow_run(refused.run).state
+    state = prefect_api.read_flow_run(refused.run).state
     assert state is not None
     assert "read only: hf://" in (state.message or "")
-    assert hub.commits(repo) == 1
+    assert hub.count_commits(repo) == 1
 
     done = prefect_api.call(save_checkpoint, **asked(WRITER))
     assert done.code == 0, done.output
     spec = HubSpec(repo=repo, token=SecretStr(READER), endpoint=hub.endpoint)
     found = open_destination(spec).read_checkpoint("job", 40)
     assert found.root == here.root
-    assert hub.commits(repo) == 2
-    report = prefect_api.artifacts(done.run)["saved-checkpoint"]
+    assert hub.count_commits(repo) == 2
+    report = prefect_api.read_artifacts(done.run)["saved-checkpoint"]
     assert f"/{repo}/tree/main): " in report  # a link to the page of the repository

@@ -32,7 +32,7 @@ from millrace.testing.process import REPOSITORY
 from tasks.locations import BucketLocation, make_store_spec, refuse_temporary
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer
-from tests.support.flows.fixtures import SHARDING, texts, texts_in
+from tests.support.flows.fixtures import SHARDING, make_texts, read_texts
 
 HERE: dict[str, Any] = {"workers": 0, "uploads": 1}
 
@@ -61,7 +61,7 @@ def test_a_name_is_a_blocks_name_wherever_a_dataset_goes(
 ) -> None:
     name, folder = named
     shard_dataset("words", folder_source, name, SHARDING, HERE)  # pyright: ignore[reportArgumentType]
-    assert texts_in(Folder(folder)) == Counter(texts())
+    assert read_texts(Folder(folder)) == Counter(make_texts())
     assert list(elsewhere.iterdir()) == []
     assert list(verify_datasets(name) or ()) == ["words"]
 
@@ -105,7 +105,8 @@ def test_a_relative_path_is_refused_with_a_sentence(
     source = {"url": "file:///data/words", "columns": {"txt": "text"}}
     calls = (
         lambda: shard_dataset("words", source, path),  # pyright: ignore[reportArgumentType]
-        lambda: shard_dataset("words", {"url": path}, "/out"),  # pyright: ignore[reportArgumentType]
+        lambda: shard_dataset("words", {"url": path}, "/out"),
+        # pyright: ignore[reportArgumentType]
         lambda: clean_bucket(path),
         lambda: abort_uploads([path]),
     )

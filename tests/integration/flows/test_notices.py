@@ -48,7 +48,7 @@ def webhook(deployed: PrefectServer, prefect_api: PrefectServer) -> Iterator[Tol
     server.shutdown()
     thread.join()
     server.server_close()
-    with deployed.client() as client:
+    with deployed.make_client() as client:
         for automation in client.read_automations_by_name("millrace-notices"):
             client.delete_automation(automation.id)
     Webhook.delete("millrace-notices")

@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed
 
-from millrace.testing.process import REPOSITORY, free_ports
+from millrace.testing.process import REPOSITORY, find_free_ports
 from tests.prefect_server import PrefectServer
 
 AWAY = 180.0  # seconds
@@ -29,7 +29,7 @@ class Door:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._server = (parts.hostname, parts.port)
-        (self._port,) = free_ports(1)
+        (self._port,) = find_free_ports(1)
         self.url = f"http://127.0.0.1:{self._port}{parts.path}"
         self._open: list[socket.socket] = []
         self._listener: socket.socket | None = None

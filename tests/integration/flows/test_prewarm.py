@@ -10,7 +10,7 @@ from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
 from tests.ray_cluster import DISK, RayCluster
 from tests.support.flows.fixtures import MakeBlock
-from tests.support.swarm.swarms import KEY, files_below, running
+from tests.support.swarm.swarms import KEY, read_files, running
 
 
 def test_hosts_are_warmed_with_the_key_of_a_block(
@@ -30,10 +30,10 @@ def test_hosts_are_warmed_with_the_key_of_a_block(
         )
     assert done.code == 0, done.output
     assert KEY not in done.output
-    assert prefect_api.flow_run(done.run).name == "prewarm-source"
-    assert "**2 of 2 nodes** have all of 1 file" in prefect_api.artifacts(done.run)["prewarm"]
-    wanted = files_below(tmp_path / "source")
-    assert [files_below(agent.root) for agent in agents] == [wanted] * 2
+    assert prefect_api.read_flow_run(done.run).name == "prewarm-source"
+    assert "**2 of 2 nodes** have all of 1 file" in prefect_api.read_artifacts(done.run)["prewarm"]
+    wanted = read_files(tmp_path / "source")
+    assert [read_files(agent.root) for agent in agents] == [wanted] * 2
 
 
 def test_wrong_credentials_are_refused_before_a_node_is_touched(
@@ -47,7 +47,7 @@ def test_wrong_credentials_are_refused_before_a_node_is_touched(
         prewarm, files=[{"bucket": block(bucket, write=rgw.full)}], root=f"${DISK}/refused"
     )
     assert done.code == 1
-    state = prefect_api.flow_run(done.run).state
+    state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert "read credentials" in (state.message or "")
     assert not (ray_cluster.disks[0] / "refused").exists()

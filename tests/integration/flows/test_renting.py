@@ -25,8 +25,8 @@ from millrace.rentals import RentalSettings, RentalTimeouts, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
 from tasks.renting import make_supervisor
-from tests.prefect_server import PATIENCE, PrefectServer, until
-from tests.support.flows.campaigns import make_text, plan_of
+from tests.prefect_server import PATIENCE, PrefectServer, wait_until
+from tests.support.flows.campaigns import make_plan_settings, make_text
 from tests.support.flows.renting import RENT
 
 
@@ -38,33 +38,34 @@ def test_machines_are_rented_listed_and_released(
     asked = {**place, "settings": {**RENT, "machines": 2}, "name": "fleet"}
     dry = prefect_api.call(rent_machines, **asked)
     assert dry.code == 0, dry.output
-    report = prefect_api.artifacts(dry.run)["offers"]
+    report = prefect_api.read_artifacts(dry.run)["offers"]
     assert "**Nothing was rented.** 12 offers of Vast.ai fit `fleet`" in report
-    assert vast.books() == []
+    assert vast.list_machines() == []
 
     done = prefect_api.call(rent_machines, **asked, dry_run=False)
     assert done.code == 0, done.output
-    assert len(vast.alive()) == 2
-    report = prefect_api.artifacts(done.run)["rent-machines"]
+    assert len(vast.list_alive()) == 2
+    report = prefect_api.read_artifacts(done.run)["rent-machines"]
     assert "**fleet**: 2 machines run" in report
     assert report.count("| `fleet` |") == 2
 
     (hook,) = rent_machines.on_crashed_hooks
     # As a worker calls it for a run that was killed.
-    hook(rent_machines, prefect_api.flow_run(done.run), Crashed())
-    assert len(vast.alive()) == 2  # both were left to work
+    hook(rent_machines, prefect_api.read_flow_run(done.run), Crashed())
+    assert len(vast.list_alive()) == 2  # both were left to work
 
     listed = prefect_api.call(list_machines, **place)
-    assert "2 machines rented, $" in prefect_api.artifacts(listed.run)["rentals"]
+    assert "2 machines rented, $" in prefect_api.read_artifacts(listed.run)["rentals"]
     kept = prefect_api.call(reap_machines, **place, dry_run=False)
-    assert "0 machines released, 2 stay." in prefect_api.artifacts(kept.run)["reaper"]
+    assert "0 machines released, 2 stay." in prefect_api.read_artifacts(kept.run)["reaper"]
 
     back = prefect_api.call(release_machines, **place, name="fleet")
     assert back.code == 0, back.output
     assert (
-        "2 machines released; a listing shows none." in prefect_api.artifacts(back.run)["rentals"]
+        "2 machines released; a listing shows none."
+        in prefect_api.read_artifacts(back.run)["rentals"]
     )
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def test_machines_are_rented_into_the_bucket_of_a_block(
@@ -79,11 +80,11 @@ def test_machines_are_rented_into_the_bucket_of_a_block(
         rent_machines, bucket=name, vast=payer, settings=RENT, name="named", dry_run=False
     )
     assert done.code == 0, done.output
-    assert len(vast.alive()) == 1
+    assert len(vast.list_alive()) == 1
     assert list(store.glob("**/named/*"))
     back = prefect_api.call(release_machines, bucket=name, vast=payer, name="named")
     assert back.code == 0, back.output
-    assert vast.alive() == []
+    assert vast.list_alive() == []
     Bucket.delete(name)
 
 
@@ -98,7 +99,9 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
         "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT1S"},
     }  # fmt: skip
     plan = tmp_path / "campaign.yaml"
-    plan.write_text(json.dumps(plan_of("hung-up", store.as_uri(), tmp_path / "text", machines)))
+    plan.write_text(
+        json.dumps(make_plan_settings("hung-up", store.as_uri(), tmp_path / "text", machines))
+    )
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "millrace", "campaign", "run", plan, "--yes"],
@@ -106,16 +109,16 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
             preexec_fn=_hear_signals,  # noqa: PLW1509 - it only sets signals
         )  # fmt: skip
     try:
-        until(lambda: len(vast.alive()) == 2, "two machines")
+        wait_until(lambda: len(vast.list_alive()) == 2, "two machines")
         vast.fail_next(3, "error500", "delete")
         process.send_signal(signal.SIGHUP)
-        until(lambda: vast.fired()["error500"] > 0, "machines being released")
+        wait_until(lambda: vast.count_fired()["error500"] > 0, "machines being released")
         for _ in range(500):
             process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)
     finally:
         process.kill()
-    assert vast.alive() == [], (tmp_path / "log").read_text()[-3000:]
+    assert vast.list_alive() == [], (tmp_path / "log").read_text()[-3000:]
     leases = [*store.glob("hung-up/lease/**/*.json"), *store.glob("_rentals/**/lease/**/*.json")]
     assert leases
     assert [one for one in leases if not one.with_suffix(".end").exists()] == []  # none waits
@@ -131,7 +134,7 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
 ) -> None:
     nothing = prefect_api.call(reap_machines, bucket="not-there", vast="not-there")
     assert nothing.code == 0, nothing.output
-    assert vast.requests() == []
+    assert vast.list_requests() == []
 
     wrong = VastCredentials(api_key=SecretStr("not-a-key-of-yours"), server_url=vast.url)
     wrong.save("payer", overwrite=True)
@@ -139,7 +142,7 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
     folder.mkdir()
     failed = prefect_api.call(reap_machines, bucket=folder.as_uri(), vast=payer, dry_run=False)
     assert failed.code == 1
-    state = prefect_api.flow_run(failed.run).state
+    state = prefect_api.read_flow_run(failed.run).state
     assert state is not None
     assert "Vast.ai does not know the API key" in (state.message or "")
 
@@ -166,5 +169,5 @@ def test_a_program_that_has_never_worked_is_tried_twice(
 
     with pytest.raises(MachineError, match="the last words" if not proven else "did not start"):
         attend()
-    assert (vast.alive(), len(vast.books())) == ([], rented)
+    assert (vast.list_alive(), len(vast.list_machines())) == ([], rented)
     vast.reset()

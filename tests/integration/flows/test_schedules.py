@@ -121,7 +121,7 @@ def test_what_deploying_before_setup_says_is_explained(
         .replace("name: millrace\n    job", "name: none\n    job")
     )
     (tmp_path / "prefect.yaml").write_text(made)
-    said = deployed.prefect("deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml"))
+    said = deployed.run_prefect("deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml"))
     assert said.returncode == 1
     sentence = "This deployment configuration references work pool 'none' which does not exist"
     assert sentence in " ".join(said.stdout.split())

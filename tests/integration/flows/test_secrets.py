@@ -17,8 +17,8 @@ from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
-from tests.support.flows.fixtures import aws_credentials
-from tests.support.flows.planted import Planted, leaks, run_leaves, server_leaves
+from tests.support.flows.fixtures import make_aws_credentials
+from tests.support.flows.planted import Planted, find_leaks, read_run_leaves, read_server_leaves
 
 
 def test_blocks_and_what_they_raise_show_no_secret(
@@ -29,8 +29,8 @@ def test_blocks_and_what_they_raise_show_no_secret(
     one = Bucket(
         role=BucketRole.DATASET,
         url=f"s3://{bucket}",
-        read_credentials=aws_credentials(planted.source, rgw.endpoint),
-        write_credentials=aws_credentials(planted.wrong, rgw.endpoint),
+        read_credentials=make_aws_credentials(planted.source, rgw.endpoint),
+        write_credentials=make_aws_credentials(planted.wrong, rgw.endpoint),
     )
     one.check("read")
     with pytest.raises(DeniedError) as refusal:
@@ -48,7 +48,7 @@ def test_blocks_and_what_they_raise_show_no_secret(
     places["the exception"] = "".join(traceback.format_exception(refusal.value))
     places["logs"] = caplog.text
     planted_too = {"Vast's key": "va/st+key", "the Hub's token": "hf/tok+en"}
-    assert leaks(places, planted.secrets | planted_too) == []
+    assert find_leaks(places, planted.secrets | planted_too) == []
 
 
 def test_a_session_token_is_refused_and_not_shown(rgw: RGW, bucket: str) -> None:
@@ -58,12 +58,12 @@ def test_a_session_token_is_refused_and_not_shown(rgw: RGW, bucket: str) -> None
     one = Bucket(
         role=BucketRole.DATASET,
         url=f"s3://{bucket}",
-        read_credentials=aws_credentials(key, rgw.endpoint),
+        read_credentials=make_aws_credentials(key, rgw.endpoint),
     )
     with pytest.raises(ConfigurationError, match="have a session token") as refusal:
         one.open("read")
     places = shown(one) | {"the exception": "".join(traceback.format_exception(refusal.value))}
-    assert leaks(places, {"token": key.session_token, "secret": key.secret_access_key}) == []
+    assert find_leaks(places, {"token": key.session_token, "secret": key.secret_access_key}) == []
 
 
 def shown(*things: Any) -> dict[str, str]:
@@ -101,11 +101,11 @@ def test_the_scan_finds_a_deliberate_leak(prefect_api: PrefectServer, planted: P
     APILogHandler().flush()
 
     run = state.state_details.flow_run_id
-    found = leaks(dict(run_leaves(prefect_api, run)), planted.secrets)
+    found = find_leaks(dict(read_run_leaves(prefect_api, run)), planted.secrets)
     assert "the destination's secret in its log, plain" in found
     assert "the destination's secret in its parameters, URL-encoded" in found
     for number in range(3):
         assert f"the destination's secret in its artifacts, base64 at {number}" in found
-    in_tables = leaks(dict(server_leaves(prefect_api)), planted.secrets)
+    in_tables = find_leaks(dict(read_server_leaves(prefect_api)), planted.secrets)
     tables = {line.split(" in table ")[1].split()[0] for line in in_tables}
     assert {"flow_run", "artifact", "log"} <= tables

@@ -210,7 +210,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
     state, window = load_newest_state(store, keys)
     assert (window, state.digest()) == (4, made[-1].state)
 
-    key = CheckpointKeys(keys.job).part(good.parts[0].step, good.parts[0].digest)
+    key = CheckpointKeys(keys.job).make_part_key(good.parts[0].step, good.parts[0].digest)
     body = bytearray(read(store, key))
     body[-1] ^= 1
     put(store, key, bytes(body))
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
 def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
     keys = begun.run.chain
     (only,) = iterate_checkpoints(store, keys.job)
-    put(store, CheckpointKeys(keys.job).part(only.step, only.parts[0].digest), b"")
+    put(store, CheckpointKeys(keys.job).make_part_key(only.step, only.parts[0].digest), b"")
     with pytest.raises(ChainError, match="restore the checkpoint that its first link names"):
         load_newest_state(store, keys)
 

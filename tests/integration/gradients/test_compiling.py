@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.gradients.compiling_child import VALUES
-from tests.support.fork_server import RUN_MODULE, ForkedProcess, fork_server
+from tests.support.fork_server import RUN_MODULE, ForkedProcess, get_fork_server
 
 Start = Callable[..., ForkedProcess]
 
@@ -22,7 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def started(*arguments: str) -> ForkedProcess:
-            process = fork_server("numba").start(
+            process = get_fork_server("numba").start(
                 READ_SETTINGS + RUN_MODULE,
                 "tests.integration.gradients.compiling_child",
                 *arguments,

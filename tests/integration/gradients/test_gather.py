@@ -11,7 +11,7 @@ from millrace.gradients.progress_events import GradientAccepted
 from millrace.progress import Event
 from millrace.storage import Store, open_store
 from millrace.testing.faults import Fault
-from tests.stores import spec_of
+from tests.stores import make_spec
 from tests.unit.gradients.test_gather import OPEN, QUICK, body_of, send, workers
 
 
@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.mark.parametrize("kind", ["local", "memory", "rgw", "r2"])
 def test_a_window_is_whole_when_all_have_sent(kind, request):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     for uid in range(5):
         send(store, str(uid))
         send(store, str(uid), window=2)
@@ -36,7 +36,7 @@ def test_a_window_is_whole_when_all_have_sent(kind, request):
 
 def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
     send(store, "0")
-    spec = spec_of("rgw", request)
+    spec = make_spec("rgw", request)
     refusing = open_store(spec.model_copy(update={"url": "s3://no-such-bucket-at-all"}))
     both = [Sender("0", store), Sender("1", refusing)]
     found = gather(replace(OPEN, closes=datetime.now(UTC)), both, QUICK)
@@ -47,7 +47,7 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
 
 @pytest.mark.parametrize("what", ["", "gradient-"])  # its listing, its object
 def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
-    spec = spec_of("r2", request).model_copy(update={"retry_timeout": timedelta(seconds=1)})
+    spec = make_spec("r2", request).model_copy(update={"retry_timeout": timedelta(seconds=1)})
     hanging = open_store(spec)
     send(hanging, "1")
     for uid in (0, 2):

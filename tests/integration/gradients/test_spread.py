@@ -97,11 +97,11 @@ def gradient(
 def send(store: Store, run: RunSettings, window: int) -> None:
     """One of them a file of torch's, and one, which counts nowhere, that is none's."""
     for uid in UIDS:
-        body, key = gradient(run, uid, window), run.gradients.gradient(uid, window)
+        body, key = gradient(run, uid, window), run.gradients.make_gradient_key(uid, window)
         if uid == "b":
             body, key = as_torch(body), key.replace(".safetensors", ".pt")
         put(store, key, body)
-    put(store, run.gradients.gradient("bad", window), gradient(run, "a", window))
+    put(store, run.gradients.make_gradient_key("bad", window), gradient(run, "a", window))
 
 
 def in_portions(state: WeightState, names: list[list[str]]) -> ShardedWeights:
@@ -167,7 +167,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
 
 def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read(tmp_path):
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
-    store, key = open_store(tmp_path.as_uri()), run.gradients.gradient("a", 1)
+    store, key = open_store(tmp_path.as_uri()), run.gradients.make_gradient_key("a", 1)
     now, codec = datetime.now(UTC), run.codec
     expected = GatherWindow(
         run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now

@@ -76,7 +76,11 @@ def command(words: Words) -> Callable[[Site], Any]:
 
     def act(site: Site) -> Any:
         code = invoke(site, words(site))
-        left = [key for key in site.ours() if not key.startswith(("_clean/", "_probe", "_audit"))]
+        left = [
+            key
+            for key in site.list_unwritten()
+            if not key.startswith(("_clean/", "_probe", "_audit"))
+        ]
         return [*code, sorted(left)]
 
     return act
@@ -87,14 +91,18 @@ def _url(site: Site, below: str = "") -> str:
 
 
 def _store(site: Site, below: str = "") -> Any:
-    return site.spec(below).reveal_secrets()
+    return site.make_spec(below).reveal_secrets()
 
 
 def _pipeline(site: Site) -> str:
     from tests.integration.hostile.flows import pipeline
 
     made = pipeline(site)
-    source = {**site.spec("src").reveal_secrets(), "kind": "jsonl", "include": ["data/*.jsonl"]}
+    source = {
+        **site.make_spec("src").reveal_secrets(),
+        "kind": "jsonl",
+        "include": ["data/*.jsonl"],
+    }
     parts = (made.sharding, made.execution)
     sharding, execution = (part.model_dump(mode="json") for part in parts)
     return settings(
@@ -126,7 +134,7 @@ def _prewarm(site: Site) -> str:
 
 
 def _wipe(site: Site) -> list[str]:
-    name = make_confirmation(site.store().location)
+    name = make_confirmation(site.open_store().location)
     return ["bucket", "wipe", _url(site), "--confirm", name]
 
 

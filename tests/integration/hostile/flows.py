@@ -92,15 +92,15 @@ from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 from tests.support.cleanup.material import Place
 from tests.support.swarm.swarms import (
     LIE,
     Agent,
-    files_below,
-    forging,
     make_failed,
-    settings_of,
+    make_forging,
+    make_settings,
+    read_files,
     start_agent,
     stop,
 )
@@ -127,15 +127,15 @@ def _source(site: Site) -> None:
 def pipeline(site: Site) -> PipelineSettings:
     return PipelineSettings(
         dataset="sets/words",
-        source=SourceLocation(**dict(site.spec("src")), include=["data/*.jsonl"]),
-        store=site.spec("dst"),
+        source=SourceLocation(**dict(site.make_spec("src")), include=["data/*.jsonl"]),
+        store=site.make_spec("dst"),
         sharding=ShardingSettings(shard_bytes=64 << 10, partition_bytes=128 << 10),
         execution=ShardSettings(workers=0),
     )
 
 
 def _shard(site: Site) -> Any:
-    manifest = shard_dataset(pipeline(site), progress=site.heard).manifest
+    manifest = shard_dataset(pipeline(site), progress=site.hear).manifest
     return [(shard.key, shard.digest, shard.samples) for shard in manifest.shards]
 
 
@@ -145,7 +145,7 @@ def _sharded(site: Site) -> None:
 
 
 def _verify_datasets(site: Site) -> Any:
-    store = site.store("dst")
+    store = site.open_store("dst")
     names = find_datasets(store)
     seen = {
         name: _asked(lambda name=name: read_status(store, name).ended_partitions) for name in names
@@ -162,10 +162,13 @@ def _verify_datasets(site: Site) -> Any:
 
 
 def _collect(site: Site) -> Any:
-    store = site.store("dst")
+    store = site.open_store("dst")
     plan = plan_garbage(store, "sets/words", min_age=NOW)
     delete_garbage(store, plan)
-    return [sorted(site.genuine_of(f"dst/{one.key}" for one in plan.objects)), site.ours()]
+    return [
+        sorted(site.find_genuine(f"dst/{one.key}" for one in plan.objects)),
+        site.list_unwritten(),
+    ]
 
 
 DATASETS = Reach(
@@ -183,12 +186,12 @@ def _checkpoints(site: Site) -> None:
     for step in (1, 2, 3):
         dice = torch.Generator().manual_seed(step)
         state = {f"w{i}": torch.randn(900, generator=dice) for i in range(4)}
-        with Saver(site.store(), "runs/one", SaveSettings(part_bytes=4096)) as saver:
+        with Saver(site.open_store(), "runs/one", SaveSettings(part_bytes=4096)) as saver:
             saver.save(state, step=step).result()
 
 
 def _verify_checkpoints(site: Site) -> Any:
-    store, found = site.store(), dict[str, Any]()
+    store, found = site.open_store(), dict[str, Any]()
     for job in find_jobs(store):
         found[job] = [
             (step, str(seen) if isinstance(seen, errors.CorruptError) else verify(store, seen))
@@ -197,24 +200,24 @@ def _verify_checkpoints(site: Site) -> Any:
     for job, seen in found.items():
         for step, damage in seen:
             site.said.append(f"{job} {step}: {damage}")
-            site.blame("", CheckpointKeys(job).metadata(step), f"{job} {step}: ")
+            site.blame("", CheckpointKeys(job).make_metadata_key(step), f"{job} {step}: ")
     return found["runs/one"]
 
 
 def _save_checkpoint(site: Site) -> Any:
-    wanted = SavedSource(**dict(site.spec()), job="runs/one")
+    wanted = SavedSource(**dict(site.make_spec()), job="runs/one")
     origin, checkpoint = wanted.open()
     saved = copy_checkpoint(
-        StoreDestination(origin), checkpoint, StoreDestination(site.store("to")), "kept"
+        StoreDestination(origin), checkpoint, StoreDestination(site.open_store("to")), "kept"
     )
     return saved.root
 
 
 def _retain(site: Site) -> Any:
-    store = site.store()
+    store = site.open_store()
     plan = plan_retention(store, "runs/one", RetentionSettings(last=1, grace=NOW))
     done = apply_retention(store, plan)
-    return [sorted(plan.removed), len(done.failures), site.ours()]
+    return [sorted(plan.removed), len(done.failures), site.list_unwritten()]
 
 
 CHECKPOINTS = Reach(
@@ -230,19 +233,19 @@ CHECKPOINTS = Reach(
 
 def _bucket(site: Site) -> None:
     with ThreadPoolExecutor(16) as pool:
-        place = Place(site.store(), pool)
+        place = Place(site.open_store(), pool)
         for version in ("0.2.1", "0.2.11"):
             for window in range(4):
                 for uid in ("w0", "w1"):
-                    place.gradient("run", uid, window, version)
+                    place.put_gradient("run", uid, window, version)
             for uid in ("w0", "w1"):
-                place.start_window("run", uid, 0, version)
-            place.chain("run", version, 3, {1: 0, 2: 0})
+                place.put_start_window("run", uid, 0, version)
+            place.put_chain("run", version, 3, {1: 0, 2: 0})
         for step in (1, 2, 3):
-            place.checkpoint("job", step, [f"{step}".encode()])
-        place.pin("job", 1)
-        place.dataset("words", 3, orphans=1)
-        place.dataset("old", 2)
+            place.put_checkpoint("job", step, [f"{step}".encode()])
+        place.put_pin("job", 1)
+        place.put_dataset("words", 3, orphans=1)
+        place.put_dataset("old", 2)
         place.put("mine/x.txt")
         place.settle()
 
@@ -270,26 +273,26 @@ BUCKET = Reach(
 
 
 def _clean_by(site: Site, *rules: Any) -> Any:
-    config = CleanupSettings(store=site.spec(), rules=rules)
-    plan = make_plan(config, progress=site.heard)
-    with open_plan(site.store(), plan.name) as (_, entries):
+    config = CleanupSettings(store=site.make_spec(), rules=rules)
+    plan = make_plan(config, progress=site.hear)
+    with open_plan(site.open_store(), plan.name) as (_, entries):
         planned = sorted(entry.stat.key for entry in entries)
-    done = execute(config, plan.name, progress=site.heard)
+    done = execute(config, plan.name, progress=site.hear)
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
     site.said.append(f"{plan.totals.kept} {done.skipped}")
     site.said += [
         f"junk of {one.scope.rstrip('/')}/{one.worker}: {one.objects} objects" for one in done.junk
     ]
-    left = [key for key in site.ours() if not key.startswith("_clean/")]
-    return [site.genuine_of(planned), sorted(left)]
+    left = [key for key in site.list_unwritten() if not key.startswith("_clean/")]
+    return [site.find_genuine(planned), sorted(left)]
 
 
 def _clean(site: Site) -> Any:
-    written = [key for key in site.everything() if _is_junk(key)]
+    written = [key for key in site.list_everything() if _is_junk(key)]
     planned, left = _clean_by(site, *RULES)
     if written:
         site.blamed.append(["junk of run/w1: "])
-    return [planned, left, [key for key in site.everything() if _is_junk(key)]]
+    return [planned, left, [key for key in site.list_everything() if _is_junk(key)]]
 
 
 def _is_junk(key: str) -> bool:
@@ -306,12 +309,15 @@ def _delete_gathers(site: Site) -> Any:
 
 
 def _wipe(site: Site) -> Any:
-    spec = site.spec()
+    spec = site.make_spec()
     survey_wipe(spec)
     plan = plan_wipe(spec)
-    done = wipe(spec, plan.name, confirm=make_confirmation(site.store().location))
+    done = wipe(spec, plan.name, confirm=make_confirmation(site.open_store().location))
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
-    return [len(done.failures), [key for key in site.everything() if not key.startswith("_clean/")]]
+    return [
+        len(done.failures),
+        [key for key in site.list_everything() if not key.startswith("_clean/")],
+    ]
 
 
 def _abort(site: Site) -> Any:
@@ -320,14 +326,14 @@ def _abort(site: Site) -> Any:
     for name in names:
         site.begin_upload(name)
     # RGW tells in whole seconds when an upload was begun.
-    stale = find_stale_uploads(site.spec(), older_than=timedelta(seconds=-5))
-    done = abort_uploads(site.spec(), stale)
+    stale = find_stale_uploads(site.make_spec(), older_than=timedelta(seconds=-5))
+    done = abort_uploads(site.make_spec(), stale)
     site.said += [f"{one.key}: {one.reason}" for one in done.failures]
-    return [len(done.failures), [key.removeprefix(site.prefix) for key in site.uploads()]]
+    return [len(done.failures), [key.removeprefix(site.prefix) for key in site.list_uploads()]]
 
 
 def _audit(site: Site) -> Any:
-    spec = site.spec()
+    spec = site.make_spec()
     role = AuditedRole(
         store=spec.model_copy(update={"credentials": None}), write_credentials=spec.credentials
     )
@@ -364,24 +370,24 @@ def _change(model: torch.nn.Module, window: int, uid: str) -> None:
 
 
 def aggregator(site: Site) -> AggregatorSettings:
-    begin = InitialWeights(**dict(site.spec()), job="first")
+    begin = InitialWeights(**dict(site.make_spec()), job="first")
     return AggregatorSettings(
-        run=RUN, store=site.spec(), workers=UIDS, initial_weights=begin, until=LAST, every=1
+        run=RUN, store=site.make_spec(), workers=UIDS, initial_weights=begin, until=LAST, every=1
     )
 
 
 def _first(site: Site) -> None:
-    with Saver(site.store(), "first") as saver:
+    with Saver(site.open_store(), "first") as saver:
         saver.save(dict(_model().named_parameters()), step=7).result()
 
 
 def _aggregate(site: Site) -> Any:
     """Merge two windows of three workers, of which the third sends junk, and first."""
     torch.set_num_threads(1)
-    store, refused = site.store(), threading.Event()
+    store, refused = site.open_store(), threading.Event()
 
     def heard(event: Event) -> None:
-        site.heard(event)
+        site.hear(event)
         if isinstance(event, GradientRefused) and event.uid == EVIL:
             refused.set()
 
@@ -400,8 +406,8 @@ def _aggregate(site: Site) -> Any:
         for window in range(1, LAST + 1):
             turns = {uid: next(one.iterate_windows()) for uid, one in everybody.items()}
             refused.clear()
-            key = RUN.gradients.gradient(EVIL, window)
-            genuine = site.genuine.get(RUN.gradients.gradient(UIDS[0], window), b"")
+            key = RUN.gradients.make_gradient_key(EVIL, window)
+            genuine = site.genuine.get(RUN.gradients.make_gradient_key(UIDS[0], window), b"")
             if junk := site.strike(key, genuine):
                 sent[window] = Refusal.TOO_LARGE if junk.kind is Kind.GIANT else ""
                 while not refused.wait(0.05) and not working.done():
@@ -436,7 +442,7 @@ def _tell_of_links(site: Site, links: Sequence[ChainLink], sent: Mapping[int, st
 
 
 GRADIENTS = Reach(
-    prefixes=(RUN.gradients.worker(EVIL),),
+    prefixes=(RUN.gradients.make_worker_prefix(EVIL),),
     spares=lambda key: RUN.gradients.parse(key) is not None,  # written when the window is open
     ghosts=UIDS[:1],
 )
@@ -449,7 +455,7 @@ def _merged(site: Site) -> None:
 
 def _catch_up(site: Site) -> Any:
     """Bring a worker to the newest weights, from the chain."""
-    store = site.store()
+    store = site.open_store()
     one = Participant.join(RUN, "late", store, store)
     one.catch_up()
     model = _model()
@@ -460,7 +466,7 @@ def _catch_up(site: Site) -> Any:
 
 def _forge(site: Site) -> None:
     """Have the aggregator commit a last link that follows the one before, and claims too much."""
-    key = RUN.chain.link(LAST)
+    key = RUN.chain.make_link_key(LAST)
     envelope = json.loads(site.genuine[key])
     link = envelope["record"]
     update = link["updates"][0]
@@ -477,7 +483,7 @@ def _forge(site: Site) -> None:
             update["key"] = site.dice.choice(["", "/", "a//b", "../../x", key, RUN.chain.prefix])
         case "bomb":
             body = (1 << 40).to_bytes(8, "little") + bytes(1000)  # of a header of a terabyte
-            digest = blake3_digest(body)
+            digest = compute_blake3(body)
             update |= {
                 "key": f"{RUN.chain.prefix}bomb.safetensors",
                 "size": len(body),
@@ -499,9 +505,9 @@ def _follow(site: Site) -> Any:
     """Bring a late worker to weights that the chain proves, or to an error that names the chain."""
     if site.reach is not None and site.dice.random() < 0.5:
         _forge(site)
-    links = [json.loads(site.genuine[key]) for key in map(RUN.chain.link, range(LAST + 1))
+    links = [json.loads(site.genuine[key]) for key in map(RUN.chain.make_link_key, range(LAST + 1))
              if key in site.genuine]  # fmt: skip
-    store = site.store()
+    store = site.open_store()
     try:
         load_newest_state(store, RUN.chain)
         state = copy_state(dict(_model().named_parameters()))
@@ -517,7 +523,7 @@ def _follow(site: Site) -> Any:
 AGGREGATOR = Reach(prefixes=(RUN.chain.links, RUN.chain.prefix))
 
 CHAIN = Reach(
-    prefixes=tuple(RUN.gradients.worker(uid) for uid in UIDS),
+    prefixes=tuple(RUN.gradients.make_worker_prefix(uid) for uid in UIDS),
     litter=(RUN.chain.prefix, RUN.chain.links, f"{RUN.chain.job}/checkpoints/"),
     ghosts=UIDS[:1],
 )
@@ -529,13 +535,13 @@ CHAIN = Reach(
 def _cool_down(site: Site) -> Any:
     """End an epoch with two members; the third worker of the campaign only writes junk."""
     torch.set_num_threads(1)
-    store, job = site.store(), CAMPAIGN.job
+    store, job = site.open_store(), CAMPAIGN.job
     states = [dict(_model().named_parameters()) for _ in range(2)]
 
     def one(uid: str, state: dict[str, torch.nn.Parameter]) -> EpochResult:
         with (
             Membership(store, job, uid) as member,
-            EpochSaver(member, CooldownSettings(), progress=site.heard) as saver,
+            EpochSaver(member, CooldownSettings(), progress=site.hear) as saver,
         ):
             member.wait_for_members(2, 0, timedelta(minutes=2))
             return saver.end(state, epoch=0, step=5, seed=7)
@@ -568,16 +574,19 @@ def _prewarm(site: Site) -> Any:
         told = site.folder / "lies"
         forged = site.dice.choice([None, *FORGED]) if site.reach is not None else ""
         lie = f"{LIE}{_NOTING.format(path=str(told))}" if forged is None else ""
-        code = forging(forged) if forged else lie
+        code = make_forging(forged) if forged else lie
         agents: list[Agent] = []
         for number in range(3):
             root = site.folder / f"n{number}"
             agents.append(start_agent(f"n{number}", root, code=code if number == 2 else ""))
             stack.callback(stop, agents[-1])
-        wanted = settings_of(
-            site.spec("dst"), agents, requests=[Request(dataset="sets/words")], min_node_share=0.5
+        wanted = make_settings(
+            site.make_spec("dst"),
+            agents,
+            requests=[Request(dataset="sets/words")],
+            min_node_share=0.5,
         )
-        report = prewarm(wanted, progress=site.heard)
+        report = prewarm(wanted, progress=site.hear)
         site.said += [
             f"{node.name} is {'trusted' if node.trusted else 'not trusted'}: {node.why}"
             for node in report.nodes
@@ -594,7 +603,7 @@ def _prewarm(site: Site) -> Any:
             [node.ready for node in report.nodes[:2]],
             [
                 sorted((name, hashlib.sha256(body).hexdigest()) for name, body in files.items())
-                for files in (files_below(agent.root) for agent in agents[:2])
+                for files in (read_files(agent.root) for agent in agents[:2])
             ],
         ]
 

@@ -192,7 +192,7 @@ class Lens:
             told.enable_chunked_encoding()
         await told.prepare(request)
         size = 0
-        async for piece in answer.chunks():
+        async for piece in answer.read_chunks():
             size += len(piece)
             await told.write(piece)
         await told.write_eof()

@@ -81,7 +81,7 @@ class Verdicts:
         """All that is wrong, a sentence each."""
         return [*self.stopped, *self.misled, *self.late, *self.unbounded, *self.unnamed]
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """Return the runs by flow, and the kinds of objects that were really read."""
         rows = [f"{'flow':<24}{'runs':>6}{'held to a name':>18}"]
         rows += [f"{n:<24}{c:>6}{self.held[n]:>18}" for n, c in self.runs.items()]
@@ -89,7 +89,7 @@ class Verdicts:
         rows += [f"{kind:<34}{self.read[kind]:>8}{self.listed[kind]:>8}" for kind in Kind]
         return "\n".join(rows)
 
-    def sentence(self) -> str:
+    def format_sentence(self) -> str:
         """Return the counts that decide."""
         return (
             f"hostile runs {self.runs.total()}: stopped {len(self.stopped)}, misled "
@@ -175,7 +175,7 @@ class Matrix:
     def _objects(self, site: str) -> dict[str, bytes]:
         from tests.integration.hostile.site import Site
 
-        return Site(self._server, site, self._folder).objects()
+        return Site(self._server, site, self._folder).read_objects()
 
 
 def silent(ended: Ended) -> list[list[str]]:

@@ -99,7 +99,7 @@ class World:
     def stand(self) -> LedgerSettings:
         return LedgerSettings(store=self.store, account=self.account)
 
-    def settings(self) -> RentalSettings:
+    def make_settings(self) -> RentalSettings:
         return RentalSettings(
             name="fleet",
             store=self.store,
@@ -114,14 +114,14 @@ class World:
             ),
         )
 
-    def ours(self) -> list[dict[str, Any]]:
+    def list_ours(self) -> list[dict[str, Any]]:
         """Return the machines of ours that are there now, and those that bear their labels."""
-        return [one for one in self.server.alive() if one["id"] not in self.foreign]
+        return [one for one in self.server.list_alive() if one["id"] not in self.foreign]
 
-    def left(self) -> list[int]:
+    def list_left(self) -> list[int]:
         """Return the machines that Millrace has rented, and that are there now."""
         with self._planting:
-            return [one["id"] for one in self.ours() if one["id"] not in self.planted]
+            return [one["id"] for one in self.list_ours() if one["id"] not in self.planted]
 
     def attempt(self, call: Callable[[], Any], *, ends: bool = False) -> None:
         """Call, and note an error that it must not raise, and what its report must say.
@@ -136,7 +136,7 @@ class World:
         except REFUSED as error:
             said = f"{type(error).__name__}: {error}"
             self.site.said.append(said)
-        had = any(one["fate"] == self.fate for one in self.server.books()) and self.fate
+        had = any(one["fate"] == self.fate for one in self.server.list_machines()) and self.fate
         if had == "failing" and any(BLAMED["silent"] in line for line in self.site.said):
             had = "silent"  # it has made its own reports unreadable before its program failed
         fails = ends and had == "failing"
@@ -155,7 +155,7 @@ class World:
             until: When the last machine had to be back, by the stand-in's clock.
             attended: Whether an owner was there all the time, which releases expensive machines.
         """
-        books = self.server.books()
+        books = self.server.list_machines()
         ours = [one for one in books if one["id"] not in self.foreign]
         late = [one["id"] for one in ours if (one["destroyed"] or until + 1) > until]
         gone = [one["id"] for one in books if one["id"] in self.foreign and one["destroyed"]]
@@ -173,7 +173,7 @@ class World:
         """Have the first machine write what it likes, and others rent beside."""
         if self.site.reach is None:
             return
-        mine = RentalKeys("fleet").machine(0)
+        mine = RentalKeys("fleet").make_machine_prefix(0)
         genuine = {
             path.relative_to(self.folder).as_posix(): path.read_bytes()
             for path in (self.folder / MACHINES).rglob("*")
@@ -185,7 +185,7 @@ class World:
         }
         for one in make_junk(Reach((mine,)), genuine, 40, ROOM, self.site.dice):
             self._write(one)
-        living = self.ours()
+        living = self.list_ours()
         if living:
             label = self.site.dice.choice(living)["label"]
             with self._planting:
@@ -230,20 +230,20 @@ def provision(site: Site) -> Any:
     with _world(site) as world:
 
         def use() -> None:
-            with Rental(world.settings(), vast=world.vast, progress=site.heard) as rental:
+            with Rental(world.make_settings(), vast=world.vast, progress=site.hear) as rental:
                 rental.wait_until_ready()
                 world.strike()
                 rental.wait_until_done()
 
         world.attempt(use, ends=True)
-        end, left = world.server.now(), world.left()
+        end, left = world.server.read_time(), world.list_left()
         _reap_all(world)
         return world.judge(left, end + LEASE + 2 * REAPED, attended=True)
 
 
 def _left(world: World) -> None:
     def use() -> None:
-        with Rental(world.settings(), vast=world.vast, detached=True) as rental:
+        with Rental(world.make_settings(), vast=world.vast, detached=True) as rental:
             rental.wait_until_ready()
 
     world.attempt(use)
@@ -252,8 +252,8 @@ def _left(world: World) -> None:
 
 def _reap_all(world: World) -> None:
     for _ in range(16):
-        reap(world.stand, vast=world.vast, progress=world.site.heard)
-        if not world.ours():
+        reap(world.stand, vast=world.vast, progress=world.site.hear)
+        if not world.list_ours():
             return
         world.server.advance(REAPED)
 
@@ -262,14 +262,14 @@ def reap_instances(site: Site) -> Any:
     """Reap with the key of another account, and then with ours, until all time is over."""
     with _world(site) as world:
         _left(world)
-        before = {one["id"] for one in world.ours()}
+        before = {one["id"] for one in world.list_ours()}
         other = VastClient(
-            SecretStr(world.server.second_account()), world.server.url,
+            SecretStr(world.server.open_account()), world.server.url,
             clock=StandInClock(world.server),
         )  # fmt: skip
         seen = reap(world.stand, vast=other)
-        kept = {one["id"] for one in world.ours()} == before
-        end = world.server.now() + 3 * 3600
+        kept = {one["id"] for one in world.list_ours()} == before
+        end = world.server.read_time() + 3 * 3600
         world.server.advance(3 * 3600)
         _reap_all(world)
         return world.judge([kept, seen.closed_attempts, len(seen.released)], end + 2 * REAPED)
@@ -280,9 +280,9 @@ def release_machines(site: Site) -> Any:
     with _world(site) as world:
         _left(world)
         world.attempt(
-            lambda: release_rental(world.stand, "fleet", vast=world.vast, progress=site.heard)
+            lambda: release_rental(world.stand, "fleet", vast=world.vast, progress=site.hear)
         )
-        end, left = world.server.now(), world.left()
+        end, left = world.server.read_time(), world.list_left()
         _reap_all(world)
         return world.judge(left, end + 2 * REAPED)
 
@@ -295,7 +295,7 @@ def list_machines(site: Site) -> Any:
         site.said += [f"{one.rental} {one.instance.label} {one.release_reason}" for one in found]
         rentals = sorted({one.rental for one in found})
         world.attempt(lambda: release_rental(world.stand, "fleet", vast=world.vast))
-        end, left = world.server.now(), world.left()
+        end, left = world.server.read_time(), world.list_left()
         _reap_all(world)
         return world.judge([rentals, left], end + 2 * REAPED)
 
@@ -332,8 +332,8 @@ def command(name: str) -> Callable[[Site], Any]:
             # A program that fails ends its rental with 1, unless junk is over what it has told.
             fine = {0, 1} if world.fate == "failing" else {0}
             wrong = [one for one in (*codes, code) if one not in fine]
-            left = world.left() if name in {"rent", "release"} else []
-            end = world.server.now()
+            left = world.list_left() if name in {"rent", "release"} else []
+            end = world.server.read_time()
             _reap_all(world)
             return world.judge([odd, wrong, left], end + 3 * 3600 + 2 * REAPED)
 
@@ -345,7 +345,7 @@ COMMANDS = ("offers", "rent", "list", "release", "reap")
 
 def _strike_soon(world: World) -> None:
     """Strike as soon as a machine of the rental has written something."""
-    mine = world.folder / RentalKeys("fleet").machine(0)
+    mine = world.folder / RentalKeys("fleet").make_machine_prefix(0)
     while not any(mine.glob("beat.json")):
         time.sleep(0.02)
     world.strike()

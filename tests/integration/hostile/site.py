@@ -106,7 +106,7 @@ class Site:
         """The prefix of the run's keys in the bucket."""
         return f"{self.name}/"
 
-    def spec(self, below: str = "") -> StoreSpec:
+    def make_spec(self, below: str = "") -> StoreSpec:
         """Return the store of the site, or of a folder below it."""
         return StoreSpec(
             url=f"s3://{self.server.bucket}/{self.prefix}{below}".rstrip("/"),
@@ -118,11 +118,11 @@ class Site:
             ),
         )
 
-    def store(self, below: str = "") -> Store:
+    def open_store(self, below: str = "") -> Store:
         """Open the store of the site, or of a folder below it."""
-        return open_store(self.spec(below))
+        return open_store(self.make_spec(below))
 
-    def heard(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
         """Remember an event."""
         self.said.append(" ".join([event.kind, *map(str, asdict(event).values())]))
 
@@ -137,7 +137,7 @@ class Site:
         if any(one.key == below + key and one.kind in UNREADABLE for one in self.junk):
             self.blamed.append([line, key])
 
-    def everything(self) -> list[str]:
+    def list_everything(self) -> list[str]:
         """List all keys of the site, without Millrace."""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.server.bucket, Prefix=self.prefix
@@ -145,11 +145,11 @@ class Site:
         found = (each["Key"] for page in pages for each in page.get("Contents", []))
         return [key.removeprefix(self.prefix) for key in found]
 
-    def ours(self) -> list[str]:
+    def list_unwritten(self) -> list[str]:
         """List the keys that are there and no principal has written."""
-        return self.genuine_of(self.everything())
+        return self.find_genuine(self.list_everything())
 
-    def genuine_of(self, keys: Iterable[str]) -> list[str]:
+    def find_genuine(self, keys: Iterable[str]) -> list[str]:
         """Return those of some keys that the run began with, or no principal has written."""
         theirs = {one.key for one in self.junk} - self.built
         return [key for key in keys if key not in theirs]
@@ -162,7 +162,7 @@ class Site:
         """Begin an upload of several parts, and leave it."""
         self._client.create_multipart_upload(Bucket=self.server.bucket, Key=self.prefix + key)
 
-    def uploads(self) -> list[str]:
+    def list_uploads(self) -> list[str]:
         """List the keys of unfinished uploads."""
         found = self._client.list_multipart_uploads(Bucket=self.server.bucket, Prefix=self.prefix)
         return [each["Key"] for each in found.get("Uploads", [])]
@@ -173,14 +173,14 @@ class Site:
             if Path(path).exists() and Path(path).stat().st_atime != accessed:
                 self.read.append(kind)
 
-    def objects(self) -> dict[str, bytes]:
+    def read_objects(self) -> dict[str, bytes]:
         """Read all objects of the site, without Millrace."""
 
         def read(key: str) -> bytes:
             found = self._client.get_object(Bucket=self.server.bucket, Key=self.prefix + key)
             return found["Body"].read()
 
-        keys = self.everything()
+        keys = self.list_everything()
         with ThreadPoolExecutor(_WRITERS) as pool:
             return dict(zip(keys, pool.map(read, keys), strict=True))
 

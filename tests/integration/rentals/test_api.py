@@ -17,9 +17,9 @@ from tests.support.rentals.account import Reset
 def test_the_requests_are_the_sdks_and_as_the_api_documents_them(world: Reset) -> None:
     account = world(program=100.0)
     request = {"gpu": "RTX_4090", "gpu_memory": 20, "regions": ("US", "DE", "CA", "JP")}
-    with Rental(account.settings(request=request), vast=account.vast) as rental:
+    with Rental(account.make_settings(request=request), vast=account.vast) as rental:
         rental.wait_until_done()
-    sent = account.server.requests()
+    sent = account.server.list_requests()
     search = next(one for one in sent if one["call"] == "search")
     assert (search["method"], search["path"]) == ("POST", "/api/v0/bundles/")
     assert search["body"] == {
@@ -65,7 +65,7 @@ def test_a_listing_goes_over_its_pages(world: Reset) -> None:
     account = world()
     planted = [account.server.plant(f"{number}") for number in range(60)]
     assert [one.id for one in account.vast.list_instances()] == planted
-    assert sum(one["call"] == "list" for one in account.server.requests()) == 3
+    assert sum(one["call"] == "list" for one in account.server.list_requests()) == 3
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_what_may_be_asked_again_is_asked_again(world: Reset, fault: str) -> Non
         vast, {"x": number}, lambda _: None
     )  # in rounds: one ask of each machine in each
     vast.destroy_instance(number)  # gone already: a success
-    assert account.server.alive() == []
-    assert account.server.fired()[fault] == (7 if fault == "slow" else 8)  # it fails nothing
+    assert account.server.list_alive() == []
+    assert account.server.count_fired()[fault] == (7 if fault == "slow" else 8)  # it fails nothing
 
 
 def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -> None:
     account = world()
     vast = account.vast
-    (offer, *_) = find_offers(vast, account.settings().request)
+    (offer, *_) = find_offers(vast, account.make_settings().request)
     for fault, sent in (("error502", 1), ("cut", 1), ("lost", 1), ("text429", 3)):
-        before = len(account.server.requests())
+        before = len(account.server.list_requests())
         account.server.fail_next(2 if fault == "text429" else 1, fault, "create")
         if fault == "text429":  # refused before anything was done
             with pytest.raises(errors.NotFoundError):  # what was lost has taken it
@@ -103,8 +103,8 @@ def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -
         else:
             with pytest.raises(errors.UnavailableError, match="does not answer to create"):
                 vast.create_instance(offer.id, image="x", disk=10, label="l")
-        assert len(account.server.requests()) - before == sent
-    assert len(account.server.alive()) == 1
+        assert len(account.server.list_requests()) - before == sent
+    assert len(account.server.list_alive()) == 1
 
 
 def test_a_wrong_key_is_said_once_and_not_shown(world: Reset) -> None:
@@ -114,15 +114,15 @@ def test_a_wrong_key_is_said_once_and_not_shown(world: Reset) -> None:
     with pytest.raises(errors.DeniedError, match="does not know the API key") as caught:
         vast.list_instances()
     assert "not-a-key" not in str(caught.value)
-    assert len(account.server.requests()) == 1
+    assert len(account.server.list_requests()) == 1
 
 
 def test_nobody_waits_for_a_day_for_searches(world: Reset) -> None:
     account = world()
     account.server.fail_next(1, "quota", "search")
     with pytest.raises(errors.UnavailableError, match="midnight UTC"):
-        find_offers(account.vast, account.settings().request)
-    assert len(account.server.requests()) == 1
+        find_offers(account.vast, account.make_settings().request)
+    assert len(account.server.list_requests()) == 1
 
 
 def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
@@ -131,10 +131,10 @@ def test_a_server_that_is_not_there_is_said_after_a_while(world: Reset) -> None:
         SecretStr("x"), "http://127.0.0.1:9", clock=StandInClock(account.server),
         retry_timeout=timedelta(seconds=30),
     )  # fmt: skip
-    before = account.server.now()
+    before = account.server.read_time()
     with pytest.raises(errors.UnavailableError, match="does not answer to list: ConnectionError"):
         vast.list_instances()
-    assert 30 <= account.server.now() - before < 40
+    assert 30 <= account.server.read_time() - before < 40
 
 
 @pytest.mark.parametrize("fault", sorted(LISTS))
@@ -148,7 +148,7 @@ def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
     account.server.fail_next(1000, fault, "list")
     with pytest.raises(errors.UnavailableError, match="does not answer to list"):
         account.vast.list_instances()
-    assert account.server.fired()[fault] > 2
+    assert account.server.count_fired()[fault] > 2
 
 
 @pytest.mark.parametrize("rows", [0, 1], ids=["empty pages", "pages of machines"])

@@ -48,21 +48,21 @@ timeouts: {{poll_interval: PT0.5S}}
 def test_machines_are_looked_at_rented_and_released(run: Run, vast: VastServer) -> None:
     shown = run("machine", "offers")
     assert "1 x RTX 4090, 24 GB" in shown
-    assert vast.books() == []
+    assert vast.list_machines() == []
     said = run("machine", "rent", "--yes")
     assert "fleet/0: takes RTX 4090" in said
     assert "fleet/0| the last words" in said
     assert "fleet/0: released (done: the program ended with exit code 0)" in said
     assert "All is released. It has cost about $" in said
     assert "Rented: 0 machines" in run("machine", "list")
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
     said = run("machine", "rent", "--detach", "--yes")
     assert "fleet/0 runs at 127.0.0.1." in said
     assert "release them with `millrace machine release fleet rent.yaml`" in said
-    (one,) = vast.alive()
+    (one,) = vast.list_alive()
     listed = run("machine", "list")
     assert f"fleet: instance {one['id']} is running, since " in listed
     assert "detached until its deadline." in listed
@@ -72,7 +72,7 @@ def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastSe
     assert "the program has ended.\nWould be released: 1 machine. Stay: 0." in said
     assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
     assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def test_a_machine_that_nobody_can_afford_is_not_there(run: Run, tmp_path: Path) -> None:

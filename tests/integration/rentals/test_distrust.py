@@ -25,13 +25,13 @@ from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
-from tests.prefect_server import until
+from tests.prefect_server import wait_until
 from tests.support.rentals.account import Account_, Reset
 from tests.support.rentals.parts import make_attempt
 
 
 def leave(account: Account_, **more: Any) -> None:
-    with Rental(account.settings(**more), vast=account.vast, detached=True) as rental:
+    with Rental(account.make_settings(**more), vast=account.vast, detached=True) as rental:
         rental.wait_until_ready()
 
 
@@ -47,8 +47,8 @@ def test_what_was_left_ends_before_its_money_is_spent(world: Reset) -> None:
     leave(account, machines=2, request={"max_total": 1.0})
     account.server.advance(20 * 3600)
     for _ in range(2):
-        reap(account.stand(), vast=account.vast)
-    assert account.server.alive() == []
+        reap(account.make_ledger_settings(), vast=account.vast)
+    assert account.server.list_alive() == []
     for attempt in list_attempts(open_store(account.store), "fleet"):
         hours = (attempt.intent.deadline - attempt.intent.started_at) / timedelta(hours=1)
         assert hours * attempt.intent.dollars_per_hour == pytest.approx(0.5, abs=0.01)
@@ -57,11 +57,11 @@ def test_what_was_left_ends_before_its_money_is_spent(world: Reset) -> None:
 def test_what_was_left_goes_when_its_program_has_ended(world: Reset) -> None:
     account = world(program=600.0)
     leave(account)
-    assert len(reap(account.stand(), vast=account.vast).kept) == 1
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).kept) == 1
     account.server.advance(900)
-    (gone,) = reap(account.stand(), vast=account.vast).released
+    (gone,) = reap(account.make_ledger_settings(), vast=account.vast).released
     assert gone.release_reason == "the program has ended"
-    assert account.server.alive() == []
+    assert account.server.list_alive() == []
 
 
 def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
@@ -69,7 +69,7 @@ def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
 ) -> None:
     account = world()
     said = account.folder / "_rentals/fleet/owner.txt"
-    with Rental(account.settings(), vast=account.vast) as rental:
+    with Rental(account.make_settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
         assert said.read_bytes() != b"detached"
     leave(account)
@@ -78,7 +78,7 @@ def test_machines_that_are_left_are_told_so_and_others_that_they_have_an_owner(
 
 def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> None:
     account = world()
-    rental = Rental(account.settings(machines=2), vast=account.vast)
+    rental = Rental(account.make_settings(machines=2), vast=account.vast)
     rental.__enter__()
     rental.wait_until_ready()
     keys = RentalKeys("fleet")
@@ -86,12 +86,12 @@ def test_an_owner_that_was_followed_ends_and_touches_nothing(world: Reset) -> No
     holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
     record = {"holder": holder.model_dump(), "ttl": "PT3M"}
     there = json.dumps({**body, "record": record}).encode()
-    create(open_store(account.store), keys.lease.term(1), there)
+    create(open_store(account.store), keys.lease.make_term_key(1), there)
     with pytest.raises(errors.HeldError, match="Another process has taken over fleet") as caught:
         rental.wait_until_done()
     rental.__exit__(type(caught.value), caught.value, None)
-    assert len(account.server.alive()) == 2
-    assert all(one["call"] != "delete" for one in account.server.requests())
+    assert len(account.server.list_alive()) == 2
+    assert all(one["call"] != "delete" for one in account.server.list_requests())
 
 
 def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +104,10 @@ def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.Mon
         return commit(store, key, record)
 
     monkeypatch.setattr(machine_starter, "commit_once", second)
-    rental = Rental(account.settings(), vast=account.vast)
+    rental = Rental(account.make_settings(), vast=account.vast)
     with pytest.raises(errors.HeldError, match="Another process"), rental:
         rental.wait_until_ready()
-    assert account.server.books() == []
+    assert account.server.list_machines() == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_two_that_rent_at_once_do_not_both(world: Reset, monkeypatch: pytest.Mon
 )
 def test_a_machine_may_say_that_it_has_moved_anything(world: Reset, number: str) -> None:
     account = world(program=3000.0)
-    with Rental(account.settings(), vast=account.vast) as rental:
+    with Rental(account.make_settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
         says(account, "beat.json", f'{{"number": 99, "received": {number}, "sent": {number}}}')
         rental.wait_until_ready()
@@ -123,24 +123,24 @@ def test_a_machine_may_say_that_it_has_moved_anything(world: Reset, number: str)
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record
     assert attempt.release_record.cost < 50.0
-    assert reap(account.stand(), vast=account.vast).released == ()
+    assert reap(account.make_ledger_settings(), vast=account.vast).released == ()
 
 
 def test_a_damaged_record_keeps_no_other_from_being_released(world: Reset) -> None:
     account = world()
     leave(account)
-    with Rental(account.settings("other"), vast=account.vast) as rental:
+    with Rental(account.make_settings("other"), vast=account.vast) as rental:
         rental.wait_until_ready()
         rental._stack.close()
         rental._ownership.is_superseded = True  # it goes without a word
-    put(open_store(account.store), RentalKeys("fleet").released(0), b"{}")
-    found = reap(account.stand(), vast=account.vast)
+    put(open_store(account.store), RentalKeys("fleet").make_released_key(0), b"{}")
+    found = reap(account.make_ledger_settings(), vast=account.vast)
     assert [one.rental for one in found.released] == ["other"]
 
 
 def test_what_it_prints_is_bounded_and_printable(world: Reset) -> None:
     account = world(program=3000.0)
-    with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
+    with Rental(account.make_settings(), vast=account.vast, progress=account.note_event) as rental:
         rental.wait_until_ready()
         says(account, "log/000000.txt", b"\x1b[2Jgone\x07\n" + b"x" * 5000 + b"\n" * 100_000)
         says(account, "log/000001.txt", b"y" * (10 << 20))
@@ -154,29 +154,31 @@ def test_what_it_prints_is_bounded_and_printable(world: Reset) -> None:
 def test_creates_that_nobody_answers_are_not_tried_without_end(world: Reset) -> None:
     account = world()
     account.server.fail_next(1000, "error502", "create")
-    rental = Rental(account.settings(), vast=account.vast)
+    rental = Rental(account.make_settings(), vast=account.vast)
     with pytest.raises(errors.UnavailableError, match="whether a machine was rented"), rental:
         rental.wait_until_ready()
-    assert sum(one["call"] == "create" for one in account.server.requests()) == 3
+    assert sum(one["call"] == "create" for one in account.server.list_requests()) == 3
 
 
 def test_a_refusal_that_names_a_contract_has_left_a_machine(world: Reset) -> None:
     account = world()
     account.server.fail_next(1, "low bid, 400", "create")
-    with Rental(account.settings(request={"interruptible": True}), vast=account.vast) as rental:
+    with Rental(
+        account.make_settings(request={"interruptible": True}), vast=account.vast
+    ) as rental:
         rental.wait_until_ready()
-        assert len(account.server.alive()) == 1
+        assert len(account.server.list_alive()) == 1
     first, _ = list_attempts(open_store(account.store), "fleet")
     assert first.release_record
     assert first.release_record.reason is ReleaseReason.OUTBID
-    assert account.server.alive() == []
+    assert account.server.list_alive() == []
 
 
 def test_what_is_left_while_the_reaper_looks_stays(
     world: Reset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = world()
-    rental = Rental(account.settings(), vast=account.vast, detached=True)
+    rental = Rental(account.make_settings(), vast=account.vast, detached=True)
     rental.__enter__()
     rental.wait_until_ready()
     instances = VastClient.list_instances
@@ -188,8 +190,8 @@ def test_what_is_left_while_the_reaper_looks_stays(
         return found
 
     monkeypatch.setattr(VastClient, "list_instances", leaving)
-    assert len(reap(account.stand(), vast=account.vast).kept) == 1
-    assert len(account.server.alive()) == 1
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).kept) == 1
+    assert len(account.server.list_alive()) == 1
 
 
 def test_a_release_that_failed_is_gone_on_with_by_the_reaper(world: Reset) -> None:
@@ -197,38 +199,38 @@ def test_a_release_that_failed_is_gone_on_with_by_the_reaper(world: Reset) -> No
     leave(account)
     account.server.fail_next(10_000, "error500", "delete")
     with pytest.raises(errors.UnavailableError, match="millrace machine reap"):
-        release_rental(account.stand(), "fleet", vast=account.vast)
+        release_rental(account.make_ledger_settings(), "fleet", vast=account.vast)
     account.server.fail_next(0, "error500", "delete")
     account.server.ask("calm", {})
-    assert len(reap(account.stand(), vast=account.vast).released) == 1
-    assert account.server.alive() == []
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).released) == 1
+    assert account.server.list_alive() == []
 
 
 def test_a_machine_whose_label_was_changed_is_known_by_its_number(world: Reset) -> None:
     account = world()
     leave(account)
-    (one,) = account.server.alive()
+    (one,) = account.server.list_alive()
     account.server.ask("label", {"instance": one["id"], "label": "mine"})
-    assert release_rental(account.stand(), "fleet", vast=account.vast) == 1
-    assert account.server.alive() == []
-    abandoned = Rental(account.settings("other"), vast=account.vast)
+    assert release_rental(account.make_ledger_settings(), "fleet", vast=account.vast) == 1
+    assert account.server.list_alive() == []
+    abandoned = Rental(account.make_settings("other"), vast=account.vast)
     abandoned.__enter__()
     abandoned.wait_until_ready()
     abandoned._stack.close()
-    (one,) = account.server.alive()
+    (one,) = account.server.list_alive()
     account.server.ask("label", {"instance": one["id"], "label": ""})
-    assert len(reap(account.stand(), vast=account.vast).released) == 1
-    assert account.server.alive() == []
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).released) == 1
+    assert account.server.list_alive() == []
 
 
 def test_a_machine_that_makes_its_reports_unreadable_is_released(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(), vast=account.vast) as rental:
+    with Rental(account.make_settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
         says(account, "log/\x1b000000.txt", "a name that no folder of ours lists")
         account.server.advance(1000)
         rental.wait_until_ready()
-        first, second = account.server.books()
+        first, second = account.server.list_machines()
         assert first["destroyed"]
         assert not second["destroyed"]
     attempts = list_attempts(open_store(account.store), "fleet")
@@ -240,7 +242,7 @@ def test_a_store_that_cannot_be_read_is_no_silent_machine(
     world: Reset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = world()
-    with Rental(account.settings(), vast=account.vast) as rental:
+    with Rental(account.make_settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
         monkeypatch.setattr(
             "millrace.rentals.reports.list_objects",
@@ -249,7 +251,7 @@ def test_a_store_that_cannot_be_read_is_no_silent_machine(
         account.server.advance(1000)
         rental.wait_until_ready()
         monkeypatch.undo()
-        assert len(account.server.books()) == 1
+        assert len(account.server.list_machines()) == 1
 
 
 def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> None:
@@ -261,7 +263,7 @@ def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> Non
     )  # fmt: skip
     with pytest.raises(errors.ConfigurationError, match="options or a ca_file"):
         make_environment(
-            open_store(spec), account.settings(role_arn="x"), make_attempt(),
+            open_store(spec), account.make_settings(role_arn="x"), make_attempt(),
             vast_url=account.server.url,
         )  # fmt: skip
 
@@ -272,7 +274,7 @@ def test_a_machine_is_given_no_secret_of_the_stores_options(world: Reset) -> Non
 def test_a_watchdog_lives_through_any_answer(vast: VastServer, answer: bytes) -> None:
     vast.reset(rate=1.0, strict=False)
     number = vast.plant("x")
-    (entry,) = vast.alive()
+    (entry,) = vast.list_alive()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -289,17 +291,17 @@ def test_a_watchdog_lives_through_any_answer(vast: VastServer, answer: bytes) ->
         thread.start()
         done = watch(vast, number, entry["key"], f"http://127.0.0.1:{server.getsockname()[1]}/", 1)
     assert "the owner sent no heartbeat" in done
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def test_a_watchdog_stays_with_a_machine_that_was_left(vast: VastServer, tmp_path: Path) -> None:
     vast.reset(rate=1.0, strict=False)
     number = vast.plant("x")
-    (entry,) = vast.alive()
+    (entry,) = vast.list_alive()
     (tmp_path / "owner.txt").write_bytes(b"detached")
     done = watch(vast, number, entry["key"], (tmp_path / "owner.txt").as_uri(), 1, lifetime=3)
     assert "the deadline has passed" in done
-    assert vast.alive() == []
+    assert vast.list_alive() == []
 
 
 def watch(
@@ -321,7 +323,7 @@ def watch(
     with watchdog.stdin as pipe:
         pipe.write(key)
     said = watchdog.stdout.readline()
-    until(lambda: not vast.alive(), "its end")
+    wait_until(lambda: not vast.list_alive(), "its end")
     os.killpg(watchdog.pid, signal.SIGKILL)
     watchdog.wait()
     watchdog.stdout.close()
@@ -333,11 +335,13 @@ def test_a_machine_that_prints_without_end_fills_no_log(
 ) -> None:
     monkeypatch.setattr(reports, "_MAX_LINES", 25)
     store = open_store(StoreSpec(url=tmp_path.as_uri()))
-    keys = MachineKeys(RentalKeys("fleet").machine(0))
+    keys = MachineKeys(RentalKeys("fleet").make_machine_prefix(0))
     heard = reports.MachineReports(store, keys)
     told: list[str] = []
     for piece in range(6):
-        create(store, keys.log(piece), b"".join(b"%d.%d\n" % (piece, n) for n in range(10)))
+        create(
+            store, keys.make_log_key(piece), b"".join(b"%d.%d\n" % (piece, n) for n in range(10))
+        )
         heard.refresh()
         told += heard.new_lines
     assert told[:25] == [f"{piece}.{n}" for piece in range(3) for n in range(10)][:25]

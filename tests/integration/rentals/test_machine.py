@@ -35,8 +35,8 @@ from millrace.storage import Right, StoreSpec
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW, Key
 from millrace.testing.vast import VastServer
-from tests.prefect_server import until
-from tests.stores import credentials
+from tests.prefect_server import wait_until
+from tests.stores import make_credentials
 from tests.support.packages import link_requirements
 
 SETTINGS = """
@@ -166,7 +166,9 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     link_requirements(packages, without={"orjson", "zstandard"})
     key = vast.reset(real=True, rate=1.0, strict=False, image=str(packages), index=True)
     role = rgw.create_role(f"machine-{secrets.token_hex(4)}")
-    full = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    full = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
     words = "\n".join(json.dumps({"text": f"word {number}"}) for number in range(1000))
     settings = settings_of(
         vast, key, full, role_arn=role,
@@ -184,14 +186,14 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         settings, vast=account, progress=lambda event: told.append(read_line(event))
     ) as rental:
         rental.wait_until_ready()
-        (entry,) = vast.alive()
+        (entry,) = vast.list_alive()
         held = b"\n".join(everything_of(entry))
         fetched = {one.name for one in Path(entry["home"]).glob(f"{VENV}/lib/*/site-packages/*")}
         (Path(entry["home"]) / "seen").touch()
         rental.wait_until_done()
-    assert vast.alive() == []
+    assert vast.list_alive() == []
     assert fetched >= {"orjson", "zstandard"}
-    client = rgw.client(rgw.full)
+    client = rgw.make_client(rgw.full)
     keys = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
     assert "data/words/manifest.json" in keys
     manifest = client.get_object(Bucket=bucket, Key="data/words/manifest.json")["Body"].read()
@@ -214,7 +216,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
         given = config[name]["credentials"]
         assert given["expires_at"]
         pair = Key(given["access_key_id"], given["secret_access_key"], given["session_token"])
-        its = rgw.client(pair)
+        its = rgw.make_client(pair)
         its.put_object(Bucket=bucket, Key=own, Body=b"x")
         for other in others:
             with pytest.raises(ClientError, match=r"AccessDenied|403"):
@@ -250,7 +252,7 @@ def test_what_cannot_be_installed_is_said(
     rental = Rental(settings_of(vast, real, store, program=program, max_attempts=1))
     with pytest.raises(Exception, match="did not start"), rental:
         rental.wait_until_ready()
-    (entry,) = vast.books()
+    (entry,) = vast.list_machines()
     setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())
     assert setup["state"] == "failed"
     assert re.search("has no gone: name a branch, a tag or a commit", setup["detail"])
@@ -260,7 +262,7 @@ def test_what_cannot_be_installed_is_said(
 @pytest.mark.parametrize("gone", ["owner", "time", "unreadable"])
 def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, gone: str) -> None:
     number = vast.plant("millrace/x")
-    (entry,) = [one for one in vast.alive() if one["id"] == number]
+    (entry,) = [one for one in vast.list_alive() if one["id"] == number]
     beat = tmp_path / "owner.txt"
     if gone != "unreadable":
         beat.write_text("here")
@@ -282,11 +284,11 @@ def test_a_machine_destroys_itself(vast: VastServer, real: str, tmp_path: Path, 
     with watchdog.stdin as pipe:
         pipe.write(entry["key"].encode())
     try:
-        until(lambda: all(one["id"] != number for one in vast.alive()) or None, "its end")
+        wait_until(lambda: all(one["id"] != number for one in vast.list_alive()) or None, "its end")
     finally:
         os.killpg(watchdog.pid, signal.SIGKILL)
         watchdog.wait()
-    (entry,) = [one for one in vast.books() if one["id"] == number]
+    (entry,) = [one for one in vast.list_machines() if one["id"] == number]
     assert entry["by"] == "itself"
 
 
@@ -332,7 +334,7 @@ def test_what_runs_in_a_machine_cannot_read_the_key_that_destroys_it(tmp_path: P
     )
     try:
         assert machine.wait() == 0
-        watchdogs = until(lambda: _watching(machine.pid), "the watchdog and its child")
+        watchdogs = wait_until(lambda: _watching(machine.pid), "the watchdog and its child")
         # As root of a container, which has no CAP_SYS_PTRACE.
         without = ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"]
         for watchdog in watchdogs:

@@ -20,7 +20,7 @@ from millrace.rentals.owner_monitor import watch_owner
 from millrace.storage import StoreSpec
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
-from tests.prefect_server import until
+from tests.prefect_server import wait_until
 
 
 def settings_of(key: str, url: str, folder: Path) -> RentalSettings:
@@ -72,8 +72,8 @@ def test_machines_of_an_owner_that_was_killed_are_released(
     vast: VastServer, key: str, tmp_path: Path
 ) -> None:
     killed(key, vast.url, tmp_path / "store", grace=0.0)
-    until(lambda: vast.alive() == [], "the machine released")
-    (one,) = vast.books()
+    wait_until(lambda: vast.list_alive() == [], "the machine released")
+    (one,) = vast.list_machines()
     assert one["by"] == "the account"
 
 
@@ -93,8 +93,8 @@ def test_machines_that_a_next_owner_goes_on_with_are_left_to_it(
                 },
             }
         )  # fmt: skip
-        assert len(vast.alive()) == 1
-    assert vast.alive() == []
+        assert len(vast.list_alive()) == 1
+    assert vast.list_alive() == []
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.support.rentals.account import Account_, Reset
 
 def abandon(account: Account_, name: str = "fleet", count: int = 1) -> None:
     """Rent machines, and have their owner disappear."""
-    rental = Rental(account.settings(name, machines=count), vast=account.vast)
+    rental = Rental(account.make_settings(name, machines=count), vast=account.vast)
     rental.__enter__()
     rental.wait_until_ready()
     rental._stack.close()  # its lease is released, its machines are not
@@ -25,45 +25,45 @@ def abandon(account: Account_, name: str = "fleet", count: int = 1) -> None:
 def test_what_has_no_owner_is_released(world: Reset) -> None:
     account = world()
     abandon(account, count=2)
-    seen = reap(account.stand(), dry_run=True, vast=account.vast)
+    seen = reap(account.make_ledger_settings(), dry_run=True, vast=account.vast)
     assert [one.release_reason for one in seen.released] == ["the machine has no living owner"] * 2
-    assert len(account.server.alive()) == 2
-    done = reap(account.stand(), vast=account.vast, progress=account.progress)
-    assert len(done.released) == account.count(MachineReleased) == 2
-    assert account.server.alive() == []
+    assert len(account.server.list_alive()) == 2
+    done = reap(account.make_ledger_settings(), vast=account.vast, progress=account.note_event)
+    assert len(done.released) == account.count_events(MachineReleased) == 2
+    assert account.server.list_alive() == []
     attempts = list_attempts(open_store(account.store), "fleet")
     assert [one.release_record.reason for one in attempts if one.release_record] == [
         ReleaseReason.REAPED
     ] * 2
-    again = reap(account.stand(), vast=account.vast)
+    again = reap(account.make_ledger_settings(), vast=account.vast)
     assert (again.released, again.kept, again.closed_attempts) == ((), (), 0)
 
 
 def test_what_has_an_owner_stays_until_its_time_is_over(world: Reset) -> None:
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
-    with Rental(account.settings(request=request), vast=account.vast) as rental:
+    with Rental(account.make_settings(request=request), vast=account.vast) as rental:
         rental.wait_until_ready()
-        (kept,) = reap(account.stand(), vast=account.vast).kept
+        (kept,) = reap(account.make_ledger_settings(), vast=account.vast).kept
         assert "process" in kept.owner
         account.server.advance(2 * 3600)
-        (gone,) = reap(account.stand(), vast=account.vast).released
+        (gone,) = reap(account.make_ledger_settings(), vast=account.vast).released
         assert "the deadline was" in gone.release_reason
-        assert account.server.alive() == []
+        assert account.server.list_alive() == []
 
 
 def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> None:
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
-    with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
+    with Rental(account.make_settings(request=request), vast=account.vast, detached=True) as rental:
         rental.wait_until_ready()
-    assert len(reap(account.stand(), vast=account.vast).kept) == 1
-    (listed,) = list_rentals(account.stand(), vast=account.vast)
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).kept) == 1
+    (listed,) = list_rentals(account.make_ledger_settings(), vast=account.vast)
     assert (listed.rental, listed.owner, listed.release_reason) == ("fleet", "", "")
     assert listed.cost > 0
     account.server.advance(2 * 3600)
-    assert len(reap(account.stand(), vast=account.vast).released) == 1
-    assert account.server.alive() == []
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).released) == 1
+    assert account.server.list_alive() == []
 
 
 def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
@@ -78,10 +78,10 @@ def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
     planted = [account.server.plant(label) for label in others]
     strange = account.server.plant(f"millrace/{mine}/what is this")
     orphan = account.server.plant(f"millrace/{mine}/lost/000007/9999999999")
-    done = reap(account.stand(), vast=account.vast)
+    done = reap(account.make_ledger_settings(), vast=account.vast)
     assert [one.instance.id for one in done.released] == [orphan]
     assert [one.instance.id for one in done.kept] == [strange]
-    assert {one["id"] for one in account.server.alive()} == {*planted, strange}
+    assert {one["id"] for one in account.server.list_alive()} == {*planted, strange}
 
 
 def test_two_installations_with_one_account_leave_each_others_alone(
@@ -91,9 +91,9 @@ def test_two_installations_with_one_account_leave_each_others_alone(
     abandon(account)
     other = Account_(account.server, account.key, tmp_path_factory.mktemp("other"))
     abandon(other, "fleet")
-    assert len(account.server.alive()) == 2
-    reap(other.stand(), vast=other.vast)
-    (left,) = account.server.alive()
+    assert len(account.server.list_alive()) == 2
+    reap(other.make_ledger_settings(), vast=other.vast)
+    (left,) = account.server.list_alive()
     assert left["label"].startswith(f"millrace/{ensure_installation(open_store(account.store))}/")
 
 
@@ -105,8 +105,8 @@ def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
     abandon(account)
     account.server.fail_next(1000, fault, "list")
     with pytest.raises(errors.UnavailableError, match=r"list|known"):
-        reap(account.stand(), vast=account.vast)
-    assert len(account.server.alive()) == 1
+        reap(account.make_ledger_settings(), vast=account.vast)
+    assert len(account.server.list_alive()) == 1
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record is None
 
@@ -114,104 +114,111 @@ def test_a_list_that_cannot_be_read_is_unknown_and_the_reaper_says_so(
 def test_what_came_though_nobody_thought_so_is_released(world: Reset) -> None:
     account = world(late=900.0)  # longer than its rental lasts
     account.server.fail_next(1, "lost, listed late", "create")
-    with Rental(account.settings(), vast=account.vast) as rental:
+    with Rental(account.make_settings(), vast=account.vast) as rental:
         rental.wait_until_ready()
     account.server.advance(900)
-    (ghost,) = account.server.alive()
-    (gone,) = reap(account.stand(), vast=account.vast).released
+    (ghost,) = account.server.list_alive()
+    (gone,) = reap(account.make_ledger_settings(), vast=account.vast).released
     assert gone.instance.id == ghost["id"]
     assert "was released before (never rented), but still exists" in gone.release_reason
-    assert account.server.alive() == []
+    assert account.server.list_alive() == []
 
 
 def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
     account = world()
     abandon(account)
-    account.server.befall(account.server.alive()[0]["id"], "vanished")
+    account.server.befall(account.server.list_alive()[0]["id"], "vanished")
     account.server.advance(3600)
-    assert account.server.alive() == []
-    assert reap(account.stand(), vast=account.vast).closed_attempts == 1
+    assert account.server.list_alive() == []
+    assert reap(account.make_ledger_settings(), vast=account.vast).closed_attempts == 1
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record
 
 
 def test_a_rental_is_released_by_name(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+    with Rental(account.make_settings(machines=2), vast=account.vast, detached=True) as rental:
         rental.wait_until_ready()
         with pytest.raises(errors.HeldError, match="is held by"):
-            release_rental(account.stand(), "fleet", vast=account.vast)
+            release_rental(account.make_ledger_settings(), "fleet", vast=account.vast)
     with pytest.raises(errors.NotFoundError, match="has no rental 'other'"):
-        release_rental(account.stand(), "other", vast=account.vast)
-    assert release_rental(account.stand(), "fleet", vast=account.vast, include_detached=False) == 0
-    assert len(account.server.alive()) == 2  # its owner has left both to work
-    assert release_rental(account.stand(), "fleet", vast=account.vast) == 2
-    assert account.server.alive() == []
-    assert release_rental(account.stand(), "fleet", vast=account.vast) == 0
+        release_rental(account.make_ledger_settings(), "other", vast=account.vast)
+    assert (
+        release_rental(
+            account.make_ledger_settings(), "fleet", vast=account.vast, include_detached=False
+        )
+        == 0
+    )
+    assert len(account.server.list_alive()) == 2  # its owner has left both to work
+    assert release_rental(account.make_ledger_settings(), "fleet", vast=account.vast) == 2
+    assert account.server.list_alive() == []
+    assert release_rental(account.make_ledger_settings(), "fleet", vast=account.vast) == 0
 
 
 def other_account(account: Account_) -> Account_:
     """Another account, with the same store."""
-    return Account_(account.server, account.server.second_account(), account.folder)
+    return Account_(account.server, account.server.open_account(), account.folder)
 
 
 def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(machines=2), vast=account.vast, detached=True) as rental:
+    with Rental(account.make_settings(machines=2), vast=account.vast, detached=True) as rental:
         rental.wait_until_ready()
     account.server.advance(3600)
     other = other_account(account)
 
-    found = reap(other.stand(), vast=other.vast)
+    found = reap(other.make_ledger_settings(), vast=other.vast)
     assert (found.released, found.closed_attempts, found.foreign_attempts) == ((), 0, 2)
     with pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"):
-        release_rental(other.stand(), "fleet", vast=other.vast)
+        release_rental(other.make_ledger_settings(), "fleet", vast=other.vast)
     with (
         pytest.raises(errors.ConfigurationError, match=r"2 machines of fleet .* another account"),
-        Rental(other.settings(machines=2), vast=other.vast),
+        Rental(other.make_settings(machines=2), vast=other.vast),
     ):
         pass
-    assert len(account.server.alive()) == 2
+    assert len(account.server.list_alive()) == 2
     assert {one.release_record for one in list_attempts(open_store(account.store), "fleet")} == {
         None
     }
 
-    assert len(list_rentals(account.stand(), vast=account.vast)) == 2
-    assert release_rental(account.stand(), "fleet", vast=account.vast) == 2
-    assert account.server.alive() == []
+    assert len(list_rentals(account.make_ledger_settings(), vast=account.vast)) == 2
+    assert release_rental(account.make_ledger_settings(), "fleet", vast=account.vast) == 2
+    assert account.server.list_alive() == []
 
 
 def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world: Reset) -> None:
     account = world()
-    with Rental(account.settings(), vast=account.vast, progress=account.progress) as rental:
+    with Rental(account.make_settings(), vast=account.vast, progress=account.note_event) as rental:
         (machine,) = rental.wait_until_ready()
         stray = account.server.plant(machine.attempt.intent.label)
         rental.wait_until_ready()
-        done = reap(account.stand(), vast=account.vast)
+        done = reap(account.make_ledger_settings(), vast=account.vast)
         assert [one.instance.id for one in done.released] == [stray]
         assert "has the label of machine" in done.released[0].release_reason
         assert [one.instance.id for one in done.kept] == [machine.attempt.instance_id]
-        assert [one["id"] for one in account.server.alive()] == [machine.attempt.instance_id]
+        assert [one["id"] for one in account.server.list_alive()] == [machine.attempt.instance_id]
         (attempt,) = list_attempts(open_store(account.store), "fleet")
         assert attempt.release_record is None
         again = account.server.plant(machine.attempt.intent.label)
-    assert [one["id"] for one in account.server.alive()] == [again]  # the rental's own is gone
-    assert [one.instance.id for one in reap(account.stand(), vast=account.vast).released] == [again]
-    assert account.server.alive() == []
+    assert [one["id"] for one in account.server.list_alive()] == [again]  # the rental's own is gone
+    assert [
+        one.instance.id for one in reap(account.make_ledger_settings(), vast=account.vast).released
+    ] == [again]
+    assert account.server.list_alive() == []
 
 
 def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> None:
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
-    with Rental(account.settings(request=request), vast=account.vast, detached=True) as rental:
+    with Rental(account.make_settings(request=request), vast=account.vast, detached=True) as rental:
         (machine,) = rental.wait_until_ready()
     assert machine.attempt.instance_id
     label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
     account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})
     account.server.advance(2 * 3600)
-    (gone,) = reap(account.stand(), vast=account.vast).released
+    (gone,) = reap(account.make_ledger_settings(), vast=account.vast).released
     assert "the deadline was" in gone.release_reason
-    assert account.server.alive() == []
+    assert account.server.list_alive() == []
 
 
 def test_names_that_no_rental_can_have_hide_no_machine(world: Reset) -> None:
@@ -220,8 +227,8 @@ def test_names_that_no_rental_can_have_hide_no_machine(world: Reset) -> None:
     store = open_store(account.store)
     for name in ("a/lease/b", "x/attempts/y", "bad name", "..x"):
         put(store, f"_rentals/{name}/attempts/000000-intent.json", b"{}")
-    assert len(reap(account.stand(), vast=account.vast).released) == 1
-    assert account.server.alive() == []
+    assert len(reap(account.make_ledger_settings(), vast=account.vast).released) == 1
+    assert account.server.list_alive() == []
 
 
 def test_a_label_says_what_it_is_and_another_says_nothing() -> None:

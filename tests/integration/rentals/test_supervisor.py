@@ -36,14 +36,14 @@ class Listener:
 
 def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
     account, listener = world(rate=100.0, strict=False, program=1e9), Listener()
-    settings = account.settings(machines=2, poll_interval=FAST)
+    settings = account.make_settings(machines=2, poll_interval=FAST)
     with RentalSupervisor(settings, progress=listener.opened()) as rental:
         assert RentalSupervisor.has_any_machines()
         assert rental.wait_until_ready() > 0
         assert (rental.name, rental.is_over) == ("fleet", False)
-        assert len(account.server.alive()) == 2
+        assert len(account.server.list_alive()) == 2
         assert listener.is_open
-    assert account.server.alive() == []
+    assert account.server.list_alive() == []
     assert not listener.is_open
     assert not RentalSupervisor.has_any_machines()
     assert listener.told.count(MachineReady) == 2
@@ -54,7 +54,7 @@ def test_a_program_that_never_joined_ends_the_rental_after_its_second_failure(wo
         world(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0}),
         Listener(),
     )
-    settings = account.settings(poll_interval=FAST, retry_failed=True)
+    settings = account.make_settings(poll_interval=FAST, retry_failed=True)
     with RentalSupervisor(settings, lambda: False, progress=listener.opened()) as rental:
         rental.wait_until_done(timedelta(minutes=1))
         with pytest.raises(
@@ -62,4 +62,4 @@ def test_a_program_that_never_joined_ends_the_rental_after_its_second_failure(wo
         ):
             rental.raise_failure()
         assert rental.describe_end() != "The programs ended with 0."
-    assert (account.server.alive(), len(account.server.books())) == ([], 2)
+    assert (account.server.list_alive(), len(account.server.list_machines())) == ([], 2)

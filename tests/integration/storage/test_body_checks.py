@@ -30,7 +30,7 @@ from millrace.storage.signed import describe_body_check, has_crc_check
 from millrace.testing.crc64 import Crc64
 from millrace.testing.faults import Fault
 from millrace.testing.r2 import R2Proxy
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 MIB = 1 << 20
 UNSIGNED = "UNSIGNED-PAYLOAD"
@@ -46,7 +46,7 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(r2: R2Proxy, request: pytest.FixtureRequest) -> Store:
-    return open_store(spec_of("r2", request))
+    return open_store(make_spec("r2", request))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def write(request: pytest.FixtureRequest) -> Callable[[Store, str, bytes], None]
 
 def payloads(r2: R2Proxy, operation: str = "PutObject") -> list[str]:
     """Return how each body was signed, in order."""
-    return [one["payload"] for one in r2.requests() if one["operation"] == operation]
+    return [one["payload"] for one in r2.list_requests() if one["operation"] == operation]
 
 
 def sha256(data: bytes) -> str:
@@ -101,7 +101,7 @@ def test_a_body_that_changed_on_its_way_is_refused_and_sent_again(store, r2, dat
         write(store, key, data)
         assert read(store, key) == data
     assert payloads(r2) == [UNSIGNED] * 4
-    assert r2.refusals() == {"BadDigest": 2}
+    assert r2.count_refusals() == {"BadDigest": 2}
     assert has_crc_check(store)
 
 
@@ -109,14 +109,14 @@ def test_a_signed_body_that_changed_on_its_way_is_refused_and_sent_again(
     request, rgw, r2, data, write, tmp_path
 ):
     with R2Proxy.start(rgw.endpoint, {}, tmp_path, tls=False) as plain:
-        spec = spec_of("r2", request).model_copy(update={"endpoint": plain.endpoint})
+        spec = make_spec("r2", request).model_copy(update={"endpoint": plain.endpoint})
         store = open_store(spec.model_copy(update={"ca_file": None}))
         for size in (100, len(data)):  # by obstore, and by us
             plain.fail_next(Fault.DAMAGE, method="PUT")
             write(store, f"{size}", data[:size])
             assert read(store, f"{size}") == data[:size]
         assert payloads(plain) == [sha256(data[:100])] * 2 + [sha256(data)] * 2
-        assert plain.refusals() == {"BadDigest": 2}
+        assert plain.count_refusals() == {"BadDigest": 2}
         assert not has_crc_check(store)
         assert describe_body_check(store) == f"The store checks a {SHA256} of each upload."
 
@@ -124,12 +124,16 @@ def test_a_signed_body_that_changed_on_its_way_is_refused_and_sent_again(
 def test_rgw_itself_refuses_a_signed_body_that_changed(request, r2, rgw, data, monkeypatch):
     """The signature alone is enough, without a checksum beside it."""
     r2.set_rules(checks_crc=False, write_interval=0)
-    store = open_store(spec_of("r2", request))
+    store = open_store(make_spec("r2", request))
     put(store, "first", data)
     monkeypatch.setattr(signed, "_SHA256_HEADER", "x-amz-meta-unused")
     r2.fail_next(Fault.DAMAGE, method="PUT")
     create(store, "second", data)
-    assert [one["status"] for one in r2.requests() if one["method"] == "PUT"] == [200, 400, 200]
+    assert [one["status"] for one in r2.list_requests() if one["method"] == "PUT"] == [
+        200,
+        400,
+        200,
+    ]
     assert read(store, "second") == data
 
 
@@ -159,7 +163,7 @@ def test_a_store_that_refuses_unsigned_bodies_gets_one_more_request(store, r2, d
     for number in range(3):
         write(store, f"a{number}", data)
     assert payloads(r2) == [UNSIGNED, *[sha256(data)] * 3]
-    assert r2.refusals() == {"AccessDenied": 1}
+    assert r2.count_refusals() == {"AccessDenied": 1}
     assert not has_crc_check(store)
     assert read(store, "a0") == data
 
@@ -200,7 +204,7 @@ def test_a_lost_answer_teaches_nothing_and_the_object_is_there(store, r2, data):
 
 
 def test_credentials_without_the_right_do_not_switch_the_crc_off(request, store, r2, data, write):
-    reader = open_store(spec_of("r2", request, "read_only"))
+    reader = open_store(make_spec("r2", request, "read_only"))
     for known in (False, True):
         with pytest.raises(errors.DeniedError, match="may list this bucket, but not write here"):
             write(reader, "denied", data)
@@ -234,7 +238,7 @@ def test_the_stored_checksum_shows_whether_the_bytes_are_these(store, r2, data, 
 def test_a_store_that_keeps_no_checksum_matches_nothing(store, request, r2, data):
     r2.set_rules(checks_crc=False)
     put(store, "a", data)
-    plain = open_store(spec_of("rgw", request))
+    plain = open_store(make_spec("rgw", request))
     put(plain, "b", data)
     assert not matches_stored_checksum(store, "a", data)
     assert not matches_stored_checksum(plain, "b", data)
@@ -271,7 +275,7 @@ def test_small_bodies_are_signed(store, r2, data):
 
 def test_the_stand_in_keeps_the_crc_and_checks_the_one_of_others(r2, rgw, bucket, data):
     """The stand-in is asked by boto3, without Millrace."""
-    s3 = r2.client(rgw.full)
+    s3 = r2.make_client(rgw.full)
     r2.set_rules(write_interval=0)
     crc = base64.b64encode(awscrt.checksums.crc64nvme(data).to_bytes(8, "big")).decode()
     answer = s3.put_object(Bucket=bucket, Key="a", Body=data, ChecksumCRC64NVME=crc)

@@ -24,7 +24,7 @@ from millrace.storage import (
     read,
 )
 from millrace.storage.opener import register_store
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 
 def abort_before(store: Store, when: datetime, prefix: str = "") -> list[str]:
@@ -45,7 +45,7 @@ def tar_of(texts: dict[str, bytes]) -> bytes:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["local", "rgw", "r2"])
 def test_webdataset_reads_shards_straight_from_a_private_bucket(kind, request):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     texts = {f"k{i}": secrets.token_bytes(50_000) for i in range(60)}
     put(store, "a b/shard-000000.tar", tar_of(texts))
     register_store(store)
@@ -56,7 +56,7 @@ def test_webdataset_reads_shards_straight_from_a_private_bucket(kind, request):
 
 
 def test_webdataset_is_not_opened_a_store_that_nobody_registered(request):
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     register_store(store)
     with pytest.raises(errors.ConfigurationError, match="register"):
         list(webdataset.WebDataset(["s3://other/a.tar"], shardshuffle=False))
@@ -64,7 +64,7 @@ def test_webdataset_is_not_opened_a_store_that_nobody_registered(request):
 
 @pytest.mark.parametrize("kind", ["local", "rgw", "r2"])
 def test_pyarrow_reads_and_writes_through_the_same_credentials(kind, request):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     files, folder = open_filesystem(store)
     table = pyarrow.table({"a": list(range(1000))})
     pyarrow.parquet.write_table(table, f"{folder}/t.parquet", filesystem=files)
@@ -74,7 +74,7 @@ def test_pyarrow_reads_and_writes_through_the_same_credentials(kind, request):
 
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 def test_uploads_that_were_never_finished_are_aborted_by_age(kind, request):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     client = make_boto3_client(store)
     bucket = store.location.bucket
     begun = client.create_multipart_upload(Bucket=bucket, Key="below/here/a/half")
@@ -98,7 +98,7 @@ def test_the_halves_of_a_killed_process_are_removed_from_a_folder(tmp_path):
 class TestScopedR2:
     @pytest.fixture
     def store(self, request):
-        return open_store(spec_of("r2", request))
+        return open_store(make_spec("r2", request))
 
     def test_a_reader_reaches_its_prefix_and_nothing_else(self, store):
         put(store, "mine/a", b"mine")
@@ -128,7 +128,7 @@ class TestScopedR2:
 
 
 def test_an_s3_store_is_scoped_by_sts(request, rgw):
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     put(store, "mine/a", b"mine")
     put(store, "other/a", b"other")
     role = rgw.create_role(f"role-{secrets.token_hex(4)}")
@@ -151,13 +151,13 @@ def test_an_s3_store_is_scoped_by_sts(request, rgw):
     [("", timedelta(hours=1), "Name at least one"), ("a/", timedelta(days=8), "7 days")],
 )
 def test_a_scope_without_bounds_is_refused(prefix, ttl, said, request):
-    store = open_store(spec_of("memory", request))
+    store = open_store(make_spec("memory", request))
     with pytest.raises(errors.ConfigurationError, match=said):
         open_scoped_store(store, prefix, ttl)
 
 
 def test_scoped_secrets_do_not_print(request):
-    store = open_scoped_store(open_store(spec_of("r2", request)), "a/", timedelta(hours=1))
+    store = open_scoped_store(open_store(make_spec("r2", request)), "a/", timedelta(hours=1))
     secret = store.spec.credentials.secret_access_key
     assert isinstance(secret, SecretStr)
     assert secret.get_secret_value() not in repr(store)
@@ -168,13 +168,13 @@ def test_credentials_that_are_given_are_not_mixed_with_the_environments(request,
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     for kind in ("rgw", "r2"):
-        store = open_store(spec_of(kind, request))
+        store = open_store(make_spec(kind, request))
         put(store, "a", b"data")
         assert read(store, "a") == b"data"
 
 
 def test_a_writer_that_fails_leaves_anothers_upload_alone(request):
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     client = make_boto3_client(store)
     key = "below/here/x10"
     theirs = client.create_multipart_upload(Bucket=store.location.bucket, Key=key)

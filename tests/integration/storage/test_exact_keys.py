@@ -8,7 +8,7 @@ import pytest
 from millrace import errors
 from millrace.storage import Store, delete, list_folders, list_objects, open_store, read
 from millrace.testing.rgw import RGW
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 REFUSED = ["a//b", "/lead", "c\x01d", "line\nbreak", "x/../y", "./z", "del\x7f", "a+b//c d%", "l//"]
 GOOD = ["m/ok.txt", "a b+c%20.txt", "caf\u00e9/\u202f.png", "\U0001f468\u200d\U0001f469.txt"]
@@ -16,8 +16,8 @@ GOOD = ["m/ok.txt", "a b+c%20.txt", "caf\u00e9/\u202f.png", "\U0001f468\u200d\U0
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, rgw: RGW) -> Store:
-    opened = open_store(spec_of("rgw", request), retry_timeout=timedelta(seconds=20))
-    client = rgw.client(rgw.full)
+    opened = open_store(make_spec("rgw", request), retry_timeout=timedelta(seconds=20))
+    client = rgw.make_client(rgw.full)
     for key in [*REFUSED, *GOOD]:
         client.put_object(Bucket=opened.location.bucket, Key=f"below/here/{key}", Body=b"1")
     client.put_object(Bucket=opened.location.bucket, Key="below/here/empty/", Body=b"")
@@ -65,7 +65,7 @@ def test_a_key_that_cannot_be_read_is_refused_at_once(store, key):
 
 def test_pages_of_an_exact_listing_follow_each_other(store, rgw, monkeypatch):
     # RGW answers 500 when a page ends at a key with a control character below a tab.
-    rgw.client(rgw.full).delete_object(Bucket=store.location.bucket, Key="below/here/c\x01d")
+    rgw.make_client(rgw.full).delete_object(Bucket=store.location.bucket, Key="below/here/c\x01d")
     seen = []
 
     def smaller(params: dict[str, object], **_: object) -> None:
@@ -92,7 +92,7 @@ def test_keys_that_obstore_refuses_are_deleted_among_others(store):
 
 @pytest.mark.parametrize("others", [[], ["a//b"], ["a b+c%20.txt"]])
 def test_to_delete_a_key_that_ends_in_a_slash_leaves_the_key_without_it(store, rgw, others):
-    client, bucket = rgw.client(rgw.full), store.location.bucket
+    client, bucket = rgw.make_client(rgw.full), store.location.bucket
     client.put_object(Bucket=bucket, Key="below/here/m/ok.txt/", Body=b"22")
     assert delete(store, ["m/ok.txt/", *others]) == []
     left = {stat.key for stat in list_objects(store, exact=True)}
@@ -102,7 +102,7 @@ def test_to_delete_a_key_that_ends_in_a_slash_leaves_the_key_without_it(store, r
 def test_a_key_that_ends_in_a_slash_does_not_pass_for_the_key_without_it(store, rgw):
     for name in ("ok.txt/", "ok.txt-a", "ok.txt.b/"):
         key = f"below/here/m/{name}"
-        rgw.client(rgw.full).put_object(Bucket=store.location.bucket, Key=key, Body=b"22")
+        rgw.make_client(rgw.full).put_object(Bucket=store.location.bucket, Key=key, Body=b"22")
     found = [(stat.key, stat.size) for stat in list_objects(store, "m/")]
     assert found == [("m/ok.txt", 1), ("m/ok.txt-a", 2), ("m/ok.txt.b", 2), ("m/ok.txt/", 2)]
     later = [stat.key for stat in list_objects(store, "m/", after="m/ok.txt.b")]

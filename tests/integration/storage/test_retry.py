@@ -18,13 +18,13 @@ from millrace.storage import (
 )
 from millrace.storage.retry import parse_retry_after, translate_error
 from millrace.testing.faults import Fault
-from millrace.testing.process import free_ports
-from tests.stores import spec_of
+from millrace.testing.process import find_free_ports
+from tests.stores import make_spec
 
 
 @pytest.fixture
 def store(request):
-    return open_store(spec_of("r2", request))
+    return open_store(make_spec("r2", request))
 
 
 @pytest.mark.parametrize("kind", [Fault.ERROR500, Fault.ERROR503, Fault.CUT, Fault.LOST])
@@ -34,8 +34,8 @@ def test_a_fault_that_passes_is_not_seen(kind, store, r2):
     put(store, "a", data)
     r2.fail_next(kind, 2, method="GET")
     assert b"".join(stream(store, "a", block_size=300_000)) == data
-    assert r2.counts()[kind] == 3
-    assert r2.pending() == 0
+    assert r2.count_fired()[kind] == 3
+    assert r2.count_pending() == 0
 
 
 def test_retry_after_is_honoured_by_every_later_request(store, r2):
@@ -45,7 +45,7 @@ def test_retry_after_is_honoured_by_every_later_request(store, r2):
     r2.fail_next(Fault.ERROR503, 1, method="GET", retry_after=2)
     r2.fail_next(Fault.ERROR503, 1, method="HEAD", retry_after=2)
     assert read(store, "a") == b"data"
-    seen = [(r["method"], r["status"], r["arrived"]) for r in r2.requests()]
+    seen = [(r["method"], r["status"], r["arrived"]) for r in r2.list_requests()]
     assert [(method, status) for method, status, _ in seen] == [
         ("GET", 503),
         ("HEAD", 503),
@@ -55,15 +55,15 @@ def test_retry_after_is_honoured_by_every_later_request(store, r2):
 
 
 def test_a_store_that_keeps_failing_is_given_up_when_the_budget_is_spent(request, r2):
-    store = open_store(spec_of("r2", request), retry_timeout=timedelta(milliseconds=300))
+    store = open_store(make_spec("r2", request), retry_timeout=timedelta(milliseconds=300))
     r2.fail_next(Fault.ERROR500, 1000)
     with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
         read(store, "a")
-    assert r2.counts()[Fault.ERROR500] > 1
+    assert r2.count_fired()[Fault.ERROR500] > 1
 
 
 def test_a_dead_endpoint_is_named_at_once_and_tried_until_the_budget_is_spent(caplog):
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     store = open_store(
         "s3://bucket",
         endpoint=f"http://127.0.0.1:{port}",
@@ -85,9 +85,9 @@ def _denied(store, call, *arguments):
 
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 def test_a_key_that_may_only_read_is_told_apart_from_a_wrong_one(kind, request, r2):
-    reader = open_store(spec_of(kind, request, "read_only"))
+    reader = open_store(make_spec(kind, request, "read_only"))
     assert "They may list this bucket, but not write here" in _denied(reader, put, "a", b"x")
-    spec = spec_of(kind, request)
+    spec = make_spec(kind, request)
     wrong = spec.credentials.model_copy(update={"secret_access_key": SecretStr("x" * 32)})
     store = open_store(spec.model_copy(update={"credentials": wrong}))
     for call in ((put, "a", b"x"), (read, "a")):
@@ -128,7 +128,7 @@ def test_no_key_at_all_is_told_apart_from_a_wrong_one(rgw, bucket, monkeypatch):
 def test_nothing_is_tried_again_that_cannot_pass(store, r2):
     with pytest.raises(errors.NotFoundError):
         read(store, "none")
-    assert len(r2.requests()) == 1
+    assert len(r2.list_requests()) == 1
 
 
 def test_a_create_whose_answer_was_lost_is_met_again(store, r2):
@@ -142,7 +142,7 @@ def test_two_writes_a_second_to_one_key_are_waited_for(store, r2):
     for i in range(3):
         put(store, "hot", str(i).encode())
     assert read(store, "hot") == b"2"
-    assert r2.refusals()
+    assert r2.count_refusals()
 
 
 def test_retry_after_is_a_number_or_a_date():

@@ -24,11 +24,11 @@ from tests.support.swarm.swarms import (
     IMPATIENT,
     Agent,
     Heard,
-    files_below,
-    forging,
     make_failed,
-    settings_of,
-    spec_of,
+    make_forging,
+    make_settings,
+    make_spec,
+    read_files,
     start_agent,
     stop,
 )
@@ -56,7 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 def spec(request: pytest.FixtureRequest, tmp_path: Path, rig: Store) -> StoreSpec:
     """A store that says by its ETags what the objects are, or a folder, of which nothing does."""
     if request.param == "md5":
-        return spec_of(rig)
+        return make_spec(rig)
     for name, body in CONTENTS.items():
         path = tmp_path / "folder" / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,14 +93,14 @@ class Start:
 def test_a_node_that_lies_about_the_store_gives_others_no_wrong_byte(spec, start, codes):
     nodes = start(*codes)
     heard = Heard()
-    report = prewarm(settings_of(spec, nodes, requests=ALL, min_node_share=0.1), progress=heard)
+    report = prewarm(make_settings(spec, nodes, requests=ALL, min_node_share=0.1), progress=heard)
     for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
         if not code:
             assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
-            assert files_below(node.root) == CONTENTS
+            assert read_files(node.root) == CONTENTS
         else:
             assert not (seen.ready and seen.trusted)
-            assert set(files_below(node.root).items()) <= set(CONTENTS.items())
+            assert set(read_files(node.root).items()) <= set(CONTENTS.items())
 
 
 @pytest.mark.parametrize("code", [CLAIM, FLIP], ids=["claims", "flips"])
@@ -110,7 +110,7 @@ def test_a_node_that_lies_and_is_the_only_one_is_found_out(spec, start, code):
     with pytest.raises(
         errors.MillraceError, match=r"not what the store has|not those that|it was not ready \d s"
     ):
-        prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+        prewarm(make_settings(spec, nodes, requests=ALL, limits=limits))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def dataset(tmp_path: Path) -> StoreSpec:
 
 def warm_shards(dataset: StoreSpec, nodes: list[Agent], heard: Heard) -> PrewarmReport:
     requests = [Request(dataset="text")]
-    settings = settings_of(dataset, nodes, requests=requests, piece_size=MIB, min_node_share=0.1)
+    settings = make_settings(dataset, nodes, requests=requests, piece_size=MIB, min_node_share=0.1)
     return prewarm(settings, progress=heard)
 
 
@@ -146,10 +146,10 @@ def test_where_digests_are_known_a_node_that_flips_bits_is_named_and_loses_only_
     for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
         if code != FLIP_ALWAYS:  # a node that flips only its reads gets the bytes from others
             assert (seen.why, seen.ready) == ("", True)
-            assert files_below(node.root) == SHARDS
+            assert read_files(node.root) == SHARDS
         else:
             assert "what it has, or reads, is not what the store has" in seen.why
-            assert set(files_below(node.root).items()) <= set(SHARDS.items())
+            assert set(read_files(node.root).items()) <= set(SHARDS.items())
         assert seen.trusted or code
 
 
@@ -171,7 +171,7 @@ def test_digests_of_blocks_that_do_not_fit_are_refused_and_the_nodes_vote(datase
     for node, seen in zip(nodes, report.nodes, strict=True):
         if seen.name != "n1":
             assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
-            assert files_below(node.root) == SHARDS
+            assert read_files(node.root) == SHARDS
 
 
 def test_a_shard_that_is_damaged_in_the_store_ends_the_run_at_its_first_wrong_piece(
@@ -184,16 +184,16 @@ def test_a_shard_that_is_damaged_in_the_store_ends_the_run_at_its_first_wrong_pi
     with pytest.raises(errors.CorruptError, match=r"000000\.tar is not the bytes that its digest"):
         warm_shards(dataset, nodes, Heard())
     for node in nodes:
-        assert next(iter(SHARDS)) not in files_below(node.root)
+        assert next(iter(SHARDS)) not in read_files(node.root)
 
 
 @pytest.mark.parametrize("status", [404, 412, 503])
 def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status):
     forged = [make_failed(piece, reason="gone", status=status) for piece in range(8)]
-    nodes = start(forging(forged), "", "")
+    nodes = start(make_forging(forged), "", "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=10))
-    report = prewarm(settings_of(spec, nodes, requests=ALL, min_node_share=0.5, limits=limits))
-    assert [files_below(node.root) for node in nodes[1:]] == [CONTENTS] * 2
+    report = prewarm(make_settings(spec, nodes, requests=ALL, min_node_share=0.5, limits=limits))
+    assert [read_files(node.root) for node in nodes[1:]] == [CONTENTS] * 2
     assert [seen.ready for seen in report.nodes[1:]] == [True, True]
     if status != 503:
         assert "it cannot read" in report.nodes[0].why
@@ -205,9 +205,9 @@ def test_a_part_that_one_node_alone_has_read_is_said_to_be_unconfirmed(tmp_path,
         (tmp_path / name).write_bytes(body if name == "large.bin" else b"small")
     store = StoreSpec(url=tmp_path.as_uri())
     requests = [Request(key="large.bin")]
-    report = prewarm(settings_of(store, start(""), requests=requests))
+    report = prewarm(make_settings(store, start(""), requests=requests))
     assert (report.unverified, report.unconfirmed) == (1, 1)
-    report = prewarm(settings_of(store, start.agents, requests=[Request(key="small.bin")]))
+    report = prewarm(make_settings(store, start.agents, requests=[Request(key="small.bin")]))
     assert (report.unverified, report.unconfirmed) == (1, 0)  # the driver has read it
 
 
@@ -215,12 +215,12 @@ def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start
     body = hashlib.shake_256(b"large").digest(20 * MIB)
     (tmp_path / "large.bin").write_bytes(body)
     store = StoreSpec(url=tmp_path.as_uri())
-    report = prewarm(settings_of(store, start("", "", ""), requests=[Request(key="large.bin")]))
+    report = prewarm(make_settings(store, start("", "", ""), requests=[Request(key="large.bin")]))
     assert (report.unverified, report.unconfirmed) == (1, 0)
     share = report.driver_bytes
     assert 15 * MIB < share <= 16 * MIB
     assert 2 * len(body) <= report.store_bytes <= 2 * len(body) + share
-    assert [files_below(node.root) for node in start.agents] == [{"large.bin": body}] * 3
+    assert [read_files(node.root) for node in start.agents] == [{"large.bin": body}] * 3
 
 
 @pytest.mark.parametrize(
@@ -237,19 +237,19 @@ def test_a_node_that_says_for_ever_that_it_goes_on_is_waited_for_no_longer(
     monkeypatch.setattr(stragglers, "_MIN_RATE", 1e12)
     nodes = start("", DAWDLE.format(event=event), "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=2))
-    report = prewarm(settings_of(spec, nodes, requests=ALL, limits=limits))
+    report = prewarm(make_settings(spec, nodes, requests=ALL, limits=limits))
     assert [seen.ready for seen in report.nodes] == [True, False, True]
     assert why in report.nodes[1].why
-    assert [files_below(node.root) for node in (nodes[0], nodes[2])] == [CONTENTS] * 2
+    assert [read_files(node.root) for node in (nodes[0], nodes[2])] == [CONTENTS] * 2
 
 
 @pytest.mark.parametrize("others", [1, 2])
 def test_a_node_that_gives_a_byte_at_a_time_holds_nobody_up(spec, start, others):
     giver = start("")[0]
-    prewarm(settings_of(spec, [giver], requests=ALL))
+    prewarm(make_settings(spec, [giver], requests=ALL))
     stop(giver)
     start.agents.clear()
     start(DRIP, *[IMPATIENT] * others)
-    report = prewarm(settings_of(spec, start.agents, requests=ALL))
+    report = prewarm(make_settings(spec, start.agents, requests=ALL))
     assert [seen.why for seen in report.nodes] == [""] * (1 + others)
-    assert [files_below(node.root) for node in start.agents] == [CONTENTS] * (1 + others)
+    assert [read_files(node.root) for node in start.agents] == [CONTENTS] * (1 + others)

@@ -35,7 +35,7 @@ from millrace.swarm.protocol import (
     identify,
     sign,
 )
-from tests.support.swarm.swarms import KEY, Agent, files_below, running, start_agent, stop
+from tests.support.swarm.swarms import KEY, Agent, read_files, running, start_agent, stop
 
 MIB = 1 << 20
 PORT = 7000
@@ -281,7 +281,7 @@ def port_of(agent: Agent) -> int:
 def test_nodes_are_warmed_over_tls(far, nodes, tmp_path):
     report = prewarm(settings_of(tmp_path, nodes))
     assert [node.why for node in report.nodes] == [""] * 3
-    assert [files_below(node.root) for node in nodes] == [files_below(tmp_path / "source")] * 3
+    assert [read_files(node.root) for node in nodes] == [read_files(tmp_path / "source")] * 3
     received = sum(node.from_peers for node in report.nodes)
     assert received > report.size  # two nodes that begin at once may read one piece each
     assert received + sum(node.from_store for node in report.nodes) == 3 * report.size
@@ -302,7 +302,7 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
         assert [line for line in thief.heard.split(b"\r\n") if b"HTTP/1.1" in line] == [
             line for line in thief.heard.split(b"\r\n") if line.startswith(b"GET /agent?nonce=")
         ]
-    assert files_below(nodes[1].root) == {}
+    assert read_files(nodes[1].root) == {}
 
 
 def test_a_node_that_states_the_identity_of_another_takes_nobodys_place(

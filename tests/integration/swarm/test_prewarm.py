@@ -66,12 +66,12 @@ from tests.support.swarm.swarms import (
     TRICKLE,
     Agent,
     Heard,
-    files_below,
-    forging,
     make_failed,
+    make_forging,
+    make_settings,
+    make_spec,
+    read_files,
     running,
-    settings_of,
-    spec_of,
     start_agent,
     stop,
 )
@@ -116,8 +116,8 @@ def below(prefix: str) -> dict[str, object]:
 
 def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, nodes):
     contents = fill(store, "once")
-    report = prewarm(settings_of(store, nodes, **below("once")))
-    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    report = prewarm(make_settings(store, nodes, **below("once")))
+    assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert all(node.ready for node in report.nodes)
     size = sum(map(len, contents.values()))
     assert report.store_bytes == store.counts().bytes == size == report.size
@@ -126,35 +126,35 @@ def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, n
 
 def test_a_second_run_reads_nothing(store, nodes):
     contents = fill(store, "twice")
-    settings = settings_of(store, nodes, **below("twice"))
+    settings = make_settings(store, nodes, **below("twice"))
     prewarm(settings)
     store.reset()
     report = prewarm(settings)
     assert store.counts().bytes == report.store_bytes == 0
     assert [node.cached for node in report.nodes] == [report.size] * 3
-    assert files_below(nodes[0].root) == contents
+    assert read_files(nodes[0].root) == contents
 
 
 def test_a_node_that_comes_new_is_served_by_the_others(store, nodes, tmp_path):
     fill(store, "new")
-    prewarm(settings_of(store, nodes[:2], **below("new")))
+    prewarm(make_settings(store, nodes[:2], **below("new")))
     store.reset()
-    prewarm(settings_of(store, nodes, **below("new")))
+    prewarm(make_settings(store, nodes, **below("new")))
     assert store.counts().bytes == 0
-    assert files_below(nodes[2].root) == files_below(nodes[0].root)
+    assert read_files(nodes[2].root) == read_files(nodes[0].root)
 
 
 @pytest.mark.parametrize("check", CacheCheck)
 def test_a_damaged_cache_is_seen_and_only_what_is_damaged_is_fetched(store, nodes, check):
     contents = fill(store, f"damaged-{check}")
-    settings = settings_of(store, nodes, check=check, **below(f"damaged-{check}"))
+    settings = make_settings(store, nodes, check=check, **below(f"damaged-{check}"))
     prewarm(settings)
     file = nodes[1].root / "even.bin"  # of 8 pieces: also a sample of 8 looks at each
     with file.open("r+b") as opened:
         opened.seek(MIB)
         opened.write(bytes([contents["even.bin"][MIB] ^ 1]))
     report = prewarm(settings)
-    assert files_below(nodes[1].root) == contents
+    assert read_files(nodes[1].root) == contents
     moved = [node.from_peers + node.from_store for node in report.nodes]
     assert moved == [0, 256 * 1024, 0]
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_not_the_one_that_was_verified_is_hashed_again(store, nod
         destination="large.bin",
         sha256=hashlib.sha256(body).hexdigest() if known else None,
     )
-    settings = settings_of(store, nodes[:1], requests=[request], piece_size=64 * 1024)
+    settings = make_settings(store, nodes[:1], requests=[request], piece_size=64 * 1024)
     prewarm(settings)
     file, record = nodes[0].root / "large.bin", nodes[0].root / ".millrace" / "files.jsonl"
     stat = file.stat()
@@ -193,41 +193,41 @@ def test_a_file_that_is_not_the_one_that_was_verified_is_hashed_again(store, nod
 def test_a_digest_that_comes_later_is_held_against_all_bytes(store, nodes):
     fill(store, "later")
     request = Request(key="later/large.bin")
-    prewarm(settings_of(store, nodes, requests=[request]))
+    prewarm(make_settings(store, nodes, requests=[request]))
     request = request.model_copy(update={"sha256": "0" * 64})
     with pytest.raises(errors.CorruptError, match="is not the bytes that its digest"):
-        prewarm(settings_of(store, nodes, requests=[request]))
+        prewarm(make_settings(store, nodes, requests=[request]))
 
 
 def test_a_cache_of_another_content_is_replaced(store, nodes):
     fill(store, "newer")
-    settings = settings_of(store, nodes, **below("newer"))
+    settings = make_settings(store, nodes, **below("newer"))
     prewarm(settings)
     store.put("newer/even.bin", b"shorter now")
     prewarm(settings)
-    assert {files_below(node.root)["even.bin"] for node in nodes} == {b"shorter now"}
+    assert {read_files(node.root)["even.bin"] for node in nodes} == {b"shorter now"}
 
 
 def test_what_we_did_not_make_is_never_touched(store, nodes):
     contents = fill(store, "mine")
     mine = nodes[0].root / "even.bin"
     mine.write_bytes(b"mine")
-    report = prewarm(settings_of(store, nodes, **below("mine")))
+    report = prewarm(make_settings(store, nodes, **below("mine")))
     lost = report.nodes[0]
     assert not lost.ready
     assert "not put there by us" in lost.why
     assert mine.read_bytes() == b"mine"
-    assert files_below(nodes[1].root) == files_below(nodes[2].root) == contents
+    assert read_files(nodes[1].root) == read_files(nodes[2].root) == contents
 
 
 def test_a_node_that_dies_costs_only_itself(store, nodes):
     contents = fill(store, "dies")
     heard = Heard(0.3, nodes[1].kill)
-    report = prewarm(settings_of(store, nodes, **below("dies")), progress=heard)
+    report = prewarm(make_settings(store, nodes, **below("dies")), progress=heard)
     if heard.find(NodeLost):
         assert [node.ready for node in report.nodes] == [True, False, True]
         assert "no longer answers" in report.nodes[1].why or "orders" in report.nodes[1].why
-    assert files_below(nodes[0].root) == files_below(nodes[2].root) == contents
+    assert read_files(nodes[0].root) == read_files(nodes[2].root) == contents
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
@@ -238,30 +238,30 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
         raise EnoughError
 
     contents = fill(store, "broken-off")
-    settings = settings_of(store, nodes, **below("broken-off"))
+    settings = make_settings(store, nodes, **below("broken-off"))
     store.order(Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60))
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.9, stop_here))
-    assert "large.bin" not in files_below(nodes[0].root)
+    assert "large.bin" not in read_files(nodes[0].root)
     first = store.counts().bytes
     store.reset()
     report = prewarm(settings)
-    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert min(node.cached for node in report.nodes) > 0.5 * report.size
     assert first + store.counts().bytes < 1.5 * report.size
 
 
 def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_path):
     contents = fill(store, "journal")
-    settings = settings_of(store, nodes[:1], **below("journal"))
+    settings = make_settings(store, nodes[:1], **below("journal"))
     store.order(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])
     nodes[0] = start_agent("n0", nodes[0].root)
     store.reset()
-    report = prewarm(settings_of(store, nodes[:1], **below("journal")))
-    assert files_below(nodes[0].root) == contents
+    report = prewarm(make_settings(store, nodes[:1], **below("journal")))
+    assert read_files(nodes[0].root) == contents
     assert report.nodes[0].cached > 0.5 * report.size
 
 
@@ -276,7 +276,7 @@ def broken_off(store: Store, agents: list[Agent], prefix: str, **more: object) -
 
     key = f"{prefix}/large.bin"
     store.order(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
-    settings = settings_of(store, agents, **(below(prefix) | more))
+    settings = make_settings(store, agents, **(below(prefix) | more))
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.9, stop_here))
     read = store.counts().bytes
@@ -300,10 +300,10 @@ def test_pieces_are_known_by_object_and_range(store, nodes, change):
     if change == "an object more":
         requests.insert(0, Request(key="more"))
         contents["more"] = contents["even.bin"]
-    settings = settings_of(store, nodes[:1], requests=requests, piece_size=piece_size)
+    settings = make_settings(store, nodes[:1], requests=requests, piece_size=piece_size)
     report = prewarm(settings)
     assert report.nodes[0].ready
-    assert {name: files_below(nodes[0].root)[name] for name in contents} == contents
+    assert {name: read_files(nodes[0].root)[name] for name in contents} == contents
     again = 2 * piece_size  # what was on its way
     if change == "another destination":  # files that were whole have a name there already
         again += sum(len(body) for name, body in contents.items() if "large" not in name)
@@ -324,10 +324,10 @@ def test_interrupted_requests_that_alternate_keep_each_others_pieces(store, node
     assert len(partial_files(nodes[0].root)) == 2
     for prefix in ("one", "two"):
         request = Request(prefix=prefix, destination=prefix)
-        prewarm(settings_of(store, nodes[:1], requests=[request]))
+        prewarm(make_settings(store, nodes[:1], requests=[request]))
     read += store.counts().bytes
     root = nodes[0].root
-    assert {prefix: files_below(root / prefix) for prefix in contents} == contents
+    assert {prefix: read_files(root / prefix) for prefix in contents} == contents
     size = sum(len(body) for each in contents.values() for body in each.values())
     assert read <= size + 6 * 2 * 256 * 1024  # what was on its way, each time
     assert partial_files(root) == []
@@ -342,7 +342,9 @@ def test_pieces_of_another_request_are_kept_while_the_disk_has_room(store, nodes
         broken_off(store, nodes[:1], "early")
         (left,) = partial_files(root)
         store.generate("late", size)
-        assert prewarm(settings_of(store, nodes[:1], requests=[Request(key="late")])).nodes[0].ready
+        assert (
+            prewarm(make_settings(store, nodes[:1], requests=[Request(key="late")])).nodes[0].ready
+        )
         assert partial_files(root) == ([left] if size == 30 * MIB else [])
         assert (root / ".millrace" / "partial.jsonl").exists() == (size == 30 * MIB)
 
@@ -363,10 +365,10 @@ def test_what_no_request_needs_any_more_is_removed(store, nodes, why):
         os.utime(left, (week_ago, week_ago))
     mine = root / ".0123456789abcdef.part"
     mine.write_text("not ours, whatever its name")
-    prewarm(settings_of(store, nodes[:1], requests=requests))
+    prewarm(make_settings(store, nodes[:1], requests=requests))
     assert partial_files(root) == [mine]
     assert not (root / ".millrace" / "partial.jsonl").exists()
-    found = files_below(root)
+    found = read_files(root)
     assert {name: found[name] for name in ("even.bin", "other")} == {
         "even.bin": contents["even.bin"],
         "other": b"other",
@@ -378,7 +380,7 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
     store.put("half.tar", body)
     store.put("other", b"other")
     request = Request(key="half.tar", unpack=Unpacking.TAR)
-    settings = settings_of(store, nodes[:1], requests=[request])
+    settings = make_settings(store, nodes[:1], requests=[request])
     store.order(Fault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None))
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
@@ -388,7 +390,7 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
     nodes[0] = start_agent("n0", root)
     store.reset()
     left = {path.name for path in partial_files(root)}
-    prewarm(settings_of(store, nodes[:1], requests=[Request(key="other")]))
+    prewarm(make_settings(store, nodes[:1], requests=[Request(key="other")]))
     assert {path.name for path in root.iterdir()} == {".millrace", "other"} | left
 
 
@@ -404,9 +406,9 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
 def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
     contents = fill(store, f"fails-{fault.kind}")
     store.order(fault)
-    report = prewarm(settings_of(store, nodes, **below(f"fails-{fault.kind}")))
+    report = prewarm(make_settings(store, nodes, **below(f"fails-{fault.kind}")))
     assert [node.why for node in report.nodes] == [""] * 3
-    assert [files_below(node.root) for node in nodes] == [contents] * 3
+    assert [read_files(node.root) for node in nodes] == [contents] * 3
     fired = store.counts().fired[fault.kind]
     assert fired >= 2
     # Of two sources the slower is not heard any more when all is there: so of a fault without end.
@@ -419,7 +421,7 @@ def test_a_store_that_keeps_refusing_is_said(store, nodes):
     store.order(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
     store_timeout = timedelta(seconds=1)
     with pytest.raises(errors.DeniedError, match=r"refuses/large\.bin could not be read"):
-        prewarm(settings_of(store, nodes, store_timeout=store_timeout, **below("refuses")))
+        prewarm(make_settings(store, nodes, store_timeout=store_timeout, **below("refuses")))
 
 
 def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, nodes):
@@ -428,8 +430,8 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
     request = Request(key="flip/large.bin", sha256=hashlib.sha256(body).hexdigest())
     store.order(Fault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
     heard = Heard()
-    report = prewarm(settings_of(store, nodes, requests=[request]), progress=heard)
-    assert [files_below(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
+    report = prewarm(make_settings(store, nodes, requests=[request]), progress=heard)
+    assert [read_files(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
     assert store.counts().fired == {"flip": 1}
     assert heard.find(FileMismatched)
     assert report.unverified == 0
@@ -437,7 +439,7 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
 
 def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     body = os.urandom(2 * MIB)
-    origin = open_store(spec_of(store))
+    origin = open_store(make_spec(store))
     obstore.put(store.client(checksum_algorithm="SHA256"), "kept", body)
     store.put("not-kept", b"other")
     assert fetch_stored_sha256(origin, "kept") == f"sha256:{hashlib.sha256(body).hexdigest()}"
@@ -445,8 +447,8 @@ def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
     heard = Heard()
     requests = [Request(key="kept"), Request(key="not-kept")]
-    report = prewarm(settings_of(store, nodes, requests=requests), progress=heard)
-    assert [files_below(node.root)["kept"] for node in nodes] == [body] * 3
+    report = prewarm(make_settings(store, nodes, requests=requests), progress=heard)
+    assert [read_files(node.root)["kept"] for node in nodes] == [body] * 3
     assert [event.origin for event in heard.find(FileMismatched)] == ["s3://rig/kept"]
     assert report.unverified == 0  # the ETag of the other one is its MD5
 
@@ -455,8 +457,8 @@ def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, no
     fill(store, "wrong")
     request = Request(key="wrong/even.bin", sha256="0" * 64)
     with pytest.raises(errors.CorruptError, match="is not the bytes that its digest"):
-        prewarm(settings_of(store, nodes, requests=[request]))
-    assert [files_below(node.root) for node in nodes] == [{}] * 3
+        prewarm(make_settings(store, nodes, requests=[request]))
+    assert [read_files(node.root) for node in nodes] == [{}] * 3
 
 
 def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
@@ -467,10 +469,10 @@ def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
     one_at_a_time = LimitSettings(store=1)  # the first is stalled, large.bin comes after it
     with pytest.raises(errors.ChangedError, match=r"replaced/large\.bin was replaced"):
         prewarm(
-            settings_of(store, nodes, limits=one_at_a_time, **below("replaced")), progress=heard
+            make_settings(store, nodes, limits=one_at_a_time, **below("replaced")), progress=heard
         )
     for node in nodes:
-        assert "large.bin" not in files_below(node.root)
+        assert "large.bin" not in read_files(node.root)
 
 
 def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
@@ -479,9 +481,9 @@ def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
         Request(key="links/large.bin", destination="a/model.bin"),
         Request(key="links/large.bin", destination="b/model.bin"),
     ]
-    report = prewarm(settings_of(store, nodes, requests=requests))
+    report = prewarm(make_settings(store, nodes, requests=requests))
     body = contents["large.bin"]
-    assert files_below(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
+    assert read_files(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
     assert store.counts().bytes == report.size == len(body)
 
 
@@ -492,14 +494,14 @@ def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
         Request(key="ways/even.bin", destination="b", mode=0o600),
     ]
     with pytest.raises(errors.ConfigurationError, match="requested twice"):
-        preview(settings_of(store, nodes, requests=requests))
+        preview(make_settings(store, nodes, requests=requests))
 
 
 def test_files_have_the_mode_that_was_asked_for(store, nodes):
     fill(store, "mode")
     wanted = {"even.bin": 0o640, "large.bin": 0o400, "empty": 0o644, "sub/one": 0o444}
     requests = [Request(key=f"mode/{name}", mode=mode) for name, mode in wanted.items()]
-    prewarm(settings_of(store, nodes, requests=requests))
+    prewarm(make_settings(store, nodes, requests=requests))
     for node in nodes:
         found = {name: (node.root / "mode" / name).stat().st_mode & 0o777 for name in wanted}
         assert found == wanted
@@ -510,13 +512,13 @@ def test_a_folder_is_a_store_too(nodes, tmp_path):
     source.mkdir()
     (source / "a.bin").write_bytes(os.urandom(3 * MIB))
     (source / "b ü.txt").write_text("b")
-    prewarm(settings_of(StoreSpec(url=source.as_uri()), nodes))
-    assert files_below(nodes[2].root) == files_below(source)
+    prewarm(make_settings(StoreSpec(url=source.as_uri()), nodes))
+    assert read_files(nodes[2].root) == read_files(source)
 
 
 def test_a_preview_starts_nothing(store, nodes):
     contents = fill(store, "preview")
-    seen = preview(settings_of(store, nodes, **below("preview")))
+    seen = preview(make_settings(store, nodes, **below("preview")))
     assert {path for path, _, _ in seen.files} == set(contents)
     assert store.counts().bytes == 0
 
@@ -524,8 +526,8 @@ def test_a_preview_starts_nothing(store, nodes):
 def test_a_prefix_is_a_folder_and_keys_cannot_lead_out(store, nodes):
     store.put("pfx/a", b"a")
     store.put("pfx-other", b"b")
-    prewarm(settings_of(store, nodes, requests=[Request(prefix="pfx", destination="in")]))
-    assert files_below(nodes[0].root) == {"in/a": b"a"}
+    prewarm(make_settings(store, nodes, requests=[Request(prefix="pfx", destination="in")]))
+    assert read_files(nodes[0].root) == {"in/a": b"a"}
     for destination in ("/etc/x", "../x", "a/../../x", "a//b", "."):
         with pytest.raises(errors.ConfigurationError, match="below the root"):
             Request(key="pfx/a", destination=destination)
@@ -536,7 +538,7 @@ def test_a_nodes_own_records_are_no_destination(store, key):
     """Neither of an object of a bucket, nor of what is unpacked."""
 
     def look(request: dict[str, object]) -> None:
-        values = {"requests": [request], "stores": {"s": spec_of(store)}, "root": Path("/unused")}
+        values = {"requests": [request], "stores": {"s": make_spec(store)}, "root": Path("/unused")}
         preview(PrewarmSettings.model_validate(values))
 
     folder = key.partition("/")[0]
@@ -564,7 +566,7 @@ def test_too_few_nodes_are_an_error_that_says_why(store, nodes):
     nodes[1].kill()
     start_timeout = timedelta(seconds=1)
     with pytest.raises(errors.WorkerError, match=r"2 of 3 nodes are lost.*cannot be reached"):
-        prewarm(settings_of(store, nodes, start_timeout=start_timeout, **below("few")))
+        prewarm(make_settings(store, nodes, start_timeout=start_timeout, **below("few")))
 
 
 def tarred(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
@@ -581,11 +583,11 @@ def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
     members = {"a.txt": b"a", "b/c.bin": os.urandom(2 * MIB)}
     store.put("archives/data.tar.gz", tarred(members))
     request = Request(key="archives/data.tar.gz", unpack=Unpacking.AUTO, mode=0o600)
-    settings = settings_of(store, nodes, requests=[request])
+    settings = make_settings(store, nodes, requests=[request])
     assert [node.why for node in prewarm(settings).nodes] == [""] * 3
     wanted = {f"archives/data/{name}": body for name, body in members.items()}
     for node in nodes:
-        found = files_below(node.root)
+        found = read_files(node.root)
         assert found.pop("archives/data.tar.gz")
         assert found == wanted
         assert (node.root / "archives/data/a.txt").stat().st_mode & 0o777 == 0o600
@@ -601,7 +603,7 @@ def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store
     def members(name: str) -> dict[str, bytes]:
         return {"a.txt": name.encode(), "b/c.txt": b"c"}
 
-    settings = settings_of(
+    settings = make_settings(
         store, nodes[:1], requests=[Request(key="d.tar", unpack=Unpacking.AUTO)], min_node_share=1.0
     )
     root = nodes[0].root
@@ -612,14 +614,14 @@ def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store
     (root / "d/mine.txt").unlink()
     (root / "d/b/c.txt").unlink()
     prewarm(settings)
-    assert files_below(root) == wanted("old")
+    assert read_files(root) == wanted("old")
     shutil.rmtree(root / "d")
     (root / "d").mkdir()
     prewarm(settings)
-    assert files_below(root) == wanted("old")
+    assert read_files(root) == wanted("old")
     store.put("d.tar", tarred(members("new"), "w"))
     prewarm(settings)
-    assert files_below(root) == wanted("new")
+    assert read_files(root) == wanted("new")
     assert not list(root.glob(".*.replaced"))
 
 
@@ -627,7 +629,7 @@ def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store
 def test_an_unpacked_folder_that_is_not_all_ours_is_not_replaced(store, nodes, change):
     store.put("d.tar", tarred({"a.txt": b"a", "b.txt": b"b"}, "w"))
     request = Request(key="d.tar", unpack=Unpacking.AUTO, into="in/here")
-    settings = settings_of(store, nodes[:1], requests=[request], min_node_share=1.0)
+    settings = make_settings(store, nodes[:1], requests=[request], min_node_share=1.0)
     prewarm(settings)
     mine = nodes[0].root / "in/here" / ("mine.txt" if change == "added" else "a.txt")
     mine.write_text("mine")
@@ -644,9 +646,9 @@ def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
         opened.writestr("x/y.txt", "y" * 1000)
     store.put("archives/data.zip", out.getvalue())
     request = Request(key="archives/data.zip", unpack=Unpacking.ZIP, into="unpacked/here")
-    report = prewarm(settings_of(store, nodes, requests=[request]))
+    report = prewarm(make_settings(store, nodes, requests=[request]))
     assert [node.why for node in report.nodes] == [""] * 3
-    assert files_below(nodes[1].root)["unpacked/here/x/y.txt"] == b"y" * 1000
+    assert read_files(nodes[1].root)["unpacked/here/x/y.txt"] == b"y" * 1000
 
 
 def hostile_archives() -> dict[str, bytes]:
@@ -676,12 +678,12 @@ def test_a_hostile_archive_leaves_nothing_behind(store, nodes, kind):
     store.put(f"{kind}.tar", hostile_archives()[kind])
     method = Unpacking.TAR_GZ if kind in {"traversal", "absolute", "bomb"} else Unpacking.TAR
     request = Request(key=f"{kind}.tar", unpack=method, into="into")
-    settings = settings_of(store, nodes[:1], requests=[request], unpacked_bytes=10 * MIB)
+    settings = make_settings(store, nodes[:1], requests=[request], unpacked_bytes=10 * MIB)
     with pytest.raises(errors.WorkerError, match=r"archive|member"):
         prewarm(settings)
     root = nodes[0].root
     assert not (root / "into").exists()
-    assert set(files_below(root.parent)) <= {f"n0/{kind}.tar"}
+    assert set(read_files(root.parent)) <= {f"n0/{kind}.tar"}
     assert not list(root.glob(".*.unpacking"))
     assert not Path("/tmp/millrace-escaped").exists()
 
@@ -691,10 +693,10 @@ def test_a_node_that_has_failed_takes_part_in_the_next_run_at_once(store, nodes)
     contents = fill(store, "next")
     request = Request(key="damaged.tar", unpack=Unpacking.TAR, into="into")
     with pytest.raises(errors.WorkerError, match="was not unpacked"):
-        prewarm(settings_of(store, nodes[:1], requests=[request]))
-    report = prewarm(settings_of(store, nodes[:1], **below("next")))
+        prewarm(make_settings(store, nodes[:1], requests=[request]))
+    report = prewarm(make_settings(store, nodes[:1], **below("next")))
     assert report.startup < 5.0
-    assert contents.items() <= files_below(nodes[0].root).items()
+    assert contents.items() <= read_files(nodes[0].root).items()
 
 
 @pytest.mark.parametrize(
@@ -710,15 +712,15 @@ def test_a_compressed_file_that_is_no_archive_becomes_one_file(store, nodes, key
     packed = gzip.compress(body) if key.endswith("gz") else zstandard.compress(body)
     store.put(key, packed)
     request = Request(key=key, unpack=Unpacking.AUTO, into=into, mode=0o600)
-    settings = settings_of(store, nodes[:1], requests=[request])
+    settings = make_settings(store, nodes[:1], requests=[request])
     root = nodes[0].root
     for _ in range(2):  # the second time it is known again
         assert prewarm(settings).nodes[0].ready
-        assert files_below(root) == {key: packed, wanted: body}
+        assert read_files(root) == {key: packed, wanted: body}
         assert (root / wanted).stat().st_mode & 0o777 == 0o600
     store.put(key, gzip.compress(b"new") if key.endswith("gz") else zstandard.compress(b"new"))
     prewarm(settings)
-    assert files_below(root)[wanted] == b"new"
+    assert read_files(root)[wanted] == b"new"
     (root / wanted).write_bytes(b"mine")
     store.put(key, packed)
     with pytest.raises(errors.WorkerError, match="was not unpacked by us"):
@@ -747,27 +749,27 @@ def test_a_damaged_compressed_file_costs_only_itself(store, nodes, ending, damag
     store.put(key, bytes(bad))
     archive = Request(key=key, unpack=Unpacking.AUTO)
     requests = [archive, Request(prefix="with")]
-    settings = settings_of(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
+    settings = make_settings(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
     with pytest.raises(errors.WorkerError, match=says):
         prewarm(settings)
     root = nodes[0].root
-    assert files_below(root) == contents | {key: bytes(bad)}
+    assert read_files(root) == contents | {key: bytes(bad)}
     assert not list(root.glob(".*.unpacking"))
     # The agent would wait 15 s for the driver that failed; the test of a full disk has it do so.
     stop(nodes[0])
     nodes[0] = start_agent(nodes[0].name, root)
-    settings = settings_of(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
+    settings = make_settings(store, nodes[:1], requests=requests, unpacked_bytes=10 * MIB)
     good = packed(body)
     store.put(key, good)
     assert prewarm(settings).nodes[0].ready
-    assert files_below(root) == contents | {key: good, "words.txt": body}
+    assert read_files(root) == contents | {key: good, "words.txt": body}
 
 
 def test_a_tar_is_known_by_its_content_where_its_name_says_gz(store, nodes):
     store.put("a.gz", tarred({"x": b"x"}))
     request = Request(key="a.gz", unpack=Unpacking.AUTO)
-    assert prewarm(settings_of(store, nodes[:1], requests=[request])).nodes[0].ready
-    assert files_below(nodes[0].root)["a/x"] == b"x"
+    assert prewarm(make_settings(store, nodes[:1], requests=[request])).nodes[0].ready
+    assert read_files(nodes[0].root)["a/x"] == b"x"
 
 
 def test_a_bad_archive_costs_only_itself(store, nodes):
@@ -775,13 +777,13 @@ def test_a_bad_archive_costs_only_itself(store, nodes):
     contents = fill(store, "behind")
     store.put("first.tar", os.urandom(2000))
     archive = Request(key="first.tar", unpack=Unpacking.TAR)
-    settings = settings_of(store, nodes, requests=[archive, Request(prefix="behind")])
+    settings = make_settings(store, nodes, requests=[archive, Request(prefix="behind")])
     slow = Fault(FaultKind.STALL, key="behind/large.bin", offset=0, seconds=2)
     store.order(slow)
     with pytest.raises(errors.WorkerError, match=r"first\.tar was not unpacked.*no tar"):
         prewarm(settings)
     for node in nodes:
-        found = files_below(node.root)
+        found = read_files(node.root)
         assert found.pop("first.tar")
         assert found == contents
 
@@ -794,14 +796,14 @@ def test_an_archive_that_is_larger_than_the_disk_leaves_the_node_as_it_was(store
     archive = Request(key=key, unpack=Unpacking.AUTO)
     root = nodes[0].root
     with mounted(root, 128 * MIB):
-        settings = settings_of(store, nodes[:1], requests=[archive, Request(prefix="beside")])
+        settings = make_settings(store, nodes[:1], requests=[archive, Request(prefix="beside")])
         with pytest.raises(errors.WorkerError, match="does not fit on the disk"):
             prewarm(settings)
-        found = files_below(root)
+        found = read_files(root)
         assert found.pop(key)
         assert found == contents
         assert shutil.disk_usage(root).free > 64 * MIB
-        assert prewarm(settings_of(store, nodes[:1], **below("beside"))).nodes[0].ready
+        assert prewarm(make_settings(store, nodes[:1], **below("beside"))).nodes[0].ready
 
 
 def test_requests_that_nobody_signed_are_refused(store, nodes):
@@ -870,7 +872,7 @@ def test_who_is_refused_hears_whether_it_is_the_key_or_the_clock(nodes):
 
 def test_the_report_of_a_run_with_the_wrong_key_names_the_key(store, nodes):
     fill(store, "key")
-    settings = settings_of(store, nodes, **below("key"))
+    settings = make_settings(store, nodes, **below("key"))
     wrong = settings.nodes.model_copy(update={"key": SecretStr("another key, long enough")})
     with pytest.raises(errors.WorkerError, match="signed with another key"):
         prewarm(settings.model_copy(update={"nodes": wrong}))
@@ -879,7 +881,7 @@ def test_the_report_of_a_run_with_the_wrong_key_names_the_key(store, nodes):
 def test_two_addresses_of_one_agent_are_one_node(store, nodes):
     fill(store, "twins")
     twin = nodes[0].url.replace("127.0.0.1", "localhost")
-    settings = settings_of(store, nodes[:2], **below("twins"))
+    settings = make_settings(store, nodes[:2], **below("twins"))
     hosts = Hosts(hosts=(*settings.nodes.hosts, Host(url=twin, name="twin")), key=SecretStr(KEY))
     report = prewarm(settings.model_copy(update={"nodes": hosts}))
     assert sum(node.ready for node in report.nodes) == 2
@@ -889,7 +891,7 @@ def test_two_addresses_of_one_agent_are_one_node(store, nodes):
 
 def test_a_second_driver_is_refused_while_the_first_one_works(store, nodes):
     contents = fill(store, "second")
-    settings = settings_of(store, nodes, **below("second"))
+    settings = make_settings(store, nodes, **below("second"))
     refused: list[str] = []
 
     def come() -> None:
@@ -899,13 +901,13 @@ def test_a_second_driver_is_refused_while_the_first_one_works(store, nodes):
 
     report = prewarm(settings, progress=Heard(0.05, come))
     assert [node.ready for node in report.nodes] == [True] * 3
-    assert files_below(nodes[2].root) == contents
+    assert read_files(nodes[2].root) == contents
     assert "another run uses this node, since 2" in refused[0]
 
 
 def test_a_missing_host_does_not_hold_up_the_others(store, nodes):
     fill(store, "missing")
-    settings = settings_of(store, nodes, **below("missing"))
+    settings = make_settings(store, nodes, **below("missing"))
     stop(nodes[2])
     report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
     assert [node.ready for node in report.nodes] == [True, True, False]
@@ -926,7 +928,7 @@ def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypa
     store.put("steady/object", hashlib.shake_256(b"steady").digest(MIB))
     nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
     limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
-    report = prewarm(settings_of(store, nodes, limits=limits, **below("steady")))
+    report = prewarm(make_settings(store, nodes, limits=limits, **below("steady")))
     assert [node.why for node in report.nodes] == [""] * 3
     assert report.nodes[2].ready
 
@@ -936,7 +938,7 @@ def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
     nodes[2] = replaced_by_slow(nodes[2], pause=0.0, stops_after=2)
     limits = LimitSettings(stall_timeout=timedelta(seconds=2))
     try:
-        report = prewarm(settings_of(store, nodes, limits=limits, **below("stalled")))
+        report = prewarm(make_settings(store, nodes, limits=limits, **below("stalled")))
     finally:
         nodes[2].kill()
     assert [node.ready for node in report.nodes] == [True, True, False]
@@ -948,7 +950,7 @@ def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeyp
     fill(store, "frozen")
     nodes[2].process.send_signal(signal.SIGSTOP)
     try:
-        settings = settings_of(store, nodes, **below("frozen"))
+        settings = make_settings(store, nodes, **below("frozen"))
         report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
     finally:
         nodes[2].kill()
@@ -989,7 +991,7 @@ def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nod
         threading.Thread(target=server.serve_forever, daemon=True).start()
         hosts = [agent.host for agent in nodes[:2]]
         hosts.append(Host(url=f"http://127.0.0.1:{server.server_port}", name="freezes"))
-        settings = settings_of(
+        settings = make_settings(
             store, nodes, nodes=Hosts(hosts=tuple(hosts), key=SecretStr(KEY)), **below("freezes")
         )
         try:
@@ -1000,7 +1002,7 @@ def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nod
     ready = {node.name: node.ready for node in report.nodes}
     assert ready == {"n0": True, "n1": True, "freezes": False}
     assert "did not answer for" in next(n.why for n in report.nodes if n.name == "freezes")
-    assert files_below(nodes[1].root) == contents
+    assert read_files(nodes[1].root) == contents
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:7000", "http://127.0.0.1:99999", "https://a:1", "a"])
@@ -1026,13 +1028,13 @@ def test_an_agent_listens_on_ipv6(store, nodes, tmp_path):
     agent.start()
     try:
         host = Host(url=f"http://[::1]:{agent.port}")
-        settings = settings_of(store, nodes, **below("six"))
+        settings = make_settings(store, nodes, **below("six"))
         hosts = Hosts(hosts=(*settings.nodes.hosts, host), key=SecretStr(KEY))
         report = prewarm(settings.model_copy(update={"nodes": hosts}))
         assert [node.ready for node in report.nodes] == [True] * 4
     finally:
         agent.close()
-    assert files_below(tmp_path / "six") == contents
+    assert read_files(tmp_path / "six") == contents
 
 
 def test_an_agent_that_cannot_listen_says_where(tmp_path):
@@ -1079,9 +1081,9 @@ def test_unsigned_requests_that_do_not_end_do_not_keep_the_agent_from_a_run(stor
     stop(nodes[0])
     nodes[0] = start_with_few_files(nodes[0].root, endpoint.port)
     with connecting(endpoint):
-        report = prewarm(settings_of(store, nodes, **below("half")))
+        report = prewarm(make_settings(store, nodes, **below("half")))
     assert [node.ready for node in report.nodes] == [True] * 3
-    assert files_below(nodes[0].root) == contents
+    assert read_files(nodes[0].root) == contents
 
 
 def start_with_few_files(root: Path, port: int) -> Any:
@@ -1103,9 +1105,9 @@ def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
         socket.create_connection((endpoint.host, endpoint.port), timeout=30) for _ in range(300)
     ]
     try:
-        report = prewarm(settings_of(store, nodes, **below("idle")))
+        report = prewarm(make_settings(store, nodes, **below("idle")))
         assert [node.ready for node in report.nodes] == [True] * 3
-        assert files_below(nodes[0].root) == contents
+        assert read_files(nodes[0].root) == contents
     finally:
         for each in idle:
             each.close()
@@ -1152,8 +1154,8 @@ def test_a_peer_that_gives_flipped_bits_is_caught_and_asked_no_more(store, nodes
     liar = start_agent("liar", tmp_path / "liar", code=LIE)
     nodes.append(liar)
     heard = Heard()
-    report = prewarm(settings_of(store, nodes, **below("liar")), progress=heard)
-    assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
+    report = prewarm(make_settings(store, nodes, **below("liar")), progress=heard)
+    assert [read_files(node.root) for node in nodes[:2]] == [contents] * 2
     assert heard.find(NodeUntrusted)
     assert [node.trusted for node in report.nodes] == [False, True, True]  # by their names
 
@@ -1185,13 +1187,13 @@ def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_pa
     sums = {f"forged/{name}": hashlib.sha256(body).hexdigest() for name, body in contents.items()}
     requests = [Request(key=key, sha256=sha256) for key, sha256 in sums.items()]
     stop(nodes.pop())
-    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
+    nodes.append(start_agent("liar", tmp_path / "liar", code=make_forging(forged)))
     limits = {"stall_timeout": timedelta(seconds=10)}  # one of them lets a node do nothing more
     report = prewarm(
-        settings_of(store, nodes, requests=requests, min_node_share=0.5, limits=limits)
+        make_settings(store, nodes, requests=requests, min_node_share=0.5, limits=limits)
     )
     whole = {f"forged/{name}": body for name, body in contents.items()}
-    assert [files_below(node.root) for node in nodes[:2]] == [whole] * 2
+    assert [read_files(node.root) for node in nodes[:2]] == [whole] * 2
     by_name = {node.name: node for node in report.nodes}
     assert [by_name[node.name].why for node in nodes[:2]] == ["", ""]
     malformed = forged not in (*FORGED[:2], FORGED[-1])
@@ -1205,7 +1207,7 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
     store.put("gone/object", body)
     forged = [make_failed(p, reason="gone", status=404) for p in range(64)]
     stop(nodes.pop())
-    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(forged)))
+    nodes.append(start_agent("liar", tmp_path / "liar", code=make_forging(forged)))
     read: list[int] = []
     read_piece = driver_reader.RetryingReader.read
     monkeypatch.setattr(
@@ -1214,7 +1216,7 @@ def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_t
         lambda self, number, into: read.append(number) or read_piece(self, number, into),
     )
     request = Request(key="gone/object", sha256=hashlib.sha256(body).hexdigest())
-    report = prewarm(settings_of(store, nodes, requests=[request]))
+    report = prewarm(make_settings(store, nodes, requests=[request]))
     assert [node.ready for node in report.nodes] == [False, True, True]
     assert len(read) < 16
 
@@ -1224,9 +1226,9 @@ def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_p
     stop(nodes.pop())
     failed = '[{"type": "node-failed", "reason": "a\\\\ud800b\\\\u001b[2Jc"}]'
     fault = f"__import__('json').loads('{failed}')"
-    nodes.append(start_agent("liar", tmp_path / "liar", code=forging(fault)))
+    nodes.append(start_agent("liar", tmp_path / "liar", code=make_forging(fault)))
     with pytest.raises(errors.WorkerError) as caught:
-        prewarm(settings_of(store, nodes, min_node_share=1.0, **below("odd")))
+        prewarm(make_settings(store, nodes, min_node_share=1.0, **below("odd")))
     assert "a\ufffdb\ufffd[2Jc" in str(caught.value)
 
 
@@ -1242,8 +1244,8 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     code = "import millrace.swarm.agent, millrace.swarm.run_spec, millrace.swarm.protocol as wire\n"
     code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 3\n"
     nodes.append(start_agent("later", tmp_path / "later", code=code))
-    report = prewarm(settings_of(store, nodes, min_node_share=0.5, **below("versions")))
-    assert [files_below(node.root) for node in nodes[:2]] == [contents] * 2
+    report = prewarm(make_settings(store, nodes, min_node_share=0.5, **below("versions")))
+    assert [read_files(node.root) for node in nodes[:2]] == [contents] * 2
     later = next(node for node in report.nodes if node.name == "later")
     assert refuses in later.why
     assert "install the same version of Millrace on the driver and on all nodes" in later.why
@@ -1268,7 +1270,7 @@ def test_a_node_that_fetches_nothing_is_given_up(store, nodes, tmp_path, honest)
     limits = LimitSettings(stall_timeout=timedelta(seconds=1))
     try:
         report = prewarm(
-            settings_of(store, [*nodes[:honest], idle], limits=limits, **below("idle"))
+            make_settings(store, [*nodes[:honest], idle], limits=limits, **below("idle"))
         )
     finally:
         stop(idle)
@@ -1309,7 +1311,7 @@ def test_a_refusal_without_a_reason_costs_only_its_node(store, nodes, said, monk
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         hosts = [nodes[0].host, Host(url=f"http://127.0.0.1:{server.server_port}", name="refuses")]
-        settings = settings_of(
+        settings = make_settings(
             store, nodes, nodes=Hosts(hosts=tuple(hosts), key=SecretStr(KEY)), **below("refused")
         )
         try:
@@ -1367,7 +1369,7 @@ def test_a_header_of_two_lines_is_not_sent():
 
 def test_a_late_node_joins_a_run(store, nodes, tmp_path):
     contents = fill(store, "late")
-    settings = settings_of(store, nodes, **below("late"))
+    settings = make_settings(store, nodes, **below("late"))
     stop(nodes[2])
     port = int(nodes[2].url.rpartition(":")[2])
     store.order(Fault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=6))
@@ -1377,17 +1379,17 @@ def test_a_late_node_joins_a_run(store, nodes, tmp_path):
 
     report = prewarm(settings, progress=Heard(0.05, come))
     assert [node.ready for node in report.nodes] == [True] * 3
-    assert files_below(nodes[2].root) == contents
+    assert read_files(nodes[2].root) == contents
 
 
 def test_a_full_disk_fails_its_node_only(store, nodes):
     contents = fill(store, "full")
     small = nodes[0].root
     with mounted(small, 4 * MIB):
-        report = prewarm(settings_of(store, nodes, **below("full")))
+        report = prewarm(make_settings(store, nodes, **below("full")))
         assert "free" in report.nodes[0].why
     assert [node.ready for node in report.nodes] == [False, True, True]
-    assert files_below(nodes[1].root) == contents
+    assert read_files(nodes[1].root) == contents
 
 
 @contextmanager

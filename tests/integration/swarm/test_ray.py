@@ -13,7 +13,7 @@ import pytest
 from benchmarks.rig.store import Store
 from millrace.swarm import PrewarmSettings, RayNodes, Request
 from tests.ray_cluster import DISK, RayCluster
-from tests.support.swarm.swarms import files_below, spec_of
+from tests.support.swarm.swarms import make_spec, read_files
 
 WARM = """
 import json, sys
@@ -43,12 +43,12 @@ def warm(
     """Run it in a process of its own: Ray lets one connect to one cluster only."""
     settings = PrewarmSettings(
         requests=(Request(prefix=""),),
-        stores={"s": spec_of(store)},
+        stores={"s": make_spec(store)},
         root=Path(root),
         nodes=RayNodes(address=cluster.address, **more),
     )
     asked = settings.model_dump(mode="json")
-    asked["stores"] = {"s": spec_of(store).reveal_secrets()}
+    asked["stores"] = {"s": make_spec(store).reveal_secrets()}
     done = subprocess.run(
         [sys.executable, "-c", code + WARM],
         input=json.dumps(asked),
@@ -68,7 +68,7 @@ def test_every_living_node_is_warmed_also_a_head_without_cpus(ray_cluster, store
     store.reset()
     report = warm(ray_cluster, store, f"${DISK}/first")
     assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
-    assert [files_below(disk / "first") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
+    assert [read_files(disk / "first") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
     assert store.counts().bytes == len(body)
 
 
@@ -81,7 +81,7 @@ def test_a_node_that_died_before_and_is_still_listed_is_left_out(ray_cluster, st
     report = warm(ray_cluster, store, f"${DISK}/dead")
     ready = [node["ready"] for node in report["nodes"]]
     assert ready.count(True) == 3, report
-    assert files_below(ray_cluster.disks[2] / "dead") == {"model.bin": body}
+    assert read_files(ray_cluster.disks[2] / "dead") == {"model.bin": body}
 
 
 def test_agents_that_are_kept_are_used_again(ray_cluster, store):
@@ -90,7 +90,7 @@ def test_agents_that_are_kept_are_used_again(ray_cluster, store):
     store.put("model.bin", b"22")
     second = warm(ray_cluster, store, f"${DISK}/kept", keep=True)
     assert [node["ready"] for node in second["nodes"]] == [True] * 3, (first, second)
-    assert files_below(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
+    assert read_files(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
 
 
 def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
@@ -100,7 +100,7 @@ def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
     report = warm(ray_cluster, store, f"${DISK}/alike", code=ALIKE)
     assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
     assert len({node["name"] for node in report["nodes"]}) == 3, report
-    assert [files_below(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
+    assert [read_files(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
     assert store.counts().bytes == len(body)
 
 

@@ -12,7 +12,7 @@ def test_the_share_is_held_once_while_the_work_goes_on(
     prefect_api: PrefectServer, deployed: PrefectServer
 ) -> None:
     def taken() -> int:
-        with deployed.client() as client:
+        with deployed.make_client() as client:
             return client.read_global_concurrency_limit_by_name(UPLOAD_LIMIT).active_slots
 
     @flow(name="takes-its-share")

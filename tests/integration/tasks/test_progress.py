@@ -26,7 +26,7 @@ def test_a_dataset_that_is_finished_is_shown_as_finished(prefect_api: PrefectSer
         return str(flow_run.id)
 
     run = shows()
-    assert prefect_api.artifacts(run) == {"progress-shows": 100.0}
+    assert prefect_api.read_artifacts(run) == {"progress-shows": 100.0}
 
 
 def test_a_run_that_failed_ends_its_artifact_with_the_error(prefect_api: PrefectServer) -> None:
@@ -41,7 +41,7 @@ def test_a_run_that_failed_ends_its_artifact_with_the_error(prefect_api: Prefect
 
     with pytest.raises(UnavailableError):
         fails()
-    with prefect_api.client() as client:
+    with prefect_api.make_client() as client:
         artifacts = client.read_artifacts(
             artifact_filter=ArtifactFilter(
                 flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(runs[0])])
@@ -99,4 +99,4 @@ def test_the_end_is_shown_after_a_request_that_failed(
             live(end("train-00000"))
         return str(flow_run.id)
 
-    assert prefect_api.artifacts(UUID(shows())) == {"progress-shows-late": 100.0}
+    assert prefect_api.read_artifacts(UUID(shows())) == {"progress-shows-late": 100.0}

@@ -24,7 +24,7 @@ MIB = 1 << 20
 @pytest.fixture
 def store(gcs: GCSServer, request: pytest.FixtureRequest) -> GCSStore:
     bucket = gcs.create_bucket(request.node.name.replace("_", "-")[:60])
-    return GCSStore(bucket, **gcs.store_config())
+    return GCSStore(bucket, **gcs.make_store_config())
 
 
 def listed(store: GCSStore, prefix: str | None = None, offset: str | None = None) -> list[str]:
@@ -67,7 +67,7 @@ def test_reads_can_be_conditional_on_the_etag(store):
 
 def test_listings_come_in_pages_and_in_order(tmp_path: Path):
     with GCSServer.start(tmp_path, page=3) as server:
-        store = GCSStore("bucket", **server.store_config())
+        store = GCSStore("bucket", **server.make_store_config())
         names = [f"l/{number}/x" for number in range(8)]
         for name in reversed(names):
             obstore.put(store, name, b"")
@@ -81,7 +81,7 @@ def test_a_multipart_upload_arrives_as_one_object(gcs, store):
     data = bytes(range(256)) * (11 * MIB // 256)
     obstore.put(store, "large", data, use_multipart=True, chunk_size=5 * MIB)
     assert bytes(obstore.get(store, "large").bytes()) == data
-    assert any("partNumber=3" in seen["path"] for seen in gcs.requests())
+    assert any("partNumber=3" in seen["path"] for seen in gcs.list_requests())
 
 
 def test_a_part_that_is_too_small_is_refused(store):
@@ -108,14 +108,14 @@ def test_what_was_deleted_is_gone_and_what_was_never_there_is_not_found(store):
 
 def test_a_bucket_that_nobody_made_is_not_found(gcs):
     with pytest.raises(FileNotFoundError, match="NoSuchBucket"):
-        obstore.get(GCSStore("nowhere", **gcs.store_config()), "key")
+        obstore.get(GCSStore("nowhere", **gcs.make_store_config()), "key")
 
 
 def test_each_request_is_remembered_with_its_bytes(gcs, store):
-    before = len(gcs.requests())
+    before = len(gcs.list_requests())
     obstore.put(store, "key", b"123")
     obstore.get(store, "key").bytes()
-    seen = gcs.requests()[before:]
+    seen = gcs.list_requests()[before:]
     assert [(one["method"], one["status"], one["received"], one["sent"]) for one in seen] == [
         ("PUT", 200, 3, 0),
         ("GET", 200, 0, 3),

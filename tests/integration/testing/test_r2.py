@@ -34,13 +34,13 @@ CUT_SHORT = (IncompleteReadError, ResponseStreamingError)
 
 @pytest.fixture
 def s3(r2: R2Proxy, rgw: RGW) -> Any:
-    return r2.client(rgw.full)
+    return r2.make_client(rgw.full)
 
 
 @pytest.fixture
 def behind(rgw: RGW) -> Any:
     """The upstream itself, to see what is really there."""
-    return rgw.client(rgw.full)
+    return rgw.make_client(rgw.full)
 
 
 def refused(call: Callable[[], object]) -> tuple[int, str]:
@@ -92,12 +92,12 @@ def test_obstore_speaks_to_it_over_tls_with_nothing_but_the_authority(r2, rgw, b
 
 def test_the_upstream_judges_the_signature_and_the_permissions(r2, rgw, s3, bucket):
     s3.put_object(Bucket=bucket, Key="a", Body=b"a")
-    wrong = r2.client(Key(rgw.full.access_key_id, "wrong"))
+    wrong = r2.make_client(Key(rgw.full.access_key_id, "wrong"))
     assert refused(lambda: wrong.get_object(Bucket=bucket, Key="a"))[0] == 403
-    reader = r2.client(rgw.read_only)
+    reader = r2.make_client(rgw.read_only)
     assert reader.get_object(Bucket=bucket, Key="a")["Body"].read() == b"a"
     assert refused(lambda: reader.put_object(Bucket=bucket, Key="b", Body=b""))[0] == 403
-    other = r2.client(rgw.other)
+    other = r2.make_client(rgw.other)
     assert refused(lambda: other.get_object(Bucket=bucket, Key="a"))[0] == 403
 
 
@@ -111,7 +111,7 @@ def test_create_if_absent_reaches_the_upstream(s3, r2, bucket):
 def test_without_tls_it_is_plain_http(rgw, bucket, tmp_path):
     with R2Proxy.start(rgw.endpoint, {}, tmp_path, tls=False) as plain:
         assert plain.endpoint.startswith("http://")
-        client = plain.client(rgw.full)
+        client = plain.make_client(rgw.full)
         client.put_object(Bucket=bucket, Key="a", Body=b"a")
         assert client.get_object(Bucket=bucket, Key="a")["Body"].read() == b"a"
         assert plain.log.read_text() == ""
@@ -119,9 +119,9 @@ def test_without_tls_it_is_plain_http(rgw, bucket, tmp_path):
 
 def test_an_upstream_that_is_not_there_is_a_bad_gateway(rgw, tmp_path):
     with R2Proxy.start("http://127.0.0.1:9", {}, tmp_path, tls=False) as lonely:
-        client = lonely.client(rgw.full)
+        client = lonely.make_client(rgw.full)
         assert refused(lambda: client.list_objects_v2(Bucket="bucket"))[0] == 502
-        assert lonely.refusals() == {"BadGateway": 1}
+        assert lonely.count_refusals() == {"BadGateway": 1}
 
 
 # What R2 refuses
@@ -157,7 +157,7 @@ def test_parts_that_are_too_small_are_refused(r2, s3, bucket):
     r2.set_rules(min_part=6 * MIB)
     too_small = refused(lambda: multipart(s3, bucket, [5 * MIB, 1], "other"))
     assert too_small == (400, "EntityTooSmall")
-    assert r2.refusals() == {"EntityTooSmall": 2}
+    assert r2.count_refusals() == {"EntityTooSmall": 2}
 
 
 def test_a_trailing_checksum_as_boto3_sends_it_by_default_is_refused(r2, rgw, bucket):
@@ -272,7 +272,7 @@ def denied(call: Callable[[], object]) -> bool:
 
 def test_a_token_reaches_its_prefix_and_nothing_else(r2, rgw, two_prefixes):
     bucket = two_prefixes
-    mine = r2.client(r2.temporary(rgw.full, bucket, prefixes=["mine/"]))
+    mine = r2.make_client(r2.make_temporary_key(rgw.full, bucket, prefixes=["mine/"]))
     assert mine.get_object(Bucket=bucket, Key="mine/a")["Body"].read() == b"mine/a"
     mine.put_object(Bucket=bucket, Key="mine/b", Body=b"b", IfNoneMatch="*")
     multipart(mine, bucket, [5 * MIB, 1], "mine/large")
@@ -299,20 +299,20 @@ def test_a_token_reaches_its_prefix_and_nothing_else(r2, rgw, two_prefixes):
 
 
 def test_a_token_may_name_single_objects(r2, rgw, two_prefixes):
-    one = r2.client(r2.temporary(rgw.full, two_prefixes, objects=["yours/a"]))
+    one = r2.make_client(r2.make_temporary_key(rgw.full, two_prefixes, objects=["yours/a"]))
     assert one.get_object(Bucket=two_prefixes, Key="yours/a")["Body"].read() == b"yours/a"
     assert denied(lambda: one.get_object(Bucket=two_prefixes, Key="yours/ab"))
     assert denied(lambda: one.list_objects_v2(Bucket=two_prefixes))
 
 
 def test_a_token_is_for_one_bucket(r2, rgw, two_prefixes):
-    elsewhere = r2.client(r2.temporary(rgw.full, "elsewhere"))
+    elsewhere = r2.make_client(r2.make_temporary_key(rgw.full, "elsewhere"))
     assert denied(lambda: elsewhere.get_object(Bucket=two_prefixes, Key="mine/a"))
 
 
 def test_a_read_only_token_writes_nothing(r2, rgw, two_prefixes):
     bucket = two_prefixes
-    reader = r2.client(r2.temporary(rgw.full, bucket, scope="object-read-only"))
+    reader = r2.make_client(r2.make_temporary_key(rgw.full, bucket, scope="object-read-only"))
     assert reader.get_object(Bucket=bucket, Key="mine/a")["Body"].read() == b"mine/a"
     assert reader.list_objects_v2(Bucket=bucket)["KeyCount"] == 2
     gone = {"Objects": [{"Key": "mine/a"}]}
@@ -326,19 +326,21 @@ def test_a_read_only_token_writes_nothing(r2, rgw, two_prefixes):
 
 
 def test_actions_narrow_a_token(r2, rgw, two_prefixes):
-    getter = r2.client(r2.temporary(rgw.full, two_prefixes, actions=["GetObject"]))
+    getter = r2.make_client(r2.make_temporary_key(rgw.full, two_prefixes, actions=["GetObject"]))
     assert getter.get_object(Bucket=two_prefixes, Key="mine/a")["Body"].read() == b"mine/a"
     assert denied(lambda: getter.list_objects_v2(Bucket=two_prefixes))
 
 
 def test_a_token_cannot_exceed_its_parent(r2, rgw, two_prefixes):
-    writer = r2.client(r2.temporary(rgw.read_only, two_prefixes, scope="object-read-write"))
+    writer = r2.make_client(
+        r2.make_temporary_key(rgw.read_only, two_prefixes, scope="object-read-write")
+    )
     assert writer.get_object(Bucket=two_prefixes, Key="mine/a")["Body"].read() == b"mine/a"
     assert denied(lambda: writer.put_object(Bucket=two_prefixes, Key="mine/b", Body=b""))
 
 
 def test_an_expired_token_is_refused_as_such(r2, rgw, two_prefixes):
-    late = r2.client(r2.temporary(rgw.full, two_prefixes, issued=1e9, lifetime=900))
+    late = r2.make_client(r2.make_temporary_key(rgw.full, two_prefixes, issued=1e9, lifetime=900))
     get = refused(lambda: late.get_object(Bucket=two_prefixes, Key="mine/a"))
     assert get == (403, "ExpiredToken")
 
@@ -355,25 +357,25 @@ def test_an_expired_token_is_refused_as_such(r2, rgw, two_prefixes):
     ],
 )
 def test_a_token_with_wrong_claims_is_refused(r2, rgw, two_prefixes, wrong):
-    client = r2.client(r2.temporary(rgw.full, two_prefixes, **wrong))
+    client = r2.make_client(r2.make_temporary_key(rgw.full, two_prefixes, **wrong))
     get = refused(lambda: client.get_object(Bucket=two_prefixes, Key="mine/a"))
     assert get == (401, "Unauthorized")
 
 
 def test_a_forged_token_and_a_wrong_secret_are_refused(r2, rgw, two_prefixes):
-    good = r2.temporary(rgw.full, two_prefixes)
-    forged = r2.temporary(Key(rgw.full.access_key_id, "guessed"), two_prefixes)
+    good = r2.make_temporary_key(rgw.full, two_prefixes)
+    forged = r2.make_temporary_key(Key(rgw.full.access_key_id, "guessed"), two_prefixes)
     other_secret = Key(good.access_key_id, forged.secret_access_key, good.session_token)
     parents_secret = Key(good.access_key_id, rgw.full.secret_access_key, good.session_token)
     get = {"Bucket": two_prefixes, "Key": "mine/a"}
-    assert refused(lambda: r2.client(forged).get_object(**get))[0] == 401
+    assert refused(lambda: r2.make_client(forged).get_object(**get))[0] == 401
     for key in (other_secret, parents_secret):
-        refusal = refused(lambda key=key: r2.client(key).get_object(**get))
+        refusal = refused(lambda key=key: r2.make_client(key).get_object(**get))
         assert refusal == (403, "SignatureDoesNotMatch")
 
 
 def test_a_url_presigned_with_a_token_works_until_it_is_changed(r2, rgw, two_prefixes):
-    mine = r2.client(r2.temporary(rgw.full, two_prefixes, prefixes=["mine/"]))
+    mine = r2.make_client(r2.make_temporary_key(rgw.full, two_prefixes, prefixes=["mine/"]))
     url = mine.generate_presigned_url("get_object", {"Bucket": two_prefixes, "Key": "mine/a"})
     assert fetch(r2, url) == 200
     assert fetch(r2, url.replace("mine/a", "mine/b")) == 403
@@ -400,7 +402,7 @@ def stored(behind: Any, bucket: str) -> str:
 
 
 def fired(r2: R2Proxy) -> dict[str, int]:
-    return {kind: count for kind, count in r2.counts().items() if count}
+    return {kind: count for kind, count in r2.count_fired().items() if count}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,7 @@ def test_a_cut_get_ends_midway(r2, s3, stored):
     body = s3.get_object(Bucket=stored, Key="there")["Body"]
     with pytest.raises(CUT_SHORT):
         body.read()
-    assert r2.requests()[-1]["sent"] == 500
+    assert r2.list_requests()[-1]["sent"] == 500
     assert fired(r2) == {"cut": 1}
     assert s3.get_object(Bucket=stored, Key="there")["Body"].read() == bytes(1000)
 
@@ -443,7 +445,7 @@ def test_a_lost_put_is_done_though_nobody_said_so(r2, s3, behind, bucket):
         s3.put_object(Bucket=bucket, Key="a", Body=b"1")
     assert keys(behind, bucket) == ["a"]
     assert fired(r2) == {"lost": 1}
-    assert r2.requests()[-1]["status"] is None
+    assert r2.list_requests()[-1]["status"] is None
 
 
 def test_a_lost_multipart_completion_is_done(r2, s3, behind, bucket):
@@ -465,10 +467,10 @@ def test_a_fault_that_cannot_befall_a_request_waits_for_another(r2, s3, stored):
     r2.fail_next(Fault.CUT)
     s3.head_object(Bucket=stored, Key="there")
     assert refused(lambda: s3.get_object(Bucket=stored, Key="missing"))[0] == 404
-    assert (fired(r2), r2.pending()) == ({}, 1)
+    assert (fired(r2), r2.count_pending()) == ({}, 1)
     with pytest.raises(CUT_SHORT):
         s3.get_object(Bucket=stored, Key="there")["Body"].read()
-    assert (fired(r2), r2.pending()) == ({"cut": 1}, 0)
+    assert (fired(r2), r2.count_pending()) == ({"cut": 1}, 0)
 
 
 def test_faults_can_be_kept_to_a_method_and_a_key(r2, s3, stored):
@@ -485,7 +487,7 @@ def test_the_same_seed_brings_the_same_faults(r2, s3, stored):
         for _ in range(30):
             with suppress(ClientError):
                 s3.head_object(Bucket=stored, Key="there")
-        seen = [one["status"] for one in r2.requests()]
+        seen = [one["status"] for one in r2.list_requests()]
         assert fired(r2) == {"error500": seen.count(500), "error503": seen.count(503)}
         return seen
 
@@ -519,14 +521,14 @@ def test_a_fault_that_was_asked_for_comes_before_chance():
 def test_each_request_is_remembered_in_order_with_its_bytes(r2, s3, stored):
     s3.put_object(Bucket=stored, Key="new", Body=b"12")
     s3.get_object(Bucket=stored, Key="there")["Body"].read()
-    seen = r2.requests()
+    seen = r2.list_requests()
     assert [(one["operation"], one["status"], one["received"], one["sent"]) for one in seen] == [
         ("PutObject", 200, 2, 0),
         ("GetObject", 200, 0, 1000),
     ]
     assert seen[0]["arrived"] < seen[1]["arrived"]
     r2.reset()
-    assert r2.requests() == []
+    assert r2.list_requests() == []
 
 
 @pytest.fixture(scope="module", autouse=True)

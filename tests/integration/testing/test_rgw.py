@@ -18,7 +18,7 @@ def refusal(error: pytest.ExceptionInfo[ClientError]) -> int:
 
 @pytest.fixture
 def s3(rgw: RGW) -> Any:
-    return rgw.client(rgw.full)
+    return rgw.make_client(rgw.full)
 
 
 def allow(actions: list[str], *resources: str, **condition: Any) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def test_a_wrong_secret_and_an_unknown_key_are_refused(rgw, bucket):
     unknown = type(rgw.full)("unknown", rgw.full.secret_access_key)
     for key in (wrong, unknown):
         with pytest.raises(ClientError) as error:
-            rgw.client(key).list_objects_v2(Bucket=bucket)
+            rgw.make_client(key).list_objects_v2(Bucket=bucket)
         assert refusal(error) == 403
 
 
 def test_the_read_only_key_reads_and_writes_nothing(rgw, s3, bucket):
     s3.put_object(Bucket=bucket, Key="a", Body=b"a")
-    reader = rgw.client(rgw.read_only)
+    reader = rgw.make_client(rgw.read_only)
     assert reader.get_object(Bucket=bucket, Key="a")["Body"].read() == b"a"
     assert reader.list_objects_v2(Bucket=bucket)["KeyCount"] == 1
     for write in (
@@ -70,7 +70,7 @@ def test_the_read_only_key_reads_and_writes_nothing(rgw, s3, bucket):
 
 def test_the_other_user_reaches_nothing_of_ours(rgw, s3, bucket):
     s3.put_object(Bucket=bucket, Key="a", Body=b"a")
-    other = rgw.client(rgw.other)
+    other = rgw.make_client(rgw.other)
     for reach in (
         lambda: other.get_object(Bucket=bucket, Key="a"),
         lambda: other.list_objects_v2(Bucket=bucket),
@@ -82,10 +82,10 @@ def test_the_other_user_reaches_nothing_of_ours(rgw, s3, bucket):
 
 
 def test_the_access_log_has_each_request_that_was_answered(rgw, s3, bucket):
-    before = len(rgw.requests())
+    before = len(rgw.list_requests())
     s3.put_object(Bucket=bucket, Key="logged", Body=b"123")
     s3.get_object(Bucket=bucket, Key="logged")["Body"].read()
-    lines = rgw.requests()[before:]
+    lines = rgw.list_requests()[before:]
     assert [line.split('"')[1] for line in lines] == [
         f"PUT /{bucket}/logged HTTP/1.1",
         f"GET /{bucket}/logged HTTP/1.1",
@@ -101,7 +101,7 @@ def test_a_session_policy_holds_credentials_to_a_prefix(rgw, s3, bucket, role):
     for name in ("mine/a", "yours/a"):
         s3.put_object(Bucket=bucket, Key=name, Body=b"a")
     arn = f"arn:aws:s3:::{bucket}"
-    session = rgw.client(
+    session = rgw.make_client(
         rgw.assume_role(
             role,
             allow(["s3:GetObject", "s3:PutObject", "s3:DeleteObject"], f"{arn}/mine/*"),
@@ -132,7 +132,7 @@ def test_a_session_policy_holds_credentials_to_a_prefix(rgw, s3, bucket, role):
 def test_a_session_policy_never_allows_a_multi_object_delete(rgw, s3, bucket, role):
     s3.put_object(Bucket=bucket, Key="mine/a", Body=b"a")
     everywhere = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]
-    session = rgw.client(rgw.assume_role(role, allow(["s3:DeleteObject"], *everywhere)))
+    session = rgw.make_client(rgw.assume_role(role, allow(["s3:DeleteObject"], *everywhere)))
     done = session.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "mine/a"}]})
     assert done["Errors"][0]["Code"] == "AccessDenied"
     session.delete_object(Bucket=bucket, Key="mine/a")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 
 DATASET = {"shards", "commits", "partitions", "quarantine", "lease"}
 WORKERS = DATASET | {"checkpoints", "gathers", "epochs"}
@@ -28,7 +28,7 @@ class Thing:
     modified: datetime
     read: Callable[[], bytes]
 
-    def record(self) -> dict[str, Any]:
+    def read_record(self) -> dict[str, Any]:
         try:
             return json.loads(self.read())["record"]
         except ValueError:
@@ -43,20 +43,20 @@ class What:
     number: int = -1
 
 
-def good(name: str) -> bool:
+def is_good_name(name: str) -> bool:
     parts = name.split("/")
     return all(part and part[0].isalnum() and re.sub(r"[\w.-]", "", part) == "" for part in parts)
 
 
-def hex_digits(digest: str) -> str:
+def get_hex_digits(digest: str) -> str:
     return digest.removeprefix("blake3:")
 
 
-def digits(text: str, least: int) -> int | None:
+def parse_digits(text: str, least: int) -> int | None:
     return int(text) if len(text) >= least and text.isascii() and text.isdigit() else None
 
 
-def what_is(key: str) -> What | None:
+def find_kind(key: str) -> What | None:
     """Find the kind of an object by its name, taken apart at its slashes."""
     finders = (_of_worker, _of_gathers, _of_checkpoints, _temporary, _record, _of_dataset)
     return next((found for finder in finders if (found := finder(key))), None)
@@ -64,12 +64,12 @@ def what_is(key: str) -> What | None:
 
 def _of_worker(key: str) -> What | None:
     match = re.fullmatch(r"(.+)/([^/]+)/(gradient|start_window)-(\d{9,})-(.+)\.(\w+)", key)
-    if match is None or not good(match[1]) or match[2] in WORKERS:
+    if match is None or not is_good_name(match[1]) or match[2] in WORKERS:
         return None
     run, uid, what, number, rest, ending = match.groups()
     version = rest.removeprefix(f"{uid}-v")
     endings = {"gradient": ("safetensors", "pt"), "start_window": ("json",)}[what]
-    if rest != f"{uid}-v{version}" or not good(version) or ending not in endings:
+    if rest != f"{uid}-v{version}" or not is_good_name(version) or ending not in endings:
         return None
     kind = {"gradient": "gradients", "start_window": "start windows"}[what]
     return What(kind, run, version, int(number))
@@ -79,7 +79,7 @@ def _of_gathers(key: str) -> What | None:
     match = re.fullmatch(
         r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.(?:npz|safetensors))", key
     )
-    if match is None or not good(match[1]) or not good(match[2]):
+    if match is None or not is_good_name(match[1]) or not is_good_name(match[2]):
         return None
     kind, number = ("link", match[4]) if match[3] else ("update", match[5])
     return What(kind, match[1], match[2], int(number))
@@ -87,7 +87,11 @@ def _of_gathers(key: str) -> What | None:
 
 def _of_checkpoints(key: str) -> What | None:
     match = re.fullmatch(r"(.+?)/checkpoints/step_(\d{9,})/.+", key)
-    return What("checkpoints", match[1], "", int(match[2])) if match and good(match[1]) else None
+    return (
+        What("checkpoints", match[1], "", int(match[2]))
+        if match and is_good_name(match[1])
+        else None
+    )
 
 
 def _temporary(key: str) -> What | None:
@@ -98,7 +102,7 @@ def _temporary(key: str) -> What | None:
     if folder.endswith("/lease/clock") and re.fullmatch(nonce, leaf):
         return What("temporary", folder.removesuffix("/lease/clock"))
     if machine := re.fullmatch(r"_machines/(.+)/\d{6,}/.+", key):
-        return What("temporary", f"_rentals/{machine[1]}") if good(machine[1]) else None
+        return What("temporary", f"_rentals/{machine[1]}") if is_good_name(machine[1]) else None
     plan = r"_clean/\d+T\d+-\w{8}/(plan\.jsonl|outcome\.json)"
     return What("temporary", "") if re.fullmatch(plan, key) else None
 
@@ -115,26 +119,26 @@ def _of_dataset(key: str) -> What | None:
     inner = leaf not in {"plan.json", "manifest.json", "index.json", "block_digests.bin"}
     if inner and (not folders or folders.pop() not in DATASET):
         return None
-    if not folders or DATASET & set(folders) or not good("/".join(folders)):
+    if not folders or DATASET & set(folders) or not is_good_name("/".join(folders)):
         return None
     return What("dataset", "/".join(folders))
 
 
-def numbers(version: str) -> tuple[int, ...] | None:
+def parse_numbers(version: str) -> tuple[int, ...] | None:
     parts = version.split(".")
     if not all(part.isdigit() for part in parts):
         return None
     return tuple(int(part) for part in [*parts, "0", "0", "0"][:4])
 
 
-def in_range(version: str, wanted: str) -> bool:
+def is_in_range(version: str, wanted: str) -> bool:
     """Return the sort key of a version, which may have numbers and dots or other text."""
-    mine = numbers(version)
+    mine = parse_numbers(version)
     for clause in wanted.split(","):
         sign = re.match(r"[<>=!]*", clause)
         assert sign is not None
         other = clause.removeprefix(sign[0])
-        theirs = numbers(other)
+        theirs = parse_numbers(other)
         if sign[0] in {"", "==", "!="}:
             same = version == other or (mine is not None and theirs is not None and mine == theirs)
             holds = same is (sign[0] != "!=")
@@ -173,7 +177,7 @@ class Judge:
         beside: Iterable[Thing] = (),
     ) -> None:
         self.things = {thing.key: thing for thing in things}
-        self.what = {key: what_is(key) for key in self.things}
+        self.what = {key: find_kind(key) for key in self.things}
         self.rules, self.now, self.pinned = rules, now, list(pinned)
         self.everywhere = [*self.things.values(), *beside]
         self.numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
@@ -188,7 +192,7 @@ class Judge:
         """Tell what workers have left below folders that hold their gradients."""
         own: dict[str, str] = {}
         for thing in self.everywhere:
-            what = what_is(thing.key)
+            what = find_kind(thing.key)
             if what and what.kind in {"gradients", "start windows"}:
                 own[thing.key.rpartition("/")[0] + "/"] = what.scope
         for key, what in self.what.items():
@@ -205,7 +209,7 @@ class Judge:
         }
         return any(self._live(f"{run}/gathers/{version}") for version in versions)
 
-    def taken(self) -> dict[str, int]:
+    def list_taken(self) -> dict[str, int]:
         """Each key that goes, and the place of the rule that takes it."""
         found: dict[str, int] = {}
         for key, is_what in self.what.items():
@@ -261,7 +265,7 @@ class Judge:
             name = "" if about == "other" else what.scope
             if about not in rule["kinds"] or not self._fits(rule, key, name):
                 continue
-            if rule.get("version") and not in_range(what.version, rule["version"]):
+            if rule.get("version") and not is_in_range(what.version, rule["version"]):
                 continue
             if rule.get("keep_every") and what.number % rule["keep_every"] == 0:
                 continue
@@ -305,7 +309,7 @@ class Judge:
         for step, record in sorted(self._checkpoints(job).items(), reverse=True):
             window = record["position"].get("window")
             link = self.things.get(f"{job}/chain/{window:09d}.json") if window is not None else None
-            if link and link.record()["step"] == step and self._whole(job, record):
+            if link and link.read_record()["step"] == step and self._whole(job, record):
                 return step, window
         return None
 
@@ -314,25 +318,25 @@ class Judge:
         for key in self.things:
             match = re.fullmatch(re.escape(job) + r"/checkpoints/step_(\d{9})/metadata.json", key)
             if match:
-                found[int(match[1])] = self.things[key].record()
+                found[int(match[1])] = self.things[key].read_record()
         return found
 
     def _files(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
-            f"{job}/checkpoints/step_{part['step']:09d}/parts/{hex_digits(part['digest'])}.safetensors"
+            f"{job}/checkpoints/step_{part['step']:09d}/parts/{get_hex_digits(part['digest'])}.safetensors"
             for part in record["parts"]
         }
 
     def _lists(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
-            f"{job}/checkpoints/step_{part['step']:09d}/block_digests/{hex_digits(part['digest'])}.bin"
+            f"{job}/checkpoints/step_{part['step']:09d}/block_digests/{get_hex_digits(part['digest'])}.bin"
             for part in record["parts"]
             if part["size"] > 2**20
         }
 
     def _whole(self, job: str, record: dict[str, Any]) -> bool:
         return all(
-            key in self.things and hex_digits(blake3_digest(self.things[key].read())) in key
+            key in self.things and get_hex_digits(compute_blake3(self.things[key].read())) in key
             for key in self._files(job, record)
         )
 
@@ -341,10 +345,10 @@ class Judge:
             return {}
         found = self._checkpoints(job)
         stays = {
-            thing.record()["step"]
+            thing.read_record()["step"]
             for thing in self.everywhere
             if re.fullmatch(re.escape(job) + r"/epochs/\d+\.json", thing.key)
-            or (thing.key.endswith("/chain/000000000.json") and thing.record()["job"] == job)
+            or (thing.key.endswith("/chain/000000000.json") and thing.read_record()["job"] == job)
         }
         for step in sorted(found, reverse=True):
             stays.add(step)
@@ -397,7 +401,7 @@ class Judge:
         own = [key for key, what in self.what.items() if what == What("dataset", name)]
         own += [key for key in self.things if key.startswith(f"{name}/lease/")]
         plan = self.things.get(f"{name}/plan.json")
-        if plan is None or self._live(name) or plan.record().get("dataset") != name:
+        if plan is None or self._live(name) or plan.read_record().get("dataset") != name:
             return {}
         for place, rule in enumerate(self.rules):
             if (
@@ -412,7 +416,7 @@ class Judge:
         if f"{name}/manifest.json" not in self.things:
             return {}
         named = {
-            self.things[key].record()["key"]
+            self.things[key].read_record()["key"]
             for key in own
             if re.search(r"/commits/\w+-\d+-\d+\.json$", key)
         }
@@ -428,6 +432,6 @@ class Judge:
         return taken
 
 
-def now() -> datetime:
+def read_time() -> datetime:
     """Return the time by this machine's clock, which is that of a folder."""
     return datetime.now(UTC)

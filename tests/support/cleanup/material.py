@@ -24,7 +24,7 @@ from millrace.storage import Store, put
 ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
 
 
-def hex_digest(body: bytes) -> str:
+def compute_hex_digest(body: bytes) -> str:
     return get_hex(compute_digest(body))
 
 
@@ -46,7 +46,7 @@ class Place:
             self._writing.append(self.pool.submit(put, self.store, key, body))
             return key
         put(self.store, key, body)
-        return self.aged(key, hours)
+        return self.set_age(key, hours)
 
     def settle(self) -> None:
         """Wait until all is written."""
@@ -54,33 +54,37 @@ class Place:
             one.result()
         self._writing.clear()
 
-    def record(self, key: str, record, *, hours: float = 0) -> str:
+    def put_record(self, key: str, record, *, hours: float = 0) -> str:
         return self.put(key, encode_record(record, "nonce"), hours=hours)
 
-    def aged(self, key: str, hours: float) -> str:
+    def set_age(self, key: str, hours: float) -> str:
         if hours:
             path = Path(self.store.location.bucket) / key
             then = (datetime.now(UTC) - timedelta(hours=hours)).timestamp()
             os.utime(path, (then, then))
         return key
 
-    def gradient(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
-        key = GradientKeys(run, version).gradient(uid, window)
+    def put_gradient(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
+        key = GradientKeys(run, version).make_gradient_key(uid, window)
         return self.put(key, os.urandom(8), hours=hours)
 
-    def start_window(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
-        return self.put(GradientKeys(run, version).start_window(uid, window), b"{}", hours=hours)
+    def put_start_window(
+        self, run: str, uid: str, window: int, version: str, hours: float = 0
+    ) -> str:
+        return self.put(
+            GradientKeys(run, version).make_start_window_key(uid, window), b"{}", hours=hours
+        )
 
-    def lease(self, scope: str, name: str, *, ended: bool = False) -> None:
+    def put_lease(self, scope: str, name: str, *, ended: bool = False) -> None:
         """A lease that another machine holds for an hour from now, or has given back."""
         keys = LeaseKeys(scope, name)
         term = LeaseTerm(holder=ELSEWHERE, ttl=timedelta(hours=1))
-        commit_once(self.store, keys.term(0), term)
-        put(self.store, keys.beat(0), b"elsewhere")
+        commit_once(self.store, keys.make_term_key(0), term)
+        put(self.store, keys.make_beat_key(0), b"elsewhere")
         if ended:
-            put(self.store, keys.end(0), b"elsewhere")
+            put(self.store, keys.make_end_key(0), b"elsewhere")
 
-    def checkpoint(
+    def put_checkpoint(
         self,
         job: str,
         step: int,
@@ -98,46 +102,46 @@ class Place:
             home = (homes or {}).get(body, step)
             parts.append(Part(step=home, digest=compute_digest(body), size=len(body)))
             if number != missing:
-                self.put(keys.part(home, compute_digest(body)), body, hours=hours)
+                self.put(keys.make_part_key(home, compute_digest(body)), body, hours=hours)
         position = {} if window is None else {"window": window}
         made = Checkpoint(
             job=job, step=step, run="", position=position, notes={},
             saved=datetime(2026, 1, 1, tzinfo=UTC), root=compute_root(parts, {}),
             parts=tuple(parts), tensors={},
         )  # fmt: skip
-        self.record(keys.metadata(step), add_digest(made), hours=hours)
+        self.put_record(keys.make_metadata_key(step), add_digest(made), hours=hours)
 
-    def pin(self, job: str, step: int) -> None:
-        self.record(CheckpointKeys(job).pin(step), Pin(job=job, step=step, why="mine"))
+    def put_pin(self, job: str, step: int) -> None:
+        self.put_record(CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, why="mine"))
 
-    def epoch(self, job: str, number: int, step: int) -> None:
-        self.record(
-            CheckpointKeys(job).epoch(number),
+    def put_epoch(self, job: str, number: int, step: int) -> None:
+        self.put_record(
+            CheckpointKeys(job).make_epoch_key(number),
             EpochRecord(job=job, epoch=number, step=step, root=None),
         )
 
-    def chain(
+    def put_chain(
         self, run: str, version: str, windows: int, heads: dict[int, float], hours: float = 0
     ) -> None:
         """A run of so many windows, with checkpoints after some of them; `heads`: their ages."""
         keys = ChainKeys(run, version)
         start = ChainStart(run=run, job=keys.job, step=0, root="", state="")
-        self.record(keys.link(0), start, hours=hours)
+        self.put_record(keys.make_link_key(0), start, hours=hours)
         for window in range(1, windows + 1):
             body = f"{run} {version} {window}".encode()
-            key = self.put(keys.update(window, compute_digest(body)), body, hours=hours)
+            key = self.put(keys.make_update_key(window, compute_digest(body)), body, hours=hours)
             update = Update(key=key, digest=compute_digest(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
                 shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, out={},
                 seconds=0.0, previous="", state="",
             )  # fmt: skip
-            self.record(keys.link(window), link, hours=hours)
+            self.put_record(keys.make_link_key(window), link, hours=hours)
         for window, age in heads.items():
             body = f"{run} {version} weights {window}".encode()
-            self.checkpoint(keys.job, window, [body], window=window, hours=age)
+            self.put_checkpoint(keys.job, window, [body], window=window, hours=age)
 
-    def dataset(
+    def put_dataset(
         self,
         name: str,
         shards: int,
@@ -155,21 +159,21 @@ class Place:
             dataset=name, source=source, layout=layout, seed=None, holdout=0, partition_bytes=1,
             partitions=(),
         )  # fmt: skip
-        self.record(keys.plan, plan, hours=hours)
+        self.put_record(keys.plan, plan, hours=hours)
         digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
         for n in range(shards + orphans):
             shard = ShardName("train-00000", n)
-            key = self.put(keys.shard(shard, "tar"), f"{name} {n}".encode(), hours=hours)
+            key = self.put(keys.make_shard_key(shard, "tar"), f"{name} {n}".encode(), hours=hours)
             if n < shards:
                 entry = ShardCommit(
                     partition="train-00000", number=n, key=key, size=1,
                     digest=compute_digest(b"x"), samples=1, start_cursor=n, next_cursor=n + 1,
                     plan_digest=digest,
                 )  # fmt: skip
-                self.record(keys.commit(shard), entry, hours=hours)
+                self.put_record(keys.make_commit_key(shard), entry, hours=hours)
         if is_complete:
             manifest = Manifest(
                 dataset=name, plan_digest=digest,
                 format="webdataset", shards=(), samples={}, size=0, quarantined=0,
             )  # fmt: skip
-            self.record(keys.manifest, manifest, hours=hours)
+            self.put_record(keys.manifest, manifest, hours=hours)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
 
-from tests.prefect_server import PrefectServer, until
+from tests.prefect_server import PrefectServer, wait_until
 
 CHROMIUM = "/usr/bin/chromium"
 QUIET = [
@@ -45,19 +45,19 @@ def open_form(server: PrefectServer, page: Page, name: str) -> None:
 
 
 def _address(server: PrefectServer, name: str) -> str:
-    with server.client() as client:
+    with server.make_client() as client:
         deployment = client.read_deployment_by_name(f"{name}/{name}")
     return f"{server.url.removesuffix('/api')}/deployments/deployment/{deployment.id}"
 
 
-def field(page: Page, label: str) -> Locator:
+def find_field(page: Page, label: str) -> Locator:
     """One parameter of the form: its label, its description and what one fills in."""
     words = re.compile(rf"^\s*{label}\s*(\(Optional\))?\s*$")
     named = page.locator(".schema-form-property__label", has_text=words)
     return page.locator(".schema-form-property").filter(has=named).last
 
 
-def told(answer: Response) -> str:
+def read_refusal(answer: Response) -> str:
     """A refusal, in words."""
     return f"{answer.request.method} {answer.url}: {answer.status} {answer.text()}"
 
@@ -72,7 +72,7 @@ def press(page: Page, button: str, seen: Callable[[], Any], refused: list[str]) 
             page.wait_for_timeout(50)  # lets the browser's answers come in
             return bool(seen() or refused) or None
 
-        until(came, f"what {button} does")
+        wait_until(came, f"what {button} does")
         if seen() or not all(": 503 " in one for one in refused):
             break
         page.wait_for_timeout(1000)

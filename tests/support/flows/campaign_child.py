@@ -30,20 +30,20 @@ _one = threading.Lock()
 _seen: Counter[str] = Counter()
 
 
-def announced(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+def announce_stage(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
     """A stage that says when it begins, and when it has ended."""
 
     @wraps(stage)
     def run(*args: Any, **options: Any) -> Any:
-        boundary(f"before {name}")
+        announce_boundary(f"before {name}")
         done = stage(*args, **options)
-        boundary(f"after {name}")
+        announce_boundary(f"after {name}")
         return done
 
     return run
 
 
-def boundary(where: str) -> None:
+def announce_boundary(where: str) -> None:
     """Say it, and wait to be let on."""
     with _one:
         say({"at": where})
@@ -56,7 +56,7 @@ def say(what: dict[str, Any]) -> None:
     sys.__stdout__.flush()
 
 
-def heard(listen: Callable[..., None]) -> Callable[..., None]:
+def make_listener(listen: Callable[..., None]) -> Callable[..., None]:
     """A listener to the engine that says at which event it is."""
 
     @wraps(listen)
@@ -64,7 +64,7 @@ def heard(listen: Callable[..., None]) -> Callable[..., None]:
         listen(self, event)
         if isinstance(event, EVENTS):
             _seen[event.kind] += 1
-            boundary(f"{event.kind} {_seen[event.kind]}")
+            announce_boundary(f"{event.kind} {_seen[event.kind]}")
 
     return hear
 
@@ -72,8 +72,8 @@ def heard(listen: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     """Run it to its end."""
     for name in STAGES:
-        setattr(stages, name, announced(name, getattr(stages, name)))
-    LiveProgress.__call__ = heard(LiveProgress.__call__)
+        setattr(stages, name, announce_stage(name, getattr(stages, name)))
+    LiveProgress.__call__ = make_listener(LiveProgress.__call__)
     plan = CampaignPlan.model_validate_json(Path(sys.argv[1]).read_text())
     found = stages.run_campaign(plan)
     say({"done": found.windows})

@@ -18,7 +18,7 @@ from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
 from tests.prefect_server import PrefectServer
-from tests.support.flows.campaigns import make_text, plan_of, shards_of, wrong_with
+from tests.support.flows.campaigns import find_faults, find_shards, make_plan_settings, make_text
 
 
 @dataclass
@@ -72,19 +72,19 @@ class Site:
         }
         self.log = folder / "leader.log"
         self.plan = folder / "plan.json"
-        plan = plan_of(name, self.store.as_uri(), folder / "text", machines)
+        plan = make_plan_settings(name, self.store.as_uri(), folder / "text", machines)
         self.plan.write_text(json.dumps(plan))
 
     def lead(self) -> "Leader":
         """Start a leader."""
         return Leader(self)
 
-    def judged(self, killed: Killed, shards: dict[str, tuple[int, int]]) -> Killed:
+    def judge(self, killed: Killed, shards: dict[str, tuple[int, int]]) -> Killed:
         """Return the faults at the end, by the store and the provider's records."""
-        killed.wrong += wrong_with(self.store, self.name, self.text)
-        if shards_of(self.store, f"{self.name}-text") != shards:
+        killed.wrong += find_faults(self.store, self.name, self.text)
+        if find_shards(self.store, f"{self.name}-text") != shards:
             killed.wrong.append("a shard was made twice")
-        books = self.vast.books()
+        books = self.vast.list_machines()
         killed.machines = len(books)
         if alive := [one["id"] for one in books if one["destroyed"] is None]:
             killed.wrong.append(f"machines {alive} are left")
@@ -107,7 +107,7 @@ class Leader:
             start_new_session=True,
         )
 
-    def boundaries(self) -> Iterator[str]:
+    def read_boundaries(self) -> Iterator[str]:
         """Return the next boundary that the campaign reaches; the last one is ``done``.
 
         Raises:
@@ -155,11 +155,11 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
     shards: dict[str, tuple[int, int]] = {}
     while True:
         leader = site.lead()
-        for where in leader.boundaries():
+        for where in leader.read_boundaries():
             if not shards and where == "before await_machines":
-                shards = shards_of(site.store, f"{site.name}-text")
+                shards = find_shards(site.store, f"{site.name}-text")
             if where == "done":
-                return site.judged(killed, shards)
+                return site.judge(killed, shards)
             if where in left:
                 left.remove(where)
                 killed.at.append(where)

@@ -26,7 +26,9 @@ def make_text(folder: Path, files: int = 60) -> Counter[str]:
     return said
 
 
-def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dict[str, Any]:
+def make_plan_settings(
+    name: str, bucket: Any, text: Path, machines: dict[str, Any]
+) -> dict[str, Any]:
     """A campaign of two epochs of two windows, with two workers."""
     return {
         "name": name,
@@ -57,18 +59,18 @@ def plan_of(name: str, bucket: Any, text: Path, machines: dict[str, Any]) -> dic
     }
 
 
-def here() -> dict[str, Any]:
+def make_local_workers() -> dict[str, Any]:
     """Workers as processes of this machine."""
     return {"kind": "local", "folder": str(REPOSITORY)}
 
 
-def shards_of(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
+def find_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
     """Each shard's inode, and when it was written: another one would have others."""
     found = sorted((store / dataset / "shards").glob("*.tar"))
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
 
 
-def texts_of(store: Path, dataset: str) -> Counter[str]:
+def read_texts(store: Path, dataset: str) -> Counter[str]:
     """Return the samples of all shards, by Python's own tar reader."""
     said: Counter[str] = Counter()
     for path in (store / dataset / "shards").glob("*.tar"):
@@ -80,17 +82,17 @@ def texts_of(store: Path, dataset: str) -> Counter[str]:
     return said
 
 
-def digests_of(store: Path, job: str) -> set[str]:
+def find_digests(store: Path, job: str) -> set[str]:
     """The files of a job's newest checkpoint, by what they are called: their digests."""
     newest = max((store / job / "checkpoints").glob("step_*/metadata.json"))
     record = json.loads(newest.read_text())["record"]
     return {part["digest"] for part in record["parts"]}
 
 
-def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
+def find_faults(store: Path, name: str, text: Counter[str]) -> list[str]:
     """Return the differences from the state after a campaign, from the store alone."""
     wrong: list[str] = []
-    if texts_of(store, f"{name}-text") != text:
+    if read_texts(store, f"{name}-text") != text:
         wrong.append("samples are lost, or doubled")
     chain = sorted(path.name for path in (store / name / "run/gathers/1/chain").glob("*.json"))
     if chain != [f"{number:09d}.json" for number in range(EPOCHS * WINDOWS + 1)]:
@@ -99,7 +101,7 @@ def wrong_with(store: Path, name: str, text: Counter[str]) -> list[str]:
         taken = json.loads(path.read_text())["record"]["taken"]
         if len(taken) != WORKERS:
             wrong.append(f"in {path.stem} only {sorted(taken)} were taken")
-    if digests_of(store, f"{name}/final") != digests_of(store, f"{name}/run/gathers/1"):
+    if find_digests(store, f"{name}/final") != find_digests(store, f"{name}/run/gathers/1"):
         wrong.append("other weights were published than the chain has come to")
     epochs = sorted(path.name for path in (store / name / "model/epochs").glob("*.json"))
     if epochs != [f"{number:06d}.json" for number in range(EPOCHS)]:

@@ -41,7 +41,7 @@ def block(prefect_api: PrefectServer, rgw: RGW) -> MakeBlock:
         pairs: dict[str, AwsCredentials] = {}
         for right, key in (("read", read), ("write", write)):
             if key is not None:
-                pair = aws_credentials(key, rgw.endpoint)
+                pair = make_aws_credentials(key, rgw.endpoint)
                 pair.save(f"{name}-{right}")
                 pairs[f"{right}_credentials"] = pair
         Bucket(role=BucketRole.DATASET, url=f"s3://{bucket}", **pairs).save(name)  # pyright: ignore[reportArgumentType]
@@ -56,7 +56,7 @@ def ray_worker(shared_worker: SharedWorker, ray_cluster: RayCluster) -> Worker:
     return shared_worker.get({**ray_cluster.environment, "RAY_ADDRESS": ray_cluster.address})
 
 
-def aws_credentials(key: Key, endpoint: str) -> AwsCredentials:
+def make_aws_credentials(key: Key, endpoint: str) -> AwsCredentials:
     """prefect-aws's block of a key."""
     return AwsCredentials(
         aws_access_key_id=key.access_key_id,
@@ -66,12 +66,12 @@ def aws_credentials(key: Key, endpoint: str) -> AwsCredentials:
     )
 
 
-def texts(rows: int = 4000) -> list[str]:
+def make_texts(rows: int = 4000) -> list[str]:
     """Return the texts of a source's rows, all different."""
     return [f"{number:09d} " + "water " * 30 for number in range(rows)]
 
 
-def jsonl(rows: list[str]) -> bytes:
+def make_jsonl(rows: list[str]) -> bytes:
     """The rows as a file."""
     return b"".join(json.dumps({"text": row}).encode() + b"\n" for row in rows)
 
@@ -81,14 +81,14 @@ def folder_source(tmp_path: Path) -> dict[str, Any]:
     """A folder with all rows, as the flow's parameter."""
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "rows.jsonl").write_bytes(jsonl(texts()))
+    (folder / "rows.jsonl").write_bytes(make_jsonl(make_texts()))
     return {"url": folder.as_uri(), "columns": {"txt": "text"}}
 
 
-def texts_in(place: Place) -> Counter[str]:
+def read_texts(place: Place) -> Counter[str]:
     """Return the samples of a dataset's shards, by Python's own tar reader."""
     found: Counter[str] = Counter()
-    for name in place.names():
+    for name in place.list_names():
         if name.endswith(".tar"):
             with tarfile.open(fileobj=io.BytesIO(place.read(name))) as tar:
                 for member in tar:

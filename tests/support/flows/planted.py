@@ -15,7 +15,7 @@ from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
 
 
-def forms(secret: str) -> dict[str, str]:
+def list_forms(secret: str) -> dict[str, str]:
     """Return the forms in which a secret may be in a text, by their names."""
     found = {
         "plain": secret,
@@ -34,32 +34,32 @@ def forms(secret: str) -> dict[str, str]:
     return found
 
 
-def leaks(places: Mapping[str, str], planted: Mapping[str, str]) -> list[str]:
+def find_leaks(places: Mapping[str, str], planted: Mapping[str, str]) -> list[str]:
     """Return a line for each planted secret that a text has in any form, without the secret."""
     return [
         f"{name} in {place}, {form}"
         for name, secret in planted.items()
-        for form, text in forms(secret).items()
+        for form, text in list_forms(secret).items()
         for place, content in places.items()
         if text in content
     ]
 
 
-def server_leaves(server: PrefectServer) -> Iterator[tuple[str, str]]:
+def read_server_leaves(server: PrefectServer) -> Iterator[tuple[str, str]]:
     """Everything that the server keeps, but for its table of blocks, which is encrypted."""
-    for number, (table, value) in enumerate(server.tables()):
+    for number, (table, value) in enumerate(server.read_tables()):
         if table != "block_document":
             yield f"table {table} #{number}", value
     yield "the server's own log", server.log.read_text(errors="replace")
 
 
-def run_leaves(server: PrefectServer, run: Any) -> Iterator[tuple[str, str]]:
+def read_run_leaves(server: PrefectServer, run: Any) -> Iterator[tuple[str, str]]:
     """Return the API's description of a run."""
-    found = server.flow_run(run)
+    found = server.read_flow_run(run)
     yield "the run", found.model_dump_json()
     yield "its parameters", json.dumps(found.parameters)
-    yield "its log", server.logs(run)
-    yield "its artifacts", json.dumps(server.artifacts(run), default=str)
+    yield "its log", server.read_logs(run)
+    yield "its artifacts", json.dumps(server.read_artifacts(run), default=str)
 
 
 @dataclass

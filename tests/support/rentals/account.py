@@ -42,13 +42,13 @@ class Account_:  # noqa: N801 - `Account` is the engine's
     def vast(self) -> VastClient:
         return VastClient(SecretStr(self.key), self.server.url, clock=StandInClock(self.server))
 
-    def progress(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         self.told.append(event)
 
-    def count(self, event_class: type[Event]) -> int:
+    def count_events(self, event_class: type[Event]) -> int:
         return sum(isinstance(event, event_class) for event in self.told)
 
-    def stand(self) -> LedgerSettings:
+    def make_ledger_settings(self) -> LedgerSettings:
         return LedgerSettings(store=self.store, account=self.account)
 
     @property
@@ -59,7 +59,7 @@ class Account_:  # noqa: N801 - `Account` is the engine's
     def account(self) -> VastAccount:
         return VastAccount(api_key=SecretStr(self.key), server_url=self.server.url)
 
-    def settings(self, name: str = "fleet", **more: Any) -> RentalSettings:
+    def make_settings(self, name: str = "fleet", **more: Any) -> RentalSettings:
         timeouts = {"poll_interval": timedelta(seconds=10)} | {
             field: more.pop(field) for field in RentalTimeouts.model_fields if field in more
         }

@@ -159,7 +159,7 @@ def make_attempt(number: int = 0, *, instance_id: int | None = None, **more: Any
 def make_machine(folder: Path, attempt: Attempt | None = None, **more: Any) -> Machine:
     """Return a machine that was rented when the manual clock started."""
     attempt = attempt or make_attempt(instance_id=1, **more)
-    keys = MachineKeys(RentalKeys("fleet").machine(attempt.number))
+    keys = MachineKeys(RentalKeys("fleet").make_machine_prefix(attempt.number))
     reports = MachineReports(open_store(StoreSpec(url=folder.as_uri())), keys)
     return Machine(attempt, reports, rented_at=1000.0, last_report_at=1000.0)
 

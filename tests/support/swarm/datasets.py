@@ -8,7 +8,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.records import commit_once
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import Store, put
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 
 MIB = 1 << 20
 
@@ -19,11 +19,13 @@ def write_dataset(store: Store, name: str, shards: Mapping[str, bytes]) -> None:
         put(store, key, body)
     put(store, DatasetKeys(name).block_digests, b"".join(map(hash_blocks, shards.values())))
     named = tuple(
-        ManifestShard(key=key, split="train", samples=1, size=len(body), digest=blake3_digest(body))
+        ManifestShard(
+            key=key, split="train", samples=1, size=len(body), digest=compute_blake3(body)
+        )
         for key, body in shards.items()
     )
     manifest = Manifest(
-        dataset=name, plan_digest=blake3_digest(b""), format="webdataset", shards=named,
+        dataset=name, plan_digest=compute_blake3(b""), format="webdataset", shards=named,
         samples={"train": len(named), "val": 0}, size=sum(shard.size for shard in named),
         quarantined=0,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from millrace.progress import Event
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request
 from millrace.swarm.progress_events import PrewarmProgressed
-from tests.support.fork_server import ForkedProcess, fork_server
+from tests.support.fork_server import ForkedProcess, get_fork_server
 
 KEY = secrets.token_hex(16)
 
@@ -109,7 +109,7 @@ agent.Run.poll_events = forge
 """
 
 
-def forging(events: object) -> str:
+def make_forging(events: object) -> str:
     """Make a node answer so, a value or its source, when it is first asked what has happened."""
     return FORGE.replace("{forged}", events if isinstance(events, str) else repr(events))
 
@@ -184,7 +184,7 @@ fetcher.ConnectionPool = ConnectionPool
 
 def start_agent(name: str, root: Path, *, port: int = 0, code: str = "") -> Agent:
     """Start a node; code may change what it does, as `LIE` and `TRICKLE` do."""
-    process = fork_server("millrace.cli", "millrace.swarm", "millrace.swarm.agent").start(
+    process = get_fork_server("millrace.cli", "millrace.swarm", "millrace.swarm.agent").start(
         f"{code}from millrace.cli import main; main()",
         *("swarm", "node", "--root", str(root), "--port", str(port)),
         env=os.environ | {"MILLRACE_NODE_KEY": KEY},
@@ -213,15 +213,15 @@ def stop(agent: Agent) -> None:
     agent.process.stdout.close()
 
 
-def spec_of(store: Store) -> StoreSpec:
+def make_spec(store: Store) -> StoreSpec:
     return spec.spec_of(store.config())
 
 
-def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
+def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
     """Everything of a store, on every node."""
     values: dict[str, Any] = {
         "requests": [Request(prefix="")],
-        "stores": {"s": store if isinstance(store, StoreSpec) else spec_of(store)},
+        "stores": {"s": store if isinstance(store, StoreSpec) else make_spec(store)},
         "root": Path("/unused"),
         "nodes": Hosts(hosts=tuple(a.host for a in agents), key=SecretStr(KEY)),
         "piece_size": 256 * 1024,
@@ -229,7 +229,7 @@ def settings_of(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> P
     return PrewarmSettings(**(values | more))
 
 
-def files_below(root: Path) -> dict[str, bytes]:
+def read_files(root: Path) -> dict[str, bytes]:
     """Return the files of a node under final names, without Millrace's hidden files."""
     return {
         file.relative_to(root).as_posix(): file.read_bytes()

@@ -100,13 +100,13 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
     uids = ["a", "b", "c", "d", "e", "f", "g"]
     for uid, loss in zip(uids, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e300], strict=True):
         said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
-        commit_once(store, keys.start_window(uid, 1), said)
+        commit_once(store, keys.make_start_window_key(uid, 1), said)
     folder = Path(store.url.removeprefix("file://"))
-    another = (folder / keys.start_window("a", 1)).read_bytes()
+    another = (folder / keys.make_start_window_key("a", 1)).read_bytes()
     for uid, body in (
         ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"start-window"}'),
     ):  # fmt: skip
-        put(store, keys.start_window(uid, 1), body)
+        put(store, keys.make_start_window_key(uid, 1), body)
     assert read_median_metric(store, keys, ["a", "b", "c", "d"], "loss", last_window=1) == {}
     assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", last_window=1) == {
         1: 5.0
@@ -119,9 +119,9 @@ def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(
     keys = make().run.gradients
     for uid, loss in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("liar", 100.0)):
         said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
-        commit_once(store, keys.start_window(uid, 1), said)
+        commit_once(store, keys.make_start_window_key(uid, 1), said)
     for zeros in range(1, 9):
-        key = keys.start_window("liar", 1).replace("window-", f"window-{'0' * zeros}")
+        key = keys.make_start_window_key("liar", 1).replace("window-", f"window-{'0' * zeros}")
         commit_once(store, key, StartWindow(uid="liar", window=1, step=0, measured={"loss": 100.0}))
     found = read_median_metric(store, keys, ["a", "b", "c", "liar"], "loss", last_window=1)
     assert found == {1: 2.5}
@@ -150,7 +150,7 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     uids = ["worker-0", "worker-1"]
     with pytest.raises(errors.NotFoundError):
         find_joined_workers(store, settings.run, uids)
-    put(store, settings.run.gradients.gradient("worker-1", 1), b"of a run before")
+    put(store, settings.run.gradients.make_gradient_key("worker-1", 1), b"of a run before")
     begin_run(store, settings.run.chain, select_weights(model))
     assert find_joined_workers(store, settings.run, uids) == set()
     with Worker(settings) as worker:

@@ -23,7 +23,7 @@ def begin(store: Store, training: Training) -> None:
 
 
 def join(store: Store, training: Training, uid: str) -> None:
-    put(store, training.run.gradients.start_window(uid, 1), b"{}")
+    put(store, training.run.gradients.make_start_window_key(uid, 1), b"{}")
 
 
 def test_nobody_joins_a_run_that_has_not_begun(store: Store, make_training: MakeTraining) -> None:

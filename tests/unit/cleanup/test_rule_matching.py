@@ -29,7 +29,7 @@ def find_object_rule(matcher: RuleMatcher, stat: Stat) -> int | None:
     return matcher.find_object_rule(stat, classify_key(stat.key))
 
 
-GRADIENT = GradientKeys("run", "1").gradient("worker", 8)
+GRADIENT = GradientKeys("run", "1").make_gradient_key("worker", 8)
 
 
 def test_the_first_rule_for_the_kind_that_fits_takes_an_object() -> None:
@@ -64,7 +64,7 @@ def test_each_option_of_a_rule_limits_it(options: dict[str, object], index: int 
 def test_a_checkpoint_is_kept_by_its_rank_and_its_step() -> None:
     rule = Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=DAY, keep_last=2, keep_every=10)
     matcher = matcher_of(rule)
-    stat = stat_of(CheckpointKeys("job").metadata(5))
+    stat = stat_of(CheckpointKeys("job").make_metadata_key(5))
     assert matcher.find_step_rule("job", 1, 5, stat) is None
     assert matcher.find_step_rule("job", 2, 5, stat) == 0
     assert matcher.find_step_rule("job", 2, 20, stat) is None

@@ -164,31 +164,61 @@ def build_names():
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
     yield dataset.block_digests
-    yield from (dataset.sample_list("train-00000", DIGEST), dataset.shard(name, "tar"))
-    yield from (dataset.commit(name), dataset.end("train-00000"), dataset.quarantine(name))
-    yield from (lease.term(1), lease.beat(1), lease.end(1))
+    yield from (
+        dataset.make_sample_list_key("train-00000", DIGEST),
+        dataset.make_shard_key(name, "tar"),
+    )
+    yield from (
+        dataset.make_commit_key(name),
+        dataset.make_end_key("train-00000"),
+        dataset.make_quarantine_key(name),
+    )
+    yield from (lease.make_term_key(1), lease.make_beat_key(1), lease.make_end_key(1))
     job = CheckpointKeys("jobs/one")
-    yield from (job.part(1, DIGEST), job.metadata(1), job.share(1, "a", 0), job.pin(1))
+    yield from (
+        job.make_part_key(1, DIGEST),
+        job.make_metadata_key(1),
+        job.make_share_key(1, "a", 0),
+        job.make_pin_key(1),
+    )
     yield job.make_block_list_key(1, DIGEST)
-    yield from (job.quarantine(1, DIGEST), job.damaged(1, DIGEST), job.epoch(1))
+    yield from (
+        job.make_quarantine_key(1, DIGEST),
+        job.make_damaged_key(1, DIGEST),
+        job.make_epoch_key(1),
+    )
     cooldown = CooldownKeys("jobs/one", 1)
-    yield from (cooldown.roster, cooldown.vote("a"), cooldown.late("a"), cooldown.result("a"))
-    yield from (cooldown.draft("a"), cooldown.part("a", DIGEST))
-    yield make_member_lease("jobs/one", "a").term(1)
+    yield from (
+        cooldown.roster,
+        cooldown.make_vote_key("a"),
+        cooldown.make_late_vote_key("a"),
+        cooldown.make_result_key("a"),
+    )
+    yield from (cooldown.make_draft_key("a"), cooldown.make_part_key("a", DIGEST))
+    yield make_member_lease("jobs/one", "a").make_term_key(1)
     gradients, chain = GradientKeys("runs/one", "1"), ChainKeys("runs/one", "1")
-    yield from (gradients.gradient("w", 1), gradients.start_window("w", 1))
-    yield from (chain.link(1), chain.opening(1), chain.update(1, DIGEST))
-    yield CheckpointKeys(chain.job).metadata(1)
-    yield LeaseKeys(chain.job, "aggregator").beat(1)
+    yield from (gradients.make_gradient_key("w", 1), gradients.make_start_window_key("w", 1))
+    yield from (chain.make_link_key(1), chain.make_opening_key(1), chain.make_update_key(1, DIGEST))
+    yield CheckpointKeys(chain.job).make_metadata_key(1)
+    yield LeaseKeys(chain.job, "aggregator").make_beat_key(1)
     campaign = CampaignKeys("camp")
-    yield from (campaign.pinned_training, campaign.prewarm_marker, campaign.lease.term(1))
+    yield from (campaign.pinned_training, campaign.prewarm_marker, campaign.lease.make_term_key(1))
     yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
     rental = RentalKeys("fleet")
-    yield from (INSTALLATION, rental.owner, rental.lease.term(1), rental.intent(1))
-    yield from (rental.contract(1), rental.detached(1), rental.released(1))
-    machine = MachineKeys(rental.machine(1))
+    yield from (
+        INSTALLATION,
+        rental.owner,
+        rental.lease.make_term_key(1),
+        rental.make_intent_key(1),
+    )
+    yield from (
+        rental.make_contract_key(1),
+        rental.make_detached_key(1),
+        rental.make_released_key(1),
+    )
+    machine = MachineKeys(rental.make_machine_prefix(1))
     yield from (machine.files, machine.setup, machine.heartbeat, machine.program_exit)
-    yield machine.log(1)
+    yield machine.make_log_key(1)
     yield from (make_cleaning_plan_key("20261124-ab"), make_cleaning_outcome_key("20261124-ab"))
     yield make_clock_probe_key("data/wiki", "h")
     yield from (make_write_probe_key("a", "b"), make_audit_probe_key("a", "b", "get"))

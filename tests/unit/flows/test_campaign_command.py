@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 import flows.campaign
 from flows import campaign_command
 from millrace.errors import UnavailableError
-from tests.support.flows.campaigns import here, plan_of
+from tests.support.flows.campaigns import make_local_workers, make_plan_settings
 
 
 def test_the_command_waits_for_a_server_as_long_as_a_deployment(
@@ -27,7 +27,9 @@ def test_the_command_waits_for_a_server_as_long_as_a_deployment(
     monkeypatch.setattr(campaign_command, "release_on_signal", lambda _: None)
     monkeypatch.setattr(campaign_command, "_find_console_handlers", list)
     plan = tmp_path / "campaign.yaml"  # JSON is YAML
-    plan.write_text(json.dumps(plan_of("small", tmp_path.as_uri(), tmp_path, here())))
+    plan.write_text(
+        json.dumps(make_plan_settings("small", tmp_path.as_uri(), tmp_path, make_local_workers()))
+    )
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
         done = CliRunner().invoke(campaign_command.run, [str(plan), "--yes"])
     assert (done.exit_code, "enough" in done.output) == (1, True), done.output

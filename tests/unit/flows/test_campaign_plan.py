@@ -17,7 +17,7 @@ from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.storage import StoreSpec
 from millrace.testing.process import REPOSITORY
-from tests.support.flows.campaigns import here, plan_of
+from tests.support.flows.campaigns import make_local_workers, make_plan_settings
 
 
 def test_the_campaign_of_the_guide_is_one() -> None:
@@ -44,14 +44,16 @@ def test_the_campaign_of_the_guide_is_one() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
-    plan = plan_of("small", "file:///x", Path("/"), here()) | change
+    plan = make_plan_settings("small", "file:///x", Path("/"), make_local_workers()) | change
     with pytest.raises((ValidationError, ConfigurationError), match=said):
         CampaignPlan.model_validate(plan)
 
 
 def test_a_file_is_a_plan_and_a_wrong_one_says_where(tmp_path: Path) -> None:
     path = tmp_path / "campaign.yaml"
-    path.write_text(yaml.safe_dump(plan_of("small", "file:///x", Path("/"), here())))
+    path.write_text(
+        yaml.safe_dump(make_plan_settings("small", "file:///x", Path("/"), make_local_workers()))
+    )
     assert read_campaign_plan(path).name == "small"
     path.write_text("name: small\nbucket: 3\n")
     with pytest.raises(ConfigurationError, match=r"campaign\.yaml: bucket"):

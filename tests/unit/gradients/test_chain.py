@@ -96,7 +96,7 @@ class Run:
         self.rule = MergeSettings(rule=MergeRule.MEAN)
         self.workers = 3
 
-    def window(self, number: int, workers: int | None = None) -> ChainLink:
+    def merge_window(self, number: int, workers: int | None = None) -> ChainLink:
         keys, mask = GradientKeys(KEYS.run, KEYS.version), Mask(KEYS.run, number)
         workers = self.workers if workers is None else workers
         for uid in range(workers):
@@ -109,7 +109,7 @@ class Run:
             said = {"run": KEYS.run, "uid": str(uid), "window": number, "base": number - 1}
             said["tokens"] = 7 * uid
             body = encode_payload(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
-            put(self.store, keys.gradient(str(uid), number), body)
+            put(self.store, keys.make_gradient_key(str(uid), number), body)
         window = GatherWindow(
             keys=keys,
             number=number,
@@ -145,7 +145,7 @@ def test_whoever_comes_late_has_the_same_weights(store, transform, kind):
 def assert_late_ones_agree(run: Run) -> None:
     """Merge some windows, and catch up with them."""
     for number in (1, 2, 3):
-        run.window(number)
+        run.merge_window(number)
     late = weights()
     last = catch_up(run.store, KEYS, late)
     assert last == run.before
@@ -156,13 +156,13 @@ def assert_late_ones_agree(run: Run) -> None:
 
 def test_a_late_one_can_begin_in_the_middle(store):
     run = run_of(store, kind="nesterov")
-    run.window(1)
+    run.merge_window(1)
     middle = WeightState(
         {name: tensor.copy() for name, tensor in run.state.weights.items()},
         {name: tensor.copy() for name, tensor in run.state.moments.items()},
     )
-    run.window(2)
-    run.window(3)
+    run.merge_window(2)
+    run.merge_window(3)
     catch_up(store, KEYS, middle, after=1)
     assert middle.digest() == run.state.digest()
 
@@ -194,12 +194,12 @@ def test_the_inverse_in_one_order_is_the_inverse(shape):
 
 def test_a_window_with_nobody_is_a_link_too(store):
     run = run_of(store)
-    run.window(1)
+    run.merge_window(1)
     before = run.state.digest()
-    link = run.window(2, workers=0)
+    link = run.merge_window(2, workers=0)
     assert (link.updates, link.taken, link.state) == ((), {}, before)
     assert set(link.out) == {"0", "1", "2"}
-    run.window(3)
+    run.merge_window(3)
     late = weights()
     catch_up(store, KEYS, late)
     assert late.digest() == run.state.digest()
@@ -208,30 +208,30 @@ def test_a_window_with_nobody_is_a_link_too(store):
 def test_a_window_is_merged_once_though_two_try(store):
     run = run_of(store)
     again = Run(store, run.codec, run.outer, weights())
-    first = run.window(1)
-    assert again.window(1) == first  # the same gradients: the same link
+    first = run.merge_window(1)
+    assert again.merge_window(1) == first  # the same gradients: the same link
     other = Run(store, run.codec, run.outer, weights())
-    run.window(2)
+    run.merge_window(2)
     catch_up(store, KEYS, other.state)
     late = Run(store, run.codec, OuterOptimizer(kind=OuterKind.SGD, lr=0.1), weights())
     with pytest.raises(errors.ConflictError, match="merged window 1 of runs/one differently"):
-        late.window(1)
+        late.merge_window(1)
     assert [link.window for link in iterate_links(store, KEYS)] == [1, 2]
 
 
 def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store):
     run = run_of(store)
-    run.window(1)
+    run.merge_window(1)
     run.state.weights["scale"] += np.float32(1)
     with pytest.raises(ChainError, match="After window 1 of runs/one the weights do not match"):
-        run.window(2)
+        run.merge_window(2)
     assert find_newest_window(store, KEYS) == 1
 
 
 def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
     run = run_of(store)
     run.rule = MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)
-    link = run.window(1)
+    link = run.merge_window(1)
     assert (link.updates, link.taken, link.state) == ((), {}, weights().digest())
     assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
     assert (
@@ -242,10 +242,10 @@ def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
 def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(store):
     run = Run(store, Codec(k=4096, bits=8), OuterOptimizer(), weights())
     run.rule = MergeSettings(rule=MergeRule.MEDIAN)
-    assert set(run.window(1).taken) == {"0", "1", "2"}  # all send all places
+    assert set(run.merge_window(1).taken) == {"0", "1", "2"}  # all send all places
     other = Run(open_store(f"{store.url}/other"), Codec(k=64), OuterOptimizer(), weights())
     other.rule = run.rule
-    link = other.window(1)
+    link = other.merge_window(1)
     assert len(link.taken) == 1
     assert [out.reason for out in link.out.values()] == [Refusal.INDICES] * 2
 
@@ -258,19 +258,19 @@ def test_another_beginning_is_refused(store):
 
 def test_killed_between_the_update_and_its_link_it_goes_on(store):
     run = run_of(store)
-    run.window(1)
-    delete(store, [KEYS.link(1)])  # as if it had died right before
+    run.merge_window(1)
+    delete(store, [KEYS.make_link_key(1)])  # as if it had died right before
     again = Run(store, run.codec, run.outer, weights())
-    link = again.window(1)
+    link = again.merge_window(1)
     assert link.state == run.before.state
-    assert link.updates == fetch(store, KEYS.link(1), ChainLink).updates
+    assert link.updates == fetch(store, KEYS.make_link_key(1), ChainLink).updates
     beside = (stat.key for stat in list_objects(store, KEYS.prefix))
     updates = [key for key in beside if "/" not in key.removeprefix(KEYS.prefix)]
     assert updates == [update.key for update in link.updates]
 
 
 def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch):
-    link = run_of(store).window(1)
+    link = run_of(store).merge_window(1)
     is_awaited = threading.Event()
     wait_for_state, copy_box = PendingSave.wait_for_state, snapshot._copy_box
 
@@ -300,7 +300,7 @@ def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch)
 def broken(store) -> Run:
     run = run_of(store)
     for number in (1, 2, 3):
-        run.window(number)
+        run.merge_window(number)
     return run
 
 
@@ -312,25 +312,25 @@ def refused(run: Run, sentence: str) -> WeightState:
 
 
 def test_a_missing_link_is_an_error_with_its_number(broken):
-    delete(broken.store, [KEYS.link(2)])
+    delete(broken.store, [KEYS.make_link_key(2)])
     late = refused(broken, "Window 2 of runs/one is missing")
-    assert late.digest() == fetch(broken.store, KEYS.link(1), ChainLink).state
+    assert late.digest() == fetch(broken.store, KEYS.make_link_key(1), ChainLink).state
 
 
 def test_a_link_of_another_window_is_an_error(broken):
-    delete(broken.store, [KEYS.link(2)])
-    copy(broken.store, KEYS.link(3), KEYS.link(2))
+    delete(broken.store, [KEYS.make_link_key(2)])
+    copy(broken.store, KEYS.make_link_key(3), KEYS.make_link_key(2))
     refused(broken, "Window 2 of runs/one does not follow the previous one")
 
 
 def test_a_link_that_is_no_record_is_an_error(broken):
-    put(broken.store, KEYS.link(2), b"{}")
+    put(broken.store, KEYS.make_link_key(2), b"{}")
     refused(broken, "Window 2 of runs/one: .* is not a record")
 
 
 def test_a_link_of_an_earlier_version_is_refused_with_a_sentence(broken):
-    envelope = json.loads(read(broken.store, KEYS.link(2))) | {"version": 3}
-    put(broken.store, KEYS.link(2), json.dumps(envelope).encode())
+    envelope = json.loads(read(broken.store, KEYS.make_link_key(2))) | {"version": 3}
+    put(broken.store, KEYS.make_link_key(2), json.dumps(envelope).encode())
     refused(
         broken,
         "Window 2 of runs/one: .* holds a chain-link of version 3. This Millrace reads version 4",
@@ -340,7 +340,7 @@ def test_a_link_of_an_earlier_version_is_refused_with_a_sentence(broken):
 def test_a_link_is_applied_wholly_or_not_at_all(store):
     run = run_of(store)
     run.rule = MergeSettings(rule=MergeRule.MEAN, values=2000)
-    link = run.window(1)
+    link = run.merge_window(1)
     assert len(link.updates) > 1
     key = link.updates[-1].key
     body = read(store, key)
@@ -355,21 +355,21 @@ def test_a_link_is_applied_wholly_or_not_at_all(store):
 
 
 def test_a_missing_update_is_an_error(broken):
-    delete(broken.store, [fetch(broken.store, KEYS.link(3), ChainLink).updates[0].key])
+    delete(broken.store, [fetch(broken.store, KEYS.make_link_key(3), ChainLink).updates[0].key])
     refused(broken, r"Window 3 of runs/one: .*\.safetensors is missing")
 
 
 @pytest.mark.parametrize("key", ["", "/", "a//b", "../../x", "a\x01"])
 def test_an_update_whose_name_is_no_key_is_an_error_that_names_the_run(broken, key):
-    link = fetch(broken.store, KEYS.link(3), ChainLink)
+    link = fetch(broken.store, KEYS.make_link_key(3), ChainLink)
     update = link.updates[0].model_copy(update={"key": key})
     forged = link.model_copy(update={"updates": (update, *link.updates[1:])})
-    put(broken.store, KEYS.link(3), encode_record(forged, "nonce"))
+    put(broken.store, KEYS.make_link_key(3), encode_record(forged, "nonce"))
     refused(broken, "Window 3 of runs/one names an update .* which cannot be a key")
 
 
 def test_a_changed_update_is_an_error(broken):
-    key = fetch(broken.store, KEYS.link(2), ChainLink).updates[0].key
+    key = fetch(broken.store, KEYS.make_link_key(2), ChainLink).updates[0].key
     body = bytearray(read(broken.store, key))
     body[len(body) // 2] ^= 1
     put(broken.store, key, bytes(body))
@@ -404,7 +404,7 @@ def test_a_link_of_other_tensors_is_refused_before_its_updates_are_read(broken):
 
 def test_what_stands_beside_the_links_is_no_window(store):
     run = run_of(store)
-    run.window(1)
+    run.merge_window(1)
     arabic = "\u0660" * 8 + "\u0669"
     beside = ("7.json", "000000008x.json", f"{arabic}.json", "0000000000009.json", "000000009/a")
     for name in beside:

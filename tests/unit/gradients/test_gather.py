@@ -49,7 +49,7 @@ def body_of(uid: str, **more: object) -> bytes:
 
 
 def send(store: Store, uid: str, body: bytes | None = None, window: int = 3) -> None:
-    put(store, KEYS.gradient(uid, window), body_of(uid) if body is None else body)
+    put(store, KEYS.make_gradient_key(uid, window), body_of(uid) if body is None else body)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def workers(store: Store, *uids: int) -> list[Sender]:
 
 def age(store: Store, uid: str, at: datetime) -> None:
     """Say when a gradient was written."""
-    path = Path(store.location.bucket) / KEYS.gradient(uid, 3)
+    path = Path(store.location.bucket) / KEYS.make_gradient_key(uid, 3)
     os.utime(path, (at.timestamp(), at.timestamp()))
 
 
@@ -78,7 +78,7 @@ def test_workers_have_buckets_of_their_own(tmp_path):
 
 def test_a_file_of_torchs_is_read_unless_the_worker_has_sent_the_other(store):
     for uid in (0, 1):
-        key = KEYS.gradient(str(uid), 3).replace(".safetensors", ".pt")
+        key = KEYS.make_gradient_key(str(uid), 3).replace(".safetensors", ".pt")
         put(store, key, as_torch(body_of(str(uid), tokens=1)))
     send(store, "1")
     found = gather(OPEN, workers(store, 0, 1), QUICK)
@@ -115,7 +115,7 @@ def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_p
     for worker in everybody:
         send(worker.store, worker.uid)
     for number in range(3):
-        put(stores[1], f"{KEYS.worker('1')}a/b{number}", bytes(3000))
+        put(stores[1], f"{KEYS.make_worker_prefix('1')}a/b{number}", bytes(3000))
     put(stores[0], "runs/one/10/x", bytes(9000))  # is nobody's that is asked
     heard: list[Event] = []
     settings = QUICK.model_copy(update=limit)
@@ -127,7 +127,7 @@ def test_who_stores_more_than_its_quota_is_named_and_its_gradient_is_taken(tmp_p
 
 
 def test_a_worker_over_its_quota_is_named_once_a_window_though_it_is_looked_at_again(store):
-    put(store, f"{KEYS.worker('1')}x", bytes(100))
+    put(store, f"{KEYS.make_worker_prefix('1')}x", bytes(100))
     heard: list[Event] = []
     settings = QUICK.model_copy(update={"max_stored": 10, "quorum": 0})
     gather(now_over(), workers(store, 0, 1), settings, progress=heard.append)
@@ -142,7 +142,7 @@ def test_a_worker_with_many_objects_makes_the_listing_of_all_no_longer(monkeypat
     monkeypatch.setattr(bucket_lister, "_MOST_LISTED", 20)
     store = open_store(f"memory://{secrets.token_hex(8)}")
     for number in range(2000):
-        put(store, f"{KEYS.worker('0')}a{number:04d}", b"")
+        put(store, f"{KEYS.make_worker_prefix('0')}a{number:04d}", b"")
     for uid in "012":
         send(store, uid)
     listed: list[str] = []

@@ -54,11 +54,11 @@ def reader_of(
 
 
 def stat_of(uid: str, etag: str = "1") -> Stat:
-    return Stat(KEYS.gradient(uid, 3), 10, etag, datetime.now(UTC))
+    return Stat(KEYS.make_gradient_key(uid, 3), 10, etag, datetime.now(UTC))
 
 
 def read_of(store: Store, uid: str) -> ReadResult:
-    return reader_of().read(uid, store, head(store, KEYS.gradient(uid, 3)))
+    return reader_of().read(uid, store, head(store, KEYS.make_gradient_key(uid, 3)))
 
 
 def unavailable() -> UnavailableError:
@@ -78,10 +78,10 @@ def test_a_listing_finds_the_gradients_of_the_window_and_measures_each_worker(st
     for uid in "012":
         send(store, uid)
     send(store, "0", window=2)
-    put(store, f"{KEYS.worker('1')}notes", bytes(7))
+    put(store, f"{KEYS.make_worker_prefix('1')}notes", bytes(7))
     listing = lister_of({"0": store, "1": store}).list_bucket(["0", "1"])
     assert {uid: stat.key for uid, stat in listing.found.items()} == {
-        uid: KEYS.gradient(uid, 3) for uid in "01"
+        uid: KEYS.make_gradient_key(uid, 3) for uid in "01"
     }
     assert listing.objects == {"0": 2, "1": 2}
     assert listing.size["1"] == len(body_of("1")) + 7
@@ -96,7 +96,9 @@ def test_a_listing_leaves_out_workers_that_are_not_asked_but_measures_them(store
 
 
 def test_a_safetensors_file_is_preferred_to_a_file_of_torchs(store):
-    put(store, KEYS.gradient("0", 3).replace(".safetensors", ".pt"), as_torch(body_of("0")))
+    put(
+        store, KEYS.make_gradient_key("0", 3).replace(".safetensors", ".pt"), as_torch(body_of("0"))
+    )
     send(store, "0")
     found = lister_of({"0": store}).list_bucket(["0"]).found
     assert found["0"].key.endswith(".safetensors")
@@ -146,7 +148,7 @@ def test_a_worker_over_its_quota_is_reported_once(limit):
 
 def test_a_read_returns_the_gradient_with_its_size_and_time(store):
     send(store, "0")
-    stat = head(store, KEYS.gradient("0", 3))
+    stat = head(store, KEYS.make_gradient_key("0", 3))
     result = reader_of().read("0", store, stat)
     assert result.payload is not None
     assert (result.rejection, result.size, result.written) == (None, stat.size, stat.last_modified)
@@ -164,7 +166,7 @@ def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
         raise AssertionError("it was read")
 
     send(store, "0")
-    result = reader_of(read, window).read("0", store, head(store, KEYS.gradient("0", 3)))
+    result = reader_of(read, window).read("0", store, head(store, KEYS.make_gradient_key("0", 3)))
     assert result.rejection is not None
     assert result.rejection.reason is reason
 
@@ -210,7 +212,7 @@ def test_a_read_is_pending_until_its_result_is_taken(store):
 
     send(store, "0")
     reader = reader_of(read)
-    reader.begin("0", store, head(store, KEYS.gradient("0", 3)))
+    reader.begin("0", store, head(store, KEYS.make_gradient_key("0", 3)))
     assert reader.is_reading("0")
     assert not reader.take_finished()
     go.set()

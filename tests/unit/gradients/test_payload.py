@@ -188,7 +188,7 @@ def store(tmp_path) -> Store:
 
 
 def stored(store: Store, body: bytes) -> Stat:
-    key = KEYS.gradient("7", 3)
+    key = KEYS.make_gradient_key("7", 3)
     put(store, key, body)
     return head(store, key)
 
@@ -295,7 +295,7 @@ def texts_of(body: bytes, head: int = 4096) -> list[str]:
 
 
 def from_torch(store: Store, body: bytes) -> Payload:
-    key = KEYS.gradient("7", 3).replace(".safetensors", ".pt")
+    key = KEYS.make_gradient_key("7", 3).replace(".safetensors", ".pt")
     assert KEYS.parse(key) == ("7", 3)
     put(store, key, body)
     return read_payload(store, head(store, key), EXPECTED)

@@ -281,7 +281,7 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
         list(follow(store, settings, everybody(store), select_weights(model()), until=2))
         assert all(one.result() for one in models)
-    delete(store, [settings.chain.link(1)])
+    delete(store, [settings.chain.make_link_key(1)])
     with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
         list(follow(store, settings, everybody(store), select_weights(model()), until=3))
 
@@ -298,7 +298,9 @@ def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
         made += list(follow(store, later, one, state, after=1, until=2))
         trained.result()
     assert [link.window for link in made] == [1, 2]
-    openings = [fetch(store, alone.chain.opening(number), WindowOpening) for number in (1, 2)]
+    openings = [
+        fetch(store, alone.chain.make_opening_key(number), WindowOpening) for number in (1, 2)
+    ]
     assert [one.window for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
     assert [one.gather.quorum for one in openings] == [1, 0]
 
@@ -313,7 +315,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     norms = sorted((one.norm, uid) for uid, one in free.taken.items())
     limit = sum(norm for norm, _ in norms) / 2
     gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=limit)
-    delete(store, [alone.chain.link(1), alone.chain.opening(1)])
+    delete(store, [alone.chain.make_link_key(1), alone.chain.make_opening_key(1)])
     bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
     (link,) = follow(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
@@ -324,7 +326,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
 
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window": timedelta(milliseconds=1)})
-    opening = short.chain.opening(1)
+    opening = short.chain.make_opening_key(1)
     rules = short.model_dump(include={"window", "gather"})
     commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
     longer = short.model_copy(update={"window": timedelta(days=1)})  # never ends in this test
@@ -341,7 +343,9 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
         participant.apply(mine)
     rules = {"window": timedelta(milliseconds=5), "gather": settings.gather}
     commit_once(
-        store, settings.chain.opening(1), WindowOpening(run=settings.run, number=1, **rules)
+        store,
+        settings.chain.make_opening_key(1),
+        WindowOpening(run=settings.run, number=1, **rules),
     )
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
         participant.apply(mine)

@@ -67,7 +67,7 @@ def tensors_of(store: Store, link: ChainLink) -> dict[str, bytes]:
 
 
 def payload(store: Store, uid: int, window: int) -> dict[str, bytes]:
-    key = GradientKeys(KEYS.run, KEYS.version).gradient(str(uid), window)
+    key = GradientKeys(KEYS.run, KEYS.version).make_gradient_key(str(uid), window)
     return {name: body.tobytes() for name, body in load_safetensors(read(store, key)).items()}
 
 
@@ -94,7 +94,7 @@ def test_an_update_is_no_larger_than_the_payloads_and_gives_the_same_weights(sto
 
 def test_an_update_has_the_bytes_that_the_workers_sent(store):
     run = run_of(store, Codec(k=64))
-    link = run.window(1)
+    link = run.merge_window(1)
     stored, sent = tensors_of(store, link), [payload(store, uid, 1) for uid in range(6)]
     assert set(stored) == set(SHAPES)
     for name in ("embed", WEIGHT):
@@ -105,12 +105,12 @@ def test_an_update_has_the_bytes_that_the_workers_sent(store):
 
 
 def test_merged_values_are_stored_where_they_are_shorter(store):
-    link = run_of(store, DENSE).window(1)
+    link = run_of(store, DENSE).merge_window(1)
     assert {body[:1] for body in tensors_of(store, link).values()} == {b"\x01"}
 
 
 def test_a_worker_that_the_rule_leaves_out_is_not_in_the_update(store):
-    link = run_of(store, Codec(k=64), MergeRule.MULTI_KRUM).window(1)
+    link = run_of(store, Codec(k=64), MergeRule.MULTI_KRUM).merge_window(1)
     used = [int(uid) for uid, one in link.taken.items() if one.share]
     assert len(used) == 5
     sent = [payload(store, uid, 1)[WEIGHT] for uid in used]
@@ -147,7 +147,7 @@ RICE = b"\x00\x00" + b"\xff" * 4  # the form, the parameter, and one length of 4
     ],
 )
 def test_a_tensor_of_another_form_is_refused(store, body, sentence):
-    link = run_of(store, Codec(k=64)).window(1)
+    link = run_of(store, Codec(k=64)).merge_window(1)
     changed = forged(store, link, tensors_of(store, link) | {"layer.bias": body})
     late = weights()
     with pytest.raises(ChainError, match=f"Window 1 of runs/one: .* is not an update: {sentence}"):
@@ -156,7 +156,7 @@ def test_a_tensor_of_another_form_is_refused(store, body, sentence):
 
 
 def test_fewer_or_more_gradients_than_the_link_names_are_refused(store):
-    link = run_of(store, Codec(k=64)).window(1)
+    link = run_of(store, Codec(k=64)).merge_window(1)
     tensors = tensors_of(store, link)
     for body in (tensors[WEIGHT][:-3], tensors[WEIGHT] + payload(store, 0, 1)[WEIGHT]):
         changed = forged(store, link, tensors | {WEIGHT: body})
@@ -171,7 +171,7 @@ def test_fewer_or_more_gradients_than_the_link_names_are_refused(store):
 
 
 def test_other_tensors_than_those_of_the_link_are_refused(store):
-    link = run_of(store, Codec(k=64)).window(1)
+    link = run_of(store, Codec(k=64)).merge_window(1)
     tensors = tensors_of(store, link)
     tensors["other"] = tensors.pop("embed")
     with pytest.raises(ChainError, match="is not an update: it has other tensors than its link"):
@@ -179,14 +179,14 @@ def test_other_tensors_than_those_of_the_link_are_refused(store):
 
 
 def test_different_indices_are_refused_where_the_rule_needs_the_same(store):
-    link = run_of(store, Codec(k=64)).window(1)
+    link = run_of(store, Codec(k=64)).merge_window(1)
     changed = link.model_copy(update={"merge": MergeSettings(rule=MergeRule.MEDIAN)})
     with pytest.raises(ChainError, match="is not an update: its workers sent different indices"):
         list(iterate_updates(store, changed))
 
 
 def test_weights_of_workers_are_limited(store):
-    link = run_of(store, Codec(k=64)).window(1)
+    link = run_of(store, Codec(k=64)).merge_window(1)
     for name in ("scale", "weight", "share"):
         changed = link.model_dump(mode="json")
         changed["taken"]["0"][name] = 1e30
@@ -197,7 +197,7 @@ def test_weights_of_workers_are_limited(store):
 def test_a_short_update_takes_no_memory_for_the_values_that_it_claims(store):
     shapes = {"w": (1 << 28,)}
     run = run_of(store, Codec())
-    request = make_merge_request(run.window(1))
+    request = make_merge_request(run.merge_window(1))
     blocks = -(-(1 << 28) // 4096) // 256
     many = encode_byte_tensors({"w": b"\x00\x00" + bytes(4 * blocks)})
     none = encode_byte_tensors({"w": b"\x01" + bytes(100)})
@@ -218,7 +218,7 @@ class Fuzzed:
 
     def __init__(self) -> None:
         self._store = open_store("memory://fuzzed-updates")
-        self._link = run_of(self._store, Codec(k=64)).window(1)
+        self._link = run_of(self._store, Codec(k=64)).merge_window(1)
         self.tensors = tensors_of(self._store, self._link)
         self.body = read(self._store, self._link.updates[0].key)
         self._request = make_merge_request(self._link)

@@ -13,16 +13,18 @@ PARTITIONS = st.builds(
 def test_what_is_built_is_parsed_back(partition, number):
     keys, name = DatasetKeys("data/set"), ShardName(partition, number)
     assert ShardName.parse(str(name)) == name
-    assert keys.parse_commit(keys.commit(name)) == name
-    assert keys.parse_end(keys.end(partition)) == partition
-    assert keys.parse_end(keys.commit(name)) is None
-    assert keys.parse_commit(keys.end(partition)) is None
+    assert keys.parse_commit(keys.make_commit_key(name)) == name
+    assert keys.parse_end(keys.make_end_key(partition)) == partition
+    assert keys.parse_end(keys.make_commit_key(name)) is None
+    assert keys.parse_commit(keys.make_end_key(partition)) is None
 
 
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=5))
 def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     keys = DatasetKeys("d")
-    named = {keys.commit(ShardName(make_partition_name("train", 0), n)): n for n in numbers}
+    named = {
+        keys.make_commit_key(ShardName(make_partition_name("train", 0), n)): n for n in numbers
+    }
     assert [named[key] for key in sorted(named)] == sorted(set(numbers))
 
 

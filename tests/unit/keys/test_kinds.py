@@ -9,16 +9,20 @@ from millrace.keys.leases import LeaseKeys
 
 def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():
     keys = CooldownKeys("c/model", 3)
-    for key in (keys.vote("m"), keys.late("m"), keys.result("m")):
+    for key in (keys.make_vote_key("m"), keys.make_late_vote_key("m"), keys.make_result_key("m")):
         assert classify_key(key) == ClassifiedKey(ObjectKind.RECORD, "c/model", worker="m")
-    for key in (keys.draft("m"), keys.part("m", compute_digest(b"a"))):
+    for key in (keys.make_draft_key("m"), keys.make_part_key("m", compute_digest(b"a"))):
         assert classify_key(key) == ClassifiedKey(ObjectKind.TEMPORARY, "c/model", worker="m")
 
 
 def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk():
     keys, cooldown = GradientKeys("runs/one", "1"), CooldownKeys("jobs/a", 3)
     workers = WorkerPrefixes()
-    proofs = [keys.gradient("w1", 3), cooldown.vote("m"), CampaignKeys("team/c").pinned_training]
+    proofs = [
+        keys.make_gradient_key("w1", 3),
+        cooldown.make_vote_key("m"),
+        CampaignKeys("team/c").pinned_training,
+    ]
     for key in proofs:
         workers.learn(key)
     mine = ClassifiedKey(ObjectKind.JUNK, "runs/one", worker="w1")
@@ -46,8 +50,8 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
         )
     for key in [
         *proofs[:2],
-        LeaseKeys("team/c/model", "members/worker-7").term(0),
-        CooldownKeys("team/c/model", 0).part("worker-7", "a" * 64),
+        LeaseKeys("team/c/model", "members/worker-7").make_term_key(0),
+        CooldownKeys("team/c/model", 0).make_part_key("worker-7", "a" * 64),
         CampaignKeys("team/c").list_write_prefixes(7)[0] + "_probe-0123456789abcdef",
     ]:
         assert classify_key(key, workers) == classify_key(key)

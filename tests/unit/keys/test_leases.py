@@ -5,10 +5,10 @@ from millrace.keys.leases import LeaseKeys, parse_lease
 
 def test_a_leases_keys_are_parsed_back():
     keys = LeaseKeys("run", "train-00001")
-    assert keys.parse(keys.term(3)) == (3, "json")
-    assert keys.parse(keys.beat(3)) == (3, "beat")
-    assert keys.parse(keys.end(3)) == (3, "end")
-    assert keys.parse(LeaseKeys("run", "train-00002").term(3)) is None
+    assert keys.parse(keys.make_term_key(3)) == (3, "json")
+    assert keys.parse(keys.make_beat_key(3)) == (3, "beat")
+    assert keys.parse(keys.make_end_key(3)) == (3, "end")
+    assert keys.parse(LeaseKeys("run", "train-00002").make_term_key(3)) is None
 
 
 @pytest.mark.parametrize("name", ["members/a//", "members/../a/", "members/./a/", "members/a\n/"])

@@ -20,11 +20,14 @@ WORDS = [
     f"000000001-{'a' * 64}.npz", f"000000001-{'a' * 64}.safetensors",
 ]  # fmt: skip
 OURS = [
-    MachineKeys(RentalKeys("a").machine(0)).heartbeat, RentalKeys("a").intent(0),
-    LeaseKeys("a", "owner").term(0), CheckpointKeys("a").metadata(1), CooldownKeys("a", 0).roster,
-    CooldownKeys("a", 0).vote("b"), CooldownKeys("a", 0).part("b", "blake3:" + "a" * 64),
-    GradientKeys("a", "1").gradient("b", 1), ChainKeys("a", "1").link(1),
-    ChainKeys("a", "1").update(1, "blake3:" + "a" * 64), DatasetKeys("a").manifest,
+    MachineKeys(RentalKeys("a").make_machine_prefix(0)).heartbeat,
+    RentalKeys("a").make_intent_key(0),
+    LeaseKeys("a", "owner").make_term_key(0), CheckpointKeys("a").make_metadata_key(1),
+    CooldownKeys("a", 0).roster,
+    CooldownKeys("a", 0).make_vote_key("b"), CooldownKeys("a", 0).make_part_key("b",
+    "blake3:" + "a" * 64),
+    GradientKeys("a", "1").make_gradient_key("b", 1), ChainKeys("a", "1").make_link_key(1),
+    ChainKeys("a", "1").make_update_key(1, "blake3:" + "a" * 64), DatasetKeys("a").manifest,
 ]  # fmt: skip
 
 

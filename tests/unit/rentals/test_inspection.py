@@ -150,7 +150,7 @@ def test_a_machine_whose_program_ended_is_released(
 
 def test_the_last_output_of_a_failed_program_is_in_the_message(bench: Bench) -> None:
     keys = bench.machine.reports.keys
-    put(bench.machine.reports.store, keys.log(0), b"one\ntwo\n")
+    put(bench.machine.reports.store, keys.make_log_key(0), b"one\ntwo\n")
     bench.write(keys.program_exit, ProgramExit(code=1))
     check(bench.inspect(), ReleaseReason.FAILED, "Its last output:\none\ntwo")
     printed = [one.text for one in bench.events if isinstance(one, OutputPrinted)]

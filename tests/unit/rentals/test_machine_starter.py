@@ -137,7 +137,7 @@ def test_an_intent_of_another_owner_ends_this_owner(bench: Bench) -> None:
     intent = make_attempt().intent
     record = {"kind": Intent.record_kind, "version": 1, "nonce": "x"}
     body = {**record, "record": intent.model_dump(mode="json")}
-    put(bench.context.store, bench.context.keys.intent(0), json.dumps(body).encode())
+    put(bench.context.store, bench.context.keys.make_intent_key(0), json.dumps(body).encode())
     with pytest.raises(errors.HeldError, match="Another process has taken over fleet"):
         bench.starter.rent_machine(0)
     assert bench.ownership.is_superseded

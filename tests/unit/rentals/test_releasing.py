@@ -46,7 +46,9 @@ class Bench:
     def add(self, machine: Machine) -> None:
         intent = machine.attempt.intent
         self.state.active[machine.slot] = machine
-        commit_once(self.context.store, self.context.keys.intent(machine.attempt.number), intent)
+        commit_once(
+            self.context.store, self.context.keys.make_intent_key(machine.attempt.number), intent
+        )
         self.vast.add(machine.slot + 1, intent.label)
 
 

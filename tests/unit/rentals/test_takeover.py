@@ -30,9 +30,9 @@ def context(tmp_path: Path) -> RentalContext:
 
 def write(context: RentalContext, attempt: Attempt, reason: ReleaseReason | None = None) -> None:
     """Write the records of an attempt."""
-    commit_once(context.store, context.keys.intent(attempt.number), attempt.intent)
+    commit_once(context.store, context.keys.make_intent_key(attempt.number), attempt.intent)
     if attempt.contract is not None:
-        commit_once(context.store, context.keys.contract(attempt.number), attempt.contract)
+        commit_once(context.store, context.keys.make_contract_key(attempt.number), attempt.contract)
     if reason is not None:
         record_release(context.store, "fleet", attempt, reason, "over", 2.0, START)
 
@@ -63,7 +63,7 @@ def test_a_machine_without_a_slot_is_released(context: RentalContext) -> None:
 
 def test_a_detached_machine_has_an_owner_again(context: RentalContext) -> None:
     write(context, make_attempt(0, instance_id=10))
-    key = context.keys.detached(0)
+    key = context.keys.make_detached_key(0)
     commit_once(context.store, key, DetachRecord(since=START))
     take_over_machines(context, RentalState(2))
     assert not exists(context.store, key)

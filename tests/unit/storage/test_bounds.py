@@ -221,7 +221,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:
     with pytest.raises(errors.CorruptError, match="more than the 1048576 that are allowed"):
-        fetch(store_of(endless), CheckpointKeys("job").epoch(0), EpochRecord)
+        fetch(store_of(endless), CheckpointKeys("job").make_epoch_key(0), EpochRecord)
     assert endless.sent < MODEST
 
 
@@ -261,7 +261,7 @@ def test_a_buffer_is_not_overrun(endless: Endless) -> None:
 
 def test_a_record_in_the_way_that_is_too_large_is_named(tmp_path) -> None:
     store = open_store(tmp_path.as_uri())
-    key = CheckpointKeys("job").epoch(0)
+    key = CheckpointKeys("job").make_epoch_key(0)
     put(store, key, bytes((1 << 20) + 1))
     for act in (
         lambda: fetch(store, key, EpochRecord),

@@ -109,7 +109,7 @@ class Swarm:
                 return
         raise AssertionError("it never ended")
 
-    def reads(self) -> Counter[int]:
+    def count_reads(self) -> Counter[int]:
         return Counter(order.piece for order in self.orders if order.source == STORE)
 
 
@@ -120,7 +120,7 @@ def test_each_piece_leaves_the_store_once():
     swarm.begin()
     swarm.finish()
     assert all(have == set(range(100)) for have in swarm.has.values())
-    assert swarm.reads() == Counter(range(100))
+    assert swarm.count_reads() == Counter(range(100))
     assert swarm.most_up <= LimitSettings().up
 
 
@@ -131,7 +131,7 @@ def test_a_piece_that_needs_two_votes_leaves_the_store_twice(nodes):
         swarm.join(f"n{i}")
     swarm.begin()
     swarm.finish()
-    assert swarm.reads() == Counter(dict.fromkeys(range(100), 2))
+    assert swarm.count_reads() == Counter(dict.fromkeys(range(100), 2))
 
 
 def test_what_a_node_has_already_is_not_fetched_and_is_given_to_others():
@@ -150,7 +150,7 @@ def test_one_piece_reaches_all_nodes_in_a_logarithm_of_hops(nodes):
         swarm.join(f"n{i}")
     swarm.begin()
     swarm.finish()
-    assert swarm.reads() == Counter([0])
+    assert swarm.count_reads() == Counter([0])
     hops = 1  # one from the store; then each that has it gives it to as many as it may
     while (1 + LimitSettings().up) ** (hops - 1) < nodes:
         hops += 1
@@ -306,7 +306,7 @@ def test_nodes_do_without_a_store_that_outruns_them_where_its_bytes_are_dear():
     swarm.begin()
     swarm.finish()
     assert swarm.tracker.direct == ""
-    assert max(swarm.reads().values()) == 1
+    assert max(swarm.count_reads().values()) == 1
 
 
 def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():

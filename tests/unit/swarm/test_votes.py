@@ -59,7 +59,7 @@ class Votes:
         self.pending = [order for order in self.pending if order.node != name]
         self.give(self.tracker.remove_node(name, self.now))
 
-    def wrong(self, node: str, piece: int) -> str:
+    def make_wrong(self, node: str, piece: int) -> str:
         return f"wrong-{piece}" if self.alike else f"wrong-{piece}-of-{node}"
 
     def give(self, orders: list[PieceOrder]) -> None:
@@ -106,7 +106,7 @@ class Votes:
             return
         if source == STORE:
             lied = self.rng.random() < self.lies.get(name, 0.0)
-            got = self.wrong(name, piece) if lied else f"d{piece}"
+            got = self.make_wrong(name, piece) if lied else f"d{piece}"
             if order.digest not in {"", got} and name not in self.claims:
                 tell(lambda: self.tell_wrong_read(name, piece))
                 return
@@ -163,7 +163,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
             elif rng.random() < 0.3:
                 swarm.gives_nothing.add(name)
         right = {p: f"d{p}" for p in range(pieces) if rng.random() < 0.1}
-        false = {p: swarm.wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
+        false = {p: swarm.make_wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
         swarm.join(name, false if name in swarm.lies and rng.random() < 0.5 else right)
     swarm.give(swarm.tracker.begin(swarm.now))
     for i in range(late):
@@ -256,7 +256,7 @@ def test_where_digests_are_known_one_honest_node_among_any_number_of_liars_is_en
                     kind.add(name)
                     break
             if rng.random() < 0.3:
-                have = {p: swarm.wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
+                have = {p: swarm.make_wrong(name, p) for p in range(pieces) if rng.random() < 0.5}
         swarm.join(name, have)
     swarm.give(swarm.tracker.begin(swarm.now))
     swarm.finish()

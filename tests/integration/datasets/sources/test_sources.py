@@ -21,7 +21,7 @@ from millrace.datasets.sources import (
 )
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import create, delete, open_store, put
-from tests.stores import spec_of
+from tests.stores import make_spec
 
 KEYS = DatasetKeys("d")
 
@@ -160,9 +160,9 @@ def test_a_row_that_takes_many_times_its_size_of_memory_is_quarantined(monkeypat
 
 
 def test_the_empty_objects_that_show_a_folder_are_no_samples(request):
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     put(store, "imgs/a.txt", b"1")
-    client = request.getfixturevalue("rgw").client(request.getfixturevalue("rgw").full)
+    client = request.getfixturevalue("rgw").make_client(request.getfixturevalue("rgw").full)
     for marker in ("imgs/", "nothing/below/", "/"):
         client.put_object(Bucket=store.location.bucket, Key=f"below/here/{marker}", Body=b"")
     partitioned, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
@@ -184,9 +184,9 @@ BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.tx
 
 @pytest.mark.parametrize("kind", list(SourceKind))
 def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw):
-    store = open_store(spec_of("rgw", request))
+    store = open_store(make_spec("rgw", request))
     for key in BAD_KEYS:
-        rgw.client(rgw.full).put_object(
+        rgw.make_client(rgw.full).put_object(
             Bucket=store.location.bucket, Key=f"below/here/{key}", Body=b'{"a":1}\n'
         )
     put(store, "good.txt", b'{"a":1}\n')
@@ -225,7 +225,7 @@ NAMES = [
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["local", "rgw"])
 def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_path):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     for number, name in enumerate(NAMES):
         put(store, f"in/{name}/{name}.png", str(number).encode())
     report = shard_dataset(
@@ -309,7 +309,7 @@ FILES = {
 
 @pytest.mark.parametrize("kind", ["local", "rgw"])
 def test_files_that_share_their_name_are_one_sample(kind, request):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     for path, data in FILES.items():
         put(store, path, data)
     put(store, ".hidden", b"no key")
@@ -347,7 +347,7 @@ def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):
 @pytest.mark.parametrize("source_kind", list(SourceKind))
 @pytest.mark.parametrize("change", ["rewritten", "longer", "gone"])
 def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request, tmp_path):
-    store = open_store(spec_of(kind, request))
+    store = open_store(make_spec(kind, request))
     rng = random.Random(0)
     line = json.dumps({"a": rng.random()}).encode()
     put(store, "a.jsonl", line * 3)

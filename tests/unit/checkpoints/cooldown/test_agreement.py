@@ -27,7 +27,7 @@ def test_a_member_votes_once_and_waits_for_the_others(folder: Store, view: Epoch
     agreement = Agreement(folder, vote_of("a"), view)
     agreement.advance()
     agreement.advance()
-    assert fetch(folder, KEYS.vote("a"), Vote) == vote_of("a")
+    assert fetch(folder, KEYS.make_vote_key("a"), Vote) == vote_of("a")
     assert not agreement.is_reached
 
 
@@ -70,7 +70,7 @@ def test_no_possible_majority_is_an_error(folder: Store, view: EpochView) -> Non
 def test_a_member_that_voted_for_another_content_before_has_lost_state(
     folder: Store, view: EpochView
 ) -> None:
-    commit_once(folder, KEYS.vote("a"), vote_of("a", "f"))
+    commit_once(folder, KEYS.make_vote_key("a"), vote_of("a", "f"))
     with pytest.raises(errors.ConflictError, match="a has voted for another content"):
         Agreement(folder, vote_of("a"), view).advance()
 
@@ -80,4 +80,4 @@ def test_a_member_outside_the_roster_has_no_vote(folder: Store, view: EpochView)
     agreement = Agreement(folder, vote_of("d"), view)
     agreement.advance()
     assert agreement.is_reached
-    assert not exists(folder, KEYS.vote("d"))
+    assert not exists(folder, KEYS.make_vote_key("d"))

@@ -143,9 +143,9 @@ def test_a_confined_member_uploads_below_its_prefix_with_its_metadata(
     one.upload.start(["a"])
     assert one.changed.wait(30)
     keys = {stat.key for stat in list_objects(folder, "")}
-    parts = {COOLDOWN.part("a", part.digest) for part in draft.parts}
-    assert keys == {COOLDOWN.draft("a"), *parts}
-    assert fetch(folder, COOLDOWN.draft("a"), Checkpoint).root == draft.root
+    parts = {COOLDOWN.make_part_key("a", part.digest) for part in draft.parts}
+    assert keys == {COOLDOWN.make_draft_key("a"), *parts}
+    assert fetch(folder, COOLDOWN.make_draft_key("a"), Checkpoint).root == draft.root
     assert not one.upload.find_files(["a"])  # the owner has not committed
     uploader_of().upload.commit()
     assert one.upload.find_files(["a"])
@@ -155,8 +155,8 @@ def test_files_of_another_confined_member_are_verified_and_not_sent_again(
     folder: Store, draft: Checkpoint, uploader_of: Callable[..., Uploader]
 ) -> None:
     for part, body in zip(draft.parts[:3], BODIES, strict=False):
-        put(folder, COOLDOWN.part("b", part.digest), body)
-    put(folder, COOLDOWN.part("b", draft.parts[0].digest), b"x" * 100)  # damaged
+        put(folder, COOLDOWN.make_part_key("b", part.digest), body)
+    put(folder, COOLDOWN.make_part_key("b", draft.parts[0].digest), b"x" * 100)  # damaged
     one = uploader_of(confined=True)
     one.upload.find_files(["b"])
     one.upload.start(["b", "a"])
@@ -164,5 +164,5 @@ def test_files_of_another_confined_member_are_verified_and_not_sent_again(
     one.upload.stop()
     result = one.upload.add_counts(EpochResult(CooldownOutcome.LOST, "", None))
     assert (result.sent, result.checked, result.replaced) == (100, 300, 1)
-    own = {stat.key for stat in list_objects(folder, COOLDOWN.parts("a"))}
-    assert own == {COOLDOWN.part("a", draft.parts[number].digest) for number in (0, 3)}
+    own = {stat.key for stat in list_objects(folder, COOLDOWN.make_parts_prefix("a"))}
+    assert own == {COOLDOWN.make_part_key("a", draft.parts[number].digest) for number in (0, 3)}

@@ -17,9 +17,9 @@ def test_votes_are_read_at_every_poll_and_living_members_and_results_at_every_se
     view.read(late=False)
     assert (view.living, view.tally.votes) == ({"a", "b"}, {})
     census.living = {"c"}
-    commit_once(folder, KEYS.vote("b"), vote_of("b"))
+    commit_once(folder, KEYS.make_vote_key("b"), vote_of("b"))
     failed = failed_record("b")
-    commit_once(folder, KEYS.result("b"), failed)
+    commit_once(folder, KEYS.make_result_key("b"), failed)
     view.read(late=False)
     assert (view.living, view.tally.ended) == ({"a", "b"}, {})
     assert view.tally.votes == {"b": vote_of("b")}
@@ -31,7 +31,7 @@ def test_votes_are_read_at_every_poll_and_living_members_and_results_at_every_se
 def test_late_votes_are_read_on_request(folder, view_of) -> None:
     view = view_of()
     late = LateVote(member="c", why="no time")
-    commit_once(folder, KEYS.late("c"), late)
+    commit_once(folder, KEYS.make_late_vote_key("c"), late)
     view.read(late=False)
     assert view.tally.late == {}
     view.read(late=True)
@@ -42,5 +42,5 @@ def test_an_epoch_ends_with_a_record_that_is_valid(folder, view_of) -> None:
     view = view_of()
     assert view.find_end() is None
     end = EpochRecord(job=JOB, epoch=0, step=5, root=None, why="no time")
-    commit_once(folder, CheckpointKeys(JOB).epoch(0), end)
+    commit_once(folder, CheckpointKeys(JOB).make_epoch_key(0), end)
     assert view.find_end() == end

@@ -47,7 +47,7 @@ def test_one_vote_of_three_ends_no_epoch(
     assert not voter.voting.has_voted
     voter.voting.vote("10 s")
     assert voter.voting.has_voted
-    assert fetch(folder, KEYS.late("a"), LateVote).why == "no checkpoint after 10 s"
+    assert fetch(folder, KEYS.make_late_vote_key("a"), LateVote).why == "no checkpoint after 10 s"
     assert voter.voting.try_end("10 s", 5) is None
     assert voter.events == []
 
@@ -63,7 +63,7 @@ def test_most_votes_end_the_epoch(
     assert end == EpochRecord(
         job=JOB, epoch=0, step=5, root=None, member="a", why="no checkpoint after 12 s"
     )
-    assert fetch(folder, CheckpointKeys(JOB).epoch(0), EpochRecord) == end
+    assert fetch(folder, CheckpointKeys(JOB).make_epoch_key(0), EpochRecord) == end
     assert voter.events == [EpochEndedWithoutCheckpoint(member="a", epochs=1, max_epochs=1)]
 
 
@@ -112,7 +112,7 @@ def test_too_many_epochs_without_a_checkpoint_stop_the_training(
     with pytest.raises(errors.MillraceError, match="the 1 epochs before have none either"):
         voter.voting.vote("10 s")
     assert not voter.voting.has_voted
-    assert not exists(folder, CooldownKeys(JOB, 1).late("a"))
+    assert not exists(folder, CooldownKeys(JOB, 1).make_late_vote_key("a"))
 
 
 def test_a_confined_member_waits_for_its_owner_and_commits_nothing(
@@ -127,4 +127,4 @@ def test_a_confined_member_waits_for_its_owner_and_commits_nothing(
     clock.now += 1
     with pytest.raises(errors.MillraceError, match="has not ended epoch 0"):
         voter.voting.try_end("90 s", 5)
-    assert not exists(folder, CheckpointKeys(JOB).epoch(0))
+    assert not exists(folder, CheckpointKeys(JOB).make_epoch_key(0))

@@ -19,7 +19,7 @@ from millrace.swarm.cache_index import CacheCheck, hash_file
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.journal import Journal, verify_ranges
 from millrace.swarm.targets import Targets
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 
 SIZE = 1 << 10
 LARGE = hashlib.shake_256(b"large").digest(3 * SIZE)
@@ -150,7 +150,7 @@ def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tm
         arriving.read()
 
 
-@pytest.mark.parametrize("digest", [blake3_digest(b"other"), sha256_digest(b"other")])
+@pytest.mark.parametrize("digest", [compute_blake3(b"other"), sha256_digest(b"other")])
 def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path, digest):
     parts = Parts(tmp_path, large=digest)
     parts.begin()
@@ -165,7 +165,7 @@ def test_a_file_that_is_not_what_its_digest_says_gets_no_final_name(tmp_path, di
     assert parts.finished == [[0]]
 
 
-@pytest.mark.parametrize("digest", [blake3_digest(LARGE), sha256_digest(LARGE)])
+@pytest.mark.parametrize("digest", [compute_blake3(LARGE), sha256_digest(LARGE)])
 def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path, digest):
     parts = Parts(tmp_path, large=digest)
     parts.begin()
@@ -183,7 +183,7 @@ def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path, digest
 
 @pytest.mark.parametrize("right", [True, False])
 def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path, right):
-    digest = blake3_digest(ALIGNED if right else b"other")
+    digest = compute_blake3(ALIGNED if right else b"other")
     parts = Parts(tmp_path, large=digest, body=ALIGNED)
     parts.begin()
     parts.write_large(2, 0)
@@ -193,7 +193,7 @@ def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path
     parts.arrivals.digests[1] = ""
     parts.arrivals.states[0].drop_segment(1)
     parts.write_large(1)
-    assert parts.hashes.compute_digest(0) == blake3_digest(ALIGNED)
+    assert parts.hashes.compute_digest(0) == compute_blake3(ALIGNED)
     assert parts.hashes.get_position(0) == 0  # no byte was read again
     parts.finisher.finish([0])
     assert (parts.finished, parts.mismatches) == (([[0]], [0]) if right else ([], [0, 0]))
@@ -201,9 +201,9 @@ def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path
 
 def test_an_empty_file_and_one_of_a_single_segment_have_the_digests_of_their_bytes(tmp_path):
     files = [
-        File("empty", 0, "etag", "s3://bucket/empty", blake3_digest(b"")),
+        File("empty", 0, "etag", "s3://bucket/empty", compute_blake3(b"")),
         File("small", len(SMALL), "etag", "s3://bucket/small", sha256_digest(SMALL)),
-        File("odd", 3 * SIZE, "etag", "s3://bucket/odd", blake3_digest(LARGE)),
+        File("odd", 3 * SIZE, "etag", "s3://bucket/odd", compute_blake3(LARGE)),
     ]
     for file, body in zip(files, (b"", SMALL, LARGE), strict=True):
         (tmp_path / file.path).write_bytes(body)

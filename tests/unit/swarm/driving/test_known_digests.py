@@ -15,7 +15,7 @@ from millrace.swarm.catalogue import combine_digests
 from millrace.swarm.driving.known_digests import KnownDigests, find_known_digests
 from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
 from millrace.swarm.transfer import hash_segments
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 from tests.support.swarm.datasets import MIB, hash_blocks, write_dataset
 
 SIZES = (5 * MIB + 17, 4 * MIB, 2 * MIB + 1, MIB, 1000, 17)
@@ -137,15 +137,15 @@ def test_a_sha256_of_the_caller_stands_and_its_pieces_are_not_known(store):
 def test_a_part_of_a_checkpoint_has_the_digest_of_its_key(store):
     body = random.Random(1).randbytes(2 * MIB)
     keys = CheckpointKeys("runs/one")
-    part = keys.part(7, blake3_digest(body))
+    part = keys.make_part_key(7, compute_blake3(body))
     put(store, part, body)
     put(store, "runs/one/checkpoints/step_000000007/metadata.json", b"{}")
     for request in (Request(prefix="runs/one"), Request(key=part)):
         resolved = resolve(store, request, piece_size=4 * MIB)
         found = {file.path: file.digest for file in resolved.catalogue.files}
-        assert blake3_digest(body) in found.values()
+        assert compute_blake3(body) in found.values()
         assert sum(map(bool, found.values())) == 1
-    assert find_known_digests(resolved).pieces == {0: blake3_digest(body)}
+    assert find_known_digests(resolved).pieces == {0: compute_blake3(body)}
     settings = PrewarmSettings(
         requests=(Request(prefix="runs/one"),),
         stores={"s": store.spec},
@@ -160,10 +160,10 @@ def test_the_pieces_of_a_checkpoint_follow_from_lists_that_fit_its_files(store, 
     keys = CheckpointKeys("runs/one")
     bodies = [random.Random(number).randbytes(3 * MIB + number) for number in range(2)]
     for body in bodies:
-        digest = blake3_digest(body)
-        put(store, keys.part(7, digest), body)
+        digest = compute_blake3(body)
+        put(store, keys.make_part_key(7, digest), body)
         put(store, keys.make_block_list_key(7, digest), hash_blocks(body))
-    changed = keys.make_block_list_key(7, blake3_digest(bodies[0]))
+    changed = keys.make_block_list_key(7, compute_blake3(bodies[0]))
     blocks = hash_blocks(bodies[0])
     if change == "missing":
         delete(store, [changed])

@@ -28,10 +28,10 @@ from millrace.swarm.progress_events import (
     NodeUntrusted,
 )
 from millrace.swarm.transfer import FetchError
-from tests.oracle import blake3_digest
+from tests.oracle import compute_blake3
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
 
-RIGHT = blake3_digest(b"right")
+RIGHT = compute_blake3(b"right")
 
 
 def make_piece_checks(run: Run, store_timeout: float = 60.0) -> tuple[PieceChecks, list[int]]:
@@ -108,7 +108,7 @@ def test_a_piece_that_does_not_have_its_known_digest_in_the_store_ends_the_run()
     run = Run("ab", expected={0: RIGHT})
     pieces, _ = make_piece_checks(run)
     pieces.note_wrong_read(run["a"], 0)
-    pieces.handle_digest(0, blake3_digest(b"other"))
+    pieces.handle_digest(0, compute_blake3(b"other"))
     assert isinstance(run.state.fatal, errors.CorruptError)
     assert str(run.state.fatal).startswith("s3://bucket/a is not the bytes that its digest")
     assert run.take_events() == []
@@ -119,7 +119,7 @@ def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_
     requested: list[int] = []
     catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
     files = FileChecks(run.state, catalogue, requested.append, known={0: RIGHT})
-    files.note_mismatch(run["a"], 0, blake3_digest(b"other"))  # what differs is being replaced
+    files.note_mismatch(run["a"], 0, compute_blake3(b"other"))  # what differs is being replaced
     assert run["a"].lost_reason == ""
     files.note_mismatch(run["b"], 0, RIGHT)
     assert "not those that the store has" in run["b"].lost_reason
