@@ -83,6 +83,7 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
                 return found
             raise UnavailableError(
                 f"No worker has joined {run.name} in {timeout}: see the lines that they print. "
-                "Let the script call `Worker.join` and `begin`, or raise `training.join_timeout`."
+                "Let the script call `Worker.join` and `begin_window`, or raise "
+                "`training.join_timeout`."
             )
         time.sleep(_POLL_INTERVAL)

@@ -86,6 +86,16 @@ class Attempt:
             + traffic / 1e9
         )
 
+    def compute_lost_cost(self, now: datetime) -> float:
+        """Compute the most dollars that a machine has cost that no listing shows any more.
+
+        Its watchdog destroyed it at its deadline at the latest.
+
+        Args:
+            now: Current time.
+        """
+        return self.compute_cost(min(now, self.intent.deadline))
+
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
         """Return the most bytes that the machine can have received, and sent, since its rental."""
         seconds = max(timedelta(0), now - self.intent.started_at).total_seconds()

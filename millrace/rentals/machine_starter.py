@@ -192,7 +192,15 @@ class MachineStarter:
         machine = self._context.make_machine(self._commit_intent(slot, offer))
         self._state.active[slot] = machine  # from here on, every exit releases the machine
         try:
-            created = self._create_instance(machine.attempt, offer)
+            environment = self._prepare_environment(machine.attempt)
+        except errors.MillraceError as error:  # of the store: no request was sent
+            self._releaser.record(
+                ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)),
+                cost=0.0,
+            )
+            raise
+        try:
+            created = self._create_instance(machine.attempt, offer, environment)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
             decision = ReleaseDecision(
                 machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)
@@ -245,22 +253,32 @@ class MachineStarter:
         self._state.costs[number] = 0.0
         return Attempt(number, intent)
 
-    def _create_instance(self, attempt: Attempt, offer: Offer) -> CreatedInstance:
+    def _prepare_environment(self, attempt: Attempt) -> dict[str, str]:
+        """Upload the files of a machine, and return its environment, with the ports that it opens.
+
+        Raises:
+            MillraceError: The store does not sign the URLs, or take the files.
+        """
+        context, settings = self._context, self._context.settings
+        variables = make_environment(context.store, settings, attempt, vast_url=context.vast.url)
+        upload_files(context.store, settings, attempt)
+        return {**variables, **{f"-p {port}:{port}": "1" for port in settings.program.ports}}
+
+    def _create_instance(
+        self, attempt: Attempt, offer: Offer, environment: dict[str, str]
+    ) -> CreatedInstance:
         """Send the create request of a machine.
 
         Raises:
             NotFoundError: The offer is gone.
             UnavailableError: There is no answer, and the machine may exist.
         """
-        context, settings = self._context, self._context.settings
-        variables = make_environment(context.store, settings, attempt, vast_url=context.vast.url)
-        upload_files(context.store, settings, attempt)
-        ports = {f"-p {port}:{port}": "1" for port in settings.program.ports}
-        return context.vast.create_instance(
+        settings = self._context.settings
+        return self._context.vast.create_instance(
             offer.id,
             image=settings.program.image,
             disk=settings.request.disk,
-            env={**variables, **ports},
+            env=environment,
             label=attempt.intent.label,
             onstart_cmd=read_onstart_script(),
             bid_price=offer.bid,

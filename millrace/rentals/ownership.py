@@ -80,7 +80,8 @@ class OwnerHeartbeat:
     def detach(self) -> None:
         """Stop, and tell the machines that they stay without an owner."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         put(self._store, self._keys.owner, DETACHED)
 
     def _run(self) -> None:
@@ -110,16 +111,23 @@ class Ownership:
         """True if another owner has taken over the rental."""
 
     def acquire(self, stack: contextlib.ExitStack, *, wait: bool = False) -> None:
-        """Acquire the rental, and start the heartbeat for its machines.
+        """Acquire the rental.
 
         Args:
-            stack: Stack that stops the heartbeat and releases the lease when it closes.
+            stack: Stack that releases the lease when it closes.
             wait: As in `acquire_ownership`.
 
         Raises:
             HeldError: The rental has another owner.
         """
         self._lease = acquire_ownership(self._store, self._keys, stack, wait=wait)
+
+    def start_heartbeat(self, stack: contextlib.ExitStack) -> None:
+        """Start the heartbeat for the machines, which from then on do not outlive it by long.
+
+        Args:
+            stack: Stack that stops the heartbeat when it closes.
+        """
         stack.enter_context(self._heartbeat)
 
     def detach(self) -> None:

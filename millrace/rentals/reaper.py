@@ -257,7 +257,7 @@ def _close_lost_attempts(
                 attempt,
                 ReleaseReason.REAPED,
                 message,
-                attempt.compute_cost(now),
+                attempt.compute_lost_cost(now),
                 now,
             )
             closed += 1

@@ -27,7 +27,11 @@ from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.settings import RentalSettings, open_account
 from millrace.rentals.state import RentalState
-from millrace.rentals.takeover import take_over_machines
+from millrace.rentals.takeover import (
+    delete_detach_records,
+    list_own_attempts,
+    take_over_machines,
+)
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import DetachRecord, ReleaseReason
@@ -98,7 +102,16 @@ class Rental:
         with contextlib.ExitStack() as stack:
             self._ownership.acquire(stack, wait=self._wait)
             self._starter.prepare()
-            self._releaser.release(take_over_machines(self._context, self._state))
+            attempts = list_own_attempts(self._context)
+            try:
+                self._ownership.start_heartbeat(stack)
+                self._releaser.release(take_over_machines(self._context, self._state, attempts))
+                delete_detach_records(self._context, attempts)
+            except BaseException:
+                if any(one.is_detached for one in attempts):  # they stay without this owner
+                    with contextlib.suppress(errors.MillraceError):
+                        self._ownership.detach()
+                raise
             self._stack = stack.pop_all()
         return self
 

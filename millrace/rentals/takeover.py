@@ -1,7 +1,9 @@
 """Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
 
+from collections.abc import Iterable
+
 from millrace.rentals.context import RentalContext
-from millrace.rentals.ledger import list_attempts, refuse_foreign_machines
+from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import ReleaseReason
@@ -14,17 +16,8 @@ _EXCLUDING_REASONS = {
 }  # reasons after which a host is not rented again
 
 
-def take_over_machines(context: RentalContext, state: RentalState) -> list[ReleaseDecision]:
-    """Fill the state of a rental from its ledger.
-
-    Detached machines have an owner again.
-
-    Args:
-        context: Settings and connections of the rental.
-        state: Empty state, which is filled.
-
-    Returns:
-        Decisions to release the machines whose slots are taken, or exist no more.
+def list_own_attempts(context: RentalContext) -> list[Attempt]:
+    """Return all attempts of a rental from its ledger.
 
     Raises:
         ConfigurationError: Another account pays for machines of this rental.
@@ -35,14 +28,31 @@ def take_over_machines(context: RentalContext, state: RentalState) -> list[Relea
         one for one in attempts if one.release_record is None and one.intent.account != own_account
     ]
     refuse_foreign_machines(context.settings.name, len(foreign))
+    return attempts
+
+
+def take_over_machines(
+    context: RentalContext, state: RentalState, attempts: Iterable[Attempt]
+) -> list[ReleaseDecision]:
+    """Fill the state of a rental with the machines of its attempts.
+
+    A machine that runs has its slot before one whose create request got no answer.
+
+    Args:
+        context: Settings and connections of the rental.
+        state: Empty state, which is filled.
+        attempts: All attempts of the rental.
+
+    Returns:
+        Decisions to release the machines whose slots are taken, or exist no more.
+    """
     decisions: list[ReleaseDecision] = []
-    for attempt in attempts:
+    for attempt in sorted(attempts, key=lambda one: one.contract is None):
         machine = context.make_machine(attempt)
         if attempt.release_record is not None:
             _add_released(state, machine)
             continue
         state.costs[attempt.number] = 0.0
-        delete(context.store, [context.keys.make_detached_key(attempt.number)])
         if machine.is_unconfirmed:  # the owner was killed before the answer arrived
             age = (context.now() - attempt.intent.started_at).total_seconds()
             machine.rented_at -= max(0.0, age)
@@ -55,6 +65,13 @@ def take_over_machines(context: RentalContext, state: RentalState) -> list[Relea
                 ReleaseDecision(machine, ReleaseReason.UNNEEDED, "the previous owner was lost")
             )
     return decisions
+
+
+def delete_detach_records(context: RentalContext, attempts: Iterable[Attempt]) -> None:
+    """Delete the records of detached machines, which have an owner again."""
+    keys = [context.keys.make_detached_key(one.number) for one in attempts if one.is_detached]
+    if keys:
+        delete(context.store, keys)
 
 
 def _add_released(state: RentalState, machine: Machine) -> None:

@@ -61,16 +61,19 @@ def release_rental(
         keys = RentalKeys(rental)
         # The reaper releases the rest if this process is killed.
         delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
+        instances = vast.list_instances() if own_unreleased else []
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]
+            is_lost = one.find_instance(instances) is None
+            cost = one.compute_lost_cost(now) if is_lost else one.compute_cost(now)
             record_release(
                 store,
                 rental,
                 one,
                 ReleaseReason.UNNEEDED,
                 "the rental was released",
-                one.compute_cost(now),
+                cost,
                 now,
             )
             progress(
@@ -78,7 +81,7 @@ def release_rental(
                     machine=label,
                     reason=ReleaseReason.UNNEEDED,
                     message="the rental was released",
-                    dollars=one.compute_cost(now),
+                    dollars=cost,
                 )
             )
 

@@ -221,12 +221,23 @@ class Arrivals:
         except FileNotFoundError:  # the file has received its final name meanwhile
             return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
 
-    def rename(self, state: FileState) -> None:
-        """Give a file its final name, and end the waits for this name."""
+    def rename(self, state: FileState, drops: int) -> bool:
+        """Give a file its final name, and end the waits for this name.
+
+        Args:
+            state: Complete file.
+            drops: Number of dropped segments when the file was seen to be complete.
+
+        Returns:
+            False if a segment was dropped since. The file is submitted again when it is complete.
+        """
         with self.changed:  # `open_current` tries one name, then the other
+            if state.drops != drops:
+                return False
             state.target.partial.rename(state.target.final)
             state.final = True
             self.changed.notify_all()
+            return True
 
     def stop(self) -> None:
         """End the waits for bytes: no further bytes arrive."""

@@ -69,20 +69,27 @@ class FileFinisher:
 
     def finish(self, numbers: list[int]) -> None:
         """Verify complete files, sync them to the disk, and give them their final names."""
-        ready: list[tuple[int, FileState]] = []
+        complete: list[tuple[int, FileState, int]] = []
         for number in numbers:
             state = self._arrivals.states[number]
+            drops = state.drops  # read first: a later drop is seen by `rename`
             if state.final or state.missing or not self._is_verified(number, state):
                 continue
-            ready.append((number, state))
+            complete.append((number, state, drops))
+        if not complete:
+            return
+        self._targets.sync_partials([state.target for _, state, _ in complete])
+        # The line comes before the name: a file without a line is never replaced or removed.
+        append_entries(
+            self._index, [state.make_entry(self._piece_size) for _, state, _ in complete]
+        )
+        ready: list[tuple[int, FileState]] = []
+        for number, state, drops in complete:
+            if self._arrivals.rename(state, drops):
+                self._targets.link(state.target)
+                ready.append((number, state))
         if not ready:
             return
-        self._targets.sync_partials([state.target for _, state in ready])
-        # The line comes before the name: a file without a line is never replaced or removed.
-        append_entries(self._index, [state.make_entry(self._piece_size) for _, state in ready])
-        for _, state in ready:
-            self._arrivals.rename(state)
-            self._targets.link(state.target)
         append_identities(
             self._index,
             {state.file.path: read_identity(state.target.final) for _, state in ready},

@@ -108,8 +108,8 @@ class VastApplication:
                 web.get(f"/api/v0/instances/{numbered}/", self.show),
                 web.put(f"/api/v0/instances/{numbered}/", self.change),
                 web.delete(f"/api/v0/instances/{numbered}/", self.delete),
-                web.get("/api/v0/users/current", self.show_user),
-                web.get("/api/v0/users/current/", self.show_user),
+                web.get("/api/v0/users/current", self.user),
+                web.get("/api/v0/users/current/", self.user),
             ]
         )
         return app
@@ -308,7 +308,7 @@ class VastApplication:
         self.books.destroy(one, "itself" if self._identify_caller(request) else "the account")
         return web.json_response({"success": True})
 
-    async def show_user(self, request: web.Request) -> web.Response:
+    async def user(self, request: web.Request) -> web.Response:
         self._identify_caller(request)
         spent = sum(one.cost for one in self.books.instances.values())
         return web.json_response(

@@ -130,9 +130,12 @@ def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
     account.server.befall(account.server.list_alive()[0]["id"], "vanished")
     account.server.advance(3600)
     assert account.server.list_alive() == []
+    account.server.advance(30 * 24 * 3600)  # its watchdog has destroyed it at its deadline
     assert reap(account.make_ledger_settings(), vast=account.vast).closed_attempts == 1
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record
+    lifetime = (attempt.intent.deadline - attempt.intent.started_at) / timedelta(hours=1)
+    assert attempt.release_record.cost == pytest.approx(lifetime * attempt.intent.dollars_per_hour)
 
 
 def test_a_rental_is_released_by_name(world: Reset) -> None:

@@ -9,6 +9,7 @@ import pytest
 from millrace import errors
 from millrace.progress import Event
 from millrace.rentals import Rental, find_offers, reap
+from millrace.rentals.guest.watchdog import DETACHED
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.progress_events import (
     MachineMissing,
@@ -17,8 +18,9 @@ from millrace.rentals.progress_events import (
     MachineRented,
     PriceRaised,
 )
+from millrace.rentals.releasing import MachineReleaser
 from millrace.schemas.rental import ReleaseReason
-from millrace.storage import open_store
+from millrace.storage import open_store, read
 from tests.support.rentals.account import Account_, Reset
 
 
@@ -440,6 +442,30 @@ def test_whoever_goes_on_with_a_rental_has_its_machines(world: Reset) -> None:
     with Rental(settings, vast=account.vast) as rental:
         rental.wait_until_done()  # all programs have ended: nothing is rented again
     assert len(account.server.list_machines()) == 2
+
+
+def test_an_owner_that_cannot_begin_leaves_detached_machines_detached(
+    world: Reset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = world()
+    settings = account.make_settings()
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
+    store = open_store(account.store)
+    owner = rental._context.keys.owner
+    other = account.server.open_account()
+    with pytest.raises(errors.ConfigurationError, match="another account"):
+        Rental(settings, vast=Account_(account.server, other, account.folder).vast).__enter__()
+    assert read(store, owner, max_size=100) == DETACHED
+
+    def fail(*_: object) -> None:
+        raise errors.UnavailableError("503")
+
+    monkeypatch.setattr(MachineReleaser, "release", fail)
+    with pytest.raises(errors.UnavailableError):
+        Rental(settings, vast=account.vast).__enter__()
+    assert read(store, owner, max_size=100) == DETACHED
+    assert [one.is_detached for one in list_attempts(store, "fleet")] == [True]
 
 
 def test_two_cannot_have_the_same_rental(world: Reset) -> None:

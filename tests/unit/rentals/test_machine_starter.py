@@ -8,7 +8,7 @@ import pytest
 
 from millrace import errors
 from millrace.progress import Event
-from millrace.rentals import list_attempts
+from millrace.rentals import list_attempts, machine_starter
 from millrace.rentals.budget import Budget
 from millrace.rentals.machine_starter import CreatePacer, MachineStarter, OfferSource
 from millrace.rentals.ownership import Ownership
@@ -100,6 +100,22 @@ def test_an_offer_that_is_gone_is_recorded_and_the_next_offer_taken(
     gone, rented = bench.list_attempts()
     assert gone.release_record.reason is ReleaseReason.NEVER_RENTED
     assert (rented.intent.offer_id, rented.release_record) == (2, None)
+
+
+@pytest.mark.parametrize("error", [errors.UnavailableError("503"), errors.NotFoundError("bucket")])
+def test_an_error_of_the_store_is_no_answer_of_the_provider(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: errors.MillraceError
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(machine_starter, "upload_files", fail)
+    with pytest.raises(type(error)):
+        bench.starter.rent_machine(0)
+    (attempt,) = bench.list_attempts()
+    assert attempt.release_record.reason is ReleaseReason.NEVER_RENTED
+    assert attempt.release_record.cost == 0
+    assert (bench.vast.creates, bench.state.active) == ([], {})
 
 
 def test_a_create_request_without_an_answer_is_not_repeated(bench: Bench) -> None:

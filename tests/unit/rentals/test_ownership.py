@@ -11,7 +11,7 @@ from millrace.keys.rentals import RentalKeys
 from millrace.lease import Lease
 from millrace.rentals.guest.watchdog import DETACHED
 from millrace.rentals.ownership import Ownership
-from millrace.storage import Store, StoreSpec, open_store, read
+from millrace.storage import Store, StoreSpec, exists, open_store, read
 
 KEYS = RentalKeys("fleet")
 TIMEOUT = timedelta(minutes=5)
@@ -35,6 +35,8 @@ def test_machines_read_a_heartbeat_and_later_that_they_are_detached(store: Store
     with contextlib.ExitStack() as stack:
         ownership = Ownership(store, KEYS, TIMEOUT)
         ownership.acquire(stack)
+        assert not exists(store, KEYS.owner)
+        ownership.start_heartbeat(stack)
         assert read(store, KEYS.owner, max_size=100) != DETACHED
         ownership.detach()
         assert read(store, KEYS.owner, max_size=100) == DETACHED

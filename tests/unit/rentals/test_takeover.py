@@ -10,8 +10,13 @@ from millrace.records import commit_once
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import record_release
 from millrace.rentals.ledger import Attempt
+from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.state import RentalState
-from millrace.rentals.takeover import take_over_machines
+from millrace.rentals.takeover import (
+    delete_detach_records,
+    list_own_attempts,
+    take_over_machines,
+)
 from millrace.schemas.rental import DetachRecord, ReleaseReason
 from millrace.storage import exists
 from tests.support.rentals.parts import (
@@ -37,12 +42,17 @@ def write(context: RentalContext, attempt: Attempt, reason: ReleaseReason | None
         record_release(context.store, "fleet", attempt, reason, "over", 2.0, START)
 
 
+def take_over(context: RentalContext, state: RentalState) -> list[ReleaseDecision]:
+    """Take over the machines of a rental, as its next owner does."""
+    return take_over_machines(context, state, list_own_attempts(context))
+
+
 def test_machines_get_their_slots_and_costs_are_summed(context: RentalContext) -> None:
     write(context, make_attempt(0, instance_id=10), ReleaseReason.DEAD)
     write(context, make_attempt(1, slot=1, instance_id=11), ReleaseReason.DONE)
     write(context, make_attempt(2, instance_id=12))
     state = RentalState(2)
-    assert take_over_machines(context, state) == []
+    assert take_over(context, state) == []
     assert {slot: one.attempt.instance_id for slot, one in state.active.items()} == {0: 12}
     assert set(state.done) == {1}
     assert state.costs == {0: 2.0, 1: 2.0, 2: 0.0}
@@ -56,16 +66,28 @@ def test_a_machine_without_a_slot_is_released(context: RentalContext) -> None:
     write(context, make_attempt(2, instance_id=12, slot=2))  # the rental has become smaller
     write(context, make_attempt(3))  # its create request got no answer
     state = RentalState(2)
-    decisions = take_over_machines(context, state)
+    decisions = take_over(context, state)
     assert [one.machine.attempt.number for one in decisions] == [1, 2]
     assert set(state.unconfirmed) == {3}
+
+
+def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request(
+    context: RentalContext,
+) -> None:
+    write(context, make_attempt(0))
+    write(context, make_attempt(1, instance_id=11))  # was rented after the wait for attempt 0
+    state = RentalState(2)
+    assert take_over(context, state) == []
+    assert state.active[0].attempt.instance_id == 11
+    assert set(state.unconfirmed) == {0}
+    assert state.next_attempt == 2
 
 
 def test_a_detached_machine_has_an_owner_again(context: RentalContext) -> None:
     write(context, make_attempt(0, instance_id=10))
     key = context.keys.make_detached_key(0)
     commit_once(context.store, key, DetachRecord(since=START))
-    take_over_machines(context, RentalState(2))
+    delete_detach_records(context, list_own_attempts(context))
     assert not exists(context.store, key)
 
 
@@ -73,7 +95,7 @@ def test_the_age_of_an_unanswered_create_request_counts(context: RentalContext) 
     write(context, make_attempt(0))
     context.clock.sleep(500)
     state = RentalState(2)
-    take_over_machines(context, state)
+    take_over(context, state)
     assert context.clock.monotonic() - state.active[0].rented_at == pytest.approx(500)
 
 
@@ -81,4 +103,4 @@ def test_machines_of_another_account_are_refused(context: RentalContext) -> None
     attempt = make_attempt(0, instance_id=10)
     write(context, replace(attempt, intent=attempt.intent.model_copy(update={"account": "other"})))
     with pytest.raises(errors.ConfigurationError, match="another account"):
-        take_over_machines(context, RentalState(2))
+        take_over(context, RentalState(2))

@@ -134,6 +134,26 @@ def test_a_piece_is_written_once_and_completes_its_files(tmp_path):
     assert parts.arrivals.count_unallocated() == 0
 
 
+def test_a_piece_that_is_dropped_while_its_file_is_synced_is_written_again(tmp_path, monkeypatch):
+    parts = Parts(tmp_path)
+    parts.begin()
+    parts.write(0, bytes(SIZE))
+    parts.write_large(1, 2)
+
+    def drop(_: object) -> None:
+        monkeypatch.undo()
+        parts.arrivals.digests[0] = ""
+        parts.arrivals.states[0].drop_segment(0)
+
+    monkeypatch.setattr(parts.targets, "sync_partials", drop)
+    parts.finisher.finish([0])
+    assert parts.finished == []
+    assert parts.write_large(0) == [[0]]
+    parts.finisher.finish([0])
+    assert parts.finished == [[0]]
+    assert (tmp_path / "large").read_bytes() == LARGE
+
+
 def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tmp_path):
     parts = Parts(tmp_path)
     parts.begin()
