@@ -25,6 +25,19 @@ _CONCURRENCY = 4  # requests for one file
 
 
 @dataclass(frozen=True, slots=True)
+class PartContent:
+    """Bytes of a file, and the digests of its blocks.
+
+    Attributes:
+        body: Bytes of the file.
+        blocks: Joined digests of the blocks. Their root is the file's digest.
+    """
+
+    body: memoryview = field(repr=False)
+    blocks: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Content of a checkpoint that can be saved to a destination.
 
@@ -32,13 +45,13 @@ class Content:
         parts: Files of the checkpoint, with the names that they get in the folder of the step.
         tensors: Tensors of the checkpoint, with their positions in the files.
         root: Digest of ``parts`` and ``tensors``.
-        body: Function that returns the bytes of a file, by its index in ``parts``.
+        read: Function that returns the content of a file, by its index in ``parts``.
     """
 
     parts: tuple[Part, ...]
     tensors: Mapping[str, TensorRecord] = field(repr=False)
     root: str
-    body: Callable[[int], memoryview] = field(repr=False)
+    read: Callable[[int], PartContent] = field(repr=False)
 
     def make_metadata(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
         """Return the metadata that commits this content as another job's checkpoint."""
@@ -59,7 +72,7 @@ def open_content(store: Store, checkpoint: Checkpoint) -> Content:
         checkpoint: Metadata of the checkpoint.
     """
 
-    def read_file(number: int) -> memoryview:
+    def read_file(number: int) -> PartContent:
         part = checkpoint.parts[number]
         return read_part(store, checkpoint.job, part, memoryview(map_anonymous(part.size)))
 
@@ -70,11 +83,11 @@ def make_content(
     step: int,
     parts: tuple[Part, ...],
     tensors: Mapping[str, TensorRecord],
-    body: Callable[[int], memoryview],
+    read: Callable[[int], PartContent],
 ) -> Content:
     """Return content whose files belong to a step."""
     there = tuple(Part(step=step, digest=part.digest, size=part.size) for part in parts)
-    return Content(there, tensors, compute_root(there, tensors), body)
+    return Content(there, tensors, compute_root(there, tensors), read)
 
 
 def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -131,8 +144,8 @@ def read_part(
     into: memoryview,
     targets: Sequence[ReadTarget] = (),
     needed: Iterable[range] | None = None,
-) -> memoryview:
-    """Read a file, and verify its bytes.
+) -> PartContent:
+    """Read a file, and verify its bytes. Each byte is hashed once.
 
     If only some bytes are needed and the digests of the file's blocks are stored, only the blocks
     with these bytes are read.
@@ -147,7 +160,8 @@ def read_part(
         needed: Ranges of the needed bytes; None for all bytes. Other bytes may be left unread.
 
     Returns:
-        Part of the buffer for the file, without the bytes of ``targets``.
+        Part of the buffer for the file, without the bytes of ``targets``, and the digests of all
+        blocks of the file.
 
     Raises:
         CorruptError: The file is missing, or has other bytes than were saved.
@@ -176,12 +190,13 @@ def read_part(
                 found = list(pool.map(read_range, ranges))
     except errors.NotFoundError:
         raise errors.CorruptError(f"{store.make_url(key)} is missing.") from None
-    if not all(found) or not (known or combine_blocks(b"".join(found)) == part.digest):
+    blocks = known or b"".join(found)
+    if not all(found) or not (known or combine_blocks(blocks) == part.digest):
         raise errors.CorruptError(
             f"{store.make_url(key)} is not the bytes that were saved: verify the checkpoint, or "
             "load the one before it."
         )
-    return body
+    return PartContent(body, blocks)
 
 
 def _select_blocks(needed: Iterable[range], count: int) -> list[int]:

@@ -209,10 +209,11 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
         reads = _sort_by_offset(by_part[number])
         targets = [read.target for read in reads if read.target is not None]
         needed = [read.needed for read in reads]
-        body = read_part(store, checkpoint.job, checkpoint.parts[number], buffer, targets, needed)
+        part = checkpoint.parts[number]
+        content = read_part(store, checkpoint.job, part, buffer, targets, needed)
         for read in reads:
             if read.target is None:
-                read.copy_from(body)
+                read.copy_from(content.body)
         free.append(buffer)
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="part") as pool:

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable, Iterable
 
 from millrace import errors
-from millrace.checkpoints.block_digests import needs_block_list, put_block_list
+from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import PartStored
 from millrace.checkpoints.upload_queue import UploadQueue
-from millrace.digest import hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Progress, ignore_event
 from millrace.storage import Store, create, describe_difference, put
@@ -135,9 +134,10 @@ class SharedUpload:
         number = self._numbers[digest]
         part = self._content.parts[number]
         key = self._make_key(part.step, digest)
-        body = self._content.body(number)
-        if self._keys is not None and needs_block_list(part):
-            put_block_list(self._store, self._keys, part, hash_blocks(body))
+        content = self._content.read(number)
+        body = content.body
+        if self._keys is not None:
+            put_block_list(self._store, self._keys, part, content.blocks)
         try:
             create(self._store, key, body, is_stopped=self._queue.is_stopped)
         except errors.ExistsError:
@@ -164,7 +164,7 @@ class SharedUpload:
             self._reads, key, part.size, wanted, is_stopped=self._queue.is_stopped
         )
         if damage:
-            put(self._store, own, self._content.body(number))
+            put(self._store, own, self._content.read(number).body)
         with self._counting:
             self.checked += part.size
             self.replaced += bool(damage)

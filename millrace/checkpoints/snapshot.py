@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from millrace.checkpoints.contents import Content, make_content
+from millrace.checkpoints.contents import Content, PartContent, make_content
 from millrace.checkpoints.parts import Box, PartLayout, get_dtype_name, lay_out_parts, read_boxes
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
 from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
-from millrace.digest import compute_digest
+from millrace.digest import combine_blocks, hash_blocks
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Chunk, Part, TensorRecord
@@ -47,12 +47,13 @@ class Snapshot:
         """Return the content to save at a step. Hashes all files, four at a time."""
         files = tuple(self.files)
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="digest") as pool:
-            digests = list(pool.map(compute_digest, files))
+            blocks = list(pool.map(hash_blocks, files))
+        contents = tuple(map(PartContent, files, blocks))
         parts = tuple(
-            Part(step=step, digest=digest, size=len(body))
-            for digest, body in zip(digests, files, strict=True)
+            Part(step=step, digest=combine_blocks(each.blocks), size=len(each.body))
+            for each in contents
         )
-        return make_content(step, parts, self.tensors, files.__getitem__)
+        return make_content(step, parts, self.tensors, contents.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

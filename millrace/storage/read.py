@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
-from blake3 import blake3
 
 from millrace import errors
 from millrace.digest import BLOCK_SIZE as HASHED_BLOCK_SIZE
@@ -145,22 +144,21 @@ def _hash_file(file: int, buffers: Sequence[memoryview], start: int) -> bytes:
 
     The digests of a truncated file have fewer bytes, or belong to fewer bytes.
     """
-    digests: list[bytes] = []
+    hasher = BlockHasher()
     for block in _iterate_blocks(buffers):
         count = sum(map(len, block))
         got = os.preadv(file, block, start) if len(block) <= _MAX_VECTORS else 0
-        hasher, at = blake3(), 0
+        at = 0
         for view in block:
             while at + len(view) > got:  # a signal interrupted the read, or the file is truncated
                 more = os.preadv(file, [view[max(0, got - at) :]], start + got)
                 if not more:
-                    return b"".join(digests)
+                    return hasher.blocks
                 got += more
             hasher.update(view)
             at += len(view)
-        digests.append(hasher.digest())
         start += count
-    return b"".join(digests)
+    return hasher.blocks
 
 
 def _hash_body(

@@ -19,13 +19,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
-from millrace.checkpoints.contents import Content, make_content
+from millrace.checkpoints.contents import Content, PartContent, make_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
-from millrace.digest import compute_digest
+from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
@@ -78,19 +78,20 @@ class HubDestination:
         """Return the content of a checkpoint."""
         head, keys = self._client.read_head(), CheckpointKeys(checkpoint.job)
 
-        def read_file(number: int) -> memoryview:
+        def read_file(number: int) -> PartContent:
             part = checkpoint.parts[number]
             key = keys.make_part_key(part.step, part.digest)
             try:
                 found = self._client.download(key, head, part.size)
             except errors.NotFoundError:
                 raise errors.CorruptError(f"{self._client.make_url(key)} is missing.") from None
-            if compute_digest(found) != part.digest:
+            blocks = hash_blocks(found)
+            if combine_blocks(blocks) != part.digest:
                 raise errors.CorruptError(
                     f"{self._client.make_url(key)} is not the bytes that were saved: verify the "
                     "checkpoint, or load an older one."
                 )
-            return memoryview(found)
+            return PartContent(memoryview(found), blocks)
 
         return make_content(checkpoint.step, checkpoint.parts, checkpoint.tensors, read_file)
 
@@ -113,7 +114,7 @@ class HubDestination:
                 )
             elif check is VerifyDepth.DIGESTS:
                 try:
-                    whole.body(number)
+                    whole.read(number)
                 except errors.CorruptError as error:
                     damage[part.digest] = str(error)
         return damage
@@ -191,7 +192,7 @@ class HubDestination:
         def upload_file(number: int) -> CommitOperationAdd:
             part = content.parts[number]
             key = keys.make_part_key(part.step, part.digest)
-            operation = self._client.upload(key, bytes(content.body(number)))
+            operation = self._client.upload(key, bytes(content.read(number).body))
             progress(PartStored(digest=part.digest, size=part.size, sent=part.size))
             return operation
 

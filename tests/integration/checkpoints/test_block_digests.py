@@ -5,9 +5,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from blake3 import blake3
 from pydantic import ByteSize
 
-from millrace import errors
+from millrace import digest, errors
 from millrace.checkpoints import (
     RetentionSettings,
     Saver,
@@ -20,7 +21,8 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
-from millrace.digest import BLOCK_SIZE, combine_blocks, hash_blocks
+from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.digest import BLOCK_SIZE, Bytes, combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.schemas.checkpoint import Checkpoint, Part
 from millrace.storage import (
@@ -74,6 +76,40 @@ def count_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         return read_and_hash(store, key, buffers, **more)
 
     monkeypatch.setattr(contents, "read_and_hash", read_counted)
+
+    def count() -> int:
+        total = sum(counts)
+        counts.clear()
+        return total
+
+    return count
+
+
+@pytest.fixture
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the bytes that BLAKE3 hashes, without the digests of blocks that make a root."""
+    counts: list[int] = []
+
+    class CountedHash:
+        def __init__(self, data: Bytes = b"", **options: str) -> None:
+            self._hash, self._is_root = blake3(data, **options), bool(options)
+            self._count(data)
+
+        def _count(self, data: Bytes) -> None:
+            if not self._is_root:
+                counts.append(memoryview(data).nbytes)
+
+        def update(self, data: Bytes) -> None:
+            self._hash.update(data)
+            self._count(data)
+
+        def digest(self) -> bytes:
+            return self._hash.digest()
+
+        def hexdigest(self) -> str:
+            return self._hash.hexdigest()
+
+    monkeypatch.setattr(digest, "blake3", CountedHash)
 
     def count() -> int:
         total = sum(counts)
@@ -188,3 +224,27 @@ def test_a_copy_has_the_lists(folder, store) -> None:
     part = get_large_part(copied)
     key = CheckpointKeys("copies/one").make_block_list_key(part.step, part.digest)
     assert combine_blocks(read(store, key, max_size=1 << 20)) == part.digest
+
+
+def test_a_copy_hashes_each_byte_once(folder, store, count_hashed) -> None:
+    checkpoint = save(folder)
+    assert checkpoint.size > 16 << 20
+    count_hashed()
+    copied = copy_checkpoint(
+        StoreDestination(folder), checkpoint, StoreDestination(store), "copies/one"
+    )
+    # The rest is metadata.
+    assert checkpoint.size <= count_hashed() < checkpoint.size + BLOCK_SIZE
+    assert not verify(store, copied)
+    assert count_hashed() >= checkpoint.size
+
+
+def test_a_state_is_hashed_once_before_several_members_save_it(folder, count_hashed) -> None:
+    checkpoint = save(folder, step=1)
+    count_hashed()
+    content = SnapshotBuffers().snapshot(state_of(1), SETTINGS.part_bytes).make_content(1)
+    StoreDestination(folder).write_copy(checkpoint, content, "copies/one")
+    assert checkpoint.size <= count_hashed() < checkpoint.size + BLOCK_SIZE
+    part = get_large_part(checkpoint)
+    key = CheckpointKeys("copies/one").make_block_list_key(1, part.digest)
+    assert combine_blocks(read(folder, key, max_size=1 << 20)) == part.digest

@@ -663,10 +663,10 @@ def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
     bad = [KEYS.make_part_key(5, part.digest) for part in content.parts[:3]]
     put(folder, bad[0], b"x" * content.parts[0].size)
     put(folder, bad[1], b"")
-    put(folder, bad[2], bytes(content.body(2)))
+    put(folder, bad[2], content.read(2).body)
     cooled = members(folder, ["a"]).end()["a"]
     assert (cooled.outcome, cooled.replaced) == (CooldownOutcome.COMMITTED, 2)
-    assert read(folder, bad[0]) == bytes(content.body(0))
+    assert read(folder, bad[0]) == content.read(0).body
     assert not verify(folder, read_checkpoint(folder, JOB, 5))
 
 

@@ -168,8 +168,8 @@ def test_damage_is_found_and_damaged_files_are_not_given_out(place: Place, sourc
     assert list(place.there.verify(found)) == [part.digest]
     content = place.there.open_content(found)
     with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
-        content.body(1)
-    assert content.body(0)
+        content.read(1)
+    assert content.read(0)
     with pytest.raises(errors.CorruptError):
         copy_checkpoint(place.there, found, source.here, "copy")
     assert not list(source.here.iterate_checkpoints("copy"))

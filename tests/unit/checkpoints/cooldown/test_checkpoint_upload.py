@@ -8,7 +8,7 @@ import pytest
 
 from millrace import errors
 from millrace.checkpoints import Content, CooldownSettings, Membership, read_checkpoint
-from millrace.checkpoints.contents import make_content
+from millrace.checkpoints.contents import PartContent, make_content
 from millrace.checkpoints.cooldown.checkpoint_upload import CheckpointUpload
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.progress_events import (
@@ -17,7 +17,7 @@ from millrace.checkpoints.progress_events import (
     UploadCompleted,
     UploadStarted,
 )
-from millrace.digest import compute_digest
+from millrace.digest import compute_digest, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event
@@ -32,8 +32,11 @@ KEYS, COOLDOWN = CheckpointKeys(JOB), CooldownKeys(JOB, 0)
 
 @pytest.fixture
 def content() -> Content:
+    def read(number: int) -> PartContent:
+        return PartContent(memoryview(BODIES[number]), hash_blocks(BODIES[number]))
+
     parts = tuple(Part(step=5, digest=compute_digest(body), size=len(body)) for body in BODIES)
-    return make_content(5, parts, {}, lambda number: memoryview(BODIES[number]))
+    return make_content(5, parts, {}, read)
 
 
 @pytest.fixture
