@@ -20,18 +20,27 @@ from typing import Any, Protocol
 from blake3 import blake3
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
+BLOCK_SIZE = 2**20
 _HALF = re.compile(r"#\d+$")  # what a killed process leaves of a file; no store lists it
 _COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
 _END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
+_METADATA = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
+_BLOCK_LIST = re.compile(r".+/checkpoints/step_\d{9,}/block_digests/[^/]+")
 
 
 def compute_blake3(data: bytes) -> str:
     """Return the digest that records have: BLAKE3, with a root if there are several blocks."""
-    blocks = [blake3(data[at : at + 2**20]).digest() for at in range(0, len(data) or 1, 2**20)]
-    if len(blocks) == 1:
-        return f"blake3:{blocks[0].hex()}"
+    blocks = compute_block_list(data)
+    if len(data) <= BLOCK_SIZE:
+        return f"blake3:{blocks.hex()}"
     context = "millrace 2026-11-25 digests of blocks of 1 MiB"
-    return f"blake3:{blake3(b''.join(blocks), derive_key_context=context).hexdigest()}"
+    return f"blake3:{blake3(blocks, derive_key_context=context).hexdigest()}"
+
+
+def compute_block_list(data: bytes) -> bytes:
+    """Return the joined digests of the blocks of 1 MiB, 32 bytes each."""
+    starts = range(0, len(data) or 1, BLOCK_SIZE)
+    return b"".join(blake3(data[at : at + BLOCK_SIZE]).digest() for at in starts)
 
 
 class Bucket(Protocol):
@@ -193,6 +202,9 @@ def _records(
     if sum(manifest["samples"].values()) != sum(samples.values()):
         yield f"the manifest counts {manifest['samples']}, there are {sum(samples.values())}"
 
+    ordered = [shards.get(s["key"].removeprefix(f"{dataset}/"), b"") for s in manifest["shards"]]
+    yield from _block_digests(bodies.get("block_digests.bin"), ordered)
+
     index = json.loads(bodies["index.json"])["shardlist"]
     if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
         (name, what["samples"], what["size"]) for name, what in there.items()
@@ -219,6 +231,13 @@ def _records(
         )
 
 
+def _block_digests(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:
+    if joined is None:
+        yield "there is no block_digests.bin"
+    elif joined != b"".join(map(compute_block_list, ordered)):
+        yield "block_digests.bin does not fit the shards"
+
+
 def _ends(
     plan: dict[str, Any], entries: list[dict[str, Any]], bodies: dict[str, bytes]
 ) -> Iterator[str]:
@@ -231,6 +250,62 @@ def _ends(
             yield f"the commits of {partition} are not numbered from 0 to {end['commits']}"
         if any(one["next_cursor"] != other["start_cursor"] for one, other in pairwise(own)):
             yield f"the spans of {partition} do not meet"
+
+
+def judge_checkpoints(bucket: Bucket, job: str = "", *, is_cleaned: bool) -> list[str]:
+    """Hold complete checkpoints against their files and the lists of the files' blocks.
+
+    Args:
+        bucket: Location of the checkpoints.
+        job: Name of the job; empty for all jobs.
+        is_cleaned: Whether every list must belong to a file of a checkpoint. A saver that is killed
+            leaves lists without a file until a cleaning.
+
+    Returns:
+        A sentence for each fault.
+    """
+    below = f"{job}/checkpoints/" if job else ""
+    names = {n for n in bucket.list_names() if n.startswith(below) and not _HALF.search(n)}
+    records = {name: match["below"] for name in names if (match := _METADATA.fullmatch(name))}
+    with ThreadPoolExecutor(4) as pool:
+        bodies = list(pool.map(bucket.read, records))
+        parts = {
+            (f"{prefix}step_{part['step']:09d}/", part["digest"], part["size"])
+            for prefix, body in zip(records.values(), bodies, strict=True)
+            for part in _record(body)["parts"]
+        }
+        found = list(pool.map(lambda part: _judge_file(bucket, names, *part), sorted(parts)))
+    needed = {_block_list_name(folder, digest) for folder, digest, size in parts if _is_large(size)}
+    strays = {name for name in names if _BLOCK_LIST.fullmatch(name)} - needed
+    faults = [fault for fault in found if fault]
+    if is_cleaned:
+        faults += [f"no large file of a checkpoint has the list {name}" for name in sorted(strays)]
+    return faults
+
+
+def _judge_file(bucket: Bucket, names: set[str], folder: str, digest: str, size: int) -> str:
+    """Describe the fault of a file of a checkpoint, or of the list of its blocks."""
+    file = f"{folder}parts/{digest.removeprefix('blake3:')}.safetensors"
+    blocks = _block_list_name(folder, digest)
+    if file not in names:
+        return f"there is no {file}"
+    body = bucket.read(file)
+    if (len(body), compute_blake3(body)) != (size, digest):
+        return f"{file} has other bytes than its checkpoint says"
+    if not _is_large(size):
+        return ""
+    if blocks not in names:
+        return f"there is no {blocks}"
+    fits = bucket.read(blocks) == compute_block_list(body)
+    return "" if fits else f"{blocks} does not fit its file"
+
+
+def _block_list_name(folder: str, digest: str) -> str:
+    return f"{folder}block_digests/{digest.removeprefix('blake3:')}.bin"
+
+
+def _is_large(size: int) -> bool:
+    return size > BLOCK_SIZE
 
 
 def _record(body: bytes) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Stores of every kind, for tests that hold whatever is behind the URL."""
 
 import secrets
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
-from millrace.storage import Credentials, StoreSpec
+from millrace.storage import Credentials, Store, StoreSpec
+from tests.oracle import Folder
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
@@ -14,6 +16,11 @@ def make_credentials(key) -> Credentials:
     return Credentials(
         access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
     )
+
+
+def open_folder(store: Store) -> Folder:
+    """Open a store that is a folder for the oracle."""
+    return Folder(Path(store.location.bucket))
 
 
 def make_spec(kind: str, request: pytest.FixtureRequest, right: str = "full") -> StoreSpec:

@@ -101,7 +101,8 @@ def _races(options: argparse.Namespace) -> tuple[bool, str]:
 def _windows(options: argparse.Namespace) -> tuple[bool, str]:
     """Runs of gradients: in a folder, on RGW, and through a proxy that fails."""
     with _everywhere(options.seed, "windows") as (folder, places, proxy):
-        found = windows.run_windows(places, folder, options.seed, runs=options.windows, tell=_tell)
+        specs = list(map(races.make_spec, places))
+        found = windows.run_windows(specs, folder, options.seed, runs=options.windows, tell=_tell)
         fired = proxy.count_fired()
         print(*windows.summary(found), f"faults {fired}", "", sep="\n")
         often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
@@ -131,7 +132,8 @@ def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:
         came = clean(spec, look, kills=KILLED, seed=options.seed)
     said = f"objects {came.objects}, planned {came.planned}, cleaning killed {came.killed}"
     return not came.wrong and came.killed > 0, (
-        f"{said}, differing {came.differing}, lost {came.lost}, left {came.left}"
+        f"{said}, differing {came.differing}, lost {came.lost}, left {came.left}, "
+        f"unfit {len(came.unfit)}"
     )
 
 
@@ -182,7 +184,7 @@ def _demo(_: argparse.Namespace) -> tuple[bool, str]:
 
 
 @contextmanager
-def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[StoreSpec], R2Proxy]]:
+def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[Place], R2Proxy]]:
     """A folder, RGW, and RGW behind a proxy at which one request in twenty meets a fault.
 
     One upload in thirty is damaged: a run has ten times fewer uploads than other requests.
@@ -193,10 +195,10 @@ def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[StoreSpec],
         keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
         proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
         proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault), damage=1 / 30))
-        places = [
-            StoreSpec(url=(folder / "store").as_uri()),
-            StoreSpec.model_validate(rgw_place(rgw, bucket).make_spec("below")),
-            StoreSpec.model_validate(r2_place(rgw, proxy, "failing").make_spec("below")),
+        places: list[Place] = [
+            LocalPlace(folder / "store"),
+            rgw_place(rgw, bucket),
+            r2_place(rgw, proxy, "failing"),
         ]
         yield folder, places, proxy
 

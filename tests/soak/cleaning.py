@@ -18,9 +18,11 @@ from millrace.cleanup.plans import open_plan
 from millrace.deletion import ObjectsDeleted
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
-from tests.support.cleanup.judge import Judge, Thing
+from tests.oracle import judge_checkpoints
+from tests.support.cleanup.judge import Judge, ListedBucket, Thing
 from tests.support.cleanup.material import Place
 
+LARGE = 2**18  # repetitions of a text, whose file has several blocks
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
 NOW = timedelta(0)
 RULES = (
@@ -50,6 +52,7 @@ class Came:
         killed: Processes that were killed when they had deleted some of it and not all.
         lost: Keys that are gone and should not be.
         left: Keys that are there and should not be.
+        unfit: Faults of the checkpoints that are left.
     """
 
     objects: int
@@ -58,10 +61,11 @@ class Came:
     killed: int
     lost: int
     left: int
+    unfit: tuple[str, ...]
 
     @property
     def wrong(self) -> int:
-        return self.differing + self.lost + self.left
+        return self.differing + self.lost + self.left + len(self.unfit)
 
 
 def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
@@ -83,9 +87,14 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
         place.put_lease("exp/run/gathers/0.2.10", "aggregator")
         place.put_lease("run/gathers/0.2.10", "aggregator", ended=True)
         for job in ("job", "exp/job"):
-            for step in range(1, 2 + unit // 8):
-                place.put_checkpoint(job, step, [f"{job} {step}".encode()])
-                place.put(f"{job}/checkpoints/step_{step:09d}/parts/{step:064x}.safetensors")
+            last = 1 + unit // 8
+            for step in range(1, last + 1):
+                text = f"{job} {step}".encode()
+                place.put_checkpoint(
+                    job, step, [text, *([text * LARGE] if step in {1, 2, last} else [])]
+                )
+                for stray in (f"parts/{step:064x}.safetensors", f"block_digests/{step:064x}.bin"):
+                    place.put(f"{job}/checkpoints/step_{step:09d}/{stray}")
         place.put_pin("job", 1)
         for name, share in (("words", 6), ("old", 5)):
             place.put_dataset(name, unit * share // 2, orphans=unit // 10)
@@ -146,11 +155,13 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
         dead = _killed(config, plan.name, dice.randrange(1, 4 if kills == 1 else 12))
         killed += dead and 0 < _left(spec, found) < before
     execute(config, plan.name)
-    after = {thing.key for thing in list_all() if not thing.key.startswith("_clean/")}
+    left = [thing for thing in list_all() if not thing.key.startswith("_clean/")]
+    after = {thing.key for thing in left}
     wanted = {thing.key for thing in things} - expected.keys()
     return Came(
-        len(things), len(found), len(differing), killed, len(wanted - after), len(after - wanted)
-    )
+        len(things), len(found), len(differing), killed, len(wanted - after), len(after - wanted),
+        tuple(judge_checkpoints(ListedBucket(left), is_cleaned=True)),
+    )  # fmt: skip
 
 
 def _left(spec: StoreSpec, planned: dict[str, int]) -> int:

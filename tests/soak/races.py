@@ -47,12 +47,16 @@ from millrace.lease import Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from tests.oracle import judge_checkpoints
 from tests.soak.blows import ANYWHERE, Blow, Struck, runs, stopped
+from tests.soak.place import Place
 
 AT = ("cooldown.agreed", "cooldown.racing", "checkpoint.part", "cooldown.complete")
 SAVED = "checkpoint.saved"  # between the metadata and the epoch
 ALL = (*AT, SAVED, ANYWHERE)
 SHORT = SaveSettings(part_bytes=ByteSize(16_384))
+LARGE_SHAPE = (1, 300_000)  # of a tensor whose file has two blocks, since rows are not cut
+BELOW = "below"  # prefix in each place
 _TTL = timedelta(seconds=3)
 _HANGS = 180.0  # seconds
 _SIDE_BY_SIDE = 6
@@ -77,7 +81,7 @@ class Found:
 
 
 def run_races(
-    places: Sequence[StoreSpec], folder: Path, seed: int, *, races: int, saves: int, tell: Tell
+    places: Sequence[Place], folder: Path, seed: int, *, races: int, saves: int, tell: Tell
 ) -> Found:
     """Race so often, and save so often, everywhere in turn.
 
@@ -117,6 +121,11 @@ def run_races(
     return found
 
 
+def make_spec(place: Place) -> StoreSpec:
+    """Return the store of the races in a place."""
+    return StoreSpec.model_validate(place.make_spec(BELOW))
+
+
 def summary(found: Found) -> list[str]:
     """Return the lines of the report."""
     at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
@@ -147,7 +156,8 @@ def _sources(folder: Path, seed: int) -> str:
     dice = torch.Generator().manual_seed(seed)
     with Saver(open_store(url), "source", SHORT) as saver:
         for step in range(_SOURCES):
-            state = {f"w{i}": torch.randn(3000 + 500 * step, generator=dice) for i in range(8)}
+            state = {f"w{i}": torch.randn(3000 + 500 * step, generator=dice) for i in range(7)}
+            state["large"] = torch.randn(LARGE_SHAPE, generator=dice)
             saver.save(state, step=step).result()
     return url
 
@@ -158,14 +168,15 @@ class _Race:
     def __init__(
         self,
         context: Any,
-        place: StoreSpec,
+        place: Place,
         sources: str,
         folder: Path,
         number: int,
         dice: Random,
     ) -> None:
         self.job = f"races/r{number:04d}"
-        self._context, self._place, self._sources, self._dice = context, place, sources, dice
+        self._context, self._sources, self._dice = context, sources, dice
+        self._place, self._bucket = make_spec(place), place.open_bucket(BELOW)
         self._folder = folder / self.job
         self._folder.mkdir(parents=True)
         self._step = dice.randrange(_SOURCES)
@@ -312,6 +323,7 @@ class _Race:
         there = {stat.key for stat in list_objects(store, keys.make_parts_prefix(self._step))}
         if there != named:
             self.wrong.append(f"{len(there - named)} unnamed, {len(named - there)} missing")
+        self.wrong += judge_checkpoints(self._bucket, self.job, is_cleaned=True)
 
 
 def _member(
@@ -352,10 +364,11 @@ def _member(
     Path(f"{result}.json").write_text(json.dumps(said))
 
 
-def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[int, list[str]]:
+def _save(context: Any, place: Place, number: int, dice: Random) -> tuple[int, list[str]]:
     """Kill a saver of a second step; the next one finishes it. How often killed, what is wrong."""
     job = f"saves/s{number:04d}"
-    store = open_store(place)
+    spec = make_spec(place)
+    store = open_store(spec)
     keys = CheckpointKeys(job)
     blow = dice.choice(
         [
@@ -366,7 +379,7 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
     )
     killed = 0
     for one in (blow, None):
-        process = context.Process(target=_saver, args=(place.reveal_secrets(), job, number, one))
+        process = context.Process(target=_saver, args=(spec.reveal_secrets(), job, number, one))
         process.start()
         process.join(_HANGS)
         killed += process.exitcode == -signal.SIGKILL
@@ -380,14 +393,15 @@ def _save(context: Any, place: StoreSpec, number: int, dice: Random) -> tuple[in
     final = find_newest(store, job)
     if final is None or there != {keys.make_part_key(1, part.digest) for part in final.parts}:
         wrong.append(f"{job}: files that no checkpoint names, or missing ones")
-    return killed, wrong
+    return killed, wrong + judge_checkpoints(place.open_bucket(BELOW), job, is_cleaned=True)
 
 
 def _saver(place: dict[str, Any], job: str, number: int, blow: Blow | None) -> None:
     import torch
 
     dice = torch.Generator().manual_seed(number)
-    state = {f"w{i}": torch.randn(4000, generator=dice) for i in range(8)} | {"step": number}
+    state = {f"w{i}": torch.randn(4000, generator=dice) for i in range(7)} | {"step": number}
+    state["large"] = torch.randn(LARGE_SHAPE, generator=dice)
     store = open_store(StoreSpec(**place))
     with Saver(store, job, SHORT, progress=Struck(blow, Path(os.devnull))) as saver:
         saver.save(state, step=1).result()

@@ -1,6 +1,7 @@
 """Digests of the blocks of a checkpoint's files: partial loads, damage, lists that do not fit."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -18,6 +19,7 @@ from millrace.checkpoints import (
     load,
     load_into,
     plan_retention,
+    saving,
     verify,
 )
 from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
@@ -34,7 +36,8 @@ from millrace.storage import (
     read,
     read_and_hash,
 )
-from tests.stores import make_spec
+from tests.oracle import judge_checkpoints
+from tests.stores import make_spec, open_folder
 
 KEYS = CheckpointKeys("runs/one")
 SETTINGS = SaveSettings(part_bytes=ByteSize(32 << 20))
@@ -131,6 +134,30 @@ def test_each_large_file_has_the_digests_of_its_blocks(store) -> None:
     assert lists == [list_key(part) for part in checkpoint.parts if part.size > BLOCK_SIZE]
 
 
+def test_savers_of_the_same_step_leave_a_list_for_each_large_file_and_no_other(folder) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        roots = {found.root for found in pool.map(lambda _: save(folder), range(3))}
+    assert len(roots) == 1
+    assert judge_checkpoints(open_folder(folder), KEYS.job, is_cleaned=True) == []
+
+
+def test_a_saver_that_goes_on_after_a_kill_leaves_no_file_without_its_list(
+    folder, monkeypatch
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "create", die)  # between the list of a file and the file
+        with pytest.raises(KeyboardInterrupt):
+            save(folder)
+    left = [stat.key for stat in list_objects(folder, KEYS.prefix)]
+    assert left
+    assert all(map(KEYS.is_block_list, left))
+    save(folder)
+    assert judge_checkpoints(open_folder(folder), KEYS.job, is_cleaned=True) == []
+
+
 def test_rows_are_read_and_verified_by_block(store, count_read) -> None:
     save(store)
     expected = state_of(1)["w"]
@@ -200,6 +227,7 @@ def test_lists_are_removed_with_their_files_and_no_sooner(folder) -> None:
     apply_retention(folder, plan_retention(folder, KEYS.job, rules))
     left = {stat.key for stat in list_objects(folder, KEYS.prefix)}
     assert list_key(parts[3]) in left
+    assert judge_checkpoints(open_folder(folder), KEYS.job, is_cleaned=True) == []
     assert not left & {list_key(parts[1]), list_key(parts[2]), stray}
 
 
@@ -211,6 +239,7 @@ def test_a_file_of_an_earlier_step_keeps_its_list(folder, count_read) -> None:
     assert part.step == 1
     rules = RetentionSettings(last=1, grace=timedelta(0))
     apply_retention(folder, plan_retention(folder, KEYS.job, rules))
+    assert judge_checkpoints(open_folder(folder), KEYS.job, is_cleaned=True) == []
     count_read()
     load(folder, KEYS.job, step=2, only=lambda name: name == "w", rows={"w": (0, 10)})
     assert count_read() < part.size

@@ -44,7 +44,8 @@ from millrace.schemas.checkpoint import (
 )
 from millrace.storage import Store, create, delete, exists, list_objects, open_store, put, read
 from millrace.storage.clients import make_boto3_client, make_full_key
-from tests.stores import make_spec
+from tests.oracle import judge_checkpoints
+from tests.stores import make_spec, open_folder
 
 JOB = "runs/one"
 KEYS = CheckpointKeys(JOB)
@@ -55,7 +56,11 @@ SEED = 7
 
 def state_of(seed: int) -> dict[str, object]:
     dice = torch.Generator().manual_seed(seed)
-    return {"model": {"w": torch.randn(300, 64, generator=dice)}, "step": 5}
+    model = {
+        "w": torch.randn(300, 64, generator=dice),
+        "large": torch.randn(1, 300_000, generator=dice),  # one file of two blocks
+    }
+    return {"model": model, "step": 5}
 
 
 class Members:
@@ -139,6 +144,7 @@ def test_the_second_epoch_uploads_nothing_that_is_there(folder, members) -> None
     again = some.end(1)
     assert sum(one.sent for one in again.values()) == 0
     assert {one.is_durable for one in again.values()} == {True}
+    assert judge_checkpoints(open_folder(folder), JOB, is_cleaned=True) == []
 
 
 def test_a_member_that_went_astray_is_told_and_does_not_commit(folder, members) -> None:
@@ -522,6 +528,7 @@ def test_confined_members_write_below_their_own_prefixes_and_the_owner_commits(
     left = [stat.key for stat in list_objects(folder, f"{JOB}/members/")]
     assert not [key for key in left if "/parts/" in key or key.endswith("draft.json")]
     assert plan_retention(folder, JOB, RetentionSettings(grace=timedelta(0))).removals == ()
+    assert judge_checkpoints(open_folder(folder), JOB, is_cleaned=True) == []
 
 
 def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confined) -> None:
@@ -608,6 +615,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_epoch
     assert all(one.is_durable for one in cooled.values())
     assert seen.checkpoint is not None
     assert not verify(folder, seen.checkpoint)
+    assert judge_checkpoints(open_folder(folder), JOB, is_cleaned=True) == []
 
 
 def test_an_epoch_that_ends_while_no_member_lives_holds_up_none_that_comes_back(

@@ -102,7 +102,7 @@ class Filling:
         self.put_lease_rarely(ChainKeys(run, version).job, "aggregator")
 
     def fill_job(self, job: str) -> None:
-        same, homes = b"embedding", dict[bytes, int]()
+        same, homes = LARGE if job == "job" else b"embedding", dict[bytes, int]()
         for step in range(1, 1 + self.dice.randrange(6)):
             self.place.put_checkpoint(
                 job, step, [f"{job} {step}".encode(), same], homes=dict(homes),
@@ -113,8 +113,9 @@ class Filling:
                 self.place.put_pin(job, step)
             if self.dice.random() < 0.2:
                 self.place.put_epoch(job, step, step)
-            stray = f"{job}/checkpoints/step_{step:09d}/parts/{secrets.token_hex(32)}.safetensors"
-            self.place.put(stray, hours=self.draw_hours())
+            folder, digits = f"{job}/checkpoints/step_{step:09d}", secrets.token_hex(32)
+            for stray in (f"parts/{digits}.safetensors", f"block_digests/{digits}.bin"):
+                self.place.put(f"{folder}/{stray}", hours=self.draw_hours())
         self.put_lease_rarely(job, "members/m1")
 
     def fill_dataset(self, name: str) -> None:
@@ -125,6 +126,7 @@ class Filling:
         self.put_lease_rarely(name, "train-00000")
 
 
+LARGE = b"embedding" * 2**17  # of several blocks
 OTHERS = (
     f"_probe-{'0f' * 8}",
     f"run/_audit-{'0f' * 8}-put",

@@ -35,6 +35,19 @@ class Thing:
             return {}
 
 
+class ListedBucket:
+    """Bucket of listed objects, as the oracle reads it."""
+
+    def __init__(self, things: Iterable[Thing]) -> None:
+        self._things = {thing.key: thing for thing in things}
+
+    def list_names(self) -> list[str]:
+        return sorted(self._things)
+
+    def read(self, name: str) -> bytes:
+        return self._things[name].read()
+
+
 @dataclass(frozen=True)
 class What:
     kind: str

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import compute_digest, dump_canonical_json, get_hex
+from millrace.digest import BLOCK_SIZE, compute_digest, dump_canonical_json, get_hex, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
@@ -103,6 +103,9 @@ class Place:
             parts.append(Part(step=home, digest=compute_digest(body), size=len(body)))
             if number != missing:
                 self.put(keys.make_part_key(home, compute_digest(body)), body, hours=hours)
+            if len(body) > BLOCK_SIZE:
+                blocks = keys.make_block_list_key(home, compute_digest(body))
+                self.put(blocks, hash_blocks(body), hours=hours)
         position = {} if window is None else {"window": window}
         made = Checkpoint(
             job=job, step=step, run="", position=position, notes={},

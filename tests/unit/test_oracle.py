@@ -1,0 +1,130 @@
+"""The oracle finds each fault of the digests of blocks, of datasets and of checkpoints."""
+
+import io
+import json
+import random
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.oracle import Folder, compute_blake3, compute_block_list, judge, judge_checkpoints
+
+MIB = 1 << 20
+SIZES = (3 * MIB, MIB + 5, 7)
+
+
+def make_shard(number: int, size: int) -> bytes:
+    """Return a shard with one sample of random text."""
+    body = io.BytesIO()
+    with tarfile.open(fileobj=body, mode="w") as tar:
+        for name, data in (("a.id", b"a"), ("a.txt", random.Random(number).randbytes(size))):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return body.getvalue()
+
+
+FILES = [make_shard(number, size) for number, size in enumerate(SIZES)]
+FAULTS: dict[str, Callable[[bytes], bytes | None]] = {
+    "flipped": lambda body: body[:40] + bytes([body[40] ^ 1]) + body[41:],
+    "shorter": lambda body: body[:-32],
+    "longer": lambda body: body + body[:32],
+    "swapped": lambda body: body[32:64] + body[:32] + body[64:],
+    "empty": lambda _: b"",
+    "missing": lambda _: None,
+}
+
+
+def write(path: Path, body: bytes | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if body is not None:
+        path.write_bytes(body)
+
+
+def write_record(path: Path, record: dict[str, object]) -> None:
+    write(path, json.dumps({"record": record}).encode())
+
+
+def get_digits(body: bytes) -> str:
+    return compute_blake3(body).removeprefix("blake3:")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A checkpoint of three files, the first of them in an earlier step's folder."""
+    folder = tmp_path / "jobs/job/checkpoints"
+    parts: list[dict[str, object]] = []
+    for number, body in enumerate(FILES):
+        step = 7 if number else 3
+        parts.append({"step": step, "digest": compute_blake3(body), "size": len(body)})
+        write(folder / f"step_{step:09d}/parts/{get_digits(body)}.safetensors", body)
+        if len(body) > MIB:
+            write(get_list(folder, number), compute_block_list(body))
+    write_record(folder / "step_000000007/metadata.json", {"step": 7, "parts": parts})
+    return folder
+
+
+def get_list(folder: Path, number: int) -> Path:
+    step = 7 if number else 3
+    return folder / f"step_{step:09d}/block_digests/{get_digits(FILES[number])}.bin"
+
+
+@pytest.mark.parametrize("job", ["", "jobs/job"])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_a_list_of_a_checkpoint_is_found(checkpoints, tmp_path, fault, number, job):
+    assert judge_checkpoints(Folder(tmp_path), job, is_cleaned=True) == []
+    write(get_list(checkpoints, number), FAULTS[fault](compute_block_list(FILES[number])))
+    (found,) = judge_checkpoints(Folder(tmp_path), job, is_cleaned=False)
+    assert get_list(checkpoints, number).name in found
+
+
+def test_lists_that_no_large_file_needs_are_found_after_a_cleaning(checkpoints, tmp_path):
+    strays = [
+        checkpoints / f"step_000000003/block_digests/{'6' * 64}.bin",
+        get_list(checkpoints, 2),
+    ]
+    for stray in strays:
+        write(stray, bytes(64))
+    assert judge_checkpoints(Folder(tmp_path), is_cleaned=False) == []
+    found = judge_checkpoints(Folder(tmp_path), is_cleaned=True)
+    assert len(found) == 2
+    assert all(stray.name in fault for stray, fault in zip(strays, found, strict=True))
+    assert judge_checkpoints(Folder(tmp_path), "jobs/other", is_cleaned=True) == []
+
+
+@pytest.mark.parametrize("body", [None, b"other bytes", FILES[1][:-1] + b"?"])
+def test_missing_and_damaged_files_of_a_checkpoint_are_found(checkpoints, tmp_path, body):
+    name = f"{get_digits(FILES[1])}.safetensors"
+    write(checkpoints / "step_000000007/parts" / name, body)
+    (found,) = judge_checkpoints(Folder(tmp_path), is_cleaned=False)
+    assert name in found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
+    shards = {f"shards/train-00000-{number:06d}.tar": body for number, body in enumerate(FILES)}
+    for name, body in shards.items():
+        write(tmp_path / "d" / name, body)
+    named = [
+        {"key": f"d/{name}", "size": len(body), "digest": compute_blake3(body), "samples": 1}
+        for name, body in shards.items()
+    ]
+    write_record(tmp_path / "d/plan.json", {"partitions": []})
+    manifest = {"shards": named, "samples": {"train": 3}, "quarantined": 0}
+    write_record(tmp_path / "d/manifest.json", manifest)
+    write(tmp_path / "d/index.json", json.dumps({"shardlist": []}).encode())
+
+    def find_problems() -> list[str]:
+        verdict = judge(Folder(tmp_path), "d", rows=Counter(), bad_rows=0, reference=None)
+        return [problem for problem in verdict.problems if "block_digests" in problem]
+
+    joined = b"".join(map(compute_block_list, FILES))
+    write(tmp_path / "d/block_digests.bin", joined)
+    assert find_problems() == []
+    write(tmp_path / "d/block_digests.bin", FAULTS[fault](joined))
+    assert len(find_problems()) == 1
