@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.digest import (
+    BLOCK_SIZE,
     combine_blocks,
+    count_blocks,
     hash_blocks,
     make_hasher,
+    slice_blocks,
 )
 from millrace.errors import ConfigurationError
 from millrace.swarm.catalogue import Catalogue, File, can_combine
@@ -133,17 +136,35 @@ def _check_cached(
             return CachedFile(list(recorded), made, hashed=False)
     whole, digests = hash_file(path, file, catalogue.piece_size)
     found: list[bytes | None] = list(digests)
+    expected = recorded if same_pieces else _cut_digests(recorded, file, made, catalogue.piece_size)
     if file.digest:
         right = whole == file.digest
-    elif same_pieces:
-        right = digests == recorded
+    elif expected:
+        right = digests == expected
     else:
         right = hash_file_segments(path, file, made.piece_size, range(count)) == recorded
     if not right:
-        known = recorded if same_pieces and digests != recorded else []
-        kept = dict(enumerate(known))
+        kept = dict(enumerate(expected if digests != expected else []))
         found = [each if each == kept.get(i) else None for i, each in enumerate(digests)]
     return CachedFile(found, made, hashed=True)
+
+
+def _cut_digests(
+    recorded: list[bytes], file: File, made: CacheEntry, piece_size: int
+) -> list[bytes]:
+    """Return the recorded block digests of a file for segments of another size.
+
+    Returns:
+        Block digests of each segment; empty if segments do not begin with a block.
+    """
+    blocks = b"".join(recorded)
+    if file.size <= min(piece_size, made.piece_size):
+        return [blocks]
+    if piece_size % BLOCK_SIZE or made.piece_size % BLOCK_SIZE:
+        return []
+    count = piece_size // BLOCK_SIZE
+    starts = range(0, count_blocks(file.size), count)
+    return [slice_blocks(blocks, range(start, start + count)) for start in starts]
 
 
 def hash_file_segments(

@@ -1,0 +1,62 @@
+"""Check of files of earlier runs, whose pieces may have had another size."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from millrace.swarm.cache_index import (
+    CacheCheck,
+    CacheEntry,
+    hash_file,
+    hash_file_segments,
+    recognise_file,
+)
+from millrace.swarm.catalogue import File, build_catalogue
+from tests.oracle import compute_blake3
+
+MIB = 1 << 20
+BODY = hashlib.shake_256(b"body").digest(9 * MIB + 17)
+
+
+def list_kept(path: Path, body: bytes, *, digest: str, before: int, now: int) -> list[bool]:
+    """Tell for each piece of a run whether the piece is kept of a file of an earlier run."""
+    file = File("file", len(BODY), "etag", "s3://bucket/file", digest)
+    path.write_bytes(BODY)
+    _, digests = hash_file(path, file, before)
+    entry = CacheEntry(
+        "file", file.size, path.stat().st_mtime_ns, file.etag, file.origin, digest, before,
+        [each.hex() for each in digests],
+    )  # fmt: skip
+    path.write_bytes(body)
+    found = recognise_file(path, file, [entry], build_catalogue([file], now), CacheCheck.FULL)
+    assert found is not None
+    right = hash_file_segments(path, file, now, range(len(found.digests)))
+    assert all(each in {None, one} for each, one in zip(found.digests, right, strict=True))
+    return [each is not None for each in found.digests]
+
+
+@pytest.mark.parametrize("digest", [compute_blake3(BODY), ""], ids=["known", "unknown"])
+@pytest.mark.parametrize(("before", "now"), [(1, 4), (4, 1), (2, 4), (4, 4), (1, 16), (16, 2)])
+def test_only_damaged_pieces_are_fetched_again_whatever_the_pieces_were(
+    tmp_path, digest, before, now
+):
+    sizes = {"digest": digest, "before": before * MIB, "now": now * MIB}
+    assert all(list_kept(tmp_path / "file", BODY, **sizes))
+    damaged = bytearray(BODY)
+    damaged[5 * MIB + 100] ^= 1
+    kept = list_kept(tmp_path / "file", damaged, **sizes)
+    assert [number for number, is_kept in enumerate(kept) if not is_kept] == [5 // now]
+
+
+@pytest.mark.parametrize(("before", "now"), [(MIB, MIB + 1), (MIB + 1, MIB), (100_000, 4 * MIB)])
+def test_pieces_that_do_not_begin_with_a_block_are_all_fetched_again(tmp_path, before, now):
+    damaged = bytearray(BODY)
+    damaged[5] ^= 1
+    kept = list_kept(tmp_path / "file", damaged, digest="", before=before, now=now)
+    assert not any(kept)
+
+
+def test_a_record_that_does_not_fit_the_digest_keeps_nothing(tmp_path):
+    other = compute_blake3(b"other")
+    assert not any(list_kept(tmp_path / "file", BODY, digest=other, before=MIB, now=4 * MIB))
