@@ -13,7 +13,14 @@ import orjson
 from millrace import errors
 from millrace.checkpoints.block_digests import read_block_list
 from millrace.checkpoints.find import add_digest, compute_root
-from millrace.digest import BLOCK_SIZE, combine_blocks, count_blocks, group_blocks, slice_blocks
+from millrace.digest import (
+    BLOCK_SIZE,
+    combine_blocks,
+    count_blocks,
+    find_differing_blocks,
+    group_blocks,
+    slice_blocks,
+)
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
@@ -46,12 +53,16 @@ class Content:
         tensors: Tensors of the checkpoint, with their positions in the files.
         root: Digest of ``parts`` and ``tensors``.
         read: Function that returns the content of a file, by its index in ``parts``.
+        mend: Function that completes a damaged copy of a file, by its index in ``parts``. The
+            blocks that differ are read into the memory of the copy. None if only whole files can
+            be read.
     """
 
     parts: tuple[Part, ...]
     tensors: Mapping[str, TensorRecord] = field(repr=False)
     root: str
     read: Callable[[int], PartContent] = field(repr=False)
+    mend: Callable[[int, PartContent], PartContent] | None = field(default=None, repr=False)
 
     def make_metadata(self, checkpoint: Checkpoint, job: str) -> Checkpoint:
         """Return the metadata that commits this content as another job's checkpoint."""
@@ -76,7 +87,10 @@ def open_content(store: Store, checkpoint: Checkpoint) -> Content:
         part = checkpoint.parts[number]
         return read_part(store, checkpoint.job, part, memoryview(map_anonymous(part.size)))
 
-    return make_content(checkpoint.step, checkpoint.parts, checkpoint.tensors, read_file)
+    def mend_file(number: int, copy: PartContent) -> PartContent:
+        return mend_part(store, checkpoint.job, checkpoint.parts[number], copy)
+
+    return make_content(checkpoint.step, checkpoint.parts, checkpoint.tensors, read_file, mend_file)
 
 
 def make_content(
@@ -84,10 +98,11 @@ def make_content(
     parts: tuple[Part, ...],
     tensors: Mapping[str, TensorRecord],
     read: Callable[[int], PartContent],
+    mend: Callable[[int, PartContent], PartContent] | None = None,
 ) -> Content:
     """Return content whose files belong to a step."""
     there = tuple(Part(step=step, digest=part.digest, size=part.size) for part in parts)
-    return Content(there, tensors, compute_root(there, tensors), read)
+    return Content(there, tensors, compute_root(there, tensors), read, mend)
 
 
 def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -166,12 +181,43 @@ def read_part(
     Raises:
         CorruptError: The file is missing, or has other bytes than were saved.
     """
-    keys = CheckpointKeys(job)
-    key = keys.make_part_key(part.step, part.digest)
     body = into[: part.size]
-    whole = range(count_blocks(part.size))
-    numbers = whole if needed is None else _select_blocks(needed, len(whole))
-    known = b"" if len(numbers) == len(whole) else read_block_list(store, keys, part)
+    count = count_blocks(part.size)
+    numbers = range(count) if needed is None else _select_blocks(needed, count)
+    known = b"" if len(numbers) == count else read_block_list(store, CheckpointKeys(job), part)
+    return _read_blocks(store, job, part, body, targets, numbers, known)
+
+
+def mend_part(store: Store, job: str, part: Part, copy: PartContent) -> PartContent:
+    """Read the blocks of a file that differ in a damaged copy, into the memory of the copy.
+
+    If the digests of the file's blocks are not stored, the whole file is read.
+
+    Args:
+        store: Store of the checkpoint.
+        job: Job of the checkpoint.
+        part: File to read.
+        copy: Memory of the file's size with the damaged copy, and the digests of its blocks.
+
+    Raises:
+        CorruptError: The file is missing, or has other bytes than were saved.
+    """
+    known = read_block_list(store, CheckpointKeys(job), part)
+    differing = find_differing_blocks(copy.blocks, known)
+    return _read_blocks(store, job, part, copy.body, (), differing, known)
+
+
+def _read_blocks(
+    store: Store,
+    job: str,
+    part: Part,
+    body: memoryview,
+    targets: Sequence[ReadTarget],
+    numbers: Iterable[int],
+    known: bytes,
+) -> PartContent:
+    """Read some blocks of a file, and verify them by known digests; without these, all blocks."""
+    key = CheckpointKeys(job).make_part_key(part.step, part.digest)
 
     def read_range(blocks: range) -> bytes:
         start, stop = blocks.start * BLOCK_SIZE, min(blocks.stop * BLOCK_SIZE, part.size)
@@ -181,7 +227,7 @@ def read_part(
             return b""
         return found
 
-    ranges = group_blocks(numbers if known else whole, _MAX_BLOCKS)
+    ranges = group_blocks(numbers if known else range(count_blocks(part.size)), _MAX_BLOCKS)
     try:
         if len(ranges) == 1:
             found = [read_range(ranges[0])]

@@ -3,21 +3,23 @@
 Each file is created once under its digest, so duplicate uploads do no harm. Two members upload as
 fast as their links together, and a stalled member does not delay the others. Files of other members
 are verified. A file that does not match its digest is uploaded again. It is replaced if the members
-share one prefix, and otherwise created below this member's own prefix.
+share one prefix, and otherwise created below this member's own prefix. If the damaged file is in a
+folder and the content in a store, only the damaged blocks are read from that store again.
 """
 
 import threading
 from collections.abc import Callable, Iterable
 
 from millrace import errors
-from millrace.checkpoints.block_digests import put_block_list
-from millrace.checkpoints.contents import Content
+from millrace.checkpoints.block_digests import needs_block_list, put_block_list
+from millrace.checkpoints.contents import Content, PartContent
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import PartStored
 from millrace.checkpoints.upload_queue import UploadQueue
 from millrace.keys.checkpoints import CheckpointKeys
+from millrace.memory import map_anonymous
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Store, create, describe_difference, put
+from millrace.storage import Store, create, describe_difference, hash_damaged_file, put
 
 _CHECK_THREADS = 2
 
@@ -164,8 +166,20 @@ class SharedUpload:
             self._reads, key, part.size, wanted, is_stopped=self._queue.is_stopped
         )
         if damage:
-            put(self._store, own, self._content.read(number).body)
+            put(self._store, own, self._read_again(number, key).body)
         with self._counting:
             self.checked += part.size
             self.replaced += bool(damage)
         self._queue.note_verified(digest)
+
+    def _read_again(self, number: int, key: str) -> PartContent:
+        """Return the content of a file whose copy in the store is damaged.
+
+        The intact blocks of a copy in a folder are not read again from the content's store.
+        """
+        part, mend = self._content.parts[number], self._content.mend
+        if mend is None or not needs_block_list(part):
+            return self._content.read(number)
+        body = memoryview(map_anonymous(part.size))
+        blocks = hash_damaged_file(self._reads, key, body)
+        return mend(number, PartContent(body, blocks)) if blocks else self._content.read(number)

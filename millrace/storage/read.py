@@ -139,6 +139,26 @@ def read_and_hash(
     return call_with_retries(store, key, fetch)
 
 
+def hash_damaged_file(store: Store, key: str, buffer: memoryview) -> bytes:
+    """Read the beginning of a file of any size into a buffer, and return the digests of its blocks.
+
+    Args:
+        store: Store of the file.
+        key: Key of the file.
+        buffer: Buffer for the bytes. Only blocks with digests are read whole.
+
+    Returns:
+        Joined digests; empty if the store is no folder, or the file cannot be read.
+    """
+    if store.location.backend is not Backend.FILE:
+        return b""
+    try:
+        with (Path(store.location.bucket) / key).open("rb", buffering=0) as file:
+            return _hash_file(file.fileno(), [buffer], 0)
+    except OSError:
+        return b""
+
+
 def _hash_file(file: int, buffers: Sequence[memoryview], start: int) -> bytes:
     """Read a range of a file into buffers, and return the digests of its blocks.
 

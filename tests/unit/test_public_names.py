@@ -38,6 +38,7 @@ def test_the_names_of_storage():
         "describe_difference",
         "exists",
         "fetch_stored_sha256",
+        "hash_damaged_file",
         "hash_object",
         "head",
         "is_etag_md5",

@@ -24,7 +24,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
 from millrace.checkpoints.snapshot import SnapshotBuffers
-from millrace.digest import BLOCK_SIZE, Bytes, combine_blocks, hash_blocks
+from millrace.digest import BLOCK_SIZE, Bytes, combine_blocks, count_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.schemas.checkpoint import Checkpoint, Part
 from millrace.storage import (
@@ -253,6 +253,76 @@ def test_a_copy_has_the_lists(folder, store) -> None:
     part = get_large_part(copied)
     key = CheckpointKeys("copies/one").make_block_list_key(part.step, part.digest)
     assert combine_blocks(read(store, key, max_size=1 << 20)) == part.digest
+
+
+FLIPPED = 5 * BLOCK_SIZE + 100
+
+
+def flip(body: bytes) -> bytes:
+    return body[:FLIPPED] + bytes([body[FLIPPED] ^ 1]) + body[FLIPPED + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        lambda body: flip(body)[:-BLOCK_SIZE] + bytes(BLOCK_SIZE),
+        lambda body: body[:FLIPPED],
+        lambda body: body + b"more",
+        lambda body: b"",
+    ],
+    ids=["flipped", "in two places", "shorter", "longer", "empty"],
+)
+def test_of_a_damaged_file_in_a_folder_only_damaged_blocks_are_read_again(
+    store, tmp_path, count_read, damage
+) -> None:
+    checkpoint = save(store)
+    part = get_large_part(checkpoint)
+    there = StoreDestination(open_store((tmp_path / "copy").as_uri()))
+    copied = copy_checkpoint(StoreDestination(store), checkpoint, there, KEYS.job)
+    path = tmp_path / "copy" / KEYS.make_part_key(part.step, part.digest)
+    body = path.read_bytes()
+    damaged = damage(body)
+    path.write_bytes(damaged)
+    blocks = [slice(at, min(at + BLOCK_SIZE, part.size)) for at in range(0, part.size, BLOCK_SIZE)]
+    differing = [block for block in blocks if damaged[block] != body[block]]
+    count_read()
+    copy_checkpoint(StoreDestination(store), checkpoint, there, KEYS.job)
+    assert count_read() == sum(block.stop - block.start for block in differing)
+    assert path.read_bytes() == body
+    assert not verify(there.store, copied)
+
+
+@pytest.mark.parametrize("kind", ["missing", "of another file"])
+def test_without_a_list_a_damaged_file_in_a_folder_is_read_whole_again(
+    folder, tmp_path, count_read, kind
+) -> None:
+    checkpoint = save(folder)
+    part = get_large_part(checkpoint)
+    there = StoreDestination(open_store((tmp_path / "copy").as_uri()))
+    copied = copy_checkpoint(StoreDestination(folder), checkpoint, there, KEYS.job)
+    path = tmp_path / "copy" / KEYS.make_part_key(part.step, part.digest)
+    path.write_bytes(flip(path.read_bytes()))
+    if kind == "missing":
+        delete(folder, [list_key(part)])
+    else:
+        put(folder, list_key(part), bytes(32 * count_blocks(part.size)))
+    count_read()
+    copy_checkpoint(StoreDestination(folder), checkpoint, there, KEYS.job)
+    assert count_read() == part.size
+    assert not verify(there.store, copied)
+
+
+def test_a_block_that_is_damaged_in_both_places_is_not_copied(folder, tmp_path) -> None:
+    checkpoint = save(folder)
+    part = get_large_part(checkpoint)
+    there = StoreDestination(open_store((tmp_path / "copy").as_uri()))
+    copy_checkpoint(StoreDestination(folder), checkpoint, there, KEYS.job)
+    for place in (tmp_path, tmp_path / "copy"):
+        path = place / KEYS.make_part_key(part.step, part.digest)
+        path.write_bytes(flip(path.read_bytes()))
+    with pytest.raises(errors.CorruptError, match="not the bytes that were saved"):
+        copy_checkpoint(StoreDestination(folder), checkpoint, there, KEYS.job)
 
 
 def test_a_copy_hashes_each_byte_once(folder, store, count_hashed) -> None:
