@@ -19,6 +19,15 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from millrace.swarm import tls
+from millrace.swarm.heads import (
+    NODE_RULES,
+    STORE_RULES,
+    HeadError,
+    HeadRules,
+    get_length,
+    keeps_alive,
+    parse_response,
+)
 
 VERSION = 2
 """Version of the protocol and its messages. Drivers and agents of different versions refuse each
@@ -31,7 +40,6 @@ MAX_CLOCK_SKEW = 300.0
 _MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
 _HEAD_SIZE = 64 * 1024  # bytes of an answer that are read at first
-_MAX_HEAD_SIZE = 256 * 1024
 _BODY_SIZE = 256 * 1024  # bytes that are read from the socket at a time
 _GRACE = 30.0  # seconds before the rate of an answer is checked
 _LEAST_RATE = 4096  # lowest rate in bytes a second: a sixteenth of a link of half a Mbit/s
@@ -269,8 +277,8 @@ class ConnectionPool:
     ) -> dict[str, str]:
         """GET a body whose size is that of the buffer, into the buffer.
 
-        A body that arrives more slowly than `_LEAST_RATE` fails. The bytes are read from the socket
-        itself, since `http.client` takes longer to parse headers than a small piece takes in all.
+        A body that arrives more slowly than `_LEAST_RATE` fails. The head is read by
+        `millrace.swarm.heads`, and that of an agent by the stricter rules.
 
         Args:
             endpoint: Server.
@@ -295,9 +303,10 @@ class ConnectionPool:
             sock = cast("socket.socket", use.connection.sock)
             if not 200 <= head.status < 300:
                 raise HttpStatusError(head.status, head.body[:500].decode("utf-8", "replace"))
-            length = head.headers.get("content-length", "")
-            if length != str(len(into)):
-                raise http.client.HTTPException(f"{length or 'unknown'} bytes, not {len(into)}")
+            length = get_length(head.headers)
+            if length != len(into):
+                stated = "unknown" if length is None else length
+                raise http.client.HTTPException(f"{stated} bytes, not {len(into)}")
             at = len(head.body)
             if at > len(into):
                 raise http.client.HTTPException(f"more than {len(into)} bytes")
@@ -312,7 +321,7 @@ class ConnectionPool:
                     raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
                 at += got
                 self.received += got
-            use.over = head.headers.get("connection", "").lower() != "close"
+            use.over = keeps_alive(head.headers)
         return head.headers
 
     def close(self) -> None:
@@ -459,23 +468,27 @@ def _get_head(
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
         raise ValueError("A header must be one line.")
     sock.sendall(request.encode("latin-1"))
-    found = b""
+    rules = NODE_RULES if endpoint.identity else STORE_RULES
+    head, body = _receive_head(sock, rules)
+    status, named = parse_response(head, rules)
+    return _ResponseHead(status, named, body)
+
+
+def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
+    """Receive the head of an answer, and the bytes of the body that arrive with it."""
     began = time.monotonic()
-    while (end := found.find(b"\r\n\r\n")) < 0:
-        if len(found) > _MAX_HEAD_SIZE:
-            raise http.client.HTTPException("the headers do not end")
+    found = sock.recv(_HEAD_SIZE)
+    if not found:
+        raise http.client.RemoteDisconnected("closed without an answer")
+    while (end := found.find(b"\r\n\r\n", 0, rules.max_size)) < 0:
+        if len(found) >= rules.max_size:
+            raise HeadError(f"the head is too large: more than {rules.max_size} bytes")
         _check_rate(len(found), began)
         got = sock.recv(_HEAD_SIZE)
         if not got:
-            raise http.client.RemoteDisconnected("closed without an answer")
+            raise http.client.RemoteDisconnected("closed within the headers of an answer")
         found += got
-    first, *rest = found[:end].decode("latin-1").split("\r\n")
-    version, _, status = first.partition(" ")
-    if version != "HTTP/1.1" or not status[:3].isdecimal():
-        raise http.client.BadStatusLine(first)
-    said = (line.partition(":") for line in rest)
-    named = {name.strip().lower(): value.strip() for name, _, value in said}
-    return _ResponseHead(int(status[:3]), named, found[end + 4 :])
+    return found[:end], found[end + 4 :]
 
 
 def _check_rate(received: int, began: float) -> None:

@@ -15,11 +15,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+from socketserver import StreamRequestHandler
 from typing import TYPE_CHECKING, Any, cast
 
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
+from millrace.swarm.heads import HeadError, RequestHead, get_length, keeps_alive, read_request
 from millrace.swarm.protocol import AUTH_HEADER, ProtocolVersionError, SignatureError
 from millrace.swarm.run import Run, describe_error
 
@@ -124,71 +126,85 @@ def listen(host: str, port: int) -> AgentServer:
         ) from error
 
 
-class AgentRequestHandler(BaseHTTPRequestHandler):
+class AgentRequestHandler(StreamRequestHandler):
     """Handler of the requests of drivers and of other nodes."""
 
-    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 120.0
+    _head: RequestHead
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Print nothing."""
+    def setup(self) -> None:
+        """Prepare a connection."""
+        super().setup()
+        self._is_secured = tls.is_secured(self.connection)
+        self._closing = False
+
+    def handle(self) -> None:
+        """Answer the requests of a connection until it is closed, or a read times out."""
+        with contextlib.suppress(TimeoutError):
+            while not self._closing:
+                self._handle_request()
 
     @property
     def _agent(self) -> "Agent":
         return cast("AgentServer", self.server).agent
 
-    def do_GET(self) -> None:
-        """Answer a GET request."""
-        self._answer(self._get)
-
-    def do_PUT(self) -> None:
-        """Answer a PUT request."""
-        self._answer(self._put)
-
-    def do_POST(self) -> None:
-        """Answer a POST request."""
-        self._answer(self._post)
-
-    def do_DELETE(self) -> None:
-        """Answer a DELETE request."""
-        self._answer(self._delete)
-
-    def _answer(self, verb: Callable[[list[str], bytes], None]) -> None:
+    def _handle_request(self) -> None:
+        try:
+            head = read_request(self.rfile)
+            size = 0 if head is None else get_length(head.headers) or 0
+        except HeadError as error:
+            self._refuse(str(error), _DISCARD_SIZE, error.status)
+            return
+        if head is None:
+            self._closing = True
+            return
+        self._head = head
+        self._closing = not keeps_alive(head.headers)
         server = cast("AgentServer", self.server)
         server.set_idle(self.connection, idle=False)
         try:
-            self._dispatch(verb)
+            self._dispatch(size)
         finally:
-            server.set_idle(self.connection, idle=not self.close_connection)
+            server.set_idle(self.connection, idle=not self._closing)
 
-    def _dispatch(self, verb: Callable[[list[str], bytes], None]) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        if not tls.is_secured(self.connection):
+    def _get_auth(self) -> str | None:
+        return self._head.headers.get(AUTH_HEADER.lower())
+
+    def _dispatch(self, size: int) -> None:
+        verbs = {"GET": self._get, "PUT": self._put, "POST": self._post, "DELETE": self._delete}
+        verb = verbs.get(self._head.method)
+        if not self._is_secured:
             reason = (
                 "this agent answers over TLS, and plain HTTP only on its own machine: drive it "
                 "with the version of Millrace that it has"
             )
             self._refuse(reason, size, http.client.UPGRADE_REQUIRED)
-            return
-        if not 0 <= size <= _MAX_BODY_SIZE:
-            self.close_connection = True
+        elif verb is None:
+            reason = f"the method {self._head.method[:20]} is not supported"
+            self._refuse(reason, size, http.client.NOT_IMPLEMENTED)
+        elif size > _MAX_BODY_SIZE:
+            self._closing = True
             self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
-            return
+        else:
+            self._answer(verb, size)
+
+    def _answer(self, verb: Callable[[list[str], bytes], None], size: int) -> None:
         body = self._read_body(size)
         if body is None:
             return
-        path, _, _ = self.path.partition("?")
+        path, _, _ = self._head.path.partition("?")
         words = path.strip("/").split("/")
-        about = words == ["agent"] and self.command == "GET"
+        about = words == ["agent"] and self._head.method == "GET"
         if not about and (len(words) < 2 or words[0] != "runs"):
             self._send(http.client.NOT_FOUND)
             return
         try:
             if about:
                 encrypted = isinstance(self.connection, ssl.SSLSocket)
-                header = self.headers.get(AUTH_HEADER)
-                answer = self._agent.introduce(header, self.path, encrypted=encrypted)
+                answer = self._agent.introduce(
+                    self._get_auth(), self._head.path, encrypted=encrypted
+                )
                 self._send(http.client.OK, answer)
             else:
                 verb(words[1:], body)
@@ -216,7 +232,7 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
             size: Bytes of the body that were not read yet.
             status: HTTP status.
         """
-        self.close_connection = True
+        self._closing = True
         self._send(status, {"why": reason})
         cast("AgentServer", self.server).set_idle(self.connection, idle=True)
         deadline = time.monotonic() + _LINGER_TIMEOUT
@@ -232,9 +248,9 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
 
     def _read_body(self, size: int) -> bytes | None:
         """Read the body of a request of the driver; return None after a refusal."""
-        if self.command == "GET" and not size:
+        if self._head.method == "GET" and not size:
             return b""
-        if self.command == "GET":
+        if self._head.method == "GET":
             self._refuse("a GET request has no body here", size)
             return None
         try:
@@ -249,17 +265,17 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
         return body
 
     def _check_driver(self) -> str:
-        return self._agent.check_driver(self.headers.get(AUTH_HEADER), self.command, self.path)
+        return self._agent.check_driver(self._get_auth(), self._head.method, self._head.path)
 
     def _get(self, words: list[str], _: bytes) -> None:
         match words:
             case [name, "pieces", number]:
                 run = self._agent.get_run(name)
-                self._agent.check_peer(run, self.headers.get(AUTH_HEADER), self.path)
+                self._agent.check_peer(run, self._get_auth(), self._head.path)
                 self._send_piece(run, int(number))
             case [name, "events"]:
                 self._check_driver()
-                after = int(self.path.rpartition("after=")[2] or 0)
+                after = int(self._head.path.rpartition("after=")[2] or 0)
                 self._send(http.client.OK, self._agent.get_run(name).poll_events(after))
             case _:
                 self._send(http.client.NOT_FOUND)
@@ -280,25 +296,29 @@ class AgentRequestHandler(BaseHTTPRequestHandler):
             self._send(http.client.NOT_FOUND)
             return
         with run.assembler.open_piece(number) as segments:
-            self.send_response(http.client.OK)
-            self.send_header("Content-Length", str(sum(size for _, _, size in segments)))
-            self.end_headers()
-            self.wfile.flush()
             try:
+                self._send_head(http.client.OK, sum(size for _, _, size in segments))
                 for descriptor, start, size in segments:
                     _send_file(self.connection, descriptor, start, size)
             except OSError:
-                self.close_connection = True
+                self._closing = True
 
     def _send(self, status: int, value: Any = None) -> None:
         body = json.dumps(value).encode() if value is not None else b""
         try:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.connection.sendall(self._make_head(status, len(body)) + body)
         except OSError:
-            self.close_connection = True
+            self._closing = True
+
+    def _send_head(self, status: int, size: int) -> None:
+        """Send the head of an answer whose body follows, over plain TCP in the same packet."""
+        flags = socket.MSG_MORE if size and not isinstance(self.connection, ssl.SSLSocket) else 0
+        self.connection.sendall(self._make_head(status, size), flags)
+
+    def _make_head(self, status: int, size: int) -> bytes:
+        close = "Connection: close\r\n" if self._closing else ""
+        reason = http.client.responses[status]
+        return f"HTTP/1.1 {status:d} {reason}\r\nContent-Length: {size}\r\n{close}\r\n".encode()
 
 
 def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> None:
