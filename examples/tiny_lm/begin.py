@@ -1,4 +1,4 @@
-"""Make the weights that a campaign begins with: ``python -m examples.tiny_lm.begin URL JOB``."""
+"""Save the initial weights of a campaign: ``python -m examples.tiny_lm.begin URL JOB``."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from millrace.storage import Store, open_store
 
 
 def begin(store: Store, job: str, *, seed: int = 0) -> int:
-    """Save a model that has learnt nothing yet, as a job's step 0; how many weights it has."""
+    """Save an untrained model as step 0 of a job, and return its number of weights."""
     torch.manual_seed(seed)
     model = TinyLM()
     with Saver(store, job) as saver:
@@ -20,8 +20,8 @@ def begin(store: Store, job: str, *, seed: int = 0) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", help="of the store")
-    parser.add_argument("job", help="whose checkpoint it is there")
+    parser.add_argument("url", help="URL of the store")
+    parser.add_argument("job", help="job of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     weights = begin(open_store(arguments.url), arguments.job, seed=arguments.seed)

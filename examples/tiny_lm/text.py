@@ -1,4 +1,4 @@
-"""Text out of WebDataset shards, as rows of bytes."""
+"""Text of WebDataset shards, as rows of bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,31 +7,31 @@ import torch
 import webdataset
 
 
-def text_of(shards: Sequence[Path]) -> torch.Tensor:
-    """All that the samples of shards say, one after the other: (bytes,), uint8."""
-    said = bytearray()
+def read_text(shards: Sequence[Path]) -> torch.Tensor:
+    """Return the fields of all samples of shards, joined by newlines: (bytes,), uint8."""
+    text = bytearray()
     for sample in webdataset.WebDataset([str(path) for path in shards], shardshuffle=False):
         for name, field in sample.items():
             if not name.startswith("__"):
-                said += field
-                said += b"\n"
-    return torch.frombuffer(said, dtype=torch.uint8)
+                text += field
+                text += b"\n"
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def rows_of(
-    text: torch.Tensor, rows: int, length: int, dice: torch.Generator | None = None
+def sample_rows(
+    text: torch.Tensor, rows: int, length: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Draw rows of the text: (rows, length), int64.
+    """Return rows of a text: (rows, length), int64.
 
     Args:
-        text: As of `text_of`.
-        rows: How many.
-        length: Of each.
-        dice: Where from; left out, they are spread evenly over the text.
+        text: Text, as `read_text` returns it.
+        rows: Number of rows.
+        length: Bytes of each row.
+        generator: Random generator of the positions; None for evenly spaced rows.
     """
     last = len(text) - length
-    if dice is None:
+    if generator is None:
         starts = torch.linspace(0, last, rows).long()
     else:
-        starts = torch.randint(0, last + 1, (rows,), generator=dice)
+        starts = torch.randint(0, last + 1, (rows,), generator=generator)
     return text[starts[:, None] + torch.arange(length)].long()

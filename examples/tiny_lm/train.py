@@ -1,8 +1,8 @@
 """Training script of every worker of a campaign: ``python -m examples.tiny_lm.train``.
 
-To train something else, change what is between `load` and `submit`. The rest is how a worker takes
-part: it begins each window with the weights of all, hands in how its own have changed, and waits
-for what they come to. Killed at any moment, it is started again and joins where the run is.
+To train another model, change what is between `load` and `submit`. The rest is how a worker takes
+part: it begins each window with the shared weights, submits the change of its own weights, and
+applies the merged update. A worker that was killed is started again, and joins the open window.
 """
 
 import argparse
@@ -10,38 +10,40 @@ import argparse
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import rows_of, text_of
+from examples.tiny_lm.text import read_text, sample_rows
 from millrace.campaigns.worker import Worker
 from millrace.gradients import TrainingWindow
 
-ROWS, RATE, HELD = 8, 2e-3, 48
+BATCH_ROWS, LEARNING_RATE, VALIDATION_ROWS = 8, 2e-3, 48
 
 
 def main(threads: int) -> None:
-    """Take part until the run is over."""
+    """Train until the run ends."""
     torch.set_num_threads(threads)
     with Worker.from_environment() as worker:
-        train = text_of(worker.fetch_shards("train", only_own=True))
-        held = rows_of(text_of(worker.fetch_shards("val")), HELD, LENGTH + 1)
+        text = read_text(worker.fetch_shards("train", only_own=True))
+        validation_text = read_text(worker.fetch_shards("val"))
+        validation_rows = sample_rows(validation_text, VALIDATION_ROWS, LENGTH + 1)
         model = TinyLM()
         participant = worker.join(threads=threads)
 
-        def begin(turn: TrainingWindow) -> None:
+        def begin(window: TrainingWindow) -> None:
             participant.load(model)
             with torch.no_grad():
-                loss = float(model.loss(held))
-            print(f"window {turn.number}: step {turn.step}, loss {loss:.3f}", flush=True)
-            worker.begin_window(turn, {"model": model.state_dict()}, loss=loss)
+                loss = float(model.loss(validation_rows))
+            print(f"window {window.number}: step {window.step}, loss {loss:.3f}", flush=True)
+            worker.begin_window(window, {"model": model.state_dict()}, loss=loss)
 
-        for turn in participant.iterate_windows():
-            begin(turn)
-            dice = torch.Generator().manual_seed(turn.number * 1000 + worker.settings.number)
-            optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-            for _ in range(turn.steps):
+        for window in participant.iterate_windows():
+            begin(window)
+            seed = window.number * 1000 + worker.settings.number
+            generator = torch.Generator().manual_seed(seed)
+            optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
+            for _ in range(window.steps):
                 optimizer.zero_grad()
-                model.loss(rows_of(train, ROWS, LENGTH + 1, dice)).backward()
+                model.loss(sample_rows(text, BATCH_ROWS, LENGTH + 1, generator)).backward()
                 optimizer.step()
-            participant.submit(model, tokens=turn.steps * ROWS * LENGTH)
+            participant.submit(model, tokens=window.steps * BATCH_ROWS * LENGTH)
             participant.apply(model)
         begin(participant.open_window)
 

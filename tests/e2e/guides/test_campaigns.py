@@ -20,22 +20,22 @@ READER = """
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import rows_of
-from examples.tiny_lm.text import text_of as load
+from examples.tiny_lm.text import read_text as load
+from examples.tiny_lm.text import sample_rows
 
 torch.set_num_threads(1)
 model = TinyLM()
 
 def evaluate(model):
     with torch.no_grad():
-        return float(model.loss(rows_of(text, 4, LENGTH + 1)))
+        return float(model.loss(sample_rows(text, 4, LENGTH + 1)))
 
 def train(model, text, steps):
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     dice = torch.Generator().manual_seed(worker.settings.number)
     for _ in range(steps):
         optimizer.zero_grad()
-        model.loss(rows_of(text, 4, LENGTH + 1, dice)).backward()
+        model.loss(sample_rows(text, 4, LENGTH + 1, dice)).backward()
         optimizer.step()
 
 """
