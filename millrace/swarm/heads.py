@@ -12,7 +12,8 @@ import http.client
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO, NoReturn
+from io import BufferedIOBase
+from typing import NoReturn
 
 Headers = dict[str, str]
 """Headers of a message, with names in lower case."""
@@ -128,7 +129,7 @@ def parse_request(head: bytes, rules: HeadRules = NODE_RULES) -> RequestHead:
     return RequestHead(method, path, headers)
 
 
-def read_request(file: BinaryIO, rules: HeadRules = NODE_RULES) -> RequestHead | None:
+def read_request(file: BufferedIOBase, rules: HeadRules = NODE_RULES) -> RequestHead | None:
     """Read the head of a request; return None if the connection ends before it.
 
     Raises:

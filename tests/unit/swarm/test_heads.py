@@ -231,6 +231,7 @@ def test_a_malformed_request_line_is_an_error(first):
         (GET + b"".join(b"A%d: 1\r\n" % each for each in range(33)) + b"\r\n", 431, "32 headers"),
         (GET + (b"A: " + b"x" * 4000 + b"\r\n") * 5 + b"\r\n", 431, "more than 16384 bytes"),
     ],
+    ids=lambda value: repr(value)[:60],
 )
 def test_a_request_is_refused_with_a_status(head, status, reason):
     with pytest.raises(HeadError, match=reason) as refused:
@@ -298,6 +299,7 @@ def test_an_answer_may_arrive_a_byte_at_a_time(answering, identity):
         (b"A: 1\r\n" * 10_000, "more than 16384 bytes"),
         (b"x" * 10**6, "more than 16384 bytes"),
     ],
+    ids=lambda value: repr(value)[:60],
 )
 def test_a_malformed_answer_of_a_node_is_an_error(answering, lines, reason):
     with pytest.raises(HeadError, match=reason):
@@ -362,6 +364,7 @@ def test_an_agent_closes_a_connection_if_it_is_asked_to(agent):
         (b"GET /agent HTTP/1.1\r\nContent-Length: 5\r\n\r\nbody!", b"403"),
         (b"no HTTP at all\r\n\r\n", b"400"),
     ],
+    ids=lambda value: repr(value)[:60],
 )
 def test_an_agent_refuses_a_malformed_request_and_what_follows_it(agent, request_, status):
     answers = ask(agent, request_ + b"GET /agent HTTP/1.1\r\n\r\n")
