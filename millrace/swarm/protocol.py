@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import http.client
 import json
+import re
 import secrets
 import socket
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -39,8 +41,10 @@ MAX_CLOCK_SKEW = 300.0
 
 _MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
+_URL = re.compile(r"(?P<origin>[^/?#]+://[^/?#]+)(?P<target>[^#]*)(?:#.*)?")
 _HEAD_SIZE = 64 * 1024  # bytes of an answer that are read at first
 _BODY_SIZE = 256 * 1024  # bytes that are read from the socket at a time
+_CHECK_INTERVAL = 0.05  # seconds between two checks of a body, if few bytes arrive
 _GRACE = 30.0  # seconds before the rate of an answer is checked
 _LEAST_RATE = 4096  # lowest rate in bytes a second: a sixteenth of a link of half a Mbit/s
 
@@ -213,11 +217,17 @@ class Endpoint:
     @classmethod
     def parse_url(cls, url: str) -> "tuple[Endpoint, str]":
         """Split a URL into the endpoint, and the path with its query."""
-        parts = urlsplit(url)
-        port = parts.port or _PORTS[parts.scheme]
-        path = parts.path or "/"
-        target = f"{path}?{parts.query}" if parts.query else path
-        return cls(parts.scheme, parts.hostname or "", port), target
+        found = _URL.fullmatch(url)
+        if found is None:
+            raise ValueError("not the URL of a server")
+        target = found["target"]
+        return _parse_origin(found["origin"]), target if target.startswith("/") else f"/{target}"
+
+
+@lru_cache(maxsize=64)  # the signed URLs of a run have one or a few of them
+def _parse_origin(origin: str) -> Endpoint:
+    parts = urlsplit(origin)
+    return Endpoint(parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme])
 
 
 class ConnectionPool:
@@ -312,11 +322,16 @@ class ConnectionPool:
                 raise http.client.HTTPException(f"more than {len(into)} bytes")
             into[:at] = head.body
             self.received += at
+            checked, due = 0.0, at  # seconds; bytes
             while at < len(into):
-                if is_over():
-                    raise http.client.HTTPException("nobody waits for it any more")
-                _check_rate(at, began)
-                got = sock.recv_into(into[at : at + _BODY_SIZE])
+                # TLS returns one record of 16 KiB at a time. The checks take as long as its copy.
+                if (now := time.monotonic() - began) - checked >= _CHECK_INTERVAL or at >= due:
+                    if is_over():
+                        raise http.client.HTTPException("nobody waits for it any more")
+                    _check_rate(at, began)
+                    checked, due = now, at + _BODY_SIZE
+                size = min(_BODY_SIZE, len(into) - at)
+                got = sock.recv_into(into[at : at + size], size)
                 if not got:
                     raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
                 at += got

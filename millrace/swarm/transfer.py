@@ -4,9 +4,10 @@ import http.client
 import os
 import random
 import threading
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,12 +70,41 @@ class StoreReader:
         if len(segments) == 1:
             self._read_segment(segments[0], parts[0])
         else:
-            list(self._pool.map(self._read_segment, segments, parts))
+            self._read_segments(segments, parts)
 
     def close(self) -> None:
         """Start no further reads."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read_segments(self, segments: Sequence[Segment], parts: Sequence[memoryview]) -> None:
+        """Read segments in several threads.
+
+        After an error, wait for all threads, since the buffer is used again for another piece.
+        """
+        waiting = deque(zip(segments, parts, strict=True))
+
+        def take() -> tuple[Segment, memoryview] | None:
+            try:
+                return waiting.popleft()
+            except IndexError:
+                return None
+
+        def read_some() -> None:
+            try:
+                while (found := take()) is not None:
+                    self._read_segment(*found)
+            except BaseException:
+                waiting.clear()
+                raise
+
+        count = min(len(segments), _CONCURRENCY)
+        started = [self._pool.submit(read_some) for _ in range(count)]
+        for each in started:
+            with suppress(CancelledError):
+                each.exception()  # waits, which `concurrent.futures.wait` does not end if cancelled
+        for each in started:
+            each.result()
 
     def _read_segment(self, segment: Segment, into: memoryview) -> None:
         """Read a segment, with retries: else one of many segments would often fail the piece."""

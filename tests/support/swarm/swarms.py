@@ -164,7 +164,7 @@ class Trickle:
     def __init__(self, sock): self._sock, self._got = sock, 0
     def __getattr__(self, name): return getattr(self._sock, name)
     def recv(self, size): return self._sock.recv(min(size, 4096))
-    def recv_into(self, into):
+    def recv_into(self, into, size):
         time.sleep({pause} if self._got < {stops_after} else 3600)
         self._got += 1
         return self._sock.recv_into(into[:16384])

@@ -9,7 +9,9 @@ from contextlib import closing, suppress
 import pytest
 
 from millrace.swarm import protocol
-from millrace.swarm.protocol import ConnectionPool, Endpoint, read_body
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.protocol import ConnectionPool, Endpoint, HttpStatusError, read_body
+from millrace.swarm.transfer import FetchError, StoreReader
 
 
 @pytest.fixture
@@ -97,3 +99,60 @@ def test_what_is_of_no_use_any_more_is_read_no_further(dripping):
             endpoint, "/a", {}, memoryview(into), is_over=lambda: next(asked, True)
         )
     assert into.count(b"x") < 1000
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "target"),
+    [
+        ("http://a", Endpoint("http", "a", 80), "/"),
+        ("https://a/", Endpoint("https", "a", 443), "/"),
+        ("http://a:7000?b=c", Endpoint("http", "a", 7000), "/?b=c"),
+        ("http://A.b/c/%2F?d=e/f?g&h=:@#i", Endpoint("http", "a.b", 80), "/c/%2F?d=e/f?g&h=:@"),
+        ("http://[::1]:9/c", Endpoint("http", "::1", 9), "/c"),
+        ("HTTPS://a//c", Endpoint("https", "a", 443), "//c"),
+    ],
+)
+def test_a_url_is_split_into_its_server_and_the_rest(url, endpoint, target):
+    assert Endpoint.parse_url(url) == (endpoint, target)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a", "/a", "//a/b", "http:///a", "http://a:x/", "http://a:99999/"]
+)
+def test_a_url_without_a_server_is_an_error(url):
+    with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
+        Endpoint.parse_url(url)
+
+
+class FailingConnections(ConnectionPool):
+    """Connections that fail for one object, and read the other one until the piece has failed."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.reading, self.returned = threading.Event(), threading.Event()
+        self.finished = threading.Event()
+        self.was_read_later = False
+
+    def read_into(self, endpoint, path, headers, into, **more):
+        if path == "/fails":
+            self.reading.wait(10)
+            raise HttpStatusError(404, "")
+        self.reading.set()
+        self.was_read_later = self.returned.wait(0.2)
+        self.finished.set()
+        return {}
+
+
+def test_a_piece_fails_only_when_no_thread_writes_into_its_buffer_any_more():
+    files = [File(name, 4, '"e"', f"s3://a/{name}") for name in ("fails", "slow")]
+    connections = FailingConnections()
+    sources = [f"http://a/{file.path}" for file in files]
+    reader = StoreReader(build_catalogue(files), sources, connections, lambda reason: None)
+    try:
+        with pytest.raises(FetchError, match="404"):
+            reader.read_piece(0, memoryview(bytearray(8)))
+    finally:
+        connections.returned.set()
+        reader.close()
+    assert connections.finished.wait(10)
+    assert not connections.was_read_later
