@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
+from millrace.checkpoints.block_digests import needs_block_list
 from millrace.checkpoints.contents import Content, PartContent, make_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.destinations.hub_client import HubClient
@@ -187,14 +189,20 @@ class HubDestination:
         uploads: int,
         progress: Progress,
     ) -> list[CommitOperationAdd]:
-        """Upload the files that the branch lacks, and return the operations of their commit."""
+        """Upload the files that the branch lacks, and return the operations of their commit.
 
-        def upload_file(number: int) -> CommitOperationAdd:
-            part = content.parts[number]
+        The digests of the blocks of each file are in the same commit.
+        """
+
+        def upload_file(number: int) -> list[CommitOperationAdd]:
+            part, found = content.parts[number], content.read(number)
             key = keys.make_part_key(part.step, part.digest)
-            operation = self._client.upload(key, bytes(content.read(number).body))
+            bodies = {key: bytes(found.body)}
+            if needs_block_list(part):
+                bodies[keys.make_block_list_key(part.step, part.digest)] = found.blocks
+            operations = self._client.upload(key, bodies)
             progress(PartStored(digest=part.digest, size=part.size, sent=part.size))
-            return operation
+            return operations
 
         def is_kept(part: Part) -> bool:
             entry = there.get(keys.make_part_key(part.step, part.digest))
@@ -203,7 +211,7 @@ class HubDestination:
         wanted = {part.digest: number for number, part in enumerate(content.parts)}
         numbers = [number for number in wanted.values() if not is_kept(content.parts[number])]
         with ThreadPoolExecutor(uploads, thread_name_prefix="hub") as pool:
-            return list(pool.map(upload_file, numbers))
+            return list(chain.from_iterable(pool.map(upload_file, numbers)))
 
     def _read_checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
         key = CheckpointKeys(job).make_metadata_key(step)

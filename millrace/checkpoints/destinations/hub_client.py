@@ -5,7 +5,7 @@ import random
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -118,16 +118,21 @@ class HubClient:
                 )
             return Path(path).read_bytes()
 
-    def upload(self, key: str, body: bytes) -> CommitOperationAdd:
-        """Upload a file for a later commit, and return its operation."""
-        operation = CommitOperationAdd(key, body)
+    def upload(self, key: str, bodies: Mapping[str, bytes]) -> list[CommitOperationAdd]:
+        """Upload files for a later commit, and return their operations.
+
+        Args:
+            key: Key for messages.
+            bodies: Bytes of each file, by its key.
+        """
+        operations = [CommitOperationAdd(each, body) for each, body in bodies.items()]
         self._call_with_retries(
             key,
             lambda: self._api.preupload_lfs_files(
-                self.spec.repo, [operation], revision=self.spec.revision
+                self.spec.repo, operations, revision=self.spec.revision
             ),
         )
-        return operation
+        return operations
 
     def commit_once(
         self, key: str, operations: list[CommitOperationAdd], message: str, head: str

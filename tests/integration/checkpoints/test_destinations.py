@@ -20,6 +20,7 @@ from millrace.checkpoints import (
     SaveSettings,
     StoreDestination,
     VerifyDepth,
+    contents,
     copy_checkpoint,
     load,
     open_destination,
@@ -30,10 +31,11 @@ from millrace.cli import main
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import open_store, put
+from millrace.storage import open_store, put, read_and_hash
 from millrace.testing.faults import Fault
 from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.process import find_free_ports
+from tests.oracle import Folder, judge_checkpoints
 from tests.stores import make_spec
 
 JOB = "runs/there"
@@ -230,6 +232,33 @@ def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
         repo, local_dir=source.folder / "snapshot", endpoint=hub.endpoint, token=READER
     )
     assert load(open_store(Path(folder).as_uri()), JOB).checkpoint == found
+
+
+def test_a_snapshot_has_the_digests_of_blocks_and_is_loaded_by_block(
+    hub: HubServer, repo: str, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.arange(3_000_000.0).view(-1, 1000)}
+    with Saver(source.here.store, "large") as saver:
+        saved = saver.save(state, step=5).result()
+    before = hub.count_commits(repo)
+    copy_checkpoint(source.here, saved, open_destination(hub_spec(hub, repo)), JOB)
+    assert hub.count_commits(repo) == before + 1
+    folder = snapshot_download(
+        repo, local_dir=source.folder / "snapshot", endpoint=hub.endpoint, token=READER
+    )
+    assert judge_checkpoints(Folder(Path(folder)), JOB, is_cleaned=True) == []
+    counts: list[int] = []
+
+    def read_counted(store, key, buffers, **more):
+        counts.append(sum(map(len, buffers)))
+        return read_and_hash(store, key, buffers, **more)
+
+    monkeypatch.setattr(contents, "read_and_hash", read_counted)
+    loaded = load(
+        open_store(Path(folder).as_uri()), JOB, only=lambda name: name == "w", rows={"w": (0, 9)}
+    )
+    assert torch.equal(loaded.state["w"], state["w"][:9])
+    assert sum(counts) < saved.size / 2
 
 
 def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, source: Source) -> None:
