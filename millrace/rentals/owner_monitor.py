@@ -35,9 +35,6 @@ _RETRY_INTERVAL = 60.0  # seconds between two tries
 class OwnerMonitor:
     """Monitor of this process while it owns a rental. Use it as a context around the `Rental`.
 
-    If machines may still exist at the end of the context, the monitor tries further to release
-    them, also while this process lives.
-
     Args:
         settings: Store of the ledger, and the account.
         rental: Name of the rental.
@@ -56,21 +53,6 @@ class OwnerMonitor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> OwnerMonitor:
-        self._start(self._config)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        from millrace import errors  # noqa: PLC0415
-
-        if kind is not None and not issubclass(kind, Exception):
-            return  # interrupted, perhaps during a release, which the monitor continues
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if kind is not None and issubclass(kind, (errors.UnavailableError, errors.DeniedError)):
-            self._start(self._config | {"owner": None})
-
-    def _start(self, config: dict[str, Any]) -> None:
         package = str(Path(__file__).parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
@@ -83,15 +65,24 @@ class OwnerMonitor:
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(config).encode())  # other processes can read arguments
+            pipe.write(
+                json.dumps(self._config).encode()
+            )  # not as an argument, which other processes can read
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # interrupted, perhaps during a release, which the monitor continues
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def watch_owner(config: dict[str, Any]) -> None:
     """Wait for the end of an owner, and release the rental unless another owner has it."""
-    if config["owner"] is not None:  # else it owns the rental no more
-        pid, start_time = config["owner"]
-        while read_start_time(pid) == start_time:
-            time.sleep(_POLL_INTERVAL)
+    pid, start_time = config["owner"]
+    while read_start_time(pid) == start_time:
+        time.sleep(_POLL_INTERVAL)
     time.sleep(config["grace_period"])
     _release_rental(config)
 

@@ -204,7 +204,10 @@ class _GCSApplication:
             return web.json_response([asdict(seen) for seen in self.seen])
         seen = _Seen(request.method, request.raw_path, time.monotonic())
         self.seen.append(seen)
-        body = await request.content.read()
+        try:
+            body = await request.content.read()
+        except (web.RequestPayloadError, ConnectionError):  # the client is gone: nothing is stored
+            return web.Response(status=400)
         if request.raw_path == DENIED:
             self.denied = set(json.loads(body))
             return web.Response()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from millrace import errors
 from millrace.rentals import (
     OfferRequest,
     OwnerMonitor,
@@ -18,7 +17,6 @@ from millrace.rentals import (
     VastAccount,
 )
 from millrace.rentals.owner_monitor import watch_owner
-from millrace.rentals.releasing import MachineReleaser
 from millrace.storage import StoreSpec
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
@@ -97,27 +95,6 @@ def test_machines_that_a_next_owner_goes_on_with_are_left_to_it(
         )  # fmt: skip
         assert len(vast.list_alive()) == 1
     assert vast.list_alive() == []
-
-
-def test_machines_that_an_owner_could_not_release_are_released(
-    vast: VastServer, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise errors.UnavailableError("the machines may still exist")
-
-    settings = settings_of(key, vast.url, tmp_path / "store")
-    monitor = OwnerMonitor(settings.ledger, settings.name, grace_period=0.0)
-
-    def rent() -> None:
-        with monitor, Rental(settings) as rental:
-            rental.wait_until_ready()
-            monkeypatch.setattr(MachineReleaser, "release", fail)  # in this process alone
-
-    with pytest.raises(errors.UnavailableError):
-        rent()
-    wait_until(lambda: vast.list_alive() == [], "the machine released")
-    assert monitor._process is not None
-    assert monitor._process.wait() == 0
 
 
 if __name__ == "__main__":
