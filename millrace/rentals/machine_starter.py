@@ -193,7 +193,7 @@ class MachineStarter:
         self._state.active[slot] = machine  # from here on, every exit releases the machine
         try:
             environment = self._prepare_environment(machine.attempt)
-        except errors.MillraceError as error:  # of the store: no request was sent
+        except errors.MillraceError as error:  # no request was sent
             self._releaser.record(
                 ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)),
                 cost=0.0,

@@ -17,7 +17,7 @@ _EXCLUDING_REASONS = {
 
 
 def list_own_attempts(context: RentalContext) -> list[Attempt]:
-    """Return all attempts of a rental from its ledger.
+    """Return all attempts of a rental, if this account pays for all that are not released.
 
     Raises:
         ConfigurationError: Another account pays for machines of this rental.

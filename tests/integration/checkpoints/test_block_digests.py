@@ -69,29 +69,38 @@ def store(request: pytest.FixtureRequest) -> Store:
     return open_store(make_spec(request.param, request))
 
 
+class ByteCount:
+    """Count of bytes. A call returns the bytes since the last call."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []  # threads append
+
+    def add(self, size: int) -> None:
+        self._sizes.append(size)
+
+    def __call__(self) -> int:
+        total = sum(self._sizes)
+        self._sizes.clear()
+        return total
+
+
 @pytest.fixture
 def count_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Count the bytes of files that are read."""
-    counts: list[int] = []
+    count = ByteCount()
 
     def read_counted(store, key, buffers, **more):
-        counts.append(sum(map(len, buffers)))
+        count.add(sum(map(len, buffers)))
         return read_and_hash(store, key, buffers, **more)
 
     monkeypatch.setattr(contents, "read_and_hash", read_counted)
-
-    def count() -> int:
-        total = sum(counts)
-        counts.clear()
-        return total
-
     return count
 
 
 @pytest.fixture
 def count_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Count the bytes that BLAKE3 hashes, without the digests of blocks that make a root."""
-    counts: list[int] = []
+    count = ByteCount()
 
     class CountedHash:
         def __init__(self, data: Bytes = b"", **options: str) -> None:
@@ -100,7 +109,7 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
         def _count(self, data: Bytes) -> None:
             if not self._is_root:
-                counts.append(memoryview(data).nbytes)
+                count.add(memoryview(data).nbytes)
 
         def update(self, data: Bytes) -> None:
             self._hash.update(data)
@@ -113,12 +122,6 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             return self._hash.hexdigest()
 
     monkeypatch.setattr(digest, "blake3", CountedHash)
-
-    def count() -> int:
-        total = sum(counts)
-        counts.clear()
-        return total
-
     return count
 
 
