@@ -76,6 +76,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.cleanup
 	$(BIN)/python -m benchmarks.digest
 	$(BIN)/python -m benchmarks.prefect
+	$(BIN)/python -m benchmarks.growth
 
 soak: .venv/dev
 	@deployments/test-servers.sh

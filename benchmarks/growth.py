@@ -1,0 +1,219 @@
+"""Measure how the cost of each kind of work grows with its size.
+
+Run it with ``python -m benchmarks.growth [--quick] [--json FILE] [--only KIND ...]``. Each kind of
+work runs at three sizes, up to 100 times the smallest one, each in a process of its own:
+
+- ``samples``: rows of a dataset that is sharded into a folder.
+- ``files``: files of a source that is planned; a stand-in lists them.
+- ``keys``: objects of a plan of cleaning; the same stand-in.
+- ``workers``: gradients of 65,536 values that are merged into one.
+- ``tensors``: tensors of 1,024 values of a checkpoint that is saved and loaded in a folder.
+- ``nodes``: nodes of a swarm that receive 100 pieces each. The tracker gives the orders, and the
+  transfers are simulated.
+
+``CPU s`` has the user and system time of the process and its children. ``exponent`` is the slope of
+a line through the logarithms of sizes and costs: 1 if ten times the work costs ten times as much.
+"""
+
+import heapq
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ByteSize
+
+from benchmarks.cleanup import RULE, endless
+from benchmarks.common import Cpu, Results, measured, options, show
+from benchmarks.corpus import write_jsonl
+from benchmarks.gradients import payload_of
+from millrace.checkpoints import Saver, load
+from millrace.cleanup import CleanupSettings, make_plan
+from millrace.datasets import (
+    ExecutionSettings,
+    PipelineSettings,
+    ShardingSettings,
+    SourceLocation,
+    plan_dataset,
+)
+from millrace.gradients import MergeRule, MergeSettings, merge
+from millrace.gradients.sync.merge import make_dense
+from millrace.storage import StoreSpec, open_store
+from millrace.swarm.tracker import PieceOrder, Tracker
+
+MIB = 1 << 20
+GOAL = 1.1  # exponent
+PIECES = 100  # of each node
+TICK = 0.25  # seconds between two ticks of the tracker
+CHARACTERS, ROW = 1000, 1100  # of a sample's text, and about the bytes of its row
+
+
+def measure_samples(count: int) -> dict[str, float]:
+    """Shard so many rows."""
+    from millrace import shard_dataset
+
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
+        folder = Path(name)
+        write_jsonl(folder / "source" / "rows.jsonl", characters=CHARACTERS, size=count * ROW)
+        settings = PipelineSettings(
+            dataset="d",
+            source=SourceLocation(url=(folder / "source").as_uri(), columns={"txt": "text"}),
+            store=StoreSpec(url=(folder / "store").as_uri()),
+            sharding=ShardingSettings(shard_bytes=ByteSize(4 * MIB)),
+            execution=ExecutionSettings(workers=1),
+        )
+        cpu = Cpu()
+        shard_dataset(settings)
+        return {"CPU s": cpu.spent()}
+
+
+def _make_spec(endpoint: str) -> StoreSpec:
+    keys = {"access_key_id": "a", "secret_access_key": "s"}
+    said = {"url": "s3://bucket", "endpoint": endpoint, "credentials": keys}
+    return StoreSpec.model_validate(said)
+
+
+def plan_files(endpoint: str) -> dict[str, float]:
+    """Plan a dataset from all files of a bucket."""
+    spec = _make_spec(endpoint).reveal_secrets()
+    source = {"kind": "files", **spec}
+    settings = PipelineSettings.model_validate({"dataset": "d", "source": source, "store": spec})
+    cpu = Cpu()
+    plan_dataset(settings)
+    return {"CPU s": cpu.spent()}
+
+
+def plan_keys(endpoint: str) -> dict[str, float]:
+    """Plan to delete all objects of a bucket."""
+    settings = CleanupSettings(store=_make_spec(endpoint), rules=(RULE,))
+    cpu = Cpu()
+    make_plan(settings)
+    return {"CPU s": cpu.spent()}
+
+
+def measure_workers(count: int) -> dict[str, float]:
+    """Merge so many gradients."""
+    dice, shape = torch.Generator().manual_seed(0), (256, 256)
+    payload = payload_of({"t": torch.randn(shape, generator=dice)}, "w")
+    payloads = {f"w{n:04d}": payload for n in range(count)}
+    settings = MergeSettings(rule=MergeRule.SENDERS)
+    cpu = Cpu()
+    for _, runs in merge(payloads, settings):
+        make_dense(runs, shape)
+    return {"CPU s": cpu.spent()}
+
+
+def measure_tensors(count: int) -> dict[str, float]:
+    """Save so many tensors, and load them."""
+    state = {"model": {f"t{n:06d}": torch.full((1024,), float(n)) for n in range(count)}}
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        store = open_store(Path(folder).as_uri())
+        cpu = Cpu()
+        with Saver(store, "job") as saver:
+            saver.save(state, step=0).result()
+        load(store, "job", step=0)
+        return {"CPU s": cpu.spent()}
+
+
+def measure_nodes(count: int) -> dict[str, float]:
+    """Bring all pieces to so many nodes. Each transfer takes 0.5 to 1.5 simulated seconds."""
+    dice, now, due = random.Random(0), 0.0, TICK
+    tracker = Tracker([MIB] * PIECES, expected={n: f"d{n}" for n in range(PIECES)})
+    pending: list[tuple[float, int, PieceOrder]] = []
+    given, arrived = 0, set[tuple[str, int]]()
+
+    def give(orders: list[PieceOrder]) -> None:
+        nonlocal given
+        for order in orders:
+            given += 1
+            heapq.heappush(pending, (now + dice.uniform(0.5, 1.5), given, order))
+
+    cpu = Cpu()
+    for n in range(count):
+        give(tracker.add_node(f"n{n}", (), now))
+    give(tracker.begin(now))
+    while len(arrived) < count * PIECES:
+        while not pending or due <= pending[0][0]:
+            now = due
+            give(tracker.tick(now))
+            due += TICK
+        now, _, order = heapq.heappop(pending)
+        name, piece, source = order.node, order.piece, order.source
+        if (name, piece) in arrived:
+            give(tracker.cancel_transfer(name, piece, source, now))
+            continue
+        arrived.add((name, piece))
+        give(tracker.complete_transfer(name, piece, source, f"d{piece}", now))
+    return {"CPU s": cpu.spent(), "simulated s": now}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Kind of work.
+
+    Attributes:
+        measure: Function that does the work.
+        smallest: Smallest size.
+        is_listed: Whether the work is that many objects of a bucket, which a stand-in lists.
+    """
+
+    measure: Callable[..., dict[str, float]]
+    smallest: int
+    is_listed: bool = False
+
+    def run(self, count: int) -> dict[str, float]:
+        """Do the work in a process of its own, and return its figures."""
+        if not self.is_listed:
+            return measured(self.measure, count).figures
+        with endless(count) as endpoint:
+            return measured(self.measure, endpoint).figures
+
+
+KINDS = {
+    "samples": Kind(measure_samples, 1_000),
+    "files": Kind(plan_files, 1_000, is_listed=True),
+    "keys": Kind(plan_keys, 1_000, is_listed=True),
+    "workers": Kind(measure_workers, 10),
+    "tensors": Kind(measure_tensors, 100),
+    "nodes": Kind(measure_nodes, 8),
+}
+
+
+def fit_exponent(costs: dict[int, float]) -> float:
+    """Return the slope of a line through the logarithms of sizes and costs."""
+    sizes = [math.log(size) for size in costs]
+    return statistics.linear_regression(sizes, [math.log(cost) for cost in costs.values()]).slope
+
+
+def main() -> int:
+    """Measure, print the table, and write the rows if asked."""
+    assert __doc__ is not None
+    asked = options("growth", __doc__.splitlines()[0], parts=list(KINDS))
+    results, lines = Results("growth"), list[list[str]]()
+    factors, repeats = ((1, 3, 10), 1) if asked.quick else ((1, 10, 100), 3)
+    for name in asked.only:
+        kind, costs = KINDS[name], dict[int, float]()
+        for factor in factors:
+            size = factor * kind.smallest
+            work = f"{size:,} {name}"
+            for _ in range(repeats):
+                for metric, value in kind.run(size).items():
+                    results.add(work, "millrace", metric, value)
+            costs[size] = statistics.median(results.values[work, "millrace", "CPU s"])
+        exponent = fit_exponent(costs)
+        results.add(name, "millrace", "exponent", exponent)
+        cells = [f"{size:,}: {cost:.3g}" for size, cost in costs.items()]
+        lines.append([name, *cells, f"{exponent:.2f}", f"{GOAL}"])
+    show(["kind", *["size: CPU s"] * len(factors), "exponent", "goal"], lines)
+    if asked.file:
+        results.save(asked.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
