@@ -139,17 +139,17 @@ LIES: dict[str, Callable[[Change, deque[Change]], Change] | None] = {
 }
 
 
-def rules(liars: int) -> dict[str, MergeSettings]:
+def rules(faulty: int) -> dict[str, MergeSettings]:
     """Return the rules to try, told how many workers lie."""
     return {
         "plain mean": MergeSettings(rule=MergeRule.MEAN, clip=False),
-        "clipped mean": MergeSettings(rule=MergeRule.MEAN, faulty=liars),
-        "centered clip": MergeSettings(rule=MergeRule.CENTERED_CLIP, faulty=liars),
-        "multi-krum": MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=liars),
+        "clipped mean": MergeSettings(rule=MergeRule.MEAN, faulty=faulty),
+        "centered clip": MergeSettings(rule=MergeRule.CENTERED_CLIP, faulty=faulty),
+        "multi-krum": MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=faulty),
     }
 
 
-def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> list[float]:
+def learn(merge: MergeSettings, windows: int, faulty: int = 0, lie: str = "") -> list[float]:
     """Return the loss after each window; it ends early when the weights are not finite."""
     teachers = Teachers()
     settings = RunSettings(
@@ -169,7 +169,7 @@ def learn(merge: MergeSettings, windows: int, liars: int = 0, lie: str = "") -> 
     def bodies(worker: int) -> dict[str, bytes]:
         change = teachers.change(state, worker)
         before[worker].append(change)
-        if worker >= liars:
+        if worker >= faulty:
             return {name: kept[worker].compress(name, each) for name, each in change.items()}
         if (how := LIES[lie]) is None:
             return {name: _no_numbers(each) for name, each in change.items()}
@@ -219,24 +219,24 @@ def main() -> int:
     asked = parser.parse_args()
     windows, lies = (5, ["flipped"]) if asked.quick else (100, list(LIES))
     torch.set_num_threads(1)
-    results = Results("liars")
+    results = Results("byzantine")
     clean = learn(rules(0)["plain mean"], windows)
     results.add("clean", "plain mean", "loss", clean[-1])
     curves: dict[str, list[list[float]]] = {"all honest": [clean]}
     lines: list[list[str]] = []
-    for liars in (3, 7):
+    for faulty in (3, 7):
         for lie in lies:
-            for name, merge in rules(liars).items():
-                losses = learn(merge, windows, liars, lie)
+            for name, merge in rules(faulty).items():
+                losses = learn(merge, windows, faulty, lie)
                 end = losses[-1] if math.isfinite(losses[-1]) else math.inf
-                results.add(f"{liars} of 16 {lie}", name, "loss", end)
-                if (liars, lie) == (3, "flipped"):
+                results.add(f"{faulty} of 16 {lie}", name, "loss", end)
+                if (faulty, lie) == (3, "flipped"):
                     curves[name] = [losses]
                 verdict = "diverged" if end > DIVERGED * clean[0] else f"{end / clean[-1]:.3f}"
-                lines.append([f"{liars} of 16", lie, name, f"{end:.4g}", verdict])
+                lines.append([f"{faulty} of 16", lie, name, f"{end:.4g}", verdict])
                 print(*lines[-1], flush=True)
     print(f"\nall honest: {clean[0]:.3f} to {clean[-1]:.3f} in {windows} windows\n")
-    show(["liars", "lie", "rule", "loss", "over clean"], lines)
+    show(["faulty", "how", "rule", "loss", "over clean"], lines)
     if asked.json:
         results.save(asked.json)
     if asked.plot:

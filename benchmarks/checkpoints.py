@@ -174,7 +174,7 @@ def _floor_get(place: dict[str, Any], step: int) -> Callable[[], None]:
 
 def _dcp(place: dict[str, Any], step: int, kind: str) -> Any:
     if place["name"] == "folder":
-        from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+        from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
         folder = f"{place['folder']}/dcp-{step}"
         return (
@@ -191,15 +191,15 @@ def _dcp(place: dict[str, Any], step: int, kind: str) -> Any:
 
 
 def _dcp_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = _dcp(place, step, "w")
-    return lambda: dcp.save(state["model"], storage_writer=writer, no_dist=True)
+    return lambda: save(state["model"], storage_writer=writer, no_dist=True)
 
 
 def _dcp_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = _dcp(place, step, "r")
     wanted = {
@@ -208,7 +208,7 @@ def _dcp_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
     }
 
     def run() -> dict[str, Any]:
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        load(wanted, storage_reader=reader, no_dist=True)
         return wanted
 
     return run

@@ -31,14 +31,22 @@ from pathlib import Path
 from typing import Any
 
 import obstore
+from pydantic import SecretStr
 
 from benchmarks.common import Results, measured, options, rotated, show
 from benchmarks.endless import Endless
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.keys.gradients import GradientKeys
-from millrace.storage import Store, StoreSpec, list_objects, make_boto3_client, open_store, put
+from millrace.storage import (
+    Credentials,
+    Store,
+    StoreSpec,
+    list_objects,
+    make_boto3_client,
+    open_store,
+    put,
+)
 from millrace.testing.rgw import RGW
-from tests.stores import credentials
 
 SYSTEMS = ("millrace", "s5cmd", "boto3", "floor")
 CAPACITY = 12 << 30  # of the server's disk
@@ -66,7 +74,11 @@ def main() -> int:
 def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) -> None:
     """Fill a bucket, and have one system list and empty it."""
     rgw.create_bucket(bucket)
-    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials(rgw.full))
+    pair = Credentials(
+        access_key_id=rgw.full.access_key_id,
+        secret_access_key=SecretStr(rgw.full.secret_access_key),
+    )
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair)
     fill(open_store(spec), objects)
     run = {"millrace": millrace, "s5cmd": by_s5cmd, "boto3": by_boto3, "floor": floor}[system]
     figures = measured(run, spec.reveal_secrets()).figures

@@ -64,6 +64,8 @@ def start_prefect_server(port: int = 0) -> "PrefectServerProcess":
 @contextmanager
 def cloud() -> Iterator["VastServer"]:
     """Run a provider of machines, with an account that is saved as the block ``demo``."""
+    from pydantic import SecretStr
+
     from blocks import VastCredentials
     from millrace.testing.vast import VastServer
 
@@ -72,7 +74,7 @@ def cloud() -> Iterator["VastServer"]:
     with VastServer.start(HOME / "cloud") as server:
         packages = sysconfig.get_path("purelib")  # what the image has: machines fetch nothing
         key = server.reset(real=True, rate=1.0, strict=False, image=packages)
-        VastCredentials(api_key=key, server_url=server.url).save("demo", overwrite=True)
+        VastCredentials(api_key=SecretStr(key), server_url=server.url).save("demo", overwrite=True)
         yield server
 
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import webdataset
+from webdataset import WebDataset  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def read_text(shards: Sequence[Path]) -> torch.Tensor:
     """Return the fields of all samples of shards, joined by newlines: (bytes,), uint8."""
     text = bytearray()
-    for sample in webdataset.WebDataset([str(path) for path in shards], shardshuffle=False):
+    for sample in WebDataset([str(path) for path in shards], shardshuffle=False):
         for name, field in sample.items():
             if not name.startswith("__"):
                 text += field
