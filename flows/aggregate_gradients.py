@@ -18,7 +18,7 @@ from millrace.gradients import (
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
-from tasks.merging import AggregationResult, aggregate_windows, find_last_window, report_windows
+from tasks.merging import AggregationResult, aggregate_windows, find_newest_window, report_windows
 
 
 class WorkerBucket(BaseModel):
@@ -101,7 +101,7 @@ def aggregate_gradients(
             check_right(each.bucket, Right.READ, run.gradients.make_worker_prefix(each.uid))
         except MillraceError as error:  # only this worker is left out, with a reason
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
-    after = find_last_window(settings)
+    after = find_newest_window(settings)
     try:
         done = aggregate_windows(settings, after)
     except HeldError as error:  # one aggregator is enough

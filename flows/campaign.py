@@ -90,7 +90,7 @@ def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: Campa
     """Merge the windows of an epoch, and end the epoch."""
     progress = campaigning.read_training_progress(training)
     campaigns.merge_epoch(
-        training, epoch, progress.last_window, workers,
+        training, epoch, progress.newest_window, workers,
         lambda aggregation: aggregate_gradients(
             plan.bucket, training.run, training.uids,
             initial_weights=plan.make_weights_input(), aggregation=aggregation,

@@ -37,21 +37,21 @@ class AggregationResult:
 
     Attributes:
         windows: Number of windows that the run has merged.
-        last_window: Number of the last merged window.
+        newest_window: Number of the newest merged window.
         step: Step of the weights after that window; 0 if none was merged.
         state_digest: Digest of the weights after that window.
         seconds: Duration of the run.
     """
 
     windows: int
-    last_window: int
+    newest_window: int
     step: int
     state_digest: str
     seconds: float
 
 
 @retried_task
-def find_last_window(settings: AggregatorSettings) -> int:
+def find_newest_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest merged window; 0 before the first window."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
 

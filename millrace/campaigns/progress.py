@@ -21,26 +21,26 @@ class TrainingProgress:
     """Progress of a campaign's training, by what is committed.
 
     Attributes:
-        last_window: Number of the newest merged window; -1 before the run has begun.
+        newest_window: Number of the newest merged window; -1 before the run has begun.
         ended_epochs: Numbers of the epochs that have ended.
     """
 
-    last_window: int
+    newest_window: int
     ended_epochs: frozenset[int]
 
     @property
     def has_begun(self) -> bool:
         """True if the weights that the run begins with are committed."""
-        return self.last_window >= 0
+        return self.newest_window >= 0
 
     @property
     def has_merged_windows(self) -> bool:
         """True if a window is merged."""
-        return self.last_window >= 1
+        return self.newest_window >= 1
 
     def has_ended(self, training: Training) -> bool:
         """Decide whether all windows are merged, and the last epoch has ended."""
-        all_merged = self.last_window >= training.last_window
+        all_merged = self.newest_window >= training.last_window
         return all_merged and training.rules.epochs - 1 in self.ended_epochs
 
     def needs_cooldown(self, training: Training, epoch: int) -> bool:
@@ -48,7 +48,7 @@ class TrainingProgress:
 
         An epoch without one stays so once a window of the next epoch is merged.
         """
-        is_past = self.last_window > training.find_last_window(epoch)
+        is_past = self.newest_window > training.find_last_window(epoch)
         return not is_past and epoch not in self.ended_epochs
 
 
@@ -61,7 +61,7 @@ class MergedWindows(Protocol):
         ...
 
     @property
-    def last_window(self) -> int:
+    def newest_window(self) -> int:
         """Number of the newest merged window."""
         ...
 
@@ -87,7 +87,7 @@ def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
 def merge_epoch(
     training: Training,
     epoch: int,
-    last_window: int,
+    newest_window: int,
     workers: CampaignWorkers,
     merge: Callable[[FollowSettings], MergedWindows | None],
 ) -> None:
@@ -96,7 +96,7 @@ def merge_epoch(
     Args:
         training: Training.
         epoch: Number of the epoch.
-        last_window: Number of the newest merged window.
+        newest_window: Number of the newest merged window.
         workers: Processes or machines of the workers.
         merge: Runs an aggregator with the given settings: up to the end of the epoch, or up to a
             window in which no gradient is taken. None means that another process does so.
@@ -107,7 +107,7 @@ def merge_epoch(
         WorkerError, MachineError: The workers have failed.
     """
     end, idle_windows = training.find_last_window(epoch), 0
-    while last_window < end:
+    while newest_window < end:
         workers.raise_failure()
         done = merge(training.make_follow_settings(end))
         if done is None:
@@ -117,10 +117,10 @@ def merge_epoch(
         # The aggregator stops after each window without a gradient, so that the failure of all
         # workers is noticed. If it merged only that window, the row of idle windows continues.
         idle_windows = idle_windows + 1 if done.windows == 1 else 1
-        last_window = done.last_window
-        if last_window < end and idle_windows >= training.rules.aggregation.idle:
+        newest_window = done.newest_window
+        if newest_window < end and idle_windows >= training.rules.aggregation.idle:
             workers.raise_failure()
             raise UnavailableError(
                 f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
-                f"{last_window} of {end} windows are merged: see what the workers say."
+                f"{newest_window} of {end} windows are merged: see what the workers say."
             )

@@ -92,7 +92,7 @@ def _add_training(found: CampaignSummary, store: Store, training: Training) -> C
     if last < 0:
         return found
     found = _add_windows(found, list(gradients.iterate_links(store, run.chain)))
-    reported = read_median_metric(store, run.gradients, training.uids, "loss", last_window=last + 1)
+    reported = read_median_metric(store, run.gradients, training.uids, "loss", until=last + 1)
     epochs, job = range(training.rules.epochs), training.keys.job
     ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
     return replace(

@@ -43,7 +43,7 @@ def find_joined_workers(store: Store, run: RunSettings, workers: Sequence[str]) 
 
 
 def read_median_metric(
-    store: Store, keys: GradientKeys, workers: Sequence[str], metric: str, *, last_window: int
+    store: Store, keys: GradientKeys, workers: Sequence[str], metric: str, *, until: int
 ) -> dict[int, float]:
     """Return the median over workers of a metric of the weights, by the window they began.
 
@@ -55,7 +55,7 @@ def read_median_metric(
         keys: Keys of the run.
         workers: Names of the workers whose reports are read.
         metric: Name of the metric, such as ``loss``.
-        last_window: Last window that can have begun. Reports of later windows are ignored.
+        until: Last window that can have begun. Reports of later windows are ignored.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -65,7 +65,7 @@ def read_median_metric(
         stats = list_objects(store, f"{keys.make_worker_prefix(uid)}start_window-")
         for stat in islice(stats, _MAX_OBJECTS):
             parsed = keys.parse_start_window(stat.key)
-            if parsed is None or not 1 <= parsed[1] <= last_window or stat.size > _MAX_REPORT_BYTES:
+            if parsed is None or not 1 <= parsed[1] <= until or stat.size > _MAX_REPORT_BYTES:
                 continue
             try:
                 body = read_range(store, stat.key, 0, _MAX_REPORT_BYTES)

@@ -15,7 +15,7 @@ from tests.support.campaigns.training import FakeWorkers, MakeTraining
 @dataclass(frozen=True)
 class Merged:
     windows: int
-    last_window: int
+    newest_window: int
 
 
 class Aggregator:
@@ -48,24 +48,24 @@ def test_an_epoch_whose_record_is_damaged_and_that_nobody_voted_on_has_not_ended
 
 
 @pytest.mark.parametrize(
-    ("last_window", "ended", "has_ended"),
+    ("newest_window", "ended", "has_ended"),
     [(6, {0, 1}, True), (6, {1}, True), (6, {0}, False), (5, {0, 1}, False), (-1, set(), False)],
 )
 def test_a_training_has_ended_with_its_last_window_and_its_last_epoch(
-    make_training: MakeTraining, last_window: int, ended: set[int], has_ended: bool
+    make_training: MakeTraining, newest_window: int, ended: set[int], has_ended: bool
 ) -> None:
-    progress = TrainingProgress(last_window, frozenset(ended))
+    progress = TrainingProgress(newest_window, frozenset(ended))
     assert progress.has_ended(make_training()) is has_ended
 
 
 @pytest.mark.parametrize(
-    ("last_window", "ended", "needs"),
+    ("newest_window", "ended", "needs"),
     [(0, set(), True), (3, set(), True), (3, {0}, False), (4, set(), False)],
 )
 def test_an_epoch_without_a_checkpoint_stays_so_when_the_next_has_windows(
-    make_training: MakeTraining, last_window: int, ended: set[int], needs: bool
+    make_training: MakeTraining, newest_window: int, ended: set[int], needs: bool
 ) -> None:
-    progress = TrainingProgress(last_window, frozenset(ended))
+    progress = TrainingProgress(newest_window, frozenset(ended))
     assert progress.needs_cooldown(make_training(), 0) is needs
 
 

@@ -88,10 +88,10 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
     assert found.checkpoint.step == 20
     keys = settings.run.gradients
     said = {1: 3.0, 3: 2.0, 5: 1.0}
-    assert read_median_metric(store, keys, ["worker-0", "gone"], "loss", last_window=5) == said
-    assert read_median_metric(store, keys, ["worker-0"], "loss", last_window=4) == {1: 3.0, 3: 2.0}
+    assert read_median_metric(store, keys, ["worker-0", "gone"], "loss", until=5) == said
+    assert read_median_metric(store, keys, ["worker-0"], "loss", until=4) == {1: 3.0, 3: 2.0}
     assert (
-        read_median_metric(store, keys, ["worker-0", "gone", "too"], "loss", last_window=5) == {}
+        read_median_metric(store, keys, ["worker-0", "gone", "too"], "loss", until=5) == {}
     )  # one of three
 
 
@@ -107,10 +107,8 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
         ("b", another), ("c", b"[" * 5000), ("d", b'{"kind":"start-window"}'),
     ):  # fmt: skip
         put(store, keys.make_start_window_key(uid, 1), body)
-    assert read_median_metric(store, keys, ["a", "b", "c", "d"], "loss", last_window=1) == {}
-    assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", last_window=1) == {
-        1: 5.0
-    }
+    assert read_median_metric(store, keys, ["a", "b", "c", "d"], "loss", until=1) == {}
+    assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", until=1) == {1: 5.0}
 
 
 def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(
@@ -123,7 +121,7 @@ def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(
     for zeros in range(1, 9):
         key = keys.make_start_window_key("liar", 1).replace("window-", f"window-{'0' * zeros}")
         commit_once(store, key, StartWindow(uid="liar", window=1, step=0, measured={"loss": 100.0}))
-    found = read_median_metric(store, keys, ["a", "b", "c", "liar"], "loss", last_window=1)
+    found = read_median_metric(store, keys, ["a", "b", "c", "liar"], "loss", until=1)
     assert found == {1: 2.5}
 
 
