@@ -70,7 +70,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign, training: Training | None
 
 def train(plan: CampaignPlan, training: Training) -> None:
     """Train the epochs that have not ended yet."""
-    campaigning.pin_training(training.write_store, training.plan)
+    campaigning.pin_training(training.write_store, training.worker_settings)
     progress, rental = campaigning.read_training_progress(training), plan.rental
     if progress.has_ended(training):
         if rental is not None and campaigning.has_unreleased_machines(training):

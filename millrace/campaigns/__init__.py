@@ -8,7 +8,7 @@ from millrace.campaigns.campaign import Campaign, Training
 from millrace.campaigns.checks import check_dataset_complete, check_training
 from millrace.campaigns.lease import hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
-from millrace.campaigns.pinned_training import check_training_plan, pin_training
+from millrace.campaigns.pinned_training import check_pinned_training, pin_training
 from millrace.campaigns.prewarm_marker import awaits_prewarm, begin_prewarm, end_prewarm
 from millrace.campaigns.progress import (
     MergedWindows,
@@ -40,8 +40,8 @@ __all__ = [
     "awaits_prewarm",
     "begin_prewarm",
     "check_dataset_complete",
+    "check_pinned_training",
     "check_training",
-    "check_training_plan",
     "end_prewarm",
     "has_joined_worker",
     "has_unreleased_machines",

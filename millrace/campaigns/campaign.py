@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
-from millrace.campaigns.worker import TrainingPlan, make_training_program
+from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregatorSettings, FollowSettings, InitialWeights, RunSettings
 from millrace.keys.campaigns import CampaignKeys
@@ -66,11 +66,11 @@ class Training:
         return _PREWARM_TIMEOUT if waits else None
 
     @property
-    def plan(self) -> TrainingPlan:
-        """Plan that the workers carry out."""
+    def worker_settings(self) -> SharedWorkerSettings:
+        """Settings that all workers share."""
         rules, machines = self.rules, self.rules.machines
         is_local = isinstance(machines, LocalWorkers)
-        return TrainingPlan(
+        return SharedWorkerSettings(
             campaign=self.campaign,
             workers=rules.workers,
             run=self.run,
@@ -124,7 +124,9 @@ class Training:
         """
         machines = self.rules.machines
         assert isinstance(machines, RentedWorkerRules)
-        program, storage_grants = make_training_program(self.plan, self.write_store, machines)
+        program, storage_grants = make_training_program(
+            self.worker_settings, self.write_store, machines
+        )
         return RentalSettings(
             name=self.campaign,
             store=ledger.store,

@@ -128,7 +128,8 @@ class LocalWorkerProcesses:
         training = self._training
         file = Path(self._settings_folder.name) / f"{uid}.yaml"
         file.write_text(
-            render_worker_settings(training.plan, training.write_store, number), encoding="utf-8"
+            render_worker_settings(training.worker_settings, training.write_store, number),
+            encoding="utf-8",
         )
         main = "from millrace.cli import main; main()"
         command = [sys.executable, "-c", main, "campaign", "worker", str(file), "--attached"]

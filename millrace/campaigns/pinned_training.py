@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from millrace.campaigns.worker import TrainingPlan
+from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import ConflictError, NotFoundError
 from millrace.gradients import RunSettings, WindowOptions
 from millrace.keys.campaigns import CampaignKeys
@@ -29,35 +29,36 @@ class PinnedTraining(Record):
     dataset: str | None
 
 
-def check_training_plan(spec: StoreSpec, plan: TrainingPlan) -> None:
-    """Refuse a plan that differs from the pinned one, before anything is created or rented.
+def check_pinned_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+    """Refuse settings that differ from the pinned ones, before anything is created or rented.
 
     Raises:
-        ConflictError: The plan differs in what cannot change; the message names the values.
+        ConflictError: A setting that cannot change differs; the message names the values.
     """
     with suppress(NotFoundError):  # nothing is pinned yet
         store = open_store(spec, make_folder=False)
         _refuse_changes(
-            plan, fetch(store, CampaignKeys(plan.campaign).pinned_training, PinnedTraining)
+            settings, fetch(store, CampaignKeys(settings.campaign).pinned_training, PinnedTraining)
         )
 
 
-def pin_training(spec: StoreSpec, plan: TrainingPlan) -> None:
-    """Commit the settings that cannot change, or refuse a plan that differs from the pinned one.
+def pin_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+    """Commit the settings that cannot change, or refuse settings that differ from the pinned ones.
 
     Raises:
-        ConflictError: The plan differs in what cannot change; the message names the values.
+        ConflictError: A setting that cannot change differs; the message names the values.
     """
-    key = CampaignKeys(plan.campaign).pinned_training
-    _refuse_changes(plan, commit_once(open_store(spec), key, _make_pinned_training(plan)).record)
+    key = CampaignKeys(settings.campaign).pinned_training
+    pinned = commit_once(open_store(spec), key, _make_pinned_training(settings)).record
+    _refuse_changes(settings, pinned)
 
 
-def _make_pinned_training(plan: TrainingPlan) -> PinnedTraining:
-    return PinnedTraining(**{name: getattr(plan, name) for name in PinnedTraining.model_fields})
+def _make_pinned_training(settings: SharedWorkerSettings) -> PinnedTraining:
+    return PinnedTraining(**{name: getattr(settings, name) for name in PinnedTraining.model_fields})
 
 
-def _refuse_changes(plan: TrainingPlan, pinned: PinnedTraining) -> None:
-    found = find_changes(pinned, _make_pinned_training(plan))
+def _refuse_changes(settings: SharedWorkerSettings, pinned: PinnedTraining) -> None:
+    found = find_changes(pinned, _make_pinned_training(settings))
     free = [f"run.{name}" for name in WindowOptions.model_fields]
     changes = [
         f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
@@ -66,8 +67,8 @@ def _refuse_changes(plan: TrainingPlan, pinned: PinnedTraining) -> None:
     ]
     if changes:
         raise ConflictError(
-            f"{plan.campaign} was begun with another plan: {'; '.join(changes)}. Go on as it was, "
-            "or give this one another name, and begin it with the weights of that."
+            f"{settings.campaign} was begun with another plan: {'; '.join(changes)}. Go on as it "
+            "was, or give this one another name, and begin it with the weights of that."
         )
 
 

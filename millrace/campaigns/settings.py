@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from millrace.campaigns.worker import TrainingPlan
+from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.checkpoints import CooldownSettings
 from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
 from millrace.remote import CodeRepository
@@ -63,12 +63,12 @@ class TrainingRules(BaseModel, frozen=True, extra="forbid"):
 
     command: tuple[str, ...] = Field(
         min_length=1,
-        description=TrainingPlan.model_fields["command"].description,
+        description=SharedWorkerSettings.model_fields["command"].description,
     )
     restarts: int = Field(
-        default=TrainingPlan.model_fields["restarts"].default,
+        default=SharedWorkerSettings.model_fields["restarts"].default,
         ge=0,
-        description=TrainingPlan.model_fields["restarts"].description,
+        description=SharedWorkerSettings.model_fields["restarts"].description,
     )
     initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
     workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")

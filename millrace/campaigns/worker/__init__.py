@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from millrace.campaigns.worker.launch import launch_worker
-from millrace.campaigns.worker.plan import (
+from millrace.campaigns.worker.program import (
     make_training_program,
     make_worker_environment,
     render_worker_settings,
 )
 from millrace.campaigns.worker.reports import find_joined_workers, read_median_metric
-from millrace.campaigns.worker.settings import TrainingPlan, WorkerSettings
+from millrace.campaigns.worker.settings import SharedWorkerSettings, WorkerSettings
 from millrace.campaigns.worker.training_command import (
     check_local_command,
     check_repository_command,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.campaigns.worker.worker import Worker
 
 __all__ = [
-    "TrainingPlan",
+    "SharedWorkerSettings",
     "Worker",
     "WorkerSettings",
     "check_local_command",

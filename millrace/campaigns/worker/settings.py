@@ -17,8 +17,8 @@ NODE_PORT = IDENTITY_PORT
 """Port that a rented machine opens for its swarm agent."""
 
 
-class TrainingPlan(BaseModel):
-    """Plan of the training that all workers of a campaign follow, wherever they are."""
+class SharedWorkerSettings(BaseModel):
+    """Settings that all workers of a campaign share, on any machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class TrainingPlan(BaseModel):
     )
 
 
-class WorkerSettings(TrainingPlan):
+class WorkerSettings(SharedWorkerSettings):
     """Settings of one worker of a campaign, with its stores."""
 
     uid: str = Field(description="Unique name of the worker.")

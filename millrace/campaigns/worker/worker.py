@@ -1,4 +1,4 @@
-"""Worker of a campaign, for its training script: the plan, the shards, and the ends of epochs."""
+"""Worker of a campaign, for its training script: windows, shards, and the ends of epochs."""
 
 import logging
 import math

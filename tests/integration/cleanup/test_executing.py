@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from millrace import deletion, errors
 from millrace.campaigns import hold_campaign_lease, pin_training
-from millrace.campaigns.worker import TrainingPlan
+from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.cleanup import (
     CleanupBucketPreset,
     CleanupKind,
@@ -561,9 +561,9 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     assert any("1 of 2 records" in why and key in why for why in kept)
 
 
-def trained_on(dataset: str, campaign: str = "small") -> TrainingPlan:
+def trained_on(dataset: str, campaign: str = "small") -> SharedWorkerSettings:
     run = RunSettings(run=CampaignKeys(campaign).run)
-    return TrainingPlan(campaign=campaign, run=run, command=("true",), dataset=dataset)
+    return SharedWorkerSettings(campaign=campaign, run=run, command=("true",), dataset=dataset)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import pin_training
-from millrace.campaigns.worker import TrainingPlan
+from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
 from millrace.storage import StoreSpec, open_store
@@ -61,7 +61,7 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
     begin(open_store(store.as_uri()), "small/first")
     plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
-    pinned = TrainingPlan(
+    pinned = SharedWorkerSettings(
         campaign="small",
         workers=2,
         run=run,

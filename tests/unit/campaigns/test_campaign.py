@@ -25,17 +25,23 @@ def test_the_run_ends_with_the_last_window_of_the_last_epoch(make_training: Make
 def test_workers_here_keep_their_data_where_they_are_told_and_wait_for_no_prewarm(
     make_training: MakeTraining,
 ) -> None:
-    plan = make_training(machines={"kind": "local", "data_folder": "/data"}, restarts=5).plan
-    assert (plan.campaign, plan.workers, plan.restarts, plan.dataset) == ("small", 2, 5, "text")
-    assert (plan.data_folder, plan.prewarm_timeout) == (Path("/data"), None)
+    training = make_training(machines={"kind": "local", "data_folder": "/data"}, restarts=5)
+    shared = training.worker_settings
+    assert (shared.campaign, shared.workers, shared.restarts, shared.dataset) == (
+        "small",
+        2,
+        5,
+        "text",
+    )
+    assert (shared.data_folder, shared.prewarm_timeout) == (Path("/data"), None)
 
 
 @pytest.mark.parametrize(("prewarm", "timeout"), [(True, timedelta(hours=1)), (False, None)])
 def test_rented_workers_wait_for_the_prewarm_if_there_is_one(
     make_training: MakeTraining, prewarm: bool, timeout: timedelta | None
 ) -> None:
-    plan = make_training(machines=RENTED | {"prewarm": prewarm}).plan
-    assert (plan.data_folder, plan.prewarm_timeout) == (Path("data"), timeout)
+    shared = make_training(machines=RENTED | {"prewarm": prewarm}).worker_settings
+    assert (shared.data_folder, shared.prewarm_timeout) == (Path("data"), timeout)
 
 
 def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place: StoreSpec) -> None:

@@ -36,7 +36,7 @@ def test_the_weights_are_checked_until_the_run_has_begun(
 
 def test_a_plan_that_has_changed_is_refused_first(make_training: MakeTraining) -> None:
     training = make_training()
-    pin_training(training.write_store, training.plan)
+    pin_training(training.write_store, training.worker_settings)
     with pytest.raises(ConflictError, match=r"training\.workers was 2, and is 3 now"):
         check_training(make_training(workers=3), refuse)
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from flows.campaign_command import read_campaign_plan
 from flows.campaign_plan import CampaignPlan, RentedWorkers
-from millrace.campaigns import check_training_plan, pin_training
-from millrace.campaigns.worker import TrainingPlan
+from millrace.campaigns import check_pinned_training, pin_training
+from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.storage import StoreSpec
@@ -61,14 +61,14 @@ def test_a_file_is_a_plan_and_a_wrong_one_says_where(tmp_path: Path) -> None:
 
 
 def pin(store: Path, **change: Any) -> None:
-    """Pin the plan of a training, as a campaign that begins it does."""
-    plan = TrainingPlan(
+    """Pin the settings of a training, as a campaign that begins it does."""
+    settings = SharedWorkerSettings(
         campaign="small",
         command=("true",),
         **{"workers": 2, "run": RUN, "dataset": "text", **change},
     )
-    for check in (check_training_plan, pin_training):
-        check(StoreSpec(url=store.as_uri()), plan)
+    for check in (check_pinned_training, pin_training):
+        check(StoreSpec(url=store.as_uri()), settings)
 
 
 RUN = RunSettings(run="small/run", windows=4, steps=30)
@@ -97,7 +97,7 @@ def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
-    plan = TrainingPlan(campaign="small", command=("true",), workers=2, run=RUN)
+    settings = SharedWorkerSettings(campaign="small", command=("true",), workers=2, run=RUN)
     store = tmp_path / "none"
-    check_training_plan(StoreSpec(url=store.as_uri()), plan)
+    check_pinned_training(StoreSpec(url=store.as_uri()), settings)
     assert not store.exists()

@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from millrace.campaigns.worker import (
-    TrainingPlan,
+    SharedWorkerSettings,
     WorkerSettings,
     make_training_program,
     render_worker_settings,
@@ -25,7 +25,7 @@ from millrace.rentals import (
 from millrace.settings import load_settings
 from millrace.storage import StoreSpec
 
-PLAN = TrainingPlan(
+SETTINGS = SharedWorkerSettings(
     campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
     prewarm_timeout=timedelta(minutes=5),
 )  # fmt: skip
@@ -33,7 +33,7 @@ REPOSITORY = CodeRepository(repo_url="https://example.org/x")
 
 
 def rent(store: StoreSpec, key: str = "account", **more: str) -> RentalSettings:
-    program, storage_grants = make_training_program(PLAN, store, REPOSITORY)
+    program, storage_grants = make_training_program(SETTINGS, store, REPOSITORY)
     return RentalSettings(
         name="c", store=store, account=VastAccount(api_key=SecretStr(key)), program=program,
         storage_grants=storage_grants, request=OfferRequest(max_hourly=1.0, max_total=1.0),
@@ -57,9 +57,9 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
     tmp_path: Path,
 ) -> None:
     command = ("bash", "-c", "echo ${HOME} $${X} {slot}")
-    plan = PLAN.model_copy(update={"command": command})
+    shared = SETTINGS.model_copy(update={"command": command})
     path = tmp_path / "worker.yaml"
-    path.write_text(render_worker_settings(plan, StoreSpec(url="file:///x"), 2))
+    path.write_text(render_worker_settings(shared, StoreSpec(url="file:///x"), 2))
     settings = load_settings(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
     assert settings.command == ("bash", "-c", "echo ${HOME} $${X} 2")
     assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)

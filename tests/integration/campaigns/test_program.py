@@ -16,13 +16,13 @@ from millrace.storage import StoreSpec, open_store
 from millrace.testing.rgw import RGW, Key
 from tests.stores import make_credentials
 from tests.support.rentals.parts import HOUR, START, make_attempt
-from tests.unit.campaigns.test_plan import PLAN, rent
+from tests.unit.campaigns.test_program import SETTINGS, rent
 
 
 def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
     pair = make_credentials(rgw.full)
     store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
-    text = render_worker_settings(PLAN, store, 2)
+    text = render_worker_settings(SETTINGS, store, 2)
     assert rgw.full.secret_access_key not in text
     assert rgw.full.access_key_id not in text
 

@@ -1,10 +1,10 @@
-"""Settings and environment of a campaign's workers, on rented machines and as local processes."""
+"""Program of a campaign's workers: settings file, environment and storage grants."""
 
 from typing import Any
 
 import yaml
 
-from millrace.campaigns.worker.settings import NODE_PORT, TrainingPlan
+from millrace.campaigns.worker.settings import NODE_PORT, SharedWorkerSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.remote import make_store_settings
 from millrace.rentals import CodeRepository, Program, StorageGrant
@@ -14,19 +14,21 @@ from millrace.storage import Right, StoreSpec
 _SETTINGS_FILE = "millrace-worker.yaml"
 
 
-def render_worker_settings(plan: TrainingPlan, store: StoreSpec, number: int | str) -> str:
+def render_worker_settings(
+    shared: SharedWorkerSettings, store: StoreSpec, number: int | str
+) -> str:
     """Return the settings of a worker, as YAML; its credentials are in its environment.
 
     Args:
-        plan: Training plan of all workers.
+        shared: Settings that all workers of the campaign share.
         store: Store of the campaign.
         number: Number of the worker; ``{slot}`` is filled in on a rented machine.
     """
-    plan_fields = {
-        **plan.model_dump(mode="json"),
-        "uid": CampaignKeys(plan.campaign).make_uid(number),
+    shared_fields = {
+        **shared.model_dump(mode="json"),
+        "uid": CampaignKeys(shared.campaign).make_uid(number),
     }
-    settings: dict[str, Any] = _escape_settings(plan_fields, number)
+    settings: dict[str, Any] = _escape_settings(shared_fields, number)
     settings |= {"number": number}
     settings |= {
         "read_store": make_store_settings(store, Right.READ),
@@ -58,25 +60,25 @@ def make_worker_environment(read_spec: StoreSpec, write_spec: StoreSpec) -> dict
 
 
 def make_training_program(
-    plan: TrainingPlan, store: StoreSpec, repository: CodeRepository
+    shared: SharedWorkerSettings, store: StoreSpec, repository: CodeRepository
 ) -> tuple[Program, tuple[StorageGrant, ...]]:
     """Return the program of a campaign's machines, and its storage grants.
 
     Each machine writes its gradients, votes and checkpoint files below its own prefixes only.
     """
-    keys = CampaignKeys(plan.campaign)
+    keys = CampaignKeys(shared.campaign)
     program = Program(
         repo_url=repository.repo_url,
         repo_ref=repository.repo_ref,
         extras=repository.extras,
         image=repository.image,
         command=("millrace", "campaign", "worker", _SETTINGS_FILE),
-        files={_SETTINGS_FILE: render_worker_settings(plan, store, "{slot}")},
-        ports=(NODE_PORT,) if plan.prewarm_timeout else (),
+        files={_SETTINGS_FILE: render_worker_settings(shared, store, "{slot}")},
+        ports=(NODE_PORT,) if shared.prewarm_timeout else (),
     )
     read_prefixes = keys.list_read_prefixes()
-    if plan.dataset is not None:
-        read_prefixes.append(f"{plan.dataset}/")
+    if shared.dataset is not None:
+        read_prefixes.append(f"{shared.dataset}/")
     write_prefixes = keys.list_write_prefixes("{slot}")
     return program, (
         *(StorageGrant(prefix=prefix) for prefix in read_prefixes),
