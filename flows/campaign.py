@@ -43,7 +43,7 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     check_right(plan.bucket, Right.WRITE, plan.name)
     with campaigning.report_failure(campaign):
         with campaigns.hold_campaign_lease(campaign.write_store, plan.name):
-            run_stages(plan, campaign, campaign.training)
+            run_stages(plan, campaign)
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
     summary = campaigning.summarize_campaign(campaign, cleaned)
@@ -51,9 +51,9 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     return summary
 
 
-def run_stages(plan: CampaignPlan, campaign: Campaign, training: Training | None) -> None:
+def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     """Run all stages but the cleaning. Machines are rented last: waiting machines cost money."""
-    data, publish = plan.data, plan.publish
+    data, training, publish = plan.data, campaign.training, plan.publish
     if training is not None:
         campaigning.check_training(training, plan.find_initial_weights)
     if data is not None and data.source is not None:
