@@ -25,7 +25,7 @@ from tasks.renting import (
     search_offers,
     start_rental,
 )
-from tasks.reports import format_bold, format_markdown
+from tasks.reports import Markdown, format_bold, format_code, format_markdown
 
 
 def find_requested_rental(parameters: dict[str, Any]) -> RentalReference | None:
@@ -65,7 +65,10 @@ def rent_machines(
     rental = RentalSettings.make(name, require_ledger(bucket, vast), settings)
     if dry_run:
         return search_offers(rental)
-    return _report_machines(rental, start_rental(rental))
+    release = format_markdown(
+        "Release them with the flow `release-machines`; else they go at their deadline."
+    )
+    return _report_machines(rental, start_rental(rental), release)
 
 
 @flow(name="await-machines", flow_run_name="await-{rental.name}")
@@ -75,16 +78,34 @@ def await_machines(rental: RentalSupervisor) -> list[MachineStatus]:
     Args:
         rental: Handle of the rental.
     """
-    return _report_machines(rental.settings, await_rental(rental))
+    return _report_machines(
+        rental.settings, await_rental(rental), describe_campaign_release(rental.name)
+    )
 
 
-def _report_machines(settings: RentalSettings, dollars: float) -> list[MachineStatus]:
-    """Publish a report of the machines of a rental, and return them."""
+def describe_campaign_release(rental: str) -> Markdown:
+    """Return how the machines of a campaign are released, for a report."""
+    return format_markdown(
+        "The campaign releases them at the end of the training, and when it fails or is "
+        "cancelled. If one stays, run {}.",
+        format_code(f"millrace machine release {rental}"),
+    )
+
+
+def _report_machines(
+    settings: RentalSettings, dollars: float, release: Markdown
+) -> list[MachineStatus]:
+    """Publish a report of the machines of a rental, and return them.
+
+    Args:
+        settings: Settings of the rental.
+        dollars: Cost so far.
+        release: Sentences about the release of the machines.
+    """
     mine = [one for one in fetch_machines(settings.ledger) if one.rental == settings.name]
     headline = format_markdown(
-        "{}: {} run, ${:.2f} so far. Release them with `release-machines`; else they go at "
-        "their deadline.",
-        format_bold(settings.name), format_count(len(mine), "machine"), dollars,
+        "{}: {} run, ${:.2f} so far. {}",
+        format_bold(settings.name), format_count(len(mine), "machine"), dollars, release,
     )  # fmt: skip
     report_rentals(headline, mine, key="rent-machines")
     return mine

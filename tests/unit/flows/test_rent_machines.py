@@ -1,8 +1,8 @@
-"""Parameters that Prefect stores of a run that waits for machines."""
+"""A run that waits for the machines of a campaign."""
 
 from pydantic import SecretStr
 
-from flows.rent_machines import await_machines
+from flows.rent_machines import await_machines, describe_campaign_release
 from millrace.rentals import OfferRequest, Program, RentalSettings, RentalSupervisor, VastAccount
 from millrace.storage import StoreSpec
 
@@ -19,3 +19,9 @@ def test_a_rental_is_no_parameter_that_prefect_stores() -> None:
     assert await_machines.validate_parameters({"rental": rental}) == {"rental": rental}
     stored = await_machines.serialize_parameters({"rental": rental})
     assert stored == {"rental": "<RentalSupervisor>"}
+
+
+def test_a_campaign_names_the_command_that_releases_its_machines() -> None:
+    said = describe_campaign_release("small")
+    assert "`millrace machine release small`" in said
+    assert "release-machines" not in said
