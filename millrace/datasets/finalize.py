@@ -1,8 +1,7 @@
 """Finalize a dataset: make the manifest from the ledger after all partitions have ended."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import orjson
 
@@ -17,6 +16,8 @@ from millrace.datasets.progress_events import (
     ManifestCommitted,
     ManifestComputed,
 )
+from millrace.datasets.quarantine import QuarantineLimit
+from millrace.datasets.repair import LostShard, remake_shards
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -31,43 +32,32 @@ from millrace.schemas.dataset import (
 from millrace.storage import Store, list_objects, put
 
 
-class LostShard(NamedTuple):
-    """Committed shard that is missing from the store or has another size.
-
-    Attributes:
-        entry: Commit of the shard.
-        reason: Short text about the difference.
-    """
-
-    entry: ShardCommit
-    reason: str
-
-
 def finalize_dataset(
     store: Store,
     keys: DatasetKeys,
     plan: DatasetPlan,
-    progress: Progress,
     *,
-    check: Callable[[Iterable[ShardCommit]], None] = lambda _: None,
-    remake: Callable[[Iterable[LostShard]], None],
+    source_store: Store,
+    limit: QuarantineLimit,
+    progress: Progress,
 ) -> Manifest:
     """Write the digests of all blocks and the index of WebDataset's readers, commit the manifest.
 
     A run that removes a replaced plan may be suspended meanwhile. Then that run may delete shards
     that were committed afterwards. So this function lists the shards once, and compares them with
-    the ledger.
+    the ledger. It makes lost shards again.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
         plan: Plan of the dataset.
+        source_store: Store of the source. It is read only if the store lacks committed shards.
+        limit: Limit on the quarantined rows, which is enforced before the first write.
         progress: Called at each boundary.
-        check: Function that checks the ledger before the first write. An error prevents the commit.
-        remake: Function that makes lost shards again. Called only if the store lacks committed
-            shards.
 
     Raises:
+        QuarantineError: More rows were quarantined than allowed, or there are no samples.
+        ChangedError: A shard is lost, and the source no longer gives the same bytes.
         ConflictError: The ledger has gaps, or another manifest was committed.
         CorruptError: The digests of blocks in a commit do not fit the shard.
     """
@@ -80,10 +70,10 @@ def finalize_dataset(
         ends = list(pool.map(read_end, plan.partitions))
     check_plan_digest([*entries, *ends], compute_plan_digest(plan))
     _check_ledger(entries, ends)
-    check(entries)
+    limit.check(entries)
     _check_still_pinned(store, keys, plan)
     if lost := find_lost_shards(store, keys, entries):
-        remake(lost)
+        remake_shards(store, plan, source_store, lost, progress=progress)
     manifest = _make_manifest(keys, plan, entries)
     progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
     commits = {entry.key: entry for entry in entries if entry.key is not None}

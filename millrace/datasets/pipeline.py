@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from millrace import errors, settings
@@ -14,7 +13,6 @@ from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
-from millrace.datasets.repair import remake_shards
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
@@ -193,8 +191,9 @@ def shard_dataset(
             lease_timeout=config.execution.lease_timeout,
             progress=limit.wrap_progress(counter),
         )
-        remake = partial(remake_shards, store, plan, source, progress=progress)
-        manifest = finalize_dataset(store, keys, plan, progress, check=limit.check, remake=remake)
+        manifest = finalize_dataset(
+            store, keys, plan, source_store=source, limit=limit, progress=progress
+        )
     return ShardReport(
         url=store.make_url(config.dataset),
         manifest_key=keys.manifest,

@@ -3,11 +3,11 @@
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
-from millrace.datasets.finalize import LostShard
 from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
@@ -20,6 +20,18 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
 from millrace.storage import Store, create, describe_difference, open_store, put
+
+
+class LostShard(NamedTuple):
+    """Committed shard that is missing from the store or has another size.
+
+    Attributes:
+        entry: Commit of the shard.
+        reason: Short text about the difference.
+    """
+
+    entry: ShardCommit
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
