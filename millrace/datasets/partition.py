@@ -82,7 +82,7 @@ def shard_partition(
     with _ShardUploader(
         store, keys, partition, layout, plan_digest, number, uploads, progress
     ) as uploader:
-        pending = uploader.wait_for_encoder(cursor)
+        pending = uploader.begin_commit(cursor)
         rows = iter(source.iterate_rows(partition.source_range, cursor))
         for row in rows:
             pending = _add_row(pending, row, layout, uploader)
@@ -208,8 +208,12 @@ class _ShardUploader:
         if error is None:
             self._raise_fault()
 
-    def wait_for_encoder(self, cursor: int) -> _PendingCommit:
-        """Wait for a free encoder, and return a new pending commit with the encoder."""
+    def begin_commit(self, cursor: int) -> _PendingCommit:
+        """Begin the next commit with a free encoder; wait until an encoder is free.
+
+        Args:
+            cursor: Cursor of the first row of the commit.
+        """
         encoder = self._free_encoders.get()
         self._raise_fault()
         self.cursor = cursor
@@ -226,7 +230,7 @@ class _ShardUploader:
         committed = self._submit(pending)
         if large:
             committed.result()
-        return self.wait_for_encoder(pending.next_cursor)
+        return self.begin_commit(pending.next_cursor)
 
     def finish(self, pending: _PendingCommit) -> None:
         """Start the upload of the last commit, unless the commit has no rows."""
@@ -310,7 +314,7 @@ class _ShardUploader:
             try:
                 pending.encoder.reset()
             finally:
-                # Without this encoder, `wait_for_encoder` could wait for ever.
+                # Without this encoder, `begin_commit` could wait for ever.
                 self._free_encoders.put(pending.encoder)
 
     def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
     Attributes:
         key: Name of the sample, unique in the dataset.
-        fields: Parts by their extensions (``txt``, ``json``), in the order of writing.
+        fields: Parts by their extensions (``txt``, ``json``). Formats sort them by extension.
         next_cursor: Cursor after the sample.
     """
 

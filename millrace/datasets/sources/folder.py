@@ -37,7 +37,7 @@ _SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 
 
 class SampleFiles(NamedTuple):
-    """The files of one sample, in the order in which they are written.
+    """The files of one sample, sorted by their extensions.
 
     Attributes:
         key: Key of the sample.
