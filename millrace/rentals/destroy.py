@@ -13,7 +13,15 @@ from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import Store
 
 LISTING_LAG = 180.0
-"""Seconds in which a listing may lack the machine of a create request without an answer."""
+"""Seconds in which a listing may lack the machine of a create request without an answer.
+
+The owner measures them from its request on.
+"""
+LEDGER_LISTING_LAG = timedelta(minutes=10)
+"""Listing lag of an attempt of another process, from the time of its intent.
+
+The intent was written before the request, by another clock. So this lag is longer.
+"""
 _DESTROY_TIMEOUT = timedelta(minutes=15)
 
 
@@ -71,9 +79,10 @@ def destroy_machines(
         except errors.MillraceError as error:
             last_error = errors.format_error(error)
         is_past_lag = clock.monotonic() - started >= LISTING_LAG
-        for label in _find_destroyed(
-            vast, remaining, accepted, listed, remaining if is_past_lag else past_listing_lag
-        ):
+        past = remaining if is_past_lag else past_listing_lag
+        if listed is not None:
+            _destroy_listed(vast, remaining, listed)
+        for label in _find_gone(remaining, accepted, listed, past):
             del remaining[label]
             try:
                 on_destroyed(label)
@@ -91,18 +100,23 @@ def destroy_machines(
         raise callback_error
 
 
-def _find_destroyed(
-    vast: VastClient,
+def _destroy_listed(
+    vast: VastClient, remaining: Mapping[str, int | None], listed: Mapping[str, int]
+) -> None:
+    """Send a destroy request for each remaining machine that is listed."""
+    for label in listed.keys() & remaining.keys():
+        _try_destroy(vast, listed[label])
+
+
+def _find_gone(
     remaining: Mapping[str, int | None],
     accepted: set[str],
     listed: Mapping[str, int] | None,
     past_listing_lag: Collection[str],
 ) -> list[str]:
-    """Return the labels whose machines are gone. Destroy each listed machine again."""
+    """Return the labels whose machines are gone, by a listing; none without a listing."""
     if listed is None:
         return []
-    for label in listed.keys() & remaining.keys():
-        _try_destroy(vast, listed[label])
     return [
         label
         for label, number in remaining.items()

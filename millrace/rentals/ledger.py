@@ -15,9 +15,6 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
 
-MIN_LISTED_AGE = timedelta(minutes=10)
-"""Age of an attempt from which a listing shows its machine; a younger one may be missing."""
-
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
 _SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
 

@@ -11,10 +11,9 @@ from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
 from millrace.lease import Census, HeldLease, Holder, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.rentals.clock import SystemClock
-from millrace.rentals.destroy import destroy_machines, record_release
+from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.labels import Label, is_ours
 from millrace.rentals.ledger import (
-    MIN_LISTED_AGE,
     Attempt,
     ensure_installation,
     find_attempt,
@@ -247,7 +246,7 @@ def _close_lost_attempts(
     now = vast.clock.now()
     closed = 0
     for rental, attempt in attempts:
-        if now - attempt.intent.started_at <= MIN_LISTED_AGE:
+        if now - attempt.intent.started_at <= LEDGER_LISTING_LAG:
             continue
         if attempt.find_instance(instances) is None and not owners.find_owner(rental):
             message = "the owner was lost, and the provider does not list the machine"

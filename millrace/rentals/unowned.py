@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from millrace import errors
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Progress, ignore_event
-from millrace.rentals.destroy import destroy_machines, record_release
-from millrace.rentals.ledger import MIN_LISTED_AGE, list_attempts, refuse_foreign_machines
+from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.ledger import list_attempts, refuse_foreign_machines
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
@@ -87,7 +87,9 @@ def release_rental(
 
         now = vast.clock.now()
         past_listing_lag = [
-            label for label, one in by_label.items() if now - one.intent.started_at > MIN_LISTED_AGE
+            label
+            for label, one in by_label.items()
+            if now - one.intent.started_at > LEDGER_LISTING_LAG
         ]
         numbers = {label: one.instance_id for label, one in by_label.items()}
         destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
