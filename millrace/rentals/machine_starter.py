@@ -194,22 +194,15 @@ class MachineStarter:
         try:
             environment = self._prepare_environment(machine.attempt)
         except errors.MillraceError as error:  # no request was sent
-            self._releaser.record(
-                ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)),
-                cost=0.0,
-            )
+            self._close_never_rented(machine, errors.format_error(error))
             raise
         try:
             created = self._create_instance(machine.attempt, offer, environment)
         except (errors.BudgetError, errors.ConfigurationError, errors.DeniedError) as error:
-            decision = ReleaseDecision(
-                machine, ReleaseReason.NEVER_RENTED, errors.format_error(error)
-            )
-            self._releaser.release([decision], ignore_listing_lag=True)
+            self._close_never_rented(machine, errors.format_error(error), may_exist=True)
             raise
         except errors.NotFoundError:
-            decision = ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "the offer was gone")
-            self._releaser.record(decision, cost=0.0)
+            self._close_never_rented(machine, "the offer was gone")
             return False
         except errors.UnavailableError:
             # The machine may exist. A second create could rent another; each poll searches for it.
@@ -223,6 +216,22 @@ class MachineStarter:
             return False
         self.adopt_machine(machine, created.instance_id)
         return True
+
+    def _close_never_rented(
+        self, machine: Machine, message: str, *, may_exist: bool = False
+    ) -> None:
+        """Record that an attempt rented no machine, and free its slot.
+
+        Args:
+            machine: Machine of the attempt.
+            message: Reason, for the record.
+            may_exist: Whether a listing must lack the machine first. A listed machine is destroyed.
+        """
+        decision = ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, message)
+        if may_exist:
+            self._releaser.release([decision], ignore_listing_lag=True)
+        else:
+            self._releaser.record(decision, cost=0.0)
 
     def _commit_intent(self, slot: int, offer: Offer) -> Attempt:
         """Record the intent to rent a machine, before the create request.
