@@ -1,5 +1,6 @@
 """Keys of a campaign's objects."""
 
+import re
 from dataclasses import dataclass
 
 from millrace.keys.gradients import GATHERS
@@ -9,6 +10,10 @@ from millrace.keys.rentals import RentalKeys
 
 _CAMPAIGN = "campaign"
 _PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
+CAMPAIGN_WORKER_KEY = re.compile(
+    rf"(?:(?P<run>run)|model/(?:lease/)?{MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
+)
+"""Rest of a key after the name of a campaign, below the prefix of any worker."""
 
 
 @dataclass(frozen=True, slots=True)

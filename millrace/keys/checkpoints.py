@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 from millrace.digest import Algorithm, get_hex
 from millrace.errors import ConfigurationError
-from millrace.keys.names import RESERVED_FOLDERS, check_name
+from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 CHECKPOINTS = "checkpoints"
 """Folder of a job's checkpoints."""
 RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
 """Folders that no part of a job's name may equal."""
+CHECKPOINT_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
+)
+"""Key of an object of any checkpoint, by which `classify_key` recognises it."""
 _BLOCK_LISTS = "block_digests"
 
 

@@ -4,9 +4,16 @@ import re
 from dataclasses import dataclass
 
 from millrace.digest import Algorithm, get_hex
+from millrace.keys.leases import MEMBERS
 from millrace.keys.members import make_member_prefix
+from millrace.keys.names import NAME_PATTERN
 
 COOLDOWNS = "cooldowns"
+MEMBER_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{MEMBERS}/(?P<uid>[^/]+)/{COOLDOWNS}/[0-9]{{6,}}/"
+    r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
+)
+"""Key of an object that any member writes, by which `classify_key` recognises it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
-from millrace.keys.names import RESERVED_FOLDERS, check_name
+from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
+DATASET_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
+)
+"""Key of an object of any dataset, by which `classify_key` recognises it."""
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 

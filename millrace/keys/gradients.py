@@ -6,11 +6,25 @@ from dataclasses import dataclass
 from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
 from millrace.keys.checkpoints import RESERVED_IN_JOBS
-from millrace.keys.names import check_name
+from millrace.keys.names import NAME_PATTERN, check_name
 
 GATHERS = "gathers"
 RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
 """Folders of a run or a job. No worker may have such a name."""
+WORKER_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
+    r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
+)
+"""Key of an object of any worker, by which `classify_key` recognises it."""
+CHAIN_KEY = re.compile(
+    rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
+    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,})\.json"
+    r"|windows/(?P<opening>[0-9]{9,})\.json)"
+)
+"""Key of an object of any chain, by which `classify_key` recognises it.
+
+Earlier versions wrote updates as ``.npz``.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,16 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from millrace.keys.campaigns import CampaignKeys, parse_campaign
-from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
+from millrace.keys.campaigns import CAMPAIGN_WORKER_KEY, CampaignKeys, parse_campaign
+from millrace.keys.checkpoints import CHECKPOINT_KEY, CheckpointKeys
 from millrace.keys.cleanup import CLEANING
-from millrace.keys.cooldowns import COOLDOWNS
-from millrace.keys.datasets import DatasetKeys
-from millrace.keys.gradients import GATHERS, RESERVED_WORKERS, ChainKeys
+from millrace.keys.cooldowns import COOLDOWNS, MEMBER_KEY
+from millrace.keys.datasets import DATASET_KEY, DatasetKeys
+from millrace.keys.gradients import CHAIN_KEY, RESERVED_WORKERS, WORKER_KEY, ChainKeys
 from millrace.keys.leases import MEMBERS, make_lease_prefix
 from millrace.keys.members import make_member_prefix
 from millrace.keys.names import NAME_PATTERN, is_too_deep, is_valid_name
-from millrace.keys.rentals import MACHINES, RENTALS, RentalKeys
+from millrace.keys.rentals import MACHINE_KEY, MACHINES, RENTALS, RentalKeys
 
 
 class ObjectKind(StrEnum):
@@ -57,60 +57,23 @@ class ClassifiedKey:
         return self.scope
 
 
-_WORKER_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
-    r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
-)
-
-
-_CHAIN_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
-    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,})\.json"
-    r"|windows/(?P<opening>[0-9]{9,})\.json)"
-)
-
-
-_CHECKPOINT_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
-)
-
-
-_DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
-    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
-)
-
-
-_MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
+# These two kinds have objects of several domains.
 _TEMPORARY_KEY = re.compile(
     rf"(?:(?P<scope>{NAME_PATTERN})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
     rf"|lease/clock/[0-9a-f]{{16}})|{CLEANING}/(?:lease/clock/[0-9a-f]{{16}}"
     r"|[0-9]{8}T[0-9]{6}-[0-9a-f]{8}/(?:plan\.jsonl|outcome\.json))"
 )
-
-
 _RECORD_KEY = re.compile(
     rf"(?P<scope>(?:{RENTALS}/)?{NAME_PATTERN})/(?:lease/.+\.(?:json|beat|end)"
     rf"|epochs/[0-9]{{6,}}\.json|{COOLDOWNS}/[0-9]{{6,}}/.+)"
 )
 
 
-_MEMBER_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/{MEMBERS}/(?P<uid>[^/]+)/{COOLDOWNS}/[0-9]{{6,}}/"
-    r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
-)
-
-
 _KIND_PATTERNS = (
-    (ObjectKind.CHECKPOINT, _CHECKPOINT_KEY),
-    (ObjectKind.DATASET, _DATASET_KEY),
+    (ObjectKind.CHECKPOINT, CHECKPOINT_KEY),
+    (ObjectKind.DATASET, DATASET_KEY),
     (ObjectKind.TEMPORARY, _TEMPORARY_KEY),
     (ObjectKind.RECORD, _RECORD_KEY),
-)
-
-
-_CAMPAIGN_KEY = re.compile(
-    rf"(?:(?P<run>run)|model/(?:lease/)?{MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
 )
 
 
@@ -156,7 +119,9 @@ class WorkerPrefixes:
         while end >= 0:
             if owner := self._owners.get(key[: end + 1]):
                 return owner
-            match = _CAMPAIGN_KEY.match(key, end + 1) if key[:end] in self._campaigns else None
+            match = (
+                CAMPAIGN_WORKER_KEY.match(key, end + 1) if key[:end] in self._campaigns else None
+            )
             if match:
                 keys = CampaignKeys(key[:end])
                 return ClassifiedKey(
@@ -187,10 +152,10 @@ def _classify(key: str) -> ClassifiedKey | None:
         return _classify_worker_key(key)
     if key.startswith(f"{MACHINES}/"):
         return _classify_machine_key(key)
-    if (match := _MEMBER_KEY.fullmatch(key)) and not is_too_deep(match["scope"]):
+    if (match := MEMBER_KEY.fullmatch(key)) and not is_too_deep(match["scope"]):
         kind = ObjectKind.RECORD if match["record"] else ObjectKind.TEMPORARY
         return ClassifiedKey(kind, match["scope"], worker=match["uid"])
-    match = _CHAIN_KEY.fullmatch(key)
+    match = CHAIN_KEY.fullmatch(key)
     if match and is_valid_name(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
         kind, number = (
             (ObjectKind.UPDATE, match["step"])
@@ -214,14 +179,14 @@ def _classify(key: str) -> ClassifiedKey | None:
 
 
 def _classify_machine_key(key: str) -> ClassifiedKey | None:
-    machine = _MACHINE_KEY.fullmatch(key)
+    machine = MACHINE_KEY.fullmatch(key)
     if machine is None or not is_valid_name(RentalKeys, machine["rental"]):
         return None
     return ClassifiedKey(ObjectKind.TEMPORARY, RentalKeys(machine["rental"]).scope)
 
 
 def _classify_worker_key(key: str) -> ClassifiedKey | None:
-    match = _WORKER_KEY.fullmatch(key)
+    match = WORKER_KEY.fullmatch(key)
     if match is None or match["uid"] in RESERVED_WORKERS or is_too_deep(match["scope"]):
         return None
     kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from millrace.errors import ConfigurationError
 from millrace.keys.leases import LeaseKeys
-from millrace.keys.names import RESERVED_FOLDERS, check_name, is_valid_name
+from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name, is_valid_name
 
 RENTALS = "_rentals"
 """Folder of the owner's records on rented machines. No rented machine may write there."""
 MACHINES = "_machines"
 """Folder of the reports that rented machines write about themselves."""
+MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
+"""Key of a report of any machine, by which `classify_key` recognises it."""
 INSTALLATION = f"{RENTALS}/installation.json"
 """Key of the name of this installation, which tells its machines from others of the account."""
 
