@@ -15,7 +15,6 @@ workers merged by the plain mean (``clean``). ``plain mean`` is the mean without
 norms, as a warning.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import Results, show
+from benchmarks.common import Results, options, show
 from benchmarks.corpus import text
 from benchmarks.losses import draw
 from millrace.gradients import (
@@ -209,14 +208,7 @@ def _no_numbers(change: torch.Tensor) -> bytes:
 
 def main() -> int:
     """Learn with every lie and rule, print the table, write the rows and the picture if asked."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.byzantine", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="few windows, one lie")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG")
-    asked = parser.parse_args()
+    asked = options("byzantine", __doc__, plot=True)
     windows, lies = (5, ["flipped"]) if asked.quick else (100, list(LIES))
     torch.set_num_threads(1)
     results = Results("byzantine")
@@ -237,8 +229,7 @@ def main() -> int:
                 print(*lines[-1], flush=True)
     print(f"\nall honest: {clean[0]:.3f} to {clean[-1]:.3f} in {windows} windows\n")
     show(["faulty", "how", "rule", "loss", "over clean"], lines)
-    if asked.json:
-        results.save(asked.json)
+    results.save(asked.file)
     if asked.plot:
         draw(curves, asked.plot, f"windows of {WORKERS} workers, 3 of whom flip and multiply")
     return 0

@@ -388,8 +388,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("checkpoints", __doc__.splitlines()[0])
+    asked = options("checkpoints", __doc__)
     results = Results("checkpoints")
     size, repeats = (128 * MIB, 1) if asked.quick else (1024 * MIB, 3)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
@@ -430,8 +429,7 @@ def main() -> int:
             }
             run_place(results, place | remote, repeats=repeats)
     report(results)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 

@@ -56,7 +56,7 @@ MILLION = 1_000_000
 
 
 def main() -> int:
-    asked = options("cleanup", "Clean a bucket.")
+    asked = options("cleanup", __doc__)
     objects, repeats = (2_000, 1) if asked.quick else (20_000, 3)
     results = Results("cleanup")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
@@ -66,8 +66,7 @@ def main() -> int:
                     one_run(rgw, f"bench-{system}-{repeat}", system, objects, results)
         memory(results, MILLION // 10 if asked.quick else MILLION)
     table(results)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 

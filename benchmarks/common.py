@@ -184,8 +184,10 @@ class Results:
         )
         return median(a / b for a, b in pairs)
 
-    def save(self, path: Path) -> None:
-        """Write the rows as JSON."""
+    def save(self, path: Path | None) -> None:
+        """Write the rows as JSON. Without a path, nothing is written."""
+        if path is None:
+            return
         rows = [{**asdict(row), "value": round(row.value, 4)} for row in self.rows()]
         body = {"name": self.name, "machine": machine(), "rows": rows}
         path.write_text(json.dumps(body, indent=1) + "\n")
@@ -223,30 +225,44 @@ class Options:
         file: Where the JSON rows go.
         device: Where tensors are.
         only: The parts to run.
+        plot: Where the picture goes.
     """
 
     quick: bool
     file: Path | None
     device: str = "cpu"
     only: Sequence[str] = ()
+    plot: Path | None = None
 
 
 def options(
-    name: str, description: str, *, device: bool = False, parts: Sequence[str] = ()
+    name: str,
+    description: str | None,
+    *,
+    device: bool = False,
+    plot: bool = False,
+    parts: Sequence[str] = (),
 ) -> Options:
     """Read the command line of a benchmark.
 
     Args:
         name: Of the benchmark.
-        description: In a line.
+        description: Docstring of its module, whose first line is shown.
         device: It can put its tensors elsewhere than on the processor.
+        plot: It can draw its losses.
         parts: Names of its parts, of which some can be chosen.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=(description or "").partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="less data, one run of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     if device:
         parser.add_argument("--device", default="cpu", help="where tensors are, such as cuda")
+    if plot:
+        parser.add_argument(
+            "--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG"
+        )
     if parts:
         parser.add_argument(
             "--only",
@@ -262,4 +278,5 @@ def options(
         parsed.json,
         parsed.device if device else "cpu",
         parsed.only if parts else (),
+        parsed.plot if plot else None,
     )

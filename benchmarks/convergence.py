@@ -10,7 +10,6 @@ has seen, at the end; ``times_smaller`` the bytes of all whole changes over thos
 listed from the store.
 """
 
-import argparse
 import math
 import multiprocessing
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import Results, show
+from benchmarks.common import Results, options, show
 from benchmarks.corpus import text
 from benchmarks.losses import draw
 from millrace.gradients import (
@@ -173,14 +172,7 @@ def compressed(
 
 def main() -> int:
     """Train both ways, print the table, and write the rows and the picture if asked."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="few windows, one seed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG")
-    asked = parser.parse_args()
+    asked = options("convergence", __doc__, plot=True)
     windows, seeds = (4, 1) if asked.quick else (200, 3)
     results = Results("convergence")
     curves: dict[str, list[list[float]]] = {"whole changes": [], "1/100 of them": []}
@@ -203,8 +195,7 @@ def main() -> int:
     ends = (results.values["training", system, "loss"] for system in ("millrace", "dense"))
     worst = max(small / whole for small, whole in zip(*ends, strict=True))
     print(f"\nLoss over that of whole changes: {ratio:.4f} in the median, {worst:.4f} at worst.")
-    if asked.json:
-        results.save(asked.json)
+    results.save(asked.file)
     if asked.plot:
         what = f"windows of {SETTINGS.steps} steps of {WORKERS} workers"
         draw(curves, asked.plot, what)

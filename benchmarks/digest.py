@@ -265,8 +265,7 @@ def has_sha_instructions() -> bool:
 
 def main() -> int:
     """Measure, print the tables, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("digest", __doc__.splitlines()[0])
+    asked = options("digest", __doc__)
     results = Results("digest")
     print(f"SHA-256 by instructions of the processor: {'yes' if has_sha_instructions() else 'no'}")
     run_speeds(results, size=(16 if asked.quick else 128) * MIB, repeats=2 if asked.quick else 7)
@@ -280,8 +279,7 @@ def main() -> int:
                 Bench(results, folder, rgw, r2).run(size=size, repeats=repeats)
     compute_paths(results)
     report(results)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 

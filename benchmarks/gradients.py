@@ -362,16 +362,14 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("gradients", __doc__.splitlines()[0], device=True)
+    asked = options("gradients", __doc__, device=True)
     bench = Bench(asked.quick, asked.device)
     bench.sizes()
     bench.speeds()
     bench.merges()
     bench.updates()
     report(bench.results)
-    if asked.file:
-        bench.results.save(asked.file)
+    bench.results.save(asked.file)
     return 0
 
 

@@ -193,8 +193,7 @@ def fit_exponent(costs: dict[int, float]) -> float:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("growth", __doc__.splitlines()[0], parts=list(KINDS))
+    asked = options("growth", __doc__, parts=list(KINDS))
     results, lines = Results("growth"), list[list[str]]()
     factors, repeats = ((1, 3, 10), 1) if asked.quick else ((1, 10, 100), 3)
     for name in asked.only:
@@ -211,8 +210,7 @@ def main() -> int:
         cells = [f"{size:,}: {cost:.3g}" for size, cost in costs.items()]
         lines.append([name, *cells, f"{exponent:.2f}", f"{GOAL}"])
     show(["kind", *["size: CPU s"] * len(factors), "exponent", "goal"], lines)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 

@@ -308,8 +308,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("prefect", __doc__.splitlines()[0])
+    asked = options("prefect", __doc__)
     results, programs = Results("prefect"), find_programs()
     if programs is None:
         print("PostgreSQL is not installed (Debian: postgresql), so only SQLite is measured.")
@@ -327,8 +326,7 @@ def main() -> int:
                             bench.run(system, shards)
     add_overhead(results)
     report(results)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 

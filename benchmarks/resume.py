@@ -178,8 +178,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("resume", __doc__.splitlines()[0])
+    asked = options("resume", __doc__)
     bench = Bench(quick=asked.quick)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
@@ -189,8 +188,7 @@ def main() -> int:
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
             bench.run(rgw_place(rgw, source), rows)
     report(bench.results)
-    if asked.file:
-        bench.results.save(asked.file)
+    bench.results.save(asked.file)
     return 0
 
 

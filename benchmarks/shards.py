@@ -374,8 +374,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("shards", __doc__.splitlines()[0])
+    asked = options("shards", __doc__)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
@@ -386,8 +385,7 @@ def main() -> int:
                 bench.run(work)
     bench.results.add("stated bound", "millrace", "shard_buffers_MB", STATED / 1e6)
     report(bench.results)
-    if asked.file:
-        bench.results.save(asked.file)
+    bench.results.save(asked.file)
     return 0
 
 

@@ -350,14 +350,12 @@ PARTS: dict[str, Callable[..., None]] = {
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    assert __doc__ is not None
-    asked = options("swarm", __doc__.splitlines()[0], parts=list(PARTS))
+    asked = options("swarm", __doc__, parts=list(PARTS))
     results = Results("swarm")
     for part in asked.only:
         PARTS[part](results, quick=asked.quick)
     report(results)
-    if asked.file:
-        results.save(asked.file)
+    results.save(asked.file)
     return 0
 
 
