@@ -247,13 +247,13 @@ def options(
 
     Args:
         name: Of the benchmark.
-        description: Docstring of its module, whose first line is shown.
+        description: Docstring of its module, whose first paragraph is shown.
         device: It can put its tensors elsewhere than on the processor.
         plot: It can draw its losses.
         parts: Names of its parts, of which some can be chosen.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=(description or "").partition("\n")[0]
+        prog=f"python -m benchmarks.{name}", description=(description or "").partition("\n\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="less data, one run of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
