@@ -141,13 +141,13 @@ class Assembler:
         """Tell whether the node has a piece."""
         return self._arrivals.has(number)
 
-    def write(self, number: int, data: memoryview, parts: list[bytes]) -> bool:
+    def write(self, number: int, data: memoryview, block_digests: list[bytes]) -> bool:
         """Write a piece; return False if it is written already, or by another thread just now.
 
         Args:
             number: Piece.
             data: Bytes of the piece.
-            parts: Block digests of each of its segments.
+            block_digests: Block digests of each of its segments.
         """
         arrivals = self._arrivals
         if not arrivals.begin_write(number):
@@ -159,11 +159,11 @@ class Assembler:
             arrivals.cancel_write(number)
             raise
         with arrivals.changed:
-            complete = arrivals.end_write(number, parts)
+            complete = arrivals.end_write(number, block_digests)
             self._partials.note_segments(
                 [
-                    (state, (start, size), part)
-                    for (state, start, size), part in zip(piece, parts, strict=True)
+                    (state, (start, size), digests)
+                    for (state, start, size), digests in zip(piece, block_digests, strict=True)
                 ]
             )
         if complete:

@@ -182,15 +182,15 @@ def hash_file_segments(
 
 def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]]:
     """Return the digest of a file, as for `File.digest`, and the block digests of its segments."""
-    parts: list[bytes] = []
+    block_digests: list[bytes] = []
     whole = None if can_combine(file, piece_size) else make_hasher(file.algorithm)
     with path.open("rb", buffering=0) as opened:
         while segment := opened.read(piece_size):
             if whole is not None:
                 whole.update(segment)
-            parts.append(hash_blocks(segment))
-    parts = parts or [hash_blocks(b"")]
-    return whole.compute() if whole else combine_blocks(b"".join(parts)), parts
+            block_digests.append(hash_blocks(segment))
+    block_digests = block_digests or [hash_blocks(b"")]
+    return whole.compute() if whole else combine_blocks(b"".join(block_digests)), block_digests
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:

@@ -39,7 +39,7 @@ class File:
     """One object of the store, and its destination on every node.
 
     Attributes:
-        path: Destination below the root, with ``/`` between its parts.
+        path: Destination below the root, with ``/`` between its components.
         size: Bytes of the object.
         etag: ETag of the object.
         origin: URL of the object, without credentials.
@@ -167,15 +167,22 @@ def check_relative_path(path: str) -> str:
         ConfigurationError: The path is absolute, is no path, leads out of the root, or is reserved
             for records of the node.
     """
-    parts = path.split("/")
-    if not path or path.startswith("/") or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
+    components = path.split("/")
+    if (
+        not path
+        or path.startswith("/")
+        or not {"", ".", ".."}.isdisjoint(components)
+        or "\0" in path
+    ):
         raise ConfigurationError(
             f"{path!r} cannot be a destination: it must name a file below the root, without "
-            "empty parts, . and .. in it. Rename the object, or request it by its own key."
+            "empty components, . and .. in it. Rename the object, or request it by its own key."
         )
-    if any(len(part.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for part in parts):
-        raise ConfigurationError(f"{path!r} has a part that is longer than {_LONGEST_NAME} bytes.")
-    if _fold_case(parts[0]) == RECORDS_FOLDER or any(map(is_unfinished, parts)):
+    if any(len(name.encode("utf-8", "surrogateescape")) > _LONGEST_NAME for name in components):
+        raise ConfigurationError(
+            f"{path!r} has a component that is longer than {_LONGEST_NAME} bytes."
+        )
+    if _fold_case(components[0]) == RECORDS_FOLDER or any(map(is_unfinished, components)):
         raise ConfigurationError(
             f"{path!r} cannot be a destination: a node keeps its own records under that name. Give "
             "the object another destination, or request the other objects without it."
@@ -228,12 +235,12 @@ def _cut_pieces(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
         yield tuple(shared)
 
 
-def combine_digests(parts: Sequence[bytes]) -> str:
+def combine_digests(block_digests: Sequence[bytes]) -> str:
     """Combine the block digests of segments (`hash_blocks`) into one digest.
 
     The digest of a single segment is that of its bytes.
     """
-    return combine_segments([combine_blocks(part) for part in parts])
+    return combine_segments([combine_blocks(digests) for digests in block_digests])
 
 
 def combine_segments(digests: Sequence[str]) -> str:

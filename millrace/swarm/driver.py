@@ -44,7 +44,7 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
 
     Raises:
         NotFoundError: A requested object does not exist.
-        ChangedError: An object was replaced during the run. No node has a file with parts of both.
+        ChangedError: An object was replaced during the run. No node has a file with bytes of both.
         CorruptError: The bytes of an object do not have its digest, also when they are read again.
         UnavailableError, DeniedError: The store kept failing or refusing for longer than
             ``store_timeout``.

@@ -123,12 +123,12 @@ class PieceFetcher:
 
     def _write(self, order: FetchPiece, data: memoryview) -> None:
         number, source = order.piece, order.source
-        parts = hash_segments(self._catalogue.pieces[number], data)
-        digest = combine_digests(parts)
+        block_digests = hash_segments(self._catalogue.pieces[number], data)
+        digest = combine_digests(block_digests)
         if order.digest and digest != order.digest:
             self._emit(PieceFailed(number, source, "wrong bytes", is_wrong=True))
             return
-        if self._assembler.write(number, data, parts):
+        if self._assembler.write(number, data, block_digests):
             self._emit(PieceWritten(number, source, digest, len(data)))
         else:  # another source was faster, and may have sent other bytes
             self._emit(PieceRedundant(number, source, len(data)))

@@ -223,8 +223,8 @@ def _hash_range(opened: FileIO, span: Range) -> bytes:
 
 def _is_ours(path: str) -> bool:
     """Tell whether a path is below the root, and has the form of a partial file's name."""
-    parts = path.split("/")
-    return {"", ".", ".."}.isdisjoint(parts) and is_unfinished(parts[-1])
+    components = path.split("/")
+    return {"", ".", ".."}.isdisjoint(components) and is_unfinished(components[-1])
 
 
 def _format_row(row: list[Any]) -> str:

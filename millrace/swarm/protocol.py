@@ -226,8 +226,8 @@ class Endpoint:
 
 @lru_cache(maxsize=64)  # the signed URLs of a run have one or a few of them
 def _parse_origin(origin: str) -> Endpoint:
-    parts = urlsplit(origin)
-    return Endpoint(parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme])
+    url = urlsplit(origin)
+    return Endpoint(url.scheme, url.hostname or "", url.port or _PORTS[url.scheme])
 
 
 class ConnectionPool:

@@ -131,8 +131,8 @@ class Run:
     def _report_fault(self, error: BaseException) -> None:
         self._events.append(NodeFailed(describe_error(error)))
 
-    def _report_mismatch(self, number: int, parts: str) -> None:
-        self._events.append(DigestMismatch(number, parts))
+    def _report_mismatch(self, number: int, combined: str) -> None:
+        self._events.append(DigestMismatch(number, combined))
 
     def _report_finished(self, numbers: list[int]) -> None:
         """Report files with final names. An archive is reported once it is unpacked."""

@@ -183,13 +183,13 @@ class Host(_Settings):
     def _normalise_url(cls, value: str) -> str:
         """Return the URL in a canonical form, so that equal addresses are equal texts."""
         try:
-            parts = urlsplit(value)
-            port = parts.port or 80
+            url = urlsplit(value)
+            port = url.port or 80
         except ValueError as error:
             raise ValueError(f"{value!r} is no agent's address: {error}") from None
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+        if url.scheme != "http" or not url.hostname or url.path.strip("/") or url.query:
             raise ValueError(f"{value!r} is no agent's address: write http://host:port")
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
         return f"http://{host}:{port}"
 
 

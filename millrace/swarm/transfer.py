@@ -66,23 +66,23 @@ class StoreReader:
         ends = [0]
         for segment in segments:
             ends.append(ends[-1] + segment.size)
-        parts = [into[a:b] for a, b in pairwise(ends)]
+        buffers = [into[a:b] for a, b in pairwise(ends)]
         if len(segments) == 1:
-            self._read_segment(segments[0], parts[0])
+            self._read_segment(segments[0], buffers[0])
         else:
-            self._read_segments(segments, parts)
+            self._read_segments(segments, buffers)
 
     def close(self) -> None:
         """Start no further reads."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read_segments(self, segments: Sequence[Segment], parts: Sequence[memoryview]) -> None:
+    def _read_segments(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
         """Read segments in several threads.
 
         After an error, wait for all threads, since the buffer is used again for another piece.
         """
-        waiting = deque(zip(segments, parts, strict=True))
+        waiting = deque(zip(segments, buffers, strict=True))
 
         def take() -> tuple[Segment, memoryview] | None:
             try:

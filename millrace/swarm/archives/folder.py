@@ -68,65 +68,65 @@ class Tree:
 
     def add_folder(self, name: bytes, mode: int) -> None:
         """Create a folder."""
-        parts = self._check_member(name, folder=True)
-        if parts:  # else the member is the folder of the archive itself
-            self._make_folder(parts[-1], self._enter(name, parts[:-1]))
-            self._set_permissions(self._enter(name, parts), self._compute_folder_mode(mode))
+        components = self._check_member(name, folder=True)
+        if components:  # else the member is the folder of the archive itself
+            self._make_folder(components[-1], self._enter(name, components[:-1]))
+            self._set_permissions(self._enter(name, components), self._compute_folder_mode(mode))
 
     def add_file(
         self, name: bytes, body: Iterable[bytes | memoryview], mode: int, mtime: float
     ) -> None:
         """Write a file."""
-        parts = self._check_member(name)
-        self._write_file(name, parts, body, self._compute_file_mode(mode), mtime)
+        components = self._check_member(name)
+        self._write_file(name, components, body, self._compute_file_mode(mode), mtime)
 
     def add_symlink(self, name: bytes, target: bytes) -> None:
         """Note a symbolic link, which `finish` creates."""
         self._count_member()
-        parts = split_name(name, self.limits)
-        self._check_links(name, parts[:-1])
-        self._plan_symlink(name, parts, target)
+        components = split_name(name, self.limits)
+        self._check_links(name, components[:-1])
+        self._plan_symlink(name, components, target)
 
     def add_hardlink(self, name: bytes, target: bytes) -> None:
         """Create a hard link to an earlier file, or a copy if the file system has no hard links."""
         self._count_member()
-        parts = split_name(name, self.limits)
+        components = split_name(name, self.limits)
         try:
             source = split_name(target, self.limits)
         except errors.ArchiveError as error:
             raise make_refusal(name, f"links to what is no member. {error}") from None
         if source in self._links:  # a hard link to a symbolic link is a second symbolic link
-            self._check_links(name, parts[:-1])
-            self._plan_symlink(name, parts, self._links[source])
+            self._check_links(name, components[:-1])
+            self._plan_symlink(name, components, self._links[source])
             return
-        self._check_links(name, parts)
+        self._check_links(name, components)
         try:
             at = os.dup(self._enter(name, source[:-1], make=False))
         except FileNotFoundError:
             raise self._make_missing_error(name) from None
         try:
-            self._link_file(name, parts, at, source[-1])
+            self._link_file(name, components, at, source[-1])
         finally:
             os.close(at)
 
     def finish(self) -> UnpackResult:
         """Create the symbolic links, and return the result. No member may follow."""
-        for parts, target in self._links.items():
-            name = b"/".join(parts)
-            at = self._enter(name, parts[:-1])
+        for components, target in self._links.items():
+            name = b"/".join(components)
+            at = self._enter(name, components[:-1])
             try:
-                os.symlink(target, parts[-1], dir_fd=at)
+                os.symlink(target, components[-1], dir_fd=at)
             except FileExistsError:
                 raise self._make_duplicate_error(name) from None
             if self._owner is not None:
-                os.chown(parts[-1], *self._owner, dir_fd=at, follow_symlinks=False)
+                os.chown(components[-1], *self._owner, dir_fd=at, follow_symlinks=False)
         return UnpackResult(self._files + len(self._links), self._bytes)
 
     def _check_member(self, name: bytes, *, folder: bool = False) -> tuple[bytes, ...]:
         self._count_member()
-        parts = split_name(name, self.limits, folder=folder)
-        self._check_links(name, parts)
-        return parts
+        components = split_name(name, self.limits, folder=folder)
+        self._check_links(name, components)
+        return components
 
     def _count_member(self) -> None:
         self._members += 1
@@ -136,42 +136,44 @@ class Tree:
                 "is meant to."
             )
 
-    def _check_links(self, name: bytes, parts: tuple[bytes, ...]) -> None:
-        if self._links and any(parts[:end] in self._links for end in range(1, len(parts) + 1)):
+    def _check_links(self, name: bytes, components: tuple[bytes, ...]) -> None:
+        if self._links and any(
+            components[:end] in self._links for end in range(1, len(components) + 1)
+        ):
             raise make_refusal(
                 name, "would be written through a link of the archive: pack it again."
             )
 
-    def _enter(self, name: bytes, parts: tuple[bytes, ...], *, make: bool = True) -> int:
+    def _enter(self, name: bytes, components: tuple[bytes, ...], *, make: bool = True) -> int:
         """Return the descriptor of a folder, valid until the next call. Create missing folders."""
         shared = 0
-        for ours, theirs in zip(self._path, parts, strict=False):
+        for ours, theirs in zip(self._path, components, strict=False):
             if ours != theirs:
                 break
             shared += 1
         while len(self._path) > shared:
             self._path.pop()
             os.close(self._descriptors.pop())
-        for part in parts[shared:]:
+        for component in components[shared:]:
             above = self._descriptors[-1]
-            made = make and self._make_folder(part, above)
+            made = make and self._make_folder(component, above)
             if made:
                 self._count_member()
             try:
-                descriptor = os.open(part, _FOLDER_FLAGS, dir_fd=above)
+                descriptor = os.open(component, _FOLDER_FLAGS, dir_fd=above)
             except OSError as error:
                 if error.errno in {errno.ENOTDIR, errno.ELOOP}:
                     raise make_refusal(name, "lies below a file or a link.") from None
                 raise
-            self._path.append(part)
+            self._path.append(component)
             self._descriptors.append(descriptor)
             if made:
                 self._set_permissions(descriptor, self._compute_folder_mode(FOLDER_MODE))
         return self._descriptors[-1]
 
-    def _make_folder(self, part: bytes, above: int) -> bool:
+    def _make_folder(self, component: bytes, above: int) -> bool:
         try:
-            os.mkdir(part, 0o700, dir_fd=above)
+            os.mkdir(component, 0o700, dir_fd=above)
         except FileExistsError:
             return False
         return True
@@ -179,17 +181,17 @@ class Tree:
     def _write_file(
         self,
         name: bytes,
-        parts: tuple[bytes, ...],
+        components: tuple[bytes, ...],
         body: Iterable[bytes | memoryview],
         mode: int,
         mtime: float,
     ) -> None:
-        at = self._enter(name, parts[:-1])
+        at = self._enter(name, components[:-1])
         try:
-            descriptor = os.open(parts[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
+            descriptor = os.open(components[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
         except FileExistsError:
-            self._remove(name, at, parts[-1])
-            descriptor = os.open(parts[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
+            self._remove(name, at, components[-1])
+            descriptor = os.open(components[-1], _NEW_FILE_FLAGS, 0o600, dir_fd=at)
         try:
             for block in body:
                 self._write_block(descriptor, block)
@@ -243,7 +245,7 @@ class Tree:
         self._files -= 1
 
     def _link_file(
-        self, name: bytes, parts: tuple[bytes, ...], source_at: int, source: bytes
+        self, name: bytes, components: tuple[bytes, ...], source_at: int, source: bytes
     ) -> None:
         try:
             found = os.stat(source, dir_fd=source_at, follow_symlinks=False)
@@ -251,7 +253,7 @@ class Tree:
             raise self._make_missing_error(name) from None
         if not stat.S_ISREG(found.st_mode):
             raise self._make_missing_error(name)
-        at, last = self._enter(name, parts[:-1]), parts[-1]
+        at, last = self._enter(name, components[:-1]), components[-1]
         try:
             there = os.stat(last, dir_fd=at, follow_symlinks=False)
         except FileNotFoundError:
@@ -266,16 +268,18 @@ class Tree:
             if error.errno not in _CANNOT_LINK:
                 raise
             mode = stat.S_IMODE(found.st_mode)
-            self._write_file(name, parts, _read_blocks(source, source_at), mode, found.st_mtime)
+            self._write_file(
+                name, components, _read_blocks(source, source_at), mode, found.st_mtime
+            )
         else:
             self._files += 1
 
-    def _plan_symlink(self, name: bytes, parts: tuple[bytes, ...], target: bytes) -> None:
-        check_link_target(name, target, len(parts) - 1, self.limits)
+    def _plan_symlink(self, name: bytes, components: tuple[bytes, ...], target: bytes) -> None:
+        check_link_target(name, target, len(components) - 1, self.limits)
         self._link_bytes += len(name) + len(target)
         if self._link_bytes > _LINK_BYTES:
             raise make_refusal(name, "is one link too many: pack files instead of links.")
-        self._links[parts] = target
+        self._links[components] = target
 
     def _make_duplicate_error(self, name: bytes) -> errors.ArchiveError:
         return make_refusal(name, "is in it twice, as different kinds of thing: pack it again.")

@@ -8,7 +8,7 @@ from millrace import errors
 READ_SIZE = 1 << 20
 """Bytes that are read from an archive at a time."""
 
-_LONGEST_PART = 255  # bytes of a file name, the limit of common file systems
+_LONGEST_COMPONENT = 255  # bytes of a file name, the limit of common file systems
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class UnpackLimits:
         bytes: Unpacked bytes of all members.
         members: Members, with the folders that their names imply.
         name_bytes: Bytes of a member's name, or of a link's target.
-        depth: Parts of a name.
+        depth: Components of a name.
         spare: Bytes of the disk that stay free.
     """
 
@@ -63,28 +63,28 @@ def make_truncation_error() -> errors.ArchiveError:
 
 
 def split_name(name: bytes, limits: UnpackLimits, *, folder: bool = False) -> tuple[bytes, ...]:
-    """Split a name at its slashes, and check it. Remove ``.`` and empty parts.
+    """Split a name at its slashes, and check it. Remove ``.`` and empty components.
 
     Raises:
         ArchiveError: The name leads out of the folder, is too long or too deep, or names no file.
     """
-    parts = name.split(b"/")
+    components = name.split(b"/")
     if name.startswith(b"/"):
         raise make_refusal(name, "has an absolute name: pack it with a relative one.")
-    if b".." in parts:
+    if b".." in components:
         raise make_refusal(name, "has '..' in its name: pack it from the folder that it is in.")
     if b"\0" in name or b"\\" in name:
         raise make_refusal(name, "has a NUL or a backslash in its name: rename it.")
-    longest = max(map(len, parts))
-    if len(name) > limits.name_bytes or longest > _LONGEST_PART:
+    longest = max(map(len, components))
+    if len(name) > limits.name_bytes or longest > _LONGEST_COMPONENT:
         raise make_refusal(name, "has a name that is too long: rename it.")
-    found = tuple(part for part in parts if part not in {b"", b"."})
+    found = tuple(each for each in components if each not in {b"", b"."})
     if len(found) > limits.depth:
         raise make_refusal(name, f"lies more than {limits.depth} folders deep.")
     if folder:
         if not name:
             raise make_refusal(name, "is a folder without a name.")
-    elif not found or parts[-1] in {b"", b"."}:
+    elif not found or components[-1] in {b"", b"."}:
         raise make_refusal(name, "is a file without a name, or with that of a folder: rename it.")
     return found
 

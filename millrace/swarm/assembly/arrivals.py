@@ -140,23 +140,23 @@ class Arrivals:
         with self.changed:
             self._being_written.discard(number)
 
-    def end_write(self, number: int, parts: Sequence[bytes]) -> list[int]:
+    def end_write(self, number: int, block_digests: Sequence[bytes]) -> list[int]:
         """Note that a piece is written, and return the files that are complete with it.
 
         The caller holds the lock.
 
         Args:
             number: Piece.
-            parts: Block digests of each of its segments.
+            block_digests: Block digests of each of its segments.
         """
         self._being_written.discard(number)
-        self.digests[number] = combine_digests(parts)
+        self.digests[number] = combine_digests(block_digests)
         complete: list[int] = []
-        for segment, part in zip(self._catalogue.pieces[number], parts, strict=True):
+        for segment, digests in zip(self._catalogue.pieces[number], block_digests, strict=True):
             state = self.states[segment.file]
             if state.final:
                 continue
-            state.note_segment(self.get_index(segment), part)
+            state.note_segment(self.get_index(segment), digests)
             if state.missing == 0:
                 complete.append(segment.file)
         self.changed.notify_all()
@@ -165,9 +165,9 @@ class Arrivals:
     def note_pieces(self) -> None:
         """Note the pieces whose segments were all found on the disk."""
         for number, piece in enumerate(self._catalogue.pieces):
-            parts = [self.states[s.file].digests[self.get_index(s)] for s in piece]
-            known = [part for part in parts if part is not None]
-            if len(known) == len(parts):
+            found = [self.states[s.file].digests[self.get_index(s)] for s in piece]
+            known = [digests for digests in found if digests is not None]
+            if len(known) == len(found):
                 self.digests[number] = combine_digests(known)
 
     def get_index(self, segment: Segment) -> int:

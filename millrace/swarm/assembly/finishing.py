@@ -114,10 +114,10 @@ class FileFinisher:
             return True
         with self._arrivals.changed:
             state.fresh = False
-            parts = state.list_digests()
+            block_digests = state.list_digests()
             if state.void or (state.drops != drops and not state.missing):
                 self.submit([number])  # the file has changed since it was hashed
                 return False
         if state.drops == drops:
-            self._on_mismatch(number, combine_digests(parts))
+            self._on_mismatch(number, combine_digests(block_digests))
         return False

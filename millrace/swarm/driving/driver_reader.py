@@ -27,13 +27,13 @@ class FileDigests:
     Attributes:
         file: Number of the file.
         digest: Digest of the whole file, of the kind of `File.digest`.
-        parts: Combined digest of the segments of the file (`combine_digests`).
+        combined: Combined digest of the segments of the file (`combine_digests`).
         pieces: Digest of each piece that has a segment of the file, by the number of the piece.
     """
 
     file: int
     digest: str
-    parts: str
+    combined: str
     pieces: dict[int, str]
 
 
@@ -230,7 +230,7 @@ class DriverReader:
         file = self._catalogue.files[number]
         is_combined = can_combine(file, self._catalogue.piece_size)
         whole = None if is_combined else make_hasher(file.algorithm)
-        parts, pieces = list[bytes](), dict[int, str]()
+        block_digests, pieces = list[bytes](), dict[int, str]()
         for piece, segments in enumerate(self._catalogue.pieces):
             if all(segment.file != number for segment in segments):
                 continue
@@ -246,7 +246,7 @@ class DriverReader:
                     if segment.file == number:
                         if whole is not None:
                             whole.update(data[at : at + segment.size])
-                        parts.append(digest)
+                        block_digests.append(digest)
                     at += segment.size
-        digest = whole.compute() if whole else combine_blocks(b"".join(parts))
-        return FileDigests(number, digest, combine_digests(parts), pieces)
+        digest = whole.compute() if whole else combine_blocks(b"".join(block_digests))
+        return FileDigests(number, digest, combine_digests(block_digests), pieces)

@@ -44,7 +44,7 @@ class FileChecks:
         self._false_alarms: dict[str, int] = {}  # node → number of its false alarms
         self.void: set[int] = set()
 
-    def note_mismatch(self, member: Member, number: int, parts: str) -> None:
+    def note_mismatch(self, member: Member, number: int, combined: str) -> None:
         """Check a file whose bytes on a node do not have the digest of the file.
 
         After the check, the driver knows the digests of the segments. A node that reports a
@@ -54,7 +54,7 @@ class FileChecks:
         Args:
             member: Node.
             number: File.
-            parts: Combined digest of the segments on the node.
+            combined: Combined digest of the segments on the node.
         """
         file = self._catalogue.files[number]
         if number in self.void or not file.digest:
@@ -65,7 +65,7 @@ class FileChecks:
                 self._state.note_event(FileMismatched(origin=file.origin))
             self._doubters.setdefault(number, set()).add(member.node.id)
             self._request(number)
-        elif parts == correct:
+        elif combined == correct:
             self._state.lose(member, f"its bytes of {file.origin} are not those that the store has")
 
     def is_doubted(self, number: int) -> bool:
@@ -88,7 +88,7 @@ class FileChecks:
                 self.void.add(found.file)
                 for member in state.members.list_joined():
                     member.orders.put(VoidDigest(found.file))
-            self._checked[found.file] = found.parts
+            self._checked[found.file] = found.combined
             doubters = self._doubters.pop(found.file, set())
             changed = state.settle(found.pieces)
             if not changed and found.file not in self.void:

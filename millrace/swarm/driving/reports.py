@@ -43,7 +43,7 @@ class PrewarmReport:
         size: Bytes of all files.
         unverified: Number of files without a digest: neither a record, nor the caller, nor an ETag
             has one. The ETag did not change during the run.
-        unconfirmed: Number of unverified files with a part that one node alone has read. Neither
+        unconfirmed: Number of unverified files with bytes that one node alone has read. Neither
             another node nor the driver has confirmed these bytes.
         driver_bytes: Bytes that the driver has read from the store.
         seconds: Seconds from the call until the last file had its final name. The end of the agents

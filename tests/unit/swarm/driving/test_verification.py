@@ -140,11 +140,11 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     assert requested == [0]
     assert files.is_doubted(0)
     assert run.take_events() == [(FileMismatched, "s3://bucket/a")]
-    files.handle_digests(FileDigests(0, RIGHT, "parts", {0: "x"}))
+    files.handle_digests(FileDigests(0, RIGHT, "combined", {0: "x"}))
     assert not files.is_doubted(0)
     files.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
     assert run["b"].lost_reason == ""
-    files.note_mismatch(run["b"], 0, "parts")
+    files.note_mismatch(run["b"], 0, "combined")
     assert "not those that the store has" in run["b"].lost_reason
 
 
@@ -152,14 +152,14 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
 def test_an_object_that_is_not_what_its_digest_says_ends_the_run(digest):
     run = Run("a")
     files, _ = make_file_checks(run, digest)
-    files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
+    files.handle_digests(FileDigests(0, "other", "combined", {0: "x"}))
     assert isinstance(run.state.fatal, errors.CorruptError)
 
 
 def test_an_etag_that_is_no_md5_is_void_for_every_node():
     run = Run("a")
     files, _ = make_file_checks(run, f"md5:{0:032x}")
-    files.handle_digests(FileDigests(0, "other", "parts", {0: "x"}))
+    files.handle_digests(FileDigests(0, "other", "combined", {0: "x"}))
     assert files.void == {0}
     assert VoidDigest(0) in run.take_orders("a")
     assert run.state.fatal is None
