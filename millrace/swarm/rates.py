@@ -25,11 +25,11 @@ class ReadConcurrency:
 
     Attributes:
         most: Upper limit for one node.
-        reads: Current number for one node.
+        read_slots: Current number for one node.
     """
 
     most: int
-    reads: int = 1
+    read_slots: int = 1
     _grows: bool = True
     _before: float = 0.0
     _since: float | None = None
@@ -55,17 +55,17 @@ class ReadConcurrency:
             return
         self._count += 1
         self._bytes += size
-        if self._count < _WINDOW * self.reads * max(nodes, 1):
+        if self._count < _WINDOW * self.read_slots * max(nodes, 1):
             return
         rate = self._bytes / max(now - self._since, 1e-6)
         if rate < _MIN_GAIN * self._before:
-            self.reads, self._grows = self.reads // 2, False
+            self.read_slots, self._grows = self.read_slots // 2, False
             return
         self._before, self._since, self._count, self._bytes = rate, now, 0, 0
-        if self.reads * 2 > self.most:
+        if self.read_slots * 2 > self.most:
             self._grows = False
         else:
-            self.reads *= 2
+            self.read_slots *= 2
 
 
 class SharedClock:

@@ -39,7 +39,7 @@ from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.slots import SlotFiller
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.uploaders import UploaderRanking
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 __all__ = ["STORE", "PieceOrder", "Tracker"]
 
@@ -72,39 +72,43 @@ class Tracker:
         self._orders: list[PieceOrder] = []
         self._nodes = NodeTable(count)
         self._transfers = TransferTable(count, limits.up)
-        self._unread = ReadQueue(count, seed)
-        self._waiting = WaitingNodes(self._nodes, self._unread, concurrency)
+        self._read_queue = ReadQueue(count, seed)
+        self._waiting_nodes = WaitingNodes(self._nodes, self._read_queue, concurrency)
         self._readers = ReaderRanking(self._nodes, concurrency, limits.down, count)
         self._uploaders = UploaderRanking(self._nodes)
         self._copies = CopyTable(
             sizes,
             nodes=self._nodes,
             transfers=self._transfers,
-            waiting=self._waiting,
+            waiting_nodes=self._waiting_nodes,
             readers=self._readers,
             orders=self._orders,
         )
         self._copies.require_votes(votes_needed)
         self._copies.expect_digests(expected or {})
-        self._direct = DirectReads(self._nodes, self._copies, self._unread, allowed=limits.direct)
-        selector = UploaderSelector(self._nodes, self._copies, self._uploaders, self._transfers)
+        self._direct = DirectReads(
+            self._nodes, self._copies, self._read_queue, allowed=limits.direct
+        )
+        uploader_selector = UploaderSelector(
+            self._nodes, self._copies, self._uploaders, self._transfers
+        )
         self._slots = SlotFiller(
             limits,
             concurrency,
             copies=self._copies,
             transfers=self._transfers,
-            waiting=self._waiting,
-            unread=self._unread,
-            uploaders=selector,
-            reads=ReadSelector(self._nodes, self._copies, self._unread, self._readers),
+            waiting_nodes=self._waiting_nodes,
+            read_queue=self._read_queue,
+            uploader_selector=uploader_selector,
+            read_selector=ReadSelector(self._nodes, self._copies, self._read_queue, self._readers),
             orders=self._orders,
         )
         self._outcomes = TransferOutcomes(
             nodes=self._nodes,
             copies=self._copies,
             transfers=self._transfers,
-            unread=self._unread,
-            waiting=self._waiting,
+            read_queue=self._read_queue,
+            waiting_nodes=self._waiting_nodes,
             readers=self._readers,
             uploaders=self._uploaders,
             direct=self._direct,
@@ -113,10 +117,10 @@ class Tracker:
             nodes=self._nodes,
             copies=self._copies,
             transfers=self._transfers,
-            unread=self._unread,
+            read_queue=self._read_queue,
             readers=self._readers,
             uploaders=self._uploaders,
-            selector=selector,
+            uploader_selector=uploader_selector,
             slots=self._slots,
         )
 
@@ -200,7 +204,7 @@ class Tracker:
     ) -> list[PieceOrder]:
         """Add a node, with the pieces that it has already and their digests."""
         node = self._nodes.add(name, zone, self._transfers.add_node(name))
-        node.queues.votes.extend(self._unread.list_vote_requests())
+        node.queues.votes.extend(self._read_queue.list_vote_requests())
         self._copies.queue_for_new_node(node)
         for number, digest in have:
             self._copies.note_copy(node, number, digest, vote=True)
@@ -255,22 +259,22 @@ class Tracker:
         self._nodes.remove(node)
         self._readers.update()
         self._uploaders.update()
-        for number, sources in list(node.transfers.down.items()):
+        for number, sources in list(node.transfers.incoming.items()):
             for source in list(sources):
                 self._transfers.end(node.transfers, number, source, now)
             self._copies.request_read_if_needed(number)
         self._copies.forget_node(node)
         for other in self._nodes.iterate_living():
-            for number, sources in list(other.transfers.down.items()):
+            for number, sources in list(other.transfers.incoming.items()):
                 if name in sources:
                     self._transfers.end(other.transfers, number, name, now)
-                    self._waiting.enqueue(other, number)
+                    self._waiting_nodes.enqueue(other, number)
             self._slots.fill(other, now)
         return self._take_orders()
 
     def tick(self, now: float) -> list[PieceOrder]:
         """Note that time has passed: retry delayed reads, and order late transfers elsewhere."""
-        for number in self._unread.take_due(now):
+        for number in self._read_queue.take_due(now):
             self._copies.request_read(number)
         self._hedger.hedge(now)
         self._direct.compare(now)

@@ -82,11 +82,11 @@ class StoreReader:
 
         After an error, wait for all threads, since the buffer is used again for another piece.
         """
-        waiting = deque(zip(segments, buffers, strict=True))
+        remaining = deque(zip(segments, buffers, strict=True))
 
         def take() -> tuple[Segment, memoryview] | None:
             try:
-                return waiting.popleft()
+                return remaining.popleft()
             except IndexError:
                 return None
 
@@ -95,7 +95,7 @@ class StoreReader:
                 while (found := take()) is not None:
                     self._read_segment(*found)
             except BaseException:
-                waiting.clear()
+                remaining.clear()
                 raise
 
         count = min(len(segments), _CONCURRENCY)

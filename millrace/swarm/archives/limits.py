@@ -109,8 +109,8 @@ def check_link_target(name: bytes, target: bytes, depth: int, limits: UnpackLimi
     if b"\0" in target or b"\\" in target or not 0 < len(target) <= limits.name_bytes:
         raise make_refusal(name, "is a link whose target is empty, too long or oddly named.")
     steps = [step for step in target.split(b"/") if step not in {b"", b"."}]
-    up = next((i for i, step in enumerate(steps) if step != b".."), len(steps))
-    if target.startswith(b"/") or up > depth or b".." in steps[up:]:
+    climbs = next((i for i, step in enumerate(steps) if step != b".."), len(steps))
+    if target.startswith(b"/") or climbs > depth or b".." in steps[climbs:]:
         raise make_refusal(
             name, "is a link that may lead out of the archive: pack what it leads to instead."
         )

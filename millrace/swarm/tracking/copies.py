@@ -14,7 +14,7 @@ from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.votes import PieceVotes
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class CopyTable:
         sizes: Bytes of each piece.
         nodes: Nodes of the run.
         transfers: Transfers that are under way.
-        waiting: Nodes that wait for work, and their queues.
+        waiting_nodes: Nodes that wait for work, and their queues.
         readers: Ranking of the readers, which counts the missing pieces of each node.
         orders: List that receives the orders to drop a copy.
 
@@ -61,13 +61,13 @@ class CopyTable:
         *,
         nodes: NodeTable,
         transfers: TransferTable,
-        waiting: WaitingNodes,
+        waiting_nodes: WaitingNodes,
         readers: ReaderRanking,
         orders: list[PieceOrder],
     ) -> None:
         self.pieces = [PieceState(size) for size in sizes]
         self._nodes, self._transfers = nodes, transfers
-        self._waiting, self._readers = waiting, readers
+        self._waiting_nodes, self._readers = waiting_nodes, readers
         self._orders = orders
         self.disputed: list[int] = []
         self.faulty: list[str] = []
@@ -94,9 +94,9 @@ class CopyTable:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self.pieces[number].votes.is_disputed(self._is_trusted)
 
-    def is_waiting_for_votes(self, number: int) -> bool:
+    def has_too_few_votes(self, number: int) -> bool:
         """Tell whether a piece has votes, but too few: the piece is in `NodeQueues.votes`."""
-        return self.pieces[number].votes.is_waiting(self._is_trusted)
+        return self.pieces[number].votes.has_too_few(self._is_trusted)
 
     def has_fast_holder(self, number: int) -> bool:
         """Tell whether a holder of a piece uploads in time."""
@@ -197,10 +197,10 @@ class CopyTable:
 
     def request_read(self, number: int) -> None:
         """Queue a read of a piece from the store: the first read, or one for a further vote."""
-        if self.is_waiting_for_votes(number):
-            self._waiting.request_vote_read(number)
+        if self.has_too_few_votes(number):
+            self._waiting_nodes.request_vote_read(number)
         else:
-            self._waiting.request_first_read(number)
+            self._waiting_nodes.request_first_read(number)
 
     def _is_trusted(self, name: str) -> bool:
         return self._nodes[name].trust.is_trusted
@@ -215,9 +215,9 @@ class CopyTable:
         if node.pace.is_slow:
             self.request_read_if_needed(number)
         if len(piece.holders) == 1:
-            self._waiting.enqueue_for_others(number)
+            self._waiting_nodes.enqueue_for_others(number)
         elif node.zone:
-            self._waiting.enqueue_for_zone(node, number)
+            self._waiting_nodes.enqueue_for_zone(node, number)
 
     def _remove_holder(self, node: NodeState, number: int) -> None:
         piece = self.pieces[number]
@@ -265,7 +265,7 @@ class CopyTable:
         """Order a node to drop a copy whose digest is wrong, or is no longer decided."""
         voted = node.name in self.pieces[number].votes.voters
         self._drop(node, number)
-        self._waiting.enqueue(node, number)
+        self._waiting_nodes.enqueue(node, number)
         if voted:
             self.count_wrong_vote(node)
 
@@ -288,5 +288,5 @@ class CopyTable:
         self._remove_holder(node, number)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
-            self._waiting.queue_vote_read(node, number)
+            self._waiting_nodes.queue_vote_read(node, number)
             self._orders.append(PieceOrder(node.name, number, STORE, drop=True))

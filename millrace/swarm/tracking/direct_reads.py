@@ -15,7 +15,7 @@ class DirectReads:
     Args:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
-        reads: Pieces to read from the store.
+        read_queue: Pieces to read from the store.
         allowed: Whether direct reads are allowed.
 
     Attributes:
@@ -23,9 +23,9 @@ class DirectReads:
     """
 
     def __init__(
-        self, nodes: NodeTable, copies: CopyTable, reads: ReadQueue, *, allowed: bool
+        self, nodes: NodeTable, copies: CopyTable, read_queue: ReadQueue, *, allowed: bool
     ) -> None:
-        self._nodes, self._copies, self._reads = nodes, copies, reads
+        self._nodes, self._copies, self._read_queue = nodes, copies, read_queue
         self._allowed = allowed
         self.reason = ""
 
@@ -42,7 +42,7 @@ class DirectReads:
         """Compare the store with the nodes, if no piece waits for the store."""
         if not self._allowed:
             return
-        supplied = self._reads.has_any or self._is_awaiting_store()
+        supplied = self._read_queue.has_any or self._is_awaiting_store()
         for node in self._nodes.iterate_living():
             store_comparison = node.pace.store_comparison
             if supplied:
@@ -56,13 +56,13 @@ class DirectReads:
         return any(
             STORE in sources and not self._copies[number].holders
             for node in self._nodes.iterate_living()
-            for number, sources in node.transfers.down.items()
+            for number, sources in node.transfers.incoming.items()
         )
 
     def _count_coming(self, node: NodeState) -> int:
         """Return the bytes of the pieces in transfer to a node from other nodes."""
         return sum(
             self._copies[number].size
-            for number, sources in node.transfers.down.items()
+            for number, sources in node.transfers.incoming.items()
             if STORE not in sources
         )

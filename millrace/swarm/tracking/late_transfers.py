@@ -58,10 +58,10 @@ class LateTransferHedger:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
         transfers: Transfers that are under way.
-        unread: Pieces to read from the store.
+        read_queue: Pieces to read from the store.
         readers: Ranking of the readers.
         uploaders: Rates of the transfers between nodes.
-        selector: Selection of uploaders.
+        uploader_selector: Selection of uploaders.
         slots: Gives the orders.
     """
 
@@ -71,15 +71,15 @@ class LateTransferHedger:
         nodes: NodeTable,
         copies: CopyTable,
         transfers: TransferTable,
-        unread: ReadQueue,
+        read_queue: ReadQueue,
         readers: ReaderRanking,
         uploaders: UploaderRanking,
-        selector: UploaderSelector,
+        uploader_selector: UploaderSelector,
         slots: SlotFiller,
     ) -> None:
         self._nodes, self._copies, self._transfers = nodes, copies, transfers
-        self._unread, self._readers, self._uploaders = unread, readers, uploaders
-        self._selector, self._slots = selector, slots
+        self._read_queue, self._readers, self._uploaders = read_queue, readers, uploaders
+        self._uploader_selector, self._slots = uploader_selector, slots
 
     def hedge(self, now: float) -> None:
         """Order late transfers from another source too."""
@@ -92,7 +92,7 @@ class LateTransferHedger:
 
     def _find_late(self, now: float) -> list[LateTransfers]:
         """Return the late transfers to order again; mark very late uploaders as slow."""
-        reads, slow_reads, near = LateTransfers(), LateTransfers(), LateTransfers()
+        late_reads, slow_reads, near = LateTransfers(), LateTransfers(), LateTransfers()
         across: dict[str, LateTransfers] = {}  # by the zone that they go to
         crossing: Counter[str] = Counter()
         for node in self._nodes.iterate_living():
@@ -101,7 +101,7 @@ class LateTransferHedger:
                 uploader = self._nodes.get(source)
                 size, seconds = self._copies[number].size, now - since
                 if uploader is None:
-                    late = slow_reads if slow else reads
+                    late = slow_reads if slow else late_reads
                     late.note(node, number, source, seconds, self._allow_read(size, slow=slow))
                     continue
                 late = near
@@ -114,7 +114,7 @@ class LateTransferHedger:
                     self._copies.mark_slow(uploader)
         # If many nodes are late at once, the network is busy, and further transfers would not help.
         few = max(1, sum(1 for _ in self._nodes.iterate_living()) // 4)
-        due = [late for late in (reads, near) if len(late.nodes) <= few or late.very]
+        due = [late for late in (late_reads, near) if len(late.nodes) <= few or late.very]
         due += [
             late
             for zone, late in across.items()
@@ -124,7 +124,7 @@ class LateTransferHedger:
 
     def _allow_read(self, size: int, *, slow: bool) -> float:
         return self._readers.compute_timeout(
-            size, slow=slow, reads=self._transfers.reads, last=not self._unread.has_unread
+            size, slow=slow, reads=self._transfers.reads, last=not self._read_queue.has_unread
         )
 
     def _hedge_read(self, node: NodeState, number: int, now: float) -> None:
@@ -144,14 +144,14 @@ class LateTransferHedger:
         self._order_elsewhere(node, number, uploader.name, now)
 
     def _order_elsewhere(self, node: NodeState, number: int, source: str, now: float) -> None:
-        uploader = self._selector.select(node, number)
+        uploader = self._uploader_selector.select(node, number)
         if uploader is not None and uploader.name != source and not uploader.pace.is_slow:
             self._slots.order_fetch(node, number, uploader, now)
 
 
 def _iterate_single(node: NodeState) -> Iterator[tuple[int, str, float]]:
     """Iterate over transfers with one source, which were not ordered again yet."""
-    for number, sources in node.transfers.down.items():
+    for number, sources in node.transfers.incoming.items():
         if len(sources) == 1 and not node.have[number]:
             source, since = next(iter(sources.items()))
             yield number, source, since

@@ -80,7 +80,7 @@ class NodeState:
 
     def needs(self, number: int) -> bool:
         """Tell whether the node lacks a piece, and has no transfer of the piece under way."""
-        return not self.have[number] and number not in self.transfers.down
+        return not self.have[number] and number not in self.transfers.incoming
 
 
 class NodeTable:
@@ -168,7 +168,7 @@ class NodeTable:
     def is_arriving_in_zone(self, node: NodeState, number: int) -> bool:
         """Tell whether another node of the same labelled zone has a transfer of a piece."""
         return bool(node.zone) and any(
-            number in neighbour.transfers.down
+            number in neighbour.transfers.incoming
             for neighbour in self.zones[node.zone]
             if neighbour is not node
         )

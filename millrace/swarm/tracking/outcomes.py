@@ -12,7 +12,7 @@ from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import EndedTransfer, TransferTable
 from millrace.swarm.tracking.trust import Accusations
 from millrace.swarm.tracking.uploaders import UploaderRanking
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 
 class TransferOutcomes:
@@ -22,8 +22,8 @@ class TransferOutcomes:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
         transfers: Transfers that are under way.
-        unread: Pieces to read from the store.
-        waiting: Nodes that wait for work, and their queues.
+        read_queue: Pieces to read from the store.
+        waiting_nodes: Nodes that wait for work, and their queues.
         readers: Ranking of the readers.
         uploaders: Ranking of the uploaders.
         direct: Comparison of the store with the nodes.
@@ -35,14 +35,14 @@ class TransferOutcomes:
         nodes: NodeTable,
         copies: CopyTable,
         transfers: TransferTable,
-        unread: ReadQueue,
-        waiting: WaitingNodes,
+        read_queue: ReadQueue,
+        waiting_nodes: WaitingNodes,
         readers: ReaderRanking,
         uploaders: UploaderRanking,
         direct: DirectReads,
     ) -> None:
         self._nodes, self._copies, self._transfers = nodes, copies, transfers
-        self._unread, self._waiting = unread, waiting
+        self._read_queue, self._waiting_nodes = read_queue, waiting_nodes
         self._readers, self._uploaders, self._direct = readers, uploaders, direct
         self._accusations = Accusations()
 
@@ -66,7 +66,7 @@ class TransferOutcomes:
         if not node.alive or node.have[number]:
             self._copies.request_read_if_needed(number)
             return False
-        self._unread.clear_failures(number)
+        self._read_queue.clear_failures(number)
         node.trust.clear_refusals(source)
         self._copies.note_copy(node, number, digest, vote=source == STORE)
         return True
@@ -89,13 +89,13 @@ class TransferOutcomes:
         if ended is None:
             return False
         if source == STORE:
-            self._unread.delay(number, now)
+            self._read_queue.delay(number, now)
         elif not wrong:
             self._note_refusal(node, self._nodes[source])
         elif ended.digest == piece.votes.digest:  # else the uploader has dropped the ordered copy
             self._accuse(node, self._nodes[source])
         if node.alive and not node.have[number] and piece.holders:
-            self._waiting.enqueue(node, number)
+            self._waiting_nodes.enqueue(node, number)
         return True
 
     def cancel(self, node: NodeState, number: int, source: str, now: float) -> None:
@@ -107,9 +107,9 @@ class TransferOutcomes:
         ended = self._transfers.end(node.transfers, number, source, now)
         if ended is not None and node.alive and not node.have[number]:
             if source == STORE:
-                self._unread.delay(number, now)
+                self._read_queue.delay(number, now)
             if piece.holders:
-                self._waiting.enqueue(node, number)
+                self._waiting_nodes.enqueue(node, number)
         if source != STORE and ended is not None:
             uploader = self._nodes[source]
             if ended.seconds > self._uploaders.compute_timeout(uploader, node, piece.size):

@@ -24,15 +24,15 @@ class ReaderRanking:
     Args:
         nodes: Nodes of the run.
         concurrency: Number of concurrent reads of each node, which each read adjusts.
-        down: Number of concurrent fetches of a node.
+        max_fetches: Number of concurrent fetches of a node.
         pieces: Number of pieces of the run.
     """
 
     def __init__(
-        self, nodes: NodeTable, concurrency: ReadConcurrency, down: int, pieces: int
+        self, nodes: NodeTable, concurrency: ReadConcurrency, max_fetches: int, pieces: int
     ) -> None:
         self._nodes, self._concurrency = nodes, concurrency
-        self._down, self._pieces = down, pieces
+        self._max_fetches, self._pieces = max_fetches, pieces
         self._durations = Durations()
         self._fastest = 0.0  # the lowest `NodePace.read_pace`
         self._slow_zones: set[str] = set()  # labelled zones with slow reads
@@ -88,8 +88,8 @@ class ReaderRanking:
         self._durations.note(size, seconds)
         self.note_pace(node, max(unshared, 1e-6) / max(size, 1))
         if not self.is_slow(node):
-            readers = sum(not self.is_slow(other) for other in self._nodes.iterate_living())
-            self._concurrency.note_read(size, readers, now)
+            count = sum(not self.is_slow(other) for other in self._nodes.iterate_living())
+            self._concurrency.note_read(size, count, now)
 
     def note_pace(self, node: NodeState, pace: float) -> None:
         """Note the seconds a byte of a read, and compare the nodes again."""
@@ -138,7 +138,7 @@ class ReaderRanking:
 
     def _is_behind(self, node: NodeState, factor: float) -> bool:
         """Tell whether a node lacks many more pieces than the fastest node."""
-        return node.missing - self._least_missing > factor * self._down
+        return node.missing - self._least_missing > factor * self._max_fetches
 
     def _find_slow(self, measured: NodeState) -> None:
         """Compare each zone with the fastest reader, and each node with the fastest of its zone.

@@ -51,7 +51,7 @@ class UploaderSelector:
             if not self._has_slot(holder, node):
                 continue
             rate = self.uploaders.get_rate(holder, node) or 1e12
-            cost = (not same, holder.pace.is_slow, (holder.transfers.up + 1) / rate)
+            cost = (not same, holder.pace.is_slow, (holder.transfers.uploads + 1) / rate)
             if best is None or cost < best[0]:
                 best = cost, holder
         if best is None:
@@ -75,7 +75,7 @@ class UploaderSelector:
         """
         if node.trust.avoids_any:
             return 0
-        fetches, have, down = node.queues.fetches, node.have, node.transfers.down
+        fetches, have, incoming = node.queues.fetches, node.have, node.transfers.incoming
         pieces, free, near = (
             self.copies.pieces,
             self.transfers.free,
@@ -84,7 +84,7 @@ class UploaderSelector:
         moved = 0
         while fetches and moved < most:
             number = fetches[0]
-            if have[number] or number in down:
+            if have[number] or number in incoming:
                 fetches.popleft()
                 continue
             candidates = pieces[number].candidates
@@ -105,7 +105,7 @@ class UploaderSelector:
         transfers = self.transfers
         if node.trust.avoids_any:
             return False
-        needed = node.lacked & ~node.transfers.coming
+        needed = node.lacked & ~node.transfers.incoming_bits
         while found := transfers.available & needed:
             bit = found & -found
             if self.copies.pieces[bit.bit_length() - 1].candidates & transfers.free:
@@ -123,10 +123,10 @@ class UploaderSelector:
         Transfers with low priority take long. They use at most half of the slots while neighbours
         of the uploader lack pieces.
         """
-        if uploader.transfers.up >= self.transfers.up:
+        if uploader.transfers.uploads >= self.transfers.max_uploads:
             return False
         neighbours = self.nodes.count_lacking_neighbours(uploader)
-        most = max(1, self.transfers.up // 2)
+        most = max(1, self.transfers.max_uploads // 2)
         low_priority = len(uploader.transfers.low_priority)
         return not neighbours or low_priority < most or not self.is_low_priority(uploader, node)
 
@@ -138,13 +138,13 @@ class ReadSelector:
     Attributes:
         nodes: Nodes of the run.
         copies: Copies of the pieces.
-        reads: Pieces to read from the store.
+        read_queue: Pieces to read from the store.
         readers: Ranking of the readers.
     """
 
     nodes: NodeTable
     copies: CopyTable
-    reads: ReadQueue
+    read_queue: ReadQueue
     readers: ReaderRanking
 
     def select(self, node: NodeState, now: float) -> int | None:
@@ -160,19 +160,19 @@ class ReadSelector:
         """Return a piece that has holders, and that this node reads from the store."""
         queues, is_direct = node.queues, bool(node.pace.store_comparison.reason)
         direct = [queues.without_uploader, *([queues.fetches] if is_direct else [])]
-        for waiting in direct:
-            for _ in range(min(len(waiting), MAX_CANDIDATES)):
-                number = waiting.pop()
+        for queue in direct:
+            for _ in range(min(len(queue), MAX_CANDIDATES)):
+                number = queue.pop()
                 if not node.needs(number):
                     continue
                 if not is_direct and not node.trust.avoids_all(self.copies[number].holders):
                     queues.fetches.append(number)  # a further node has the piece by now
                     continue
-                if self.reads.is_due(number, now) and (
+                if self.read_queue.is_due(number, now) and (
                     is_direct or self._must_read_itself(node, number)
                 ):
                     return number
-                waiting.appendleft(number)  # the last read failed just now, or another node reads
+                queue.appendleft(number)  # the last read failed just now, or another node reads
         return None
 
     def _must_read_itself(self, node: NodeState, number: int) -> bool:
@@ -194,14 +194,14 @@ class ReadSelector:
         queue = node.queues.votes
         while queue and len(skipped) < MAX_CANDIDATES:
             number = queue.popleft()
-            if not self.reads.is_vote_requested(number) or node.have[number]:
+            if not self.read_queue.is_vote_requested(number) or node.have[number]:
                 continue
             if self.copies[number].votes.digest:
-                self.reads.remove_vote_request(number)
-            elif number not in node.transfers.down and (
+                self.read_queue.remove_vote_request(number)
+            elif number not in node.transfers.incoming and (
                 may_read or (not node.trust.is_trusted and self._is_left_to_untrusted(number))
             ):
-                self.reads.remove_vote_request(number)
+                self.read_queue.remove_vote_request(number)
                 found = number
                 break
             else:
@@ -220,11 +220,11 @@ class ReadSelector:
             return None
 
         def choose(number: int) -> ReadChoice:
-            if self.copies.has_fast_holder(number) or self.copies.is_waiting_for_votes(number):
+            if self.copies.has_fast_holder(number) or self.copies.has_too_few_votes(number):
                 return ReadChoice.DISCARD
             if not node.transfers.reads_from_store(number) and not node.have[number]:
                 return ReadChoice.TAKE
             # If no node lacks the piece, the nodes that lacked it were removed.
             return ReadChoice.SKIP if self.nodes.is_lacked(number) else ReadChoice.DISCARD
 
-        return self.reads.take_first(choose)
+        return self.read_queue.take_first(choose)

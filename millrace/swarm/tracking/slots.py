@@ -12,7 +12,7 @@ from millrace.swarm.tracking.orders import STORE, PieceOrder
 from millrace.swarm.tracking.read_queue import ReadQueue
 from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.transfers import TransferTable
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 _FIRST_FETCHES = 4  # concurrent fetches of a node until its first one has ended
 
@@ -25,10 +25,10 @@ class SlotFiller:
         concurrency: Number of concurrent reads of each node.
         copies: Copies of the pieces.
         transfers: Transfers that are under way.
-        waiting: Nodes that wait for work.
-        unread: Pieces to read from the store.
-        uploaders: Selection of uploaders.
-        reads: Selection of reads from the store.
+        waiting_nodes: Nodes that wait for work.
+        read_queue: Pieces to read from the store.
+        uploader_selector: Selection of uploaders.
+        read_selector: Selection of reads from the store.
         orders: List that receives the orders.
     """
 
@@ -39,15 +39,16 @@ class SlotFiller:
         *,
         copies: CopyTable,
         transfers: TransferTable,
-        waiting: WaitingNodes,
-        unread: ReadQueue,
-        uploaders: UploaderSelector,
-        reads: ReadSelector,
+        waiting_nodes: WaitingNodes,
+        read_queue: ReadQueue,
+        uploader_selector: UploaderSelector,
+        read_selector: ReadSelector,
         orders: list[PieceOrder],
     ) -> None:
         self._limits, self._concurrency = limits, concurrency
-        self._copies, self._transfers, self._waiting = copies, transfers, waiting
-        self._unread, self._uploaders, self._reads = unread, uploaders, reads
+        self._copies, self._transfers, self._waiting_nodes = copies, transfers, waiting_nodes
+        self._read_queue = read_queue
+        self._uploader_selector, self._read_selector = uploader_selector, read_selector
         self._orders = orders
         self._begun = False
 
@@ -57,11 +58,11 @@ class SlotFiller:
 
     def fill_waiting(self, now: float) -> None:
         """Fill the slots of waiting nodes. The nodes that lack most pieces come first."""
-        for node in self._waiting.take_most_lacking():
+        for node in self._waiting_nodes.take_most_lacking():
             if self._is_blocked(node):  # `fill` would only move pieces within the queue
-                self._uploaders.skip_blocked(node, MAX_CANDIDATES)
+                self._uploader_selector.skip_blocked(node, MAX_CANDIDATES)
                 if node.queues.fetches:
-                    self._waiting.mark(node)
+                    self._waiting_nodes.mark(node)
             else:
                 self.fill(node, now)
 
@@ -70,25 +71,25 @@ class SlotFiller:
         if not self._begun:
             return
         limits, transfers, queues = self._limits, node.transfers, node.queues
-        most_reads = self._concurrency.reads
-        while transfers.reads < most_reads and self._transfers.reads < limits.store:
-            number = self._reads.select(node, now)
+        max_reads = self._concurrency.read_slots
+        while transfers.reads < max_reads and self._transfers.reads < limits.store:
+            number = self._read_selector.select(node, now)
             if number is None:
                 break
             self._order_read(node, number, now)
-        down = self._count_downloads(node)
-        self._order_fetches(node, down, now)
-        if (queues.fetches and transfers.fetches < down) or (
-            (self._unread.has_unread or queues.without_uploader or queues.votes)
-            and transfers.reads < most_reads
+        max_fetches = self._limit_fetches(node)
+        self._order_fetches(node, max_fetches, now)
+        if (queues.fetches and transfers.fetches < max_fetches) or (
+            (self._read_queue.has_unread or queues.without_uploader or queues.votes)
+            and transfers.reads < max_reads
         ):
-            self._waiting.mark(node)
+            self._waiting_nodes.mark(node)
 
     def order_fetch(self, node: NodeState, number: int, uploader: NodeState, now: float) -> None:
         """Order a node to fetch a piece from another one."""
         digest = self._copies[number].votes.digest
         self._transfers.begin_fetch(node.transfers, number, uploader.transfers, digest, now)
-        if self._uploaders.is_low_priority(uploader, node):
+        if self._uploader_selector.is_low_priority(uploader, node):
             uploader.transfers.low_priority.add((node.name, number))
         self._orders.append(PieceOrder(node.name, number, uploader.name, digest))
 
@@ -98,28 +99,28 @@ class SlotFiller:
         return (
             self._begun
             and bool(queues.fetches)
-            and transfers.fetches < self._count_downloads(node)
-            and not (self._unread.has_unread or queues.without_uploader or queues.votes)
+            and transfers.fetches < self._limit_fetches(node)
+            and not (self._read_queue.has_unread or queues.without_uploader or queues.votes)
             and not node.pace.store_comparison.reason
-            and self._uploaders.is_blocked(node)
+            and self._uploader_selector.is_blocked(node)
         )
 
-    def _count_downloads(self, node: NodeState) -> int:
-        """Return the number of concurrent fetches of a node."""
+    def _limit_fetches(self, node: NodeState) -> int:
+        """Return the largest number of concurrent fetches of a node."""
         most = self._limits.down
         return most if node.pace.fetch_pace else min(most, _FIRST_FETCHES)
 
-    def _order_fetches(self, node: NodeState, down: int, now: float) -> None:
+    def _order_fetches(self, node: NodeState, max_fetches: int, now: float) -> None:
         queues, transfers = node.queues, node.transfers
         tried = 0
-        while queues.fetches and transfers.fetches < down and tried < MAX_CANDIDATES:
-            tried += self._uploaders.skip_blocked(node, MAX_CANDIDATES - tried)
+        while queues.fetches and transfers.fetches < max_fetches and tried < MAX_CANDIDATES:
+            tried += self._uploader_selector.skip_blocked(node, MAX_CANDIDATES - tried)
             if not queues.fetches or tried == MAX_CANDIDATES:
                 break
             number = queues.fetches.popleft()
             if not node.needs(number):
                 continue
-            uploader = self._uploaders.select(node, number)
+            uploader = self._uploader_selector.select(node, number)
             if uploader is not None:
                 self.order_fetch(node, number, uploader, now)
                 continue

@@ -17,12 +17,12 @@ class NodeTransfers:
         name: Name of the node.
         bit: Integer with one bit, which is the node's own in sets of nodes (`TransferTable.free`).
         offers: Bits of the pieces that the node is one of the last holders of.
-        coming: Bits of the pieces of `down`.
-        down: Start of each transfer to the node, by its piece and its source.
+        incoming_bits: Bits of the pieces of `incoming`.
+        incoming: Start of each transfer to the node, by its piece and its source.
         reads: Number of its reads from the store.
         fetches: Number of its transfers from other nodes.
-        up: Number of its transfers to other nodes.
-        low_priority: Receiver and piece of each transfer of `up` with low priority.
+        uploads: Number of its transfers to other nodes.
+        low_priority: Receiver and piece of each transfer of `uploads` with low priority.
         ordered: Digest of the order, by piece and source.
         began: Reading of the shared clock at the start of each read from the store.
     """
@@ -30,18 +30,18 @@ class NodeTransfers:
     name: str
     bit: int = 1
     offers: int = 0
-    coming: int = 0
-    down: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    incoming_bits: int = 0
+    incoming: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     reads: int = 0
     fetches: int = 0
-    up: int = 0
+    uploads: int = 0
     low_priority: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     ordered: dict[tuple[int, str], str] = field(default_factory=dict[tuple[int, str], str])
     began: dict[int, float] = field(default_factory=dict[int, float])
 
     def reads_from_store(self, number: int) -> bool:
         """Tell whether the node reads a piece from the store."""
-        return STORE in self.down.get(number, {})
+        return STORE in self.incoming.get(number, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class TransferTable:
 
     Args:
         pieces: Number of pieces of the run.
-        up: Largest number of concurrent uploads of a node.
+        max_uploads: Largest number of concurrent uploads of a node.
 
     Attributes:
-        up: Largest number of concurrent uploads of a node.
+        max_uploads: Largest number of concurrent uploads of a node.
         free: Bits of the nodes with a free upload slot.
         available: Bits of the pieces that one of these nodes may offer, and of some others.
     """
 
-    def __init__(self, pieces: int, up: int) -> None:
-        self.up, self.free, self.available = up, 0, 0
+    def __init__(self, pieces: int, max_uploads: int) -> None:
+        self.max_uploads, self.free, self.available = max_uploads, 0, 0
         self._nodes: dict[str, NodeTransfers] = {}
-        self._readers: list[set[str]] = [set() for _ in range(pieces)]
+        self._reading: list[set[str]] = [set() for _ in range(pieces)]
         self._clock = SharedClock()
 
     @property
@@ -91,47 +91,47 @@ class TransferTable:
 
     def is_read(self, number: int) -> bool:
         """Tell whether a node reads a piece from the store."""
-        return bool(self._readers[number])
+        return bool(self._reading[number])
 
     def begin_read(self, node: NodeTransfers, number: int, now: float, digest: str = "") -> None:
         """Note that a node begins to read a piece, whose digest may be known, from the store."""
-        node.coming |= 1 << number
-        node.down.setdefault(number, {})[STORE] = now
+        node.incoming_bits |= 1 << number
+        node.incoming.setdefault(number, {})[STORE] = now
         node.ordered[number, STORE] = digest
         node.reads += 1
         node.began[number] = self._clock.read(now)
         self._clock.change_users(1, now)
-        self._readers[number].add(node.name)
+        self._reading[number].add(node.name)
 
     def begin_fetch(
         self, node: NodeTransfers, number: int, uploader: NodeTransfers, digest: str, now: float
     ) -> None:
         """Note that a node begins to fetch a piece with a digest from another node."""
-        node.coming |= 1 << number
-        node.down.setdefault(number, {})[uploader.name] = now
+        node.incoming_bits |= 1 << number
+        node.incoming.setdefault(number, {})[uploader.name] = now
         node.ordered[number, uploader.name] = digest
         node.fetches += 1
-        uploader.up += 1
-        if uploader.up >= self.up:
+        uploader.uploads += 1
+        if uploader.uploads >= self.max_uploads:
             self.free &= ~uploader.bit
 
     def end(
         self, node: NodeTransfers, number: int, source: str, now: float
     ) -> EndedTransfer | None:
         """End a transfer, and return it; None if no such transfer is under way."""
-        sources = node.down.get(number, {})
+        sources = node.incoming.get(number, {})
         since = sources.pop(source, None)
         if since is None:
             return None
         if not sources:
-            del node.down[number]
-            node.coming &= ~(1 << number)
+            del node.incoming[number]
+            node.incoming_bits &= ~(1 << number)
         digest = node.ordered.pop((number, source))
         if source != STORE:
             node.fetches -= 1
             uploader = self._nodes[source]
-            uploader.up -= 1
-            if uploader.up < self.up:
+            uploader.uploads -= 1
+            if uploader.uploads < self.max_uploads:
                 self.free |= uploader.bit
                 self.available |= uploader.offers
             uploader.low_priority.discard((node.name, number))
@@ -140,7 +140,7 @@ class TransferTable:
         del node.began[number]
         node.reads -= 1
         self._clock.change_users(-1, now)
-        self._readers[number].discard(node.name)
+        self._reading[number].discard(node.name)
         return EndedTransfer(now - since, digest, unshared)
 
     def measure_read(self, node: NodeTransfers, number: int, now: float) -> float:

@@ -63,11 +63,11 @@ class NodeTrust:
         """Tell whether the node no longer fetches from an uploader."""
         return uploader in self.excluded or self.refusals.get(uploader, 0) >= _MAX_REFUSALS
 
-    def avoids_all(self, uploaders: Collection[str]) -> bool:
-        """Tell whether the node avoids all of these uploaders; true if there are none."""
+    def avoids_all(self, names: Collection[str]) -> bool:
+        """Tell whether the node avoids all of these nodes; true if there are none."""
         if not self.avoids_any:
-            return not uploaders
-        return all(self.avoids(uploader) for uploader in uploaders)
+            return not names
+        return all(self.avoids(name) for name in names)
 
 
 class Accusations:

@@ -59,7 +59,7 @@ class PieceVotes:
         votes = {self.digests[name] for name in self.list_voters(is_trusted)} | {self.digest}
         return not self.is_settled and len(votes - {""}) > 1
 
-    def is_waiting(self, is_trusted: Callable[[str], bool]) -> bool:
+    def has_too_few(self, is_trusted: Callable[[str], bool]) -> bool:
         """Tell whether the piece has votes that count, but too few to decide."""
         return not self.digest and bool(self.list_voters(is_trusted))
 

@@ -12,7 +12,7 @@ from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.uploaders import UploaderRanking
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 SIZE = 1000
 
@@ -22,15 +22,19 @@ class Parts:
 
     def __init__(self, names: str = "abc") -> None:
         concurrency, orders = ReadConcurrency(8), list[PieceOrder]()
-        self.nodes, self.transfers, self.unread = NodeTable(1), TransferTable(1, 8), ReadQueue(1, 0)
-        waiting = WaitingNodes(self.nodes, self.unread, concurrency)
+        self.nodes, self.transfers, self.read_queue = (
+            NodeTable(1),
+            TransferTable(1, 8),
+            ReadQueue(1, 0),
+        )
+        waiting_nodes = WaitingNodes(self.nodes, self.read_queue, concurrency)
         readers = ReaderRanking(self.nodes, concurrency, 4, 1)
         uploaders = UploaderRanking(self.nodes)
         self.copies = CopyTable(
             [SIZE],
             nodes=self.nodes,
             transfers=self.transfers,
-            waiting=waiting,
+            waiting_nodes=waiting_nodes,
             readers=readers,
             orders=orders,
         )
@@ -38,15 +42,15 @@ class Parts:
             nodes=self.nodes,
             copies=self.copies,
             transfers=self.transfers,
-            unread=self.unread,
-            waiting=waiting,
+            read_queue=self.read_queue,
+            waiting_nodes=waiting_nodes,
             readers=readers,
             uploaders=uploaders,
-            direct=DirectReads(self.nodes, self.copies, self.unread, allowed=True),
+            direct=DirectReads(self.nodes, self.copies, self.read_queue, allowed=True),
         )
         for name in names:
             self.nodes.add(name, "", self.transfers.add_node(name))
-        self.unread.take_first(lambda number: ReadChoice.TAKE)
+        self.read_queue.take_first(lambda number: ReadChoice.TAKE)
         self.transfers.begin_read(self.nodes["a"].transfers, 0, 0.0)
         assert self.outcomes.complete(self.nodes["a"], 0, STORE, "x", 1.0)
 
@@ -106,11 +110,11 @@ def test_an_uploader_that_fails_eight_times_in_a_row_is_slow_and_the_piece_is_re
     for failures in range(1, 9):
         assert parts.outcomes.fail(parts.begin_fetch("b"), 0, "a", 2.0, wrong=False)
         assert parts.nodes["a"].pace.is_slow is (failures == 8)
-    assert parts.unread.has_unread
+    assert parts.read_queue.has_unread
 
 
 def test_a_redundant_transfer_of_a_node_without_the_piece_is_queued_again():
     parts = Parts()
     parts.outcomes.cancel(parts.begin_fetch("b"), 0, "a", 2.0)
     assert list(parts.nodes["b"].queues.fetches) == [0]
-    assert parts.nodes["a"].transfers.up == 0
+    assert parts.nodes["a"].transfers.uploads == 0

@@ -48,7 +48,7 @@ def test_as_many_equal_votes_as_are_needed_decide():
     votes.add("a", "x", vote=True)
     votes.add("b", "x", vote=False)  # it has its copy from a node
     assert votes.count(trust_all) is None
-    assert votes.is_waiting(trust_all)
+    assert votes.has_too_few(trust_all)
     votes.add("c", "x", vote=True)
     assert votes.count(trust_all) == "x"
     assert votes.count(lambda name: name != "a") is None
@@ -80,7 +80,7 @@ def test_transfers_take_slots_until_they_end():
     table.begin_read(a, 0, 0.0)
     table.begin_fetch(b, 1, a, "x", 1.0)
     a.low_priority.add(("b", 1))
-    assert (a.reads, b.fetches, a.up, table.reads) == (1, 1, 1, 1)
+    assert (a.reads, b.fetches, a.uploads, table.reads) == (1, 1, 1, 1)
     assert table.is_read(0)
     assert a.reads_from_store(0)
     assert not b.reads_from_store(1)
@@ -88,7 +88,7 @@ def test_transfers_take_slots_until_they_end():
     assert took is not None
     assert (took.seconds, took.digest) == (3.0, "x")
     assert table.end(b, 1, "a", 4.0) is None
-    assert (b.fetches, a.up, a.low_priority, b.down) == (0, 0, set(), {})
+    assert (b.fetches, a.uploads, a.low_priority, b.incoming) == (0, 0, set(), {})
 
 
 def test_reads_that_share_the_store_are_timed_as_if_each_were_alone():
@@ -132,7 +132,7 @@ def test_nodes_that_lack_something_are_counted_by_zone():
 def test_a_piece_arrives_near_where_another_node_of_a_labelled_zone_gets_it():
     nodes = make_nodes(1, {"a": "x", "b": "x", "c": "", "d": ""})
     for name in ("b", "d"):
-        nodes[name].transfers.down[0] = {STORE: 0.0}
+        nodes[name].transfers.incoming[0] = {STORE: 0.0}
     assert nodes.is_arriving_in_zone(nodes["a"], 0)
     assert not nodes.is_arriving_in_zone(nodes["b"], 0)
     assert not nodes.is_arriving_in_zone(nodes["c"], 0)

@@ -12,7 +12,7 @@ from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.uploaders import UploaderRanking
-from millrace.swarm.tracking.waiting import WaitingNodes
+from millrace.swarm.tracking.waiting_nodes import WaitingNodes
 
 SIZE = 1000
 
@@ -23,8 +23,8 @@ class Parts:
     def __init__(self, pieces: int, zones: dict[str, str], *, up: int = 2, down: int = 4) -> None:
         concurrency = ReadConcurrency(4)
         self.nodes, self.transfers = NodeTable(pieces), TransferTable(pieces, up)
-        self.reads = ReadQueue(pieces, seed=0)
-        self.waiting = WaitingNodes(self.nodes, self.reads, concurrency)
+        self.read_queue = ReadQueue(pieces, seed=0)
+        self.waiting_nodes = WaitingNodes(self.nodes, self.read_queue, concurrency)
         self.readers = ReaderRanking(self.nodes, concurrency, down, pieces)
         self.uploaders = UploaderRanking(self.nodes)
         self.orders: list[PieceOrder] = []
@@ -32,13 +32,15 @@ class Parts:
             [SIZE] * pieces,
             nodes=self.nodes,
             transfers=self.transfers,
-            waiting=self.waiting,
+            waiting_nodes=self.waiting_nodes,
             readers=self.readers,
             orders=self.orders,
         )
         self.selector = UploaderSelector(self.nodes, self.copies, self.uploaders, self.transfers)
         self.select_uploader = self.selector.select
-        self.select_read = ReadSelector(self.nodes, self.copies, self.reads, self.readers).select
+        self.select_read = ReadSelector(
+            self.nodes, self.copies, self.read_queue, self.readers
+        ).select
         for name, zone in zones.items():
             self.nodes.add(name, zone, self.transfers.add_node(name))
 
@@ -121,7 +123,7 @@ def test_a_holder_of_the_own_zone_gives_before_others():
     assert parts.give("node", "far") == "far"
     parts.hold("near", 0)
     assert parts.give("node", "near") == "near"
-    parts.nodes["near"].transfers.up = 2
+    parts.nodes["near"].transfers.uploads = 2
     assert parts.give("node", "near") is None  # it is waited for, as one copy a zone is enough
 
 
@@ -129,7 +131,7 @@ def test_transfers_to_other_zones_leave_half_of_the_slots_to_neighbours():
     parts = Parts(1, {"uploader": "x", "neighbour": "x", "far": "y", "other": "y"})
     parts.hold("uploader", 0)
     uploader = parts.nodes["uploader"].transfers
-    uploader.up, uploader.low_priority = 1, {("far", 0)}
+    uploader.uploads, uploader.low_priority = 1, {("far", 0)}
     assert parts.give("other", "uploader") is None
     assert parts.give("neighbour", "uploader") == "uploader"
 
@@ -139,23 +141,23 @@ def test_a_first_copy_is_queued_by_all_that_lack_it_and_those_first_that_lack_mo
     parts.hold("c", 1)
     parts.hold("a", 0)
     assert list(parts.nodes["b"].queues.fetches) == [1, 0]
-    assert [node.name for node in parts.waiting.take_most_lacking()] == ["b", "a", "c"]
-    assert parts.waiting.take_most_lacking() == []
+    assert [node.name for node in parts.waiting_nodes.take_most_lacking()] == ["b", "a", "c"]
+    assert parts.waiting_nodes.take_most_lacking() == []
 
 
 def test_a_waiting_node_moves_with_the_number_of_pieces_that_it_lacks():
     parts = Parts(3, dict.fromkeys("abc", ""))
     for name in "abc":
-        parts.waiting.mark(parts.nodes[name])
+        parts.waiting_nodes.mark(parts.nodes[name])
     for name, piece in (("a", 1), ("a", 2), ("b", 1)):
         parts.nodes.note_copy(parts.nodes[name], piece)
     parts.nodes.remove(parts.nodes["c"])
-    parts.waiting.mark(parts.nodes["a"])
+    parts.waiting_nodes.mark(parts.nodes["a"])
     parts.nodes.forget_copy(parts.nodes["a"], 1)
     parts.nodes.forget_copy(parts.nodes["a"], 2)
-    parts.waiting.queue_vote_read(parts.nodes["a"], 2)
-    assert [node.name for node in parts.waiting.take_most_lacking()] == ["a", "b"]
-    assert parts.waiting.take_most_lacking() == []
+    parts.waiting_nodes.queue_vote_read(parts.nodes["a"], 2)
+    assert [node.name for node in parts.waiting_nodes.take_most_lacking()] == ["a", "b"]
+    assert parts.waiting_nodes.take_most_lacking() == []
 
 
 def test_a_node_is_blocked_until_a_holder_of_what_it_lacks_has_a_slot():
@@ -200,13 +202,13 @@ def test_what_the_owner_settles_is_dropped_where_it_differs():
 def test_what_a_distrusted_node_decided_is_open_again():
     parts = Parts(1, dict.fromkeys("abc", ""))
     parts.copies.require_votes([2])
-    parts.reads.take_first(lambda number: ReadChoice.TAKE)  # somebody has read it
+    parts.read_queue.take_first(lambda number: ReadChoice.TAKE)  # somebody has read it
     for name in "ab":
         parts.copies.note_copy(parts.nodes[name], 0, "x", vote=True)
     parts.copies.note_copy(parts.nodes["c"], 0, "x", vote=False)
     parts.copies.distrust(parts.nodes["a"])
     assert parts.copies[0].votes.digest == ""
-    assert parts.copies.is_waiting_for_votes(0)
+    assert parts.copies.has_too_few_votes(0)
     assert [order.node for order in parts.orders] == ["a", "c"]
 
 
@@ -226,12 +228,12 @@ def test_a_node_does_not_vote_twice_for_a_piece():
     parts.hold("a", 0)
     assert parts.select_read(parts.nodes["a"], 0.0) is None
     assert parts.select_read(parts.nodes["b"], 0.0) == 0
-    assert not parts.reads.has_any
+    assert not parts.read_queue.has_any
 
 
 def test_the_store_is_compared_with_the_nodes_only_when_nothing_waits_for_it():
     parts = Parts(3, dict.fromkeys("ab", ""))
-    direct = DirectReads(parts.nodes, parts.copies, parts.reads, allowed=True)
+    direct = DirectReads(parts.nodes, parts.copies, parts.read_queue, allowed=True)
     parts.hold("a", 0, 1, 2)
     a, b = parts.nodes["a"], parts.nodes["b"]
     direct.note_read(b, 1_000_000, 1.0, 0.0)
@@ -239,7 +241,7 @@ def test_the_store_is_compared_with_the_nodes_only_when_nothing_waits_for_it():
     for now in range(5):
         direct.compare(float(now))
     assert direct.reason == ""  # pieces wait for their first read
-    while parts.reads.take_first(lambda number: ReadChoice.TAKE) is not None:
+    while parts.read_queue.take_first(lambda number: ReadChoice.TAKE) is not None:
         pass
     for now in range(5, 10):
         direct.compare(float(now))

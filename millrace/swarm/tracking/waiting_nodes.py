@@ -18,24 +18,26 @@ class WaitingNodes:
 
     Args:
         nodes: Nodes of the run.
-        reads: Pieces to read from the store.
+        read_queue: Pieces to read from the store.
         concurrency: Number of concurrent reads of each node.
     """
 
-    def __init__(self, nodes: NodeTable, reads: ReadQueue, concurrency: ReadConcurrency) -> None:
-        self._nodes, self._reads, self._concurrency = nodes, reads, concurrency
-        self._waiting: dict[str, int] = {}  # number of each waiting node, in order of arrival
+    def __init__(
+        self, nodes: NodeTable, read_queue: ReadQueue, concurrency: ReadConcurrency
+    ) -> None:
+        self._nodes, self._read_queue, self._concurrency = nodes, read_queue, concurrency
+        self._arrivals: dict[str, int] = {}  # number of each waiting node, in order of arrival
         self._numbers = itertools.count()
         self._heap: list[tuple[int, int, str]] = []  # missing pieces (negative), number and name
 
     def mark(self, node: NodeState) -> None:
         """Note that a node waits."""
-        if node.name not in self._waiting:
-            self._waiting[node.name] = next(self._numbers)
+        if node.name not in self._arrivals:
+            self._arrivals[node.name] = next(self._numbers)
             self._push(node)
 
     def _push(self, node: NodeState) -> None:
-        heapq.heappush(self._heap, (-node.missing, self._waiting[node.name], node.name))
+        heapq.heappush(self._heap, (-node.missing, self._arrivals[node.name], node.name))
 
     def enqueue(self, node: NodeState, number: int) -> None:
         """Add a piece to the queue of a node, to fetch from other nodes."""
@@ -57,14 +59,14 @@ class WaitingNodes:
 
     def request_first_read(self, number: int) -> None:
         """Queue the first read of a piece from the store."""
-        if self._reads.add(number):
+        if self._read_queue.add(number):
             for node in self._nodes.iterate_living():
-                if node.transfers.reads < self._concurrency.reads:
+                if node.transfers.reads < self._concurrency.read_slots:
                     self.mark(node)
 
     def request_vote_read(self, number: int) -> None:
         """Queue a read of a piece for a further vote, by any node that lacks the piece."""
-        if not self._reads.add_vote_request(number):
+        if not self._read_queue.add_vote_request(number):
             return
         for node in self._nodes.iterate_living():
             if not node.have[number]:
@@ -73,9 +75,9 @@ class WaitingNodes:
 
     def queue_vote_read(self, node: NodeState, number: int) -> None:
         """Queue a read by a node that has dropped a piece, if a further vote is requested."""
-        if node.name in self._waiting:
+        if node.name in self._arrivals:
             self._push(node)  # it lacks one more piece
-        if self._reads.is_vote_requested(number):
+        if self._read_queue.is_vote_requested(number):
             node.queues.votes.append(number)
 
     def take_most_lacking(self) -> list[NodeState]:
@@ -87,12 +89,12 @@ class WaitingNodes:
         while self._heap and len(taken) < _MAX_FILLED:
             missing, number, name = heapq.heappop(self._heap)
             node = self._nodes[name]
-            if self._waiting.get(name) != number:
+            if self._arrivals.get(name) != number:
                 continue
             if node.alive and node.missing < -missing:
                 self._push(node)
                 continue
-            del self._waiting[name]
+            del self._arrivals[name]
             if node.alive:
                 taken.append(node)
         return taken
