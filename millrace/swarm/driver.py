@@ -112,12 +112,12 @@ class _PrewarmDriver:
     def run(self) -> PrewarmReport:
         """Run until every living node is ready, and return the report."""
         settings, followers = self._settings, self._followers
-        started = time.monotonic()
+        called = time.monotonic()
         try:
             with connect_agents(settings.nodes, settings.root, followers.add) as expected:
                 try:
                     self._quorum.expected = expected
-                    self._wait(started)
+                    self._wait(called)
                     seconds = time.monotonic() - self._began
                 finally:
                     followers.end_runs()
@@ -126,7 +126,7 @@ class _PrewarmDriver:
             followers.close()
         return self._make_report(seconds)
 
-    def _wait(self, started: float) -> None:
+    def _wait(self, called: float) -> None:
         """Wait until every living node has all files that it can get."""
         due, state = 0.0, self._state
         while True:
@@ -134,7 +134,9 @@ class _PrewarmDriver:
                 state.news.wait(_TICK_INTERVAL)
                 if state.fatal is not None:
                     raise state.fatal
-                self._tick(started, time.monotonic())
+                if not self._startup and self._quorum.can_start(time.monotonic()):
+                    self._start(called, time.monotonic())
+                state.dispatch(state.tracker.tick(time.monotonic()))
                 for member, reason in self._stragglers.find(time.monotonic()):
                     state.lose(member, reason)
                 self._quorum.check(time.monotonic())
@@ -151,16 +153,14 @@ class _PrewarmDriver:
             if over:
                 return
 
-    def _tick(self, started: float, now: float) -> None:
-        state = self._state
-        if not self._startup and self._quorum.can_start(now):
-            self._startup = now - started
-            catalogue = self._catalogue
-            self._piece_checks.request_sample(
-                catalogue.list_unproven_pieces(), catalogue.list_piece_sizes()
-            )
-            state.dispatch(state.tracker.begin(now))
-        state.dispatch(state.tracker.tick(now))
+    def _start(self, called: float, now: float) -> None:
+        """Give the first orders, and request the sample of pieces that the driver reads."""
+        self._startup = now - called
+        catalogue, state = self._catalogue, self._state
+        self._piece_checks.request_sample(
+            catalogue.list_unproven_pieces(), catalogue.list_piece_sizes()
+        )
+        state.dispatch(state.tracker.begin(now))
 
     def _is_over(self) -> bool:
         files = len(self._catalogue.files)

@@ -155,11 +155,11 @@ class NodeFollowers:
         member.node = self._client.identify(member.node)
         state = self._state
         with state.news:
-            twin = state.members.find_twin(member.node)
-            if twin is not None:
-                name = state.members.format_name(twin)
+            other = state.members.register_agent(member.node)
+            if other is not None:
+                name = state.members.format_name(other)
                 state.lose(member, f"its address leads to the agent of {name}: name each node once")
-        return twin is None
+        return other is None
 
     def _wait_to_retry(self, member: Member, reason: str) -> bool:
         """Wait a moment; tell whether to try a host again that did not answer or was busy."""

@@ -138,13 +138,18 @@ class RunMembers:
         """Tell whether any absent node may still join."""
         return not self._awaited.isdisjoint(self.absent)
 
-    def find_twin(self, node: Node) -> Node | None:
-        """Return another node whose address leads to the same agent; None if there is none."""
-        same = self._identities.setdefault(node.endpoint.identity, [])
-        twin = next((one for one in same if _is_same_agent(one.endpoint, node.endpoint)), None)
-        if twin is None:
-            same.append(node)
-        return None if twin is None or twin.id == node.id else twin
+    def register_agent(self, node: Node) -> Node | None:
+        """Register the agent that the address of a node leads to.
+
+        Returns:
+            Another node that has registered the same agent before; None if there is none.
+        """
+        registered = self._identities.setdefault(node.endpoint.identity, [])
+        for other in registered:
+            if _is_same_agent(other.endpoint, node.endpoint):
+                return None if other.id == node.id else other
+        registered.append(node)
+        return None
 
     def format_name(self, node: Node | AbsentNode) -> str:
         """Return the name of a node, and its id if another node has the same name."""

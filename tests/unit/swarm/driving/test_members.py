@@ -23,11 +23,11 @@ def test_nodes_of_one_name_are_told_apart_by_their_ids():
 def test_two_nodes_with_one_identity_and_certificate_are_one_agent():
     members = RunMembers()
     first = make_member("a", identity="x", fingerprint="1").node
-    assert members.find_twin(first) is None
-    assert members.find_twin(first) is None  # asked again
-    assert members.find_twin(make_member("b", identity="x", fingerprint="2").node) is None
-    assert members.find_twin(make_member("c", identity="x", fingerprint="1").node) is first
-    assert members.find_twin(make_member("d", identity="y", fingerprint="1").node) is None
+    assert members.register_agent(first) is None
+    assert members.register_agent(first) is None  # asked again
+    assert members.register_agent(make_member("b", identity="x", fingerprint="2").node) is None
+    assert members.register_agent(make_member("c", identity="x", fingerprint="1").node) is first
+    assert members.register_agent(make_member("d", identity="y", fingerprint="1").node) is None
 
 
 def test_a_member_that_does_not_answer_is_absent_until_it_joins():
