@@ -130,19 +130,9 @@ class Tracker:
         return self._fill_all(now)
 
     @property
-    def nodes(self) -> list[str]:
-        """Nodes that take part in the run."""
-        return [node.name for node in self._nodes.iterate_living()]
-
-    @property
     def quarantined(self) -> list[str]:
         """Nodes that are not trusted: no other node fetches from them."""
         return [node.name for node in self._nodes if not node.trust.is_trusted]
-
-    @property
-    def slow(self) -> list[str]:
-        """Nodes whose uploads within their own zone are late."""
-        return [node.name for node in self._nodes if node.pace.is_slow]
 
     @property
     def direct(self) -> str:
@@ -181,10 +171,6 @@ class Tracker:
     def is_disputed(self, piece: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self._copies.is_disputed(piece)
-
-    def is_complete(self) -> bool:
-        """Tell whether every living node has every piece."""
-        return self._nodes.is_complete()
 
     def list_held_sizes(self, node: str, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of the pieces that a node has; none for a node that never joined."""

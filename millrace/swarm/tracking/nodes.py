@@ -151,10 +151,6 @@ class NodeTable:
         """Tell whether a living node lacks a piece."""
         return any(not node.have[number] for node in self.iterate_living())
 
-    def is_complete(self) -> bool:
-        """Tell whether every living node has every piece."""
-        return all(node.missing == 0 for node in self.iterate_living())
-
     def count_lacking_neighbours(self, node: NodeState) -> int:
         """Return the number of other nodes in the zone of a node that lack a piece."""
         return self._lacking[node.zone] - bool(node.missing)
