@@ -113,7 +113,9 @@ class Agent:
         spec, peers = decode_start_body(body)
         with self._lock:
             if self._starting:
-                raise BusyAgentError("another run is being started on this node")
+                raise BusyAgentError(
+                    "another run is being started on this node: wait for it, or stop it"
+                )
             if self._run is not None and self._run.name != name and self._run.is_driven():
                 raise BusyAgentError(
                     f"another run uses this node, since {self._run.began:%Y-%m-%d %H:%M:%S} UTC, "

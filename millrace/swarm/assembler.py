@@ -182,8 +182,8 @@ class Assembler:
             if len(verified) == len(piece):
                 self._on_fault(
                     ConflictError(
-                        f"{verified[0].file.path} is what its digest says, and the driver has "
-                        "read other bytes from the store: it was left as it is. Run it again."
+                        f"{verified[0].file.path} has its digest, and the driver has read other "
+                        "bytes from the store. The file was not changed. Run it again."
                     )
                 )
             for state, segment in piece:

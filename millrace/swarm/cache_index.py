@@ -118,8 +118,8 @@ def recognise_file(
         if whole == file.digest:
             return CachedFile(list(digests), None, hashed=True)
     raise ConfigurationError(
-        f"{path} is there already, and was not put there by us (or was changed since): move "
-        "it away, or choose another destination. It was not touched."
+        f"{path} exists, and Millrace did not make it, or it was changed since. It was not "
+        "changed now. Move it away, or choose another destination."
     )
 
 

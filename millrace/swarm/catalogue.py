@@ -206,7 +206,7 @@ def _check_paths(files: Sequence[File]) -> None:
         for path in (file.path, *file.links, *([file.into] if file.into else [])):
             if check_relative_path(path) in taken:
                 raise ConfigurationError(
-                    f"Two requests have the destination {path}: give each one."
+                    f"Two requests have the destination {path}: give each its own."
                 )
             taken.add(path)
     for path in taken:
@@ -214,7 +214,8 @@ def _check_paths(files: Sequence[File]) -> None:
         while above := above.rpartition("/")[0]:
             if above in taken:
                 raise ConfigurationError(
-                    f"{path} would lie inside {above}, which is a destination itself."
+                    f"{path} would be inside of {above}, which is a destination too: choose "
+                    "another one."
                 )
 
 

@@ -177,7 +177,9 @@ class _PrewarmDriver:
         for member in self._state.members:
             for number, reason in sorted(member.unusable.items()):
                 origin = self._catalogue.files[number].origin
-                self._state.lose(member, f"{origin} was not unpacked, all else is there: {reason}")
+                self._state.lose(
+                    member, f"{origin} was not unpacked, and all other files are ready: {reason}"
+                )
 
     def _make_state(self, sizes: list[int]) -> RunState:
         needs = [1] * len(sizes)

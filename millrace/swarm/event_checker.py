@@ -30,10 +30,17 @@ _FILE_NUMBER_BYTES = 16  # bytes of a file's number in an event at most
 
 
 class ProtocolError(Exception):
-    """An answer is not one that an agent of this version sends."""
+    """An answer is not one that an agent of this version sends.
+
+    Args:
+        what: Part of the answer that is wrong, as a noun phrase.
+    """
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"it sends what no agent of this version does: {what}")
+        super().__init__(
+            f"it sent {what}, which no agent of this version of Millrace sends: install the same "
+            "version there, or use another machine"
+        )
 
 
 class EventChecker:
@@ -109,18 +116,18 @@ class EventChecker:
         kind = data.get("type")
         event_class = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
         if event_class is None:
-            raise ProtocolError("an event of no kind")
+            raise ProtocolError("an event of an unknown type")
         fields = self._fields[event_class]
         event = event_class(**{name: check(data.get(name)) for name, check in fields.items()})
         match event:
             case PieceWritten(piece=piece, size=size) if size != self._sizes[piece]:
-                raise ProtocolError("a piece of another size")
+                raise ProtocolError("a piece with a wrong size")
             case PieceRedundant(piece=piece, size=size) if size not in {0, self._sizes[piece]}:
-                raise ProtocolError("a piece of another size")
+                raise ProtocolError("a piece with a wrong size")
             case PieceFailed(piece=piece, source=source, is_wrong=True) if (
                 source == STORE and piece not in self._known
             ):
-                raise ProtocolError("a wrong piece of no node")
+                raise ProtocolError("a report of wrong bytes for a piece whose digest is not known")
             case _:
                 return event
 
@@ -136,13 +143,13 @@ class EventChecker:
     def _check_source(self, value: Any) -> str:
         if isinstance(value, str) and (value == STORE or value in self._nodes):
             return value
-        raise ProtocolError("a piece from nowhere")
+        raise ProtocolError("a piece from an unknown node")
 
 
 def _check_list(value: Any) -> list[Any]:
     if isinstance(value, list):
         return cast("list[Any]", value)
-    raise ProtocolError("no list")
+    raise ProtocolError("a value that is not a list")
 
 
 def _check_number(value: Any, end: int) -> int:
@@ -164,10 +171,10 @@ def _check_flag(value: Any) -> bool:
 def _check_digest(value: Any) -> str:
     if isinstance(value, str) and _DIGEST.fullmatch(value):
         return value
-    raise ProtocolError("a digest that is none")
+    raise ProtocolError("a malformed digest")
 
 
 def _check_sentence(value: Any) -> str:
     if isinstance(value, str):
         return clean_text(value, _LONGEST_SENTENCE)
-    raise ProtocolError("a reason without words")
+    raise ProtocolError("a reason that is not text")

@@ -126,7 +126,11 @@ class PieceFetcher:
         block_digests = hash_segments(self._catalogue.pieces[number], data)
         digest = combine_digests(block_digests)
         if order.digest and digest != order.digest:
-            self._emit(PieceFailed(number, source, "wrong bytes", is_wrong=True))
+            self._emit(
+                PieceFailed(
+                    number, source, "the bytes do not have the digest of the order", is_wrong=True
+                )
+            )
             return
         if self._assembler.write(number, data, block_digests):
             self._emit(PieceWritten(number, source, digest, len(data)))

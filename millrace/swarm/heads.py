@@ -163,14 +163,14 @@ def get_length(headers: Headers) -> int | None:
     if "transfer-encoding" in headers:
         raise HeadError(
             f"the body has the transfer encoding {headers['transfer-encoding'][:_EXCERPT]!r}: send "
-            "it as it is, with its Content-Length",
+            "it unchanged, with a Content-Length",
             http.client.NOT_IMPLEMENTED,
         )
     length = headers.get("content-length")
     if length is None:
         return None
     if not (length.isascii() and length.isdecimal()) or len(length) > _MAX_DIGITS:
-        raise HeadError(f"the Content-Length is {length[:_EXCERPT]!r}, which is no size")
+        raise HeadError(f"the Content-Length is {length[:_EXCERPT]!r}, which is not a size")
     return int(length)
 
 

@@ -179,7 +179,7 @@ class SignatureChecker:
             if time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW:
                 self._older, self._seen, self._since = self._seen, set(), time.monotonic()
             if mac in self._seen or mac in self._older:
-                raise SignatureError("the request was sent before: each signature is for one")
+                raise SignatureError("the signature was used before: sign each request anew")
             self._seen.add(mac)
         return digest
 
@@ -316,10 +316,10 @@ class ConnectionPool:
             length = get_length(head.headers)
             if length != len(into):
                 stated = "unknown" if length is None else length
-                raise http.client.HTTPException(f"{stated} bytes, not {len(into)}")
+                raise http.client.HTTPException(f"the answer has {stated} bytes, not {len(into)}")
             at = len(head.body)
             if at > len(into):
-                raise http.client.HTTPException(f"more than {len(into)} bytes")
+                raise http.client.HTTPException(f"the answer has more than {len(into)} bytes")
             into[:at] = head.body
             self.received += at
             checked, due = 0.0, at  # seconds; bytes
@@ -327,7 +327,7 @@ class ConnectionPool:
                 # TLS returns one record of 16 KiB at a time. The checks take as long as its copy.
                 if (now := time.monotonic() - began) - checked >= _CHECK_INTERVAL or at >= due:
                     if is_over():
-                        raise http.client.HTTPException("nobody waits for it any more")
+                        raise http.client.HTTPException("another source was faster")
                     _check_rate(at, began)
                     checked, due = now, at + _BODY_SIZE
                 size = min(_BODY_SIZE, len(into) - at)
@@ -494,14 +494,16 @@ def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
     began = time.monotonic()
     found = sock.recv(_HEAD_SIZE)
     if not found:
-        raise http.client.RemoteDisconnected("closed without an answer")
+        raise http.client.RemoteDisconnected("the connection was closed without an answer")
     while (end := found.find(b"\r\n\r\n", 0, rules.max_size)) < 0:
         if len(found) >= rules.max_size:
             raise HeadError(f"the head is too large: more than {rules.max_size} bytes")
         _check_rate(len(found), began)
         got = sock.recv(_HEAD_SIZE)
         if not got:
-            raise http.client.RemoteDisconnected("closed within the headers of an answer")
+            raise http.client.RemoteDisconnected(
+                "the connection was closed within the head of an answer"
+            )
         found += got
     return found[:end], found[end + 4 :]
 
@@ -514,7 +516,7 @@ def _check_rate(received: int, began: float) -> None:
     """
     seconds = time.monotonic() - began
     if seconds > _GRACE and received < _LEAST_RATE * seconds:
-        raise TimeoutError(f"{received} bytes in {seconds:.0f} s")
+        raise TimeoutError(f"the answer is too slow: {received} bytes in {seconds:.0f} s")
 
 
 def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:

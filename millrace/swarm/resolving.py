@@ -111,7 +111,7 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
             elif replace(first, path=file.path, links=()) != file:
                 raise errors.ConfigurationError(
                     f"{file.origin} is requested twice, with different mode, owner, digest or "
-                    "unpacking. It is one file with two names: ask for both alike."
+                    "unpacking. It is one file with two names: request both with the same values."
                 )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
@@ -175,7 +175,9 @@ def _resolve_request(request: Request, stores: Mapping[str, Store]) -> Iterator[
     below = f"{folder}/" if folder else ""
     stats = [stat for stat in list_objects(store, below) if not stat.key.endswith("/")]
     if not stats:
-        raise errors.NotFoundError(f"There is nothing below {store.make_url(below)}.")
+        raise errors.NotFoundError(
+            f"There is no object below {store.make_url(below)}: check the prefix."
+        )
     known = _find_digests(store, {stat.key: stat.size for stat in stats})
     for stat in sorted(stats, key=lambda stat: stat.key):
         inside = stat.key.removeprefix(below)
@@ -221,8 +223,8 @@ def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> 
         etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
     else:
         raise errors.ConfigurationError(
-            f"{store.make_url(stat.key)} has no ETag, so that a change could not be seen: copy it "
-            "to a store that gives one."
+            f"{store.make_url(stat.key)} has no ETag, so a change would not be noticed: copy it "
+            "to a store with ETags."
         )
     if request.sha256:
         digest = f"{Algorithm.SHA256}:{request.sha256}"

@@ -176,8 +176,8 @@ class AgentRequestHandler(StreamRequestHandler):
         verb = verbs.get(self._head.method)
         if not self._is_secured:
             reason = (
-                "this agent answers over TLS, and plain HTTP only on its own machine: drive it "
-                "with the version of Millrace that it has"
+                "this agent answers over TLS, and plain HTTP only on its own machine: install the "
+                "same version of Millrace on the driver and on all nodes"
             )
             self._refuse(reason, size, http.client.UPGRADE_REQUIRED)
         elif verb is None:
@@ -209,7 +209,10 @@ class AgentRequestHandler(StreamRequestHandler):
             else:
                 verb(words[1:], body)
         except (KeyError, ValueError) as error:
-            self._send(http.client.NOT_FOUND, {"why": f"no such thing: {error}"})
+            self._send(
+                http.client.NOT_FOUND,
+                {"why": f"the request names no run or piece of this agent: {error}"},
+            )
         except SignatureError as error:
             self._send(http.client.FORBIDDEN, {"why": str(error)})
         except ProtocolVersionError as error:
@@ -251,7 +254,7 @@ class AgentRequestHandler(StreamRequestHandler):
         if self._head.method == "GET" and not size:
             return b""
         if self._head.method == "GET":
-            self._refuse("a GET request has no body here", size)
+            self._refuse("a GET request must not have a body", size)
             return None
         try:
             digest = self._check_driver()
@@ -260,7 +263,7 @@ class AgentRequestHandler(StreamRequestHandler):
             return None
         body = self.rfile.read(size)
         if hashlib.sha256(body).hexdigest() != digest:
-            self._refuse("the body is not the one that was signed", 0)
+            self._refuse("the body does not have the SHA-256 that was signed", 0)
             return None
         return body
 

@@ -80,9 +80,9 @@ class Request(_Settings):
     @model_validator(mode="after")
     def _check_one_selector(self) -> "Request":
         if sum(one is not None for one in (self.key, self.prefix, self.dataset)) != 1:
-            raise ValueError("A request names a key, a prefix or a dataset: one of the three.")
+            raise ValueError("A request must name one of key, prefix and dataset.")
         if self.key is None and (self.unpack or self.sha256):
-            raise ValueError("unpack and sha256 are for a key: request the archive by its own.")
+            raise ValueError("`unpack` and `sha256` need a `key`: request the object by its key.")
         return self
 
 

@@ -71,8 +71,8 @@ class Targets:
         free, needed = self._measure_space(targets)
         if needed and needed + SPARE_BYTES > free:
             raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and {needed} (and {SPARE_BYTES} to spare) "
-                "are to come: free some, or choose another root."
+                f"{self._root} has {free} bytes free, and the files need {needed}, with "
+                f"{SPARE_BYTES} to spare: free some space, or choose another root."
             )
 
     def measure_spare_room(self, targets: Iterable[Target]) -> int:
@@ -95,7 +95,8 @@ class Targets:
             os.posix_fallocate(descriptor, 0, target.file.size)
         except OSError as error:
             raise NoSpaceError(
-                f"{target.partial}: no room for {target.file.size} bytes ({error.strerror})."
+                f"The disk has no space for the {target.file.size} bytes of {target.partial} "
+                f"({error.strerror}): free some space, or choose another root."
             ) from error
         finally:
             os.close(descriptor)
@@ -134,7 +135,8 @@ class Targets:
         folder.mkdir(parents=True, exist_ok=True)
         if not folder.resolve().is_relative_to(self._root):
             raise ConfigurationError(
-                f"{folder} leads out of {self._root} through a link: nothing was written there."
+                f"{folder} leads out of {self._root} through a link. Nothing was written there: "
+                "remove the link."
             )
         self._made.add(folder)
 
@@ -167,7 +169,7 @@ class Targets:
                 if link.is_file() and link.samefile(target.final):
                     continue
                 raise ConfigurationError(
-                    f"{link} is there already: move it away. It was not touched."
+                    f"{link} exists, and is another file. It was not changed: move it away."
                 )
             try:
                 os.link(target.final, link)

@@ -124,9 +124,9 @@ def check_proof(
     due = prove(key, nonce, identity, fingerprint)
     if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), due.encode()):
         raise TlsError(
-            f"what answers at {at} cannot prove that it is the agent with this node key: "
-            "something else answers there, or listens between. No key and no address of an "
-            "object was sent to it. Check the address, and the network between"
+            f"the server at {at} cannot prove that it is the agent with this node key: another "
+            "program answers there, or intercepts the connection. No key and no address of an "
+            "object was sent to it. Check the address and the network"
         )
 
 
@@ -181,7 +181,7 @@ class PinnedConnection(http.client.HTTPSConnection):
             self.close()
             if error.reason in _NOT_TLS:
                 raise TlsError(
-                    f"what listens at {at} does not encrypt (TLS): it is no agent, or one of an "
+                    f"the server at {at} does not encrypt (TLS): it is no agent, or one of an "
                     "older version. Start `millrace swarm node` of this version there"
                 ) from error
             raise
@@ -194,7 +194,7 @@ class PinnedConnection(http.client.HTTPSConnection):
             self.close()
             raise TlsError(
                 f"the certificate shown at {at} is not the one that the agent there had when the "
-                "run began: nothing was sent to it"
+                "run began: nothing was sent to it. Check the network, and run it again"
             )
 
 

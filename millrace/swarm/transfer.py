@@ -143,18 +143,18 @@ class StoreReader:
         }
         answer = self._connections.read_into(endpoint, target, headers, into)
         if answer.get("etag", file.etag) != file.etag:
-            raise FetchError("another content", http.client.PRECONDITION_FAILED)
+            raise FetchError("the object was replaced", http.client.PRECONDITION_FAILED)
 
     def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
         with path.open("rb", buffering=0) as opened:
             if make_local_etag(os.fstat(opened.fileno())) != file.etag:
-                raise FetchError("another content", http.client.PRECONDITION_FAILED)
+                raise FetchError("the object was replaced", http.client.PRECONDITION_FAILED)
             at = 0
             while at < len(into):
                 got = os.preadv(opened.fileno(), [into[at:]], segment.start + at)
                 if not got:
-                    raise FetchError("the file is shorter than it was")
+                    raise FetchError("the file was truncated")
                 at += got
 
 

@@ -43,8 +43,8 @@ def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path
             rest = None if end is None else 1000 * (end - time.monotonic())
             if (rest is not None and rest <= 0) or not events.poll(rest):
                 raise UnavailableError(
-                    f"{path} was not there after {timeout}. See what the run that warms this node "
-                    "says, and wait again."
+                    f"{path} did not exist after {timeout}. Check that a prewarm of this node "
+                    "runs, and wait again."
                 )
             os.read(descriptor, 1 << 16)
             _remove_watch(descriptor, watch)

@@ -94,7 +94,9 @@ class Tree:
         try:
             source = split_name(target, self.limits)
         except errors.ArchiveError as error:
-            raise make_refusal(name, f"links to what is no member. {error}") from None
+            raise make_refusal(
+                name, f"is a hard link whose target cannot be a member. {error}"
+            ) from None
         if source in self._links:  # a hard link to a symbolic link is a second symbolic link
             self._check_links(name, components[:-1])
             self._plan_symlink(name, components, self._links[source])
@@ -132,8 +134,8 @@ class Tree:
         self._members += 1
         if self._members > self.limits.members:
             raise errors.ArchiveError(
-                f"The archive has more than {self.limits.members} members: raise the limit if it "
-                "is meant to."
+                f"The archive has more than {self.limits.members} members: raise the limit if "
+                "the archive is correct."
             )
 
     def _check_links(self, name: bytes, components: tuple[bytes, ...]) -> None:
@@ -141,7 +143,7 @@ class Tree:
             components[:end] in self._links for end in range(1, len(components) + 1)
         ):
             raise make_refusal(
-                name, "would be written through a link of the archive: pack it again."
+                name, "would be written through a link of the archive: pack it without the link."
             )
 
     def _enter(self, name: bytes, components: tuple[bytes, ...], *, make: bool = True) -> int:
@@ -163,7 +165,9 @@ class Tree:
                 descriptor = os.open(component, _FOLDER_FLAGS, dir_fd=above)
             except OSError as error:
                 if error.errno in {errno.ENOTDIR, errno.ELOOP}:
-                    raise make_refusal(name, "lies below a file or a link.") from None
+                    raise make_refusal(
+                        name, "lies below a file or a link: pack it again."
+                    ) from None
                 raise
             self._path.append(component)
             self._descriptors.append(descriptor)
@@ -207,16 +211,16 @@ class Tree:
         self._bytes += len(block)
         if self._bytes > self.limits.bytes:
             raise errors.ArchiveError(
-                f"The archive holds more than {self.limits.bytes} bytes: raise the limit if it is "
-                "meant to."
+                f"The archive holds more than {self.limits.bytes} bytes: raise the limit if the "
+                "archive is correct."
             )
         if self.limits.spare:
             disk = os.fstatvfs(descriptor)
             if disk.f_bavail * disk.f_frsize < self.limits.spare + len(block):
                 raise errors.NoSpaceError(
-                    f"The archive does not fit on the disk: it was given up after {self._bytes} "
-                    f"bytes, as {self.limits.spare} must stay free. Free some, or choose another "
-                    "root."
+                    f"The archive does not fit on the disk: unpacking stopped after {self._bytes} "
+                    f"bytes, since {self.limits.spare} must stay free. Free some space, or choose "
+                    "another root."
                 )
         while block:
             block = memoryview(block)[os.write(descriptor, block) :]
@@ -278,14 +282,18 @@ class Tree:
         check_link_target(name, target, len(components) - 1, self.limits)
         self._link_bytes += len(name) + len(target)
         if self._link_bytes > _LINK_BYTES:
-            raise make_refusal(name, "is one link too many: pack files instead of links.")
+            raise make_refusal(
+                name, f"exceeds {_LINK_BYTES} bytes of names of links: pack files instead of links."
+            )
         self._links[components] = target
 
     def _make_duplicate_error(self, name: bytes) -> errors.ArchiveError:
-        return make_refusal(name, "is in it twice, as different kinds of thing: pack it again.")
+        return make_refusal(name, "is in the archive twice, with different types: pack it again.")
 
     def _make_missing_error(self, name: bytes) -> errors.ArchiveError:
-        return make_refusal(name, "is a hard link to what is no earlier file of it: pack it again.")
+        return make_refusal(
+            name, "is a hard link to no earlier file of the archive: pack it again."
+        )
 
 
 def _compute_search_bits(mode: int) -> int:

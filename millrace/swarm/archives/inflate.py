@@ -52,7 +52,8 @@ def _decompress_frames(archive: Reader, new: Callable[[], _Decoder], feed: int) 
                     found = decoder.decompress(piece)
                 except (zlib.error, zstandard.ZstdError) as error:
                     raise errors.ArchiveError(
-                        f"The archive is damaged, or not compressed as was said: {error}."
+                        f"The archive is damaged, or has another compression: {error}. Upload it "
+                        "again, or name its method in `unpack`."
                     ) from error
                 piece = decoder.unused_data if decoder.eof else b""
                 if found:

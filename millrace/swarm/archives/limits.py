@@ -59,7 +59,7 @@ def make_refusal(name: bytes, reason: str) -> errors.ArchiveError:
 
 def make_truncation_error() -> errors.ArchiveError:
     """Return the error for an archive without its end."""
-    return errors.ArchiveError("The archive ends before its end: upload it again.")
+    return errors.ArchiveError("The archive is cut off: upload it again.")
 
 
 def split_name(name: bytes, limits: UnpackLimits, *, folder: bool = False) -> tuple[bytes, ...]:
@@ -80,12 +80,14 @@ def split_name(name: bytes, limits: UnpackLimits, *, folder: bool = False) -> tu
         raise make_refusal(name, "has a name that is too long: rename it.")
     found = tuple(each for each in components if each not in {b"", b"."})
     if len(found) > limits.depth:
-        raise make_refusal(name, f"lies more than {limits.depth} folders deep.")
+        raise make_refusal(name, f"lies more than {limits.depth} folders deep: pack it again.")
     if folder:
         if not name:
-            raise make_refusal(name, "is a folder without a name.")
+            raise make_refusal(name, "is a folder without a name: pack it again.")
     elif not found or components[-1] in {b"", b"."}:
-        raise make_refusal(name, "is a file without a name, or with that of a folder: rename it.")
+        raise make_refusal(
+            name, "is a file without a name, or with the name of a folder: rename it."
+        )
     return found
 
 
@@ -107,10 +109,12 @@ def check_link_target(name: bytes, target: bytes, depth: int, limits: UnpackLimi
         ArchiveError: The target could lead out, or is empty, too long or not printable.
     """
     if b"\0" in target or b"\\" in target or not 0 < len(target) <= limits.name_bytes:
-        raise make_refusal(name, "is a link whose target is empty, too long or oddly named.")
+        raise make_refusal(
+            name, "is a link whose target is empty, too long, or has a NUL or a backslash."
+        )
     steps = [step for step in target.split(b"/") if step not in {b"", b"."}]
     climbs = next((i for i, step in enumerate(steps) if step != b".."), len(steps))
     if target.startswith(b"/") or climbs > depth or b".." in steps[climbs:]:
         raise make_refusal(
-            name, "is a link that may lead out of the archive: pack what it leads to instead."
+            name, "is a link that may lead out of the archive: pack its target instead."
         )

@@ -55,7 +55,8 @@ class ArchiveUnpacker:
         into.parent.mkdir(parents=True, exist_ok=True)
         if not into.parent.resolve().is_relative_to(self._root):
             raise ConfigurationError(
-                f"{into} leads out of {self._root} through a link: nothing was written there."
+                f"{into} leads out of {self._root} through a link. Nothing was written there: "
+                "remove the link."
             )
         half = into.parent / f".{name}.unpacking"
         old = into.parent / f".{name}.replaced"
@@ -138,9 +139,9 @@ class _Record:
         if other is None:
             return
         raise ConfigurationError(
-            f"{folder} would be unpacked anew from {file.origin} as it is now, but "
-            f"{folder / other} was not unpacked by us, or was changed since: move the folder "
-            "away, or unpack into another one. Nothing in it was touched."
+            f"{file.origin} cannot be unpacked into {folder}: Millrace did not unpack "
+            f"{folder / other}, or it was changed since. The folder was not changed. Move it "
+            "away, or unpack into another one."
         )
 
     def _read_members(self) -> Iterator[_Member]:

@@ -90,7 +90,7 @@ def detect(name: str, head: bytes) -> Unpacking:
             return single if single is not None and not _holds_tar(head, method) else method
     raise errors.ConfigurationError(
         f"{name} is no archive that Millrace unpacks ({', '.join(list(Unpacking)[1:])}): "
-        "leave unpack out, or say which of them it is."
+        "leave `unpack` out, or name its method."
     )
 
 
@@ -148,7 +148,9 @@ def unpack(
         ConfigurationError: The method does not fit, or the folder is not empty.
     """
     if method is Unpacking.AUTO:
-        raise errors.ConfigurationError("How to unpack is not decided: ask detect, or name it.")
+        raise errors.ConfigurationError(
+            "`auto` is no method of unpacking: call `detect`, or name one."
+        )
     if any(into.iterdir()):
         raise errors.ConfigurationError(f"{into} is not empty: give a new folder to unpack into.")
     with contextlib.ExitStack() as stack:

@@ -94,8 +94,8 @@ def untar(blocks: Iterator[bytes], tree: Tree) -> None:
         padding += len(found)
         if bytes(found).count(0) < len(found) or padding > _LONGEST_PADDING:
             raise errors.ArchiveError(
-                "Something follows the archive's end: if tars were joined to one file, upload "
-                "them apart."
+                "The file has further bytes after the end of the tar: if it has several tars, "
+                "upload each on its own."
             )
 
 
@@ -125,20 +125,23 @@ def _read_member(stream: _TarStream, shared: dict[bytes, bytes]) -> _TarMember |
         elif info.type == tarfile.XGLTYPE:
             found = _parse_records(_read_extended(stream, info))
             if found.keys() - {b"mtime"}:
-                raise errors.ArchiveError("The archive gives all its members one name or size.")
+                raise errors.ArchiveError(
+                    "The archive has a header with one name or size for all members: pack it again."
+                )
             shared |= found
         else:
             return _make_member(info, shared | own)
     raise errors.ArchiveError(
-        f"The archive is damaged: extended headers without end at byte {stream.at}."
+        f"The archive is damaged: more than {_EXTENDED_IN_A_ROW} extended headers in a row, up to "
+        f"byte {stream.at} of its content."
     )
 
 
 def _read_extended(stream: _TarStream, info: tarfile.TarInfo) -> bytes:
     if not 0 <= info.size <= _LONGEST_EXTENDED:
         raise errors.ArchiveError(
-            f"The archive has an extended header of {info.size} bytes, more than any is long: "
-            "pack it again."
+            f"The archive has an extended header of {info.size} bytes, above the limit of "
+            f"{_LONGEST_EXTENDED}: pack it again."
         )
     return stream.read_whole(info.size)
 
@@ -152,7 +155,7 @@ def _parse_records(data: bytes) -> dict[bytes, bytes]:
         length = data[at : max(space, at)]
         end = at + int(length) if length.isdigit() else 0
         if not at < space < end <= len(data) or data[end - 1] != ord("\n"):
-            raise errors.ArchiveError("The archive is damaged: an extended header is not one.")
+            raise errors.ArchiveError("The archive is damaged: an extended header is malformed.")
         key, _, value = data[space + 1 : end - 1].partition(b"=")
         if key.startswith(b"GNU.sparse."):
             raise errors.ArchiveError("The archive holds a sparse file: pack it without --sparse.")
@@ -168,7 +171,7 @@ def _make_member(info: tarfile.TarInfo, records: dict[bytes, bytes]) -> _TarMemb
     if b"size" in records:
         size = int(records[b"size"]) if re.fullmatch(rb"\d{1,19}", records[b"size"]) else -1
     if size < 0:
-        raise make_refusal(name, "has a size that is none: the archive is damaged.")
+        raise make_refusal(name, "has a malformed size: the archive is damaged.")
     mtime = float(info.mtime)
     with contextlib.suppress(ValueError):  # not a number: the time of the header is used
         mtime = float(records.get(b"mtime", mtime))

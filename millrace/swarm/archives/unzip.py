@@ -38,21 +38,21 @@ class _ZipSource:
     def read(self, size: int = -1, /) -> bytes:
         if size > _LONGEST_DIRECTORY:
             raise errors.ArchiveError(
-                "The archive is damaged: its directory is longer than any is."
+                f"The archive is damaged: its directory has more than {_LONGEST_DIRECTORY} bytes."
             )
         # Without a size, zipfile reads the end of the file: 64 KiB.
         data = self._source.read(size if size >= 0 else READ_SIZE)
         # zipfile creates an object for each entry, so the entries are counted before.
         if not self.opened and data.count(_ENTRY) > self._members:
             raise errors.ArchiveError(
-                f"The archive has more than {self._members} members: raise the limit if it is "
-                "meant to."
+                f"The archive has more than {self._members} members: raise the limit if the "
+                "archive is correct."
             )
         return data
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         if whence == 0 and offset < 0:
-            raise zipfile.BadZipFile("a place before its beginning")
+            raise zipfile.BadZipFile("an offset before its beginning")
         return self._source.seek(offset, whence)
 
     def tell(self) -> int:
@@ -66,7 +66,8 @@ def unzip(archive: Reader, tree: Tree) -> None:
     """Unpack a zip, in the order of its bytes. The source needs ``seek`` and ``tell``."""
     if not (hasattr(archive, "seek") and hasattr(archive, "tell")):
         raise errors.ConfigurationError(
-            "A zip's directory is at its end: give its path once it has arrived."
+            "A zip is unpacked when it is complete, since its directory is at its end: give the "
+            "path of the complete file."
         )
     source = _ZipSource(cast("_Seekable", archive), tree.limits.members)
     with contextlib.ExitStack() as stack:
@@ -82,7 +83,7 @@ def unzip(archive: Reader, tree: Tree) -> None:
                 magic, name, extra = _LOCAL_HEADER.unpack(source.read(_LOCAL_HEADER.size))
                 end = info.header_offset + _LOCAL_HEADER.size + name + extra + info.compress_size
                 if magic != b"PK\x03\x04":
-                    raise zipfile.BadZipFile("a member is not where it should be")
+                    raise zipfile.BadZipFile("a member is not at its offset in the directory")
             _unzip_member(opened, info, tree)
 
 
@@ -126,7 +127,9 @@ def _iterate_body(opened: zipfile.ZipFile, info: zipfile.ZipInfo, name: bytes) -
             left -= len(data)
             yield data
     if left:
-        raise make_refusal(name, "is not as long as is said of it: the archive is damaged.")
+        raise make_refusal(
+            name, "has another length than the directory states: the archive is damaged."
+        )
 
 
 def _parse_time(info: zipfile.ZipInfo) -> float:

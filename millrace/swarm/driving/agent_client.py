@@ -65,7 +65,7 @@ class AgentClient:
         try:
             endpoint = identify(node.endpoint, node.key, _ANSWER_TIMEOUT)
         except (ValueError, RecursionError):
-            raise ProtocolError("no identity") from None
+            raise ProtocolError("an answer without its identity") from None
         return replace(node, endpoint=endpoint)
 
     def start_run(self, node: Node, body: bytes) -> list[tuple[int, str]]:
@@ -167,11 +167,11 @@ class AgentClient:
             longest = longest or self._checker.max_answer_bytes
             content = read_body(answer, longest)
         if len(content) > longest:
-            raise ProtocolError("more than there is to say")
+            raise ProtocolError(f"an answer of more than {longest} bytes")
         try:
             return json.loads(content) if content else None
         except (ValueError, RecursionError):
-            raise ProtocolError("no JSON") from None
+            raise ProtocolError("an answer that is not JSON") from None
 
 
 def describe_refusal(error: BaseException) -> str:
@@ -195,4 +195,4 @@ def _read_reason(answer: Any) -> str:
         case {"why": str(reason)} if reason.strip():
             return reason
         case _:
-            raise ValueError("no reason")
+            raise ValueError("The refusal states no reason.")

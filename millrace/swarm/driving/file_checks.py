@@ -66,7 +66,11 @@ class FileChecks:
             self._doubters.setdefault(number, set()).add(member.node.id)
             self._request(number)
         elif combined == correct:
-            self._state.lose(member, f"its bytes of {file.origin} are not those that the store has")
+            reason = (
+                f"it reports a wrong digest of {file.origin}, though its segments are those of "
+                "the store: check its memory and its disk"
+            )
+            self._state.lose(member, reason)
 
     def is_doubted(self, number: int) -> bool:
         """Tell whether a living node doubts a file that was not checked yet."""
@@ -99,5 +103,8 @@ class FileChecks:
         for name in names:
             self._false_alarms[name] = self._false_alarms.get(name, 0) + 1
             if self._false_alarms[name] >= _MAX_FALSE_ALARMS:
-                reason = f"it finds files wrong that are right in the store, {origin} for one"
+                reason = (
+                    f"it reported {_MAX_FALSE_ALARMS} files as wrong that are correct in the "
+                    f"store, such as {origin}: check its memory and its disk"
+                )
                 self._state.lose(self._state.members[name], reason)

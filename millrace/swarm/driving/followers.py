@@ -207,7 +207,7 @@ class NodeFollowers:
             try:
                 self._client.send_orders(member.node, batch)
             except (HttpStatusError, OSError, http.client.HTTPException, ProtocolError) as error:
-                self._lose(member, f"it took no orders ({describe_refusal(error)})")
+                self._lose(member, f"sending orders to it failed ({describe_refusal(error)})")
                 return
 
     def _receive_events(self, member: Member) -> None:

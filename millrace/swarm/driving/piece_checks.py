@@ -155,7 +155,7 @@ class PieceChecks:
         if status in FINAL_STATUSES:
             return errors.ChangedError(
                 f"{origins} was replaced or removed while it was being read ({status}), so the run "
-                "has stopped rather than mix two versions. Run it again for what is there now."
+                "has stopped: no node has a mix of two versions. Run it again for the new version."
             )
         now = time.monotonic()
         since = self._failing.setdefault(number, now)
@@ -164,7 +164,7 @@ class PieceChecks:
         kind = errors.DeniedError if status in _DENIED_STATUSES else errors.UnavailableError
         return kind(
             f"{origins} could not be read for {now - since:.0f} s ({reason}). Run it again when "
-            "the store answers: what is on the nodes stays."
+            "the store answers: the nodes keep the data that they have."
         )
 
     def _describe_origins(self, number: int) -> str:
@@ -172,13 +172,12 @@ class PieceChecks:
         origins = sorted({self._catalogue.files[file].origin for file in files})
         if len(origins) == 1:
             return origins[0]
-        return f"{origins[0]} or one of {len(origins)} beside it"
+        return f"{origins[0]} or another of the {len(origins)} objects of its piece"
 
 
 def make_corruption_error(origin: str, digest: str) -> errors.CorruptError:
     """Return the error that ends a run whose object does not have its digest in the store."""
     return errors.CorruptError(
-        f"{origin} is not the bytes that its digest {digest} says, also when it is "
-        "read again. Upload it anew, or correct the record that has the digest. It has no "
-        "final name on any node."
+        f"{origin} does not have its digest {digest} in the store, also when it is read again. "
+        "It has no final name on any node. Upload it again, or correct the record with the digest."
     )

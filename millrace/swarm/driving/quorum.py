@@ -62,8 +62,8 @@ class Quorum:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(lost.items())[:5])
             raise errors.WorkerError(
                 f"{len(lost)} of {self.expected} nodes are lost, and at least "
-                f"{self._min_share:.0%} must live ({reasons or 'the cluster has none'}). Run "
-                "it again when they are back: what the others have stays."
+                f"{self._min_share:.0%} must live ({reasons or 'the cluster has no node'}). Run "
+                "it again when they are back: the other nodes keep the data that they have."
             )
 
     def _is_start_over(self, now: float) -> bool:

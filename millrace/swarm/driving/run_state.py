@@ -101,7 +101,10 @@ class RunState:
         for number in self.tracker.take_disputed():
             self._on_disputed(number)
         for name in self.tracker.take_faulty():
-            self.lose(self.members[name], "what it has, or reads, is not what the store has")
+            self.lose(
+                self.members[name],
+                "it reported bytes that the store does not have: check its memory and its disk",
+            )
 
     def settle(self, pieces: dict[int, str]) -> bool:
         """Tell the tracker the digests of pieces that the driver has read.

@@ -75,13 +75,15 @@ class StragglerFinder:
             return f"it received no byte for {quiet:.0f} s"
         if now > self._deadlines.get(identity, now):
             return (
-                f"it goes on, and is not ready {now - self._began:.0f} s after the start, the "
-                f"others after {max(done, default=0.0):.0f} s"
+                f"it was not ready {now - self._began:.0f} s after the start, and the other nodes "
+                f"were ready after {max(done, default=0.0):.0f} s"
             )
         if lacks:
             return ""
         if (member.joined or since is not None) and quiet > max(stalled, working):
-            others = f", the others after {max(done):.0f} s in all" if done else ""
+            others = (
+                f", and the other nodes were ready after {max(done):.0f} s in all" if done else ""
+            )
             return f"it was not ready {quiet:.0f} s after its last byte{others}"
         return ""
 

@@ -598,7 +598,7 @@ def _prewarm(site: Site) -> Any:
         if forged:
             site.read.append(Kind.MESSAGE)
         if forged and forged not in FORGIVEN:
-            site.blamed.append(["n2 is trusted: ", "what no agent of this version does"])
+            site.blamed.append(["n2 is trusted: ", "which no agent of this version"])
         return [
             [node.ready for node in report.nodes[:2]],
             [

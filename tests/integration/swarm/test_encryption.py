@@ -294,9 +294,9 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
         chosen = Hosts(hosts=tuple(hosts), key=SecretStr(KEY))
         report = prewarm(settings_of(tmp_path, nodes, nodes=chosen))
         assert [node.ready for node in report.nodes] == [True, False, True]
-        assert f"what answers at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].why
-        assert "something else answers there" in report.nodes[1].why
-        with pytest.raises(errors.WorkerError, match="something else answers there"):
+        assert f"the server at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].why
+        assert "another program answers there" in report.nodes[1].why
+        with pytest.raises(errors.WorkerError, match="another program answers there"):
             prewarm(settings_of(tmp_path, nodes, nodes=chosen, min_node_share=1.0))
         assert b"GET /agent?nonce=" in thief.heard
         assert [line for line in thief.heard.split(b"\r\n") if b"HTTP/1.1" in line] == [
@@ -411,7 +411,7 @@ def test_a_request_that_is_sent_again_is_refused(nodes, method, path, encrypted)
         connections.close()
         said.append(refused.value)
     assert [each.status for each in said] == [404, 403]
-    assert "was sent before" in str(said[1])
+    assert "was used before" in str(said[1])
 
 
 # -- what does not encrypt

@@ -118,13 +118,13 @@ def test_repeated_headers_of_a_store_are_joined_and_so_is_a_repeated_length():
     assert headers == {"vary": "a, b", "x": "\xe9"}
     for other in (b"4", b"5"):
         lengths = b"Content-Length: 4\r\nContent-Length: " + other
-        with pytest.raises(HeadError, match="no size"):
+        with pytest.raises(HeadError, match="not a size"):
             get_length(parse_response(OK + lengths, STORE_RULES)[1])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_length_that_is_no_number_is_an_error(length):
-    with pytest.raises(HeadError, match="no size"):
+    with pytest.raises(HeadError, match="not a size"):
         get_length({"content-length": length.decode("latin-1")})
 
 
@@ -294,7 +294,7 @@ def test_an_answer_may_arrive_a_byte_at_a_time(answering, identity):
         (b"Content-Length: 4\r\nContent-Length: 4\r\n", "repeated"),
         (b"Content-Length: 4\r\nX: \xe9\r\n", "malformed"),
         (b"Content-Length: 4\r\n folded\r\n", "malformed"),
-        (b"Content-Length: four\r\n", "no size"),
+        (b"Content-Length: four\r\n", "not a size"),
         (b"X: " + b"x" * NODE_RULES.max_line + b"\r\n", "a header has more than"),
         (b"A: 1\r\n" * 10_000, "more than 16384 bytes"),
         (b"x" * 10**6, "more than 16384 bytes"),

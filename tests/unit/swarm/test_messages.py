@@ -95,7 +95,7 @@ def test_a_node_may_find_its_own_read_wrong_only_if_the_digest_is_known():
     event = PieceFailed(1, "", "wrong bytes", is_wrong=True)
     checker = EventChecker([10, 20], 1, {"node-b"}, known={1})
     assert checker.read_events([as_json(event)]) == [event]
-    with pytest.raises(ProtocolError, match="a wrong piece of no node"):
+    with pytest.raises(ProtocolError, match="whose digest is not known"):
         checker.read_events([as_json(event) | {"piece": 0}])
 
 

@@ -52,5 +52,5 @@ def test_a_folder_that_is_replaced_is_looked_at_again(tmp_path):
 
 
 def test_waiting_ends_with_a_sentence(tmp_path):
-    with pytest.raises(UnavailableError, match="was not there after"):
+    with pytest.raises(UnavailableError, match="did not exist after"):
         wait_for_path(tmp_path / "never", timeout=timedelta(milliseconds=20))

@@ -314,9 +314,9 @@ NAMES = {
     "//x": "absolute",
     "a\\..\\x": "backslash",
     "": "without a name",
-    ".": "with that of a folder",
-    "./": "with that of a folder",
-    "a/.": "with that of a folder",
+    ".": "with the name of a folder",
+    "./": "with the name of a folder",
+    "a/.": "with the name of a folder",
     "n" * 256: "too long",
     "/".join(["n" * 100] * 30): "too long",
     "/".join("n" * 65): "more than 64 folders",
@@ -610,7 +610,7 @@ def test_a_later_file_replaces_an_earlier_one(into):
     ],
 )
 def test_what_is_there_twice_as_different_things_is_refused(into, members):
-    refused(tar_of(*members), into, "'a(/b)?' (is in it twice|lies below)")
+    refused(tar_of(*members), into, "'a(/b)?' (is in the archive twice|lies below)")
 
 
 def zeros(size):
@@ -701,7 +701,7 @@ def test_an_extended_header_without_end_eats_no_memory(into, kind):
 @pytest.mark.parametrize("kind", [b"x", b"g"])
 def test_extended_headers_one_after_another_end(into, kind):
     block = raw_header(b"long", kind, 13) + b"13 comment=a\n".ljust(512, b"\0")
-    with pytest.raises(ArchiveError, match="without end"):
+    with pytest.raises(ArchiveError, match="extended headers in a row"):
         unpack(Endless(b"", block), Unpacking.TAR, into, limits=LIMITS)
 
 
@@ -725,16 +725,16 @@ def test_a_damaged_extended_header_is_refused(into, record):
 
 @pytest.mark.parametrize("size", ["-1", "x", "", "1e3", "9" * 30])
 def test_a_size_that_is_none_is_refused(into, size):
-    refused(tar_of(member("a", b"1", pax_headers={"size": size})), into, "'a' has a size")
+    refused(tar_of(member("a", b"1", pax_headers={"size": size})), into, "'a' has a malformed size")
 
 
 def test_zeros_without_end_after_a_tars_end_are_refused(into):
-    with pytest.raises(ArchiveError, match="follows"):
+    with pytest.raises(ArchiveError, match="after the end of the tar"):
         unpack(Endless(tar_of(), bytes(1 << 20)), Unpacking.TAR, into, limits=LIMITS)
 
 
 def test_a_second_tar_behind_the_first_is_not_passed_over(into):
-    refused(tar_of(member("a")) + tar_of(member("b")), into, "joined")
+    refused(tar_of(member("a")) + tar_of(member("b")), into, "several tars")
 
 
 @pytest.mark.parametrize("method", TARS)
@@ -746,7 +746,7 @@ def test_a_tar_cut_anywhere_is_refused_or_whole(into, method):
             if cut >= whole:
                 assert unpack(Trickle(data[:cut]), method, Path(name), limits=LIMITS).files == 2
                 continue
-            with pytest.raises(ArchiveError, match="ends before its end"):
+            with pytest.raises(ArchiveError, match="is cut off"):
                 unpack(Trickle(data[:cut]), method, Path(name), limits=LIMITS)
 
 
@@ -802,7 +802,7 @@ def test_a_compressed_file_cut_anywhere_is_refused(into, method):
     for cut in range(len(data)):
         with (
             tempfile.TemporaryDirectory(dir=into) as name,
-            pytest.raises(ArchiveError, match="ends before its end"),
+            pytest.raises(ArchiveError, match="is cut off"),
         ):
             unpack(Trickle(data[:cut]), method, Path(name), limits=LIMITS)
 
@@ -889,7 +889,7 @@ def test_a_zip_that_says_more_than_it_holds_is_refused(into):
     data = bytearray(zip_of(("a", b"1234567", 0o100644)))
     for signature, at in [(b"PK\x01\x02", 24), (b"PK\x03\x04", 22)]:
         struct.pack_into("<I", data, data.index(signature) + at, 1000)
-    with pytest.raises(ArchiveError, match=r"damaged|not as long"):
+    with pytest.raises(ArchiveError, match=r"damaged|another length"):
         unpack(io.BytesIO(data), Unpacking.ZIP, into, limits=LIMITS)
 
 
@@ -934,7 +934,7 @@ def test_a_zip_whose_memory_has_no_bound_is_refused(into, method):
 
 
 def test_a_zip_needs_to_be_whole(into):
-    with pytest.raises(ConfigurationError, match="give its path"):
+    with pytest.raises(ConfigurationError, match="give the path"):
         unpack(Trickle(zip_of()), Unpacking.ZIP, into, limits=LIMITS)
 
 

@@ -99,7 +99,9 @@ def test_a_node_whose_read_the_driver_finds_right_in_the_store_is_named_and_then
         told += run.take_events()
     assert requested == [0]  # the driver has read it
     assert told == [(NodeUntrusted, "a"), (NodeLost, "a")]
-    assert run["a"].lost_reason == "what it has, or reads, is not what the store has"
+    assert run["a"].lost_reason == (
+        "it reported bytes that the store does not have: check its memory and its disk"
+    )
     assert run["b"].lost_reason == ""
     assert run.state.fatal is None
 
@@ -110,7 +112,7 @@ def test_a_piece_that_does_not_have_its_known_digest_in_the_store_ends_the_run()
     pieces.note_wrong_read(run["a"], 0)
     pieces.handle_digest(0, compute_blake3(b"other"))
     assert isinstance(run.state.fatal, errors.CorruptError)
-    assert str(run.state.fatal).startswith("s3://bucket/a is not the bytes that its digest")
+    assert str(run.state.fatal).startswith("s3://bucket/a does not have its digest")
     assert run.take_events() == []
 
 
@@ -122,7 +124,7 @@ def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_
     files.note_mismatch(run["a"], 0, compute_blake3(b"other"))  # what differs is being replaced
     assert run["a"].lost_reason == ""
     files.note_mismatch(run["b"], 0, RIGHT)
-    assert "not those that the store has" in run["b"].lost_reason
+    assert "it reports a wrong digest of" in run["b"].lost_reason
     assert requested == []
 
 
@@ -145,7 +147,7 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     files.note_mismatch(run["b"], 0, "other")  # what differs is being replaced
     assert run["b"].lost_reason == ""
     files.note_mismatch(run["b"], 0, "combined")
-    assert "not those that the store has" in run["b"].lost_reason
+    assert "it reports a wrong digest of" in run["b"].lost_reason
 
 
 @pytest.mark.parametrize("digest", [RIGHT, f"sha256:{0:064x}"])
