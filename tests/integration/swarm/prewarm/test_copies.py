@@ -1,0 +1,129 @@
+"""Files on every node: what is requested, and where it goes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.storage import StoreSpec
+from millrace.swarm import PrewarmSettings, Request, Unpacking, preview, prewarm
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.targets import Targets
+from tests.support.swarm.prewarms import MIB, below, fill, tarred
+from tests.support.swarm.swarms import make_settings, make_spec, read_files
+
+
+def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, nodes):
+    contents = fill(store, "once")
+    report = prewarm(make_settings(store, nodes, **below("once")))
+    assert [read_files(node.root) for node in nodes] == [contents] * 3
+    assert all(node.ready for node in report.nodes)
+    size = sum(map(len, contents.values()))
+    assert report.store_bytes == store.counts().bytes == size == report.size
+    assert sum(node.from_peers for node in report.nodes) == 2 * size
+
+
+def test_a_second_run_reads_nothing(store, nodes):
+    contents = fill(store, "twice")
+    settings = make_settings(store, nodes, **below("twice"))
+    prewarm(settings)
+    store.reset()
+    report = prewarm(settings)
+    assert store.counts().bytes == report.store_bytes == 0
+    assert [node.cached for node in report.nodes] == [report.size] * 3
+    assert read_files(nodes[0].root) == contents
+
+
+def test_a_node_that_comes_new_is_served_by_the_others(store, nodes, tmp_path):
+    fill(store, "new")
+    prewarm(make_settings(store, nodes[:2], **below("new")))
+    store.reset()
+    prewarm(make_settings(store, nodes, **below("new")))
+    assert store.counts().bytes == 0
+    assert read_files(nodes[2].root) == read_files(nodes[0].root)
+
+
+def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
+    contents = fill(store, "links")
+    requests = [
+        Request(key="links/large.bin", destination="a/model.bin"),
+        Request(key="links/large.bin", destination="b/model.bin"),
+    ]
+    report = prewarm(make_settings(store, nodes, requests=requests))
+    body = contents["large.bin"]
+    assert read_files(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
+    assert store.counts().bytes == report.size == len(body)
+
+
+def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
+    fill(store, "ways")
+    requests = [
+        Request(key="ways/even.bin", destination="a"),
+        Request(key="ways/even.bin", destination="b", mode=0o600),
+    ]
+    with pytest.raises(errors.ConfigurationError, match="requested twice"):
+        preview(make_settings(store, nodes, requests=requests))
+
+
+def test_files_have_the_mode_that_was_asked_for(store, nodes):
+    fill(store, "mode")
+    wanted = {"even.bin": 0o640, "large.bin": 0o400, "empty": 0o644, "sub/one": 0o444}
+    requests = [Request(key=f"mode/{name}", mode=mode) for name, mode in wanted.items()]
+    prewarm(make_settings(store, nodes, requests=requests))
+    for node in nodes:
+        found = {name: (node.root / "mode" / name).stat().st_mode & 0o777 for name in wanted}
+        assert found == wanted
+
+
+def test_a_folder_is_a_store_too(nodes, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.bin").write_bytes(os.urandom(3 * MIB))
+    (source / "b ü.txt").write_text("b")
+    prewarm(make_settings(StoreSpec(url=source.as_uri()), nodes))
+    assert read_files(nodes[2].root) == read_files(source)
+
+
+def test_a_preview_starts_nothing(store, nodes):
+    contents = fill(store, "preview")
+    seen = preview(make_settings(store, nodes, **below("preview")))
+    assert {path for path, _, _ in seen.files} == set(contents)
+    assert store.counts().bytes == 0
+
+
+def test_a_prefix_is_a_folder_and_keys_cannot_lead_out(store, nodes):
+    store.put("pfx/a", b"a")
+    store.put("pfx-other", b"b")
+    prewarm(make_settings(store, nodes, requests=[Request(prefix="pfx", destination="in")]))
+    assert read_files(nodes[0].root) == {"in/a": b"a"}
+    for destination in ("/etc/x", "../x", "a/../../x", "a//b", "."):
+        with pytest.raises(errors.ConfigurationError, match="below the root"):
+            Request(key="pfx/a", destination=destination)
+
+
+@pytest.mark.parametrize("key", [".millrace/files.jsonl", ".Millrace/lock", ".MILLRACE"])
+def test_a_nodes_own_records_are_no_destination(store, key):
+    """Neither of an object of a bucket, nor of what is unpacked."""
+
+    def look(request: dict[str, object]) -> None:
+        values = {"requests": [request], "stores": {"s": make_spec(store)}, "root": Path("/unused")}
+        preview(PrewarmSettings.model_validate(values))
+
+    folder = key.partition("/")[0]
+    store.put(f"own/{key}", b"{}")
+    store.put(f"{folder}.tar", tarred({"files.jsonl": b"{}"}, "w"))
+    for request in (
+        {"prefix": "own"},
+        {"key": f"own/{key}", "destination": key},
+        {"key": f"{folder}.tar", "unpack": Unpacking.AUTO},
+        {"key": f"{folder}.tar", "destination": "a", "unpack": Unpacking.TAR, "into": key},
+    ):
+        with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
+            look(request)
+
+
+def test_a_file_that_is_not_whole_yet_is_no_destination():
+    names = Targets(Path("/root"), build_catalogue([File("a", 1, "e", "s3://b/a")])).by_file
+    with pytest.raises(errors.ConfigurationError, match="cannot be a destination"):
+        Request(key="x", destination=names[0].partial.name)
