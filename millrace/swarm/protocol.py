@@ -39,11 +39,15 @@ AUTH_HEADER = "X-Millrace-Auth"
 MAX_CLOCK_SKEW = 300.0
 """Seconds that the clocks of two machines may differ. A signature is valid for as long."""
 
+IDENTITY_SIZE = 4096
+"""Bytes of an answer to ``GET /agent`` at most."""
+
 _MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"(?P<origin>[^/?#]+://[^/?#]+)(?P<target>[^#]*)(?:#.*)?")
 _HEAD_SIZE = 64 * 1024  # bytes of an answer that are read at first
 _BODY_SIZE = 256 * 1024  # bytes that are read from the socket at a time
+_REASON_SIZE = 500  # bytes of the body of a refusal that are kept
 _CHECK_INTERVAL = 0.05  # seconds between two checks of a body, if few bytes arrive
 _GRACE = 30.0  # seconds before the rate of an answer is checked
 _LEAST_RATE = 4096  # lowest rate in bytes a second: a sixteenth of a link of half a Mbit/s
@@ -238,7 +242,7 @@ class ConnectionPool:
         ca: Certificate authorities to trust for TLS, PEM; by default those of the system.
 
     Attributes:
-        received: Bytes of bodies that `read_into` has received, with those of incomplete bodies.
+        received: Bytes of all received bodies, with those of incomplete bodies.
     """
 
     def __init__(self, timeout: float, *, ca: str | None = None) -> None:
@@ -249,18 +253,18 @@ class ConnectionPool:
         self._closed = False
         self.received = 0
 
-    @contextmanager
     def request(
         self,
         endpoint: Endpoint,
         method: str,
         path: str,
         headers: Headers | None = None,
-        body: bytes | None = None,
+        body: bytes = b"",
         *,
+        longest: int,
         timeout: float | None = None,
-    ) -> Generator[http.client.HTTPResponse]:
-        """Make a request, and yield the answer. The caller reads the body within the block.
+    ) -> bytes:
+        """Make a request, and return the body of the answer, up to one byte more than `longest`.
 
         Raises:
             HttpStatusError: The answer was not 2xx.
@@ -269,12 +273,18 @@ class ConnectionPool:
         """
         with self._exchange(
             endpoint,
-            lambda connection: self._send_request(connection, method, path, headers, body, timeout),
-        ) as (use, answer):
-            if not 200 <= answer.status < 300:
-                raise HttpStatusError(answer.status, answer.read(500).decode("utf-8", "replace"))
-            yield answer
-            use.over = answer.isclosed() and not answer.will_close
+            lambda connection: _exchange_heads(
+                self._open(connection, timeout), endpoint, method, path, headers or {}, body
+            ),
+        ) as (use, head):
+            length = get_length(head.headers) or 0
+            most = longest + 1 if head.is_success else _REASON_SIZE
+            content = bytearray(min(length, most))
+            self._receive_body(use, head, memoryview(content))
+            if not head.is_success:
+                raise HttpStatusError(head.status, content.decode("utf-8", "replace"))
+            use.over = len(head.body) <= length <= longest and keeps_alive(head.headers)
+        return bytes(content)
 
     def read_into(
         self,
@@ -306,36 +316,22 @@ class ConnectionPool:
             OSError, http.client.HTTPException: The server could not be reached, the connection
                 broke, or the body has another size.
         """
-        began = time.monotonic()
         with self._exchange(
-            endpoint, lambda connection: _get_head(self._open(connection), endpoint, path, headers)
+            endpoint,
+            lambda connection: _exchange_heads(
+                self._open(connection), endpoint, "GET", path, headers
+            ),
         ) as (use, head):
-            sock = cast("socket.socket", use.connection.sock)
-            if not 200 <= head.status < 300:
-                raise HttpStatusError(head.status, head.body[:500].decode("utf-8", "replace"))
+            if not head.is_success:
+                reason = head.body[:_REASON_SIZE].decode("utf-8", "replace")
+                raise HttpStatusError(head.status, reason)
             length = get_length(head.headers)
             if length != len(into):
                 stated = "unknown" if length is None else length
                 raise http.client.HTTPException(f"the answer has {stated} bytes, not {len(into)}")
-            at = len(head.body)
-            if at > len(into):
+            if len(head.body) > len(into):
                 raise http.client.HTTPException(f"the answer has more than {len(into)} bytes")
-            into[:at] = head.body
-            self.received += at
-            checked, due = 0.0, at  # seconds; bytes
-            while at < len(into):
-                # TLS returns one record of 16 KiB at a time. The checks take as long as its copy.
-                if (now := time.monotonic() - began) - checked >= _CHECK_INTERVAL or at >= due:
-                    if is_over():
-                        raise http.client.HTTPException("another source was faster")
-                    _check_rate(at, began)
-                    checked, due = now, at + _BODY_SIZE
-                size = min(_BODY_SIZE, len(into) - at)
-                got = sock.recv_into(into[at : at + size], size)
-                if not got:
-                    raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
-                at += got
-                self.received += got
+            self._receive_body(use, head, into, is_over)
             use.over = keeps_alive(head.headers)
         return head.headers
 
@@ -375,6 +371,33 @@ class ConnectionPool:
             else:
                 self._discard(use.connection)
 
+    def _receive_body(
+        self,
+        use: "_ConnectionUse",
+        head: "_ResponseHead",
+        into: memoryview,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Receive the first bytes of a body into a buffer, until the buffer is full."""
+        sock, began = cast("socket.socket", use.connection.sock), time.monotonic()
+        at = min(len(head.body), len(into))
+        into[:at] = head.body[:at]
+        self.received += at
+        checked, due = 0.0, at  # seconds; bytes
+        while at < len(into):
+            # TLS returns one record of 16 KiB at a time. The checks take as long as its copy.
+            if (now := time.monotonic() - began) - checked >= _CHECK_INTERVAL or at >= due:
+                if is_over():
+                    raise http.client.HTTPException("another source was faster")
+                _check_rate(at, began)
+                checked, due = now, at + _BODY_SIZE
+            size = min(_BODY_SIZE, len(into) - at)
+            got = sock.recv_into(into[at : at + size], size)
+            if not got:
+                raise http.client.IncompleteRead(bytes(into[:0]), len(into) - at)
+            at += got
+            self.received += got
+
     def _open(
         self, connection: http.client.HTTPConnection, timeout: float | None = None
     ) -> socket.socket:
@@ -384,19 +407,6 @@ class ConnectionPool:
         sock = cast("socket.socket", connection.sock)
         sock.settimeout(timeout or self._timeout)
         return sock
-
-    def _send_request(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        headers: Headers | None,
-        body: bytes | None,
-        timeout: float | None,
-    ) -> http.client.HTTPResponse:
-        self._open(connection, timeout)
-        connection.request(method, path, body=body, headers=_make_headers(headers or {}))
-        return connection.getresponse()
 
     def _acquire(self, endpoint: Endpoint) -> tuple[http.client.HTTPConnection, bool]:
         with self._lock:
@@ -468,33 +478,42 @@ class _ResponseHead:
     headers: dict[str, str]
     body: bytes
 
+    @property
+    def is_success(self) -> bool:
+        """True if the status is 2xx."""
+        return 200 <= self.status < 300
 
-def _make_headers(headers: Headers) -> dict[str, str]:
-    return headers() if callable(headers) else headers
 
-
-def _get_head(
-    sock: socket.socket, endpoint: Endpoint, path: str, headers: Headers
+def _exchange_heads(
+    sock: socket.socket,
+    endpoint: Endpoint,
+    method: str,
+    path: str,
+    headers: Headers,
+    body: bytes = b"",
 ) -> _ResponseHead:
-    """Send a GET request, and read the head of the answer."""
-    lines = [f"GET {path} HTTP/1.1", f"Host: {endpoint.netloc}", "Accept-Encoding: identity"]
-    lines += [f"{name}: {value}" for name, value in _make_headers(headers).items()]
+    """Send a request, and read the head of the answer."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {endpoint.netloc}", "Accept-Encoding: identity"]
+    lines += [f"Content-Length: {len(body)}"] if body else []
+    named = headers() if callable(headers) else headers
+    lines += [f"{name}: {value}" for name, value in named.items()]
     request = "\r\n".join([*lines, "", ""])
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
         raise ValueError("A header must be one line.")
     sock.sendall(request.encode("latin-1"))
+    if body:
+        sock.sendall(body)
     rules = NODE_RULES if endpoint.identity else STORE_RULES
-    head, body = _receive_head(sock, rules)
-    status, named = parse_response(head, rules)
-    return _ResponseHead(status, named, body)
+    head, beginning = _receive_head(sock, rules)
+    return _ResponseHead(*parse_response(head, rules), beginning)
 
 
 def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
     """Receive the head of an answer, and the bytes of the body that arrive with it."""
-    began = time.monotonic()
     found = sock.recv(_HEAD_SIZE)
     if not found:
         raise http.client.RemoteDisconnected("the connection was closed without an answer")
+    began = time.monotonic()  # a node may check its files for long before it answers
     while (end := found.find(b"\r\n\r\n", 0, rules.max_size)) < 0:
         if len(found) >= rules.max_size:
             raise HeadError(f"the head is too large: more than {rules.max_size} bytes")
@@ -567,28 +586,19 @@ def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
     return replace(endpoint, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
 
 
-def read_body(answer: http.client.HTTPResponse, longest: int) -> bytes:
-    """Read the body of an answer, up to one byte more than `longest`.
-
-    Raises:
-        http.client.IncompleteRead: The connection broke. `http.client` raises this only for reads
-            without a limit.
-    """
-    found = answer.read(longest + 1)
-    if answer.length and len(found) <= longest:
-        raise http.client.IncompleteRead(found, answer.length)
-    return found
-
-
 def _ask_agent(
     connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
 ) -> dict[str, Any]:
+    # `http.client` parses this answer, which may be that of another server with its own HTTP.
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
-    said = read_body(answer, 4096)
+    content = answer.read(IDENTITY_SIZE)
+    if answer.length and len(content) < IDENTITY_SIZE:
+        raise http.client.IncompleteRead(content, answer.length)
     if answer.status != http.client.OK:
-        raise HttpStatusError(answer.status, said[:500].decode("utf-8", "replace"))
-    match json.loads(said):
+        reason = content[:_REASON_SIZE].decode("utf-8", "replace")
+        raise HttpStatusError(answer.status, reason)
+    match json.loads(content):
         case {"identity": str() as identity, **more}:
             return {**cast("dict[str, Any]", more), "identity": identity[:64]}
         case _:

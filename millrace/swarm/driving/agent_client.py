@@ -16,17 +16,16 @@ from millrace.swarm.messages import NodeEvent, Order, encode_message
 from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import (
     AUTH_HEADER,
+    IDENTITY_SIZE,
     ConnectionPool,
     HttpStatusError,
     identify,
-    read_body,
     sign,
 )
 
 _ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
 _START_TIMEOUT = 3600.0  # seconds that a node may check its files, while it answers `GET /agent`
 _WATCH_INTERVAL = 1.0  # seconds between two `GET /agent` to a node that checks its files
-_IDENTITY_SIZE = 4096  # bytes of an answer to `GET /agent` at most
 
 
 class AgentClient:
@@ -86,8 +85,7 @@ class AgentClient:
         def watch() -> None:
             while not opened.wait(_WATCH_INTERVAL):
                 try:
-                    with self._connections.request(node.endpoint, "GET", "/agent") as answer:
-                        read_body(answer, _IDENTITY_SIZE)
+                    self._connections.request(node.endpoint, "GET", "/agent", longest=IDENTITY_SIZE)
                 except HttpStatusError:
                     continue
                 except (OSError, http.client.HTTPException):
@@ -161,11 +159,10 @@ class AgentClient:
         def sign_headers() -> dict[str, str]:
             return {AUTH_HEADER: sign(node.key, method, path, body, to=node.endpoint.identity)}
 
-        with (connections or self._connections).request(
-            node.endpoint, method, path, sign_headers, body or None, timeout=timeout
-        ) as answer:
-            longest = longest or self._checker.max_answer_bytes
-            content = read_body(answer, longest)
+        longest = longest or self._checker.max_answer_bytes
+        content = (connections or self._connections).request(
+            node.endpoint, method, path, sign_headers, body, longest=longest, timeout=timeout
+        )
         if len(content) > longest:
             raise ProtocolError(f"an answer of more than {longest} bytes")
         try:

@@ -403,11 +403,8 @@ def test_a_request_that_is_sent_again_is_refused(nodes, method, path, encrypted)
     said: list[HttpStatusError] = []
     for _ in range(2):
         connections = ConnectionPool(10.0)  # another connection each
-        with (
-            pytest.raises(HttpStatusError) as refused,
-            connections.request(endpoint, method, path, signed, body or None),
-        ):
-            pass
+        with pytest.raises(HttpStatusError) as refused:
+            connections.request(endpoint, method, path, signed, body, longest=100)
         connections.close()
         said.append(refused.value)
     assert [each.status for each in said] == [404, 403]
@@ -553,8 +550,8 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):
 
         agent._server.set_idle = note
         for _ in range(3):
-            with connections.request(endpoint, "GET", "/agent") as answer:
-                assert json.load(answer)["identity"] == agent.identity
+            answer = connections.request(endpoint, "GET", "/agent", longest=1000)
+            assert json.loads(answer)["identity"] == agent.identity
             with contextlib.suppress(OSError):
                 tls.shut(accepted[-1], socket.SHUT_RDWR)
     finally:

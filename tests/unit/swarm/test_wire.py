@@ -10,7 +10,7 @@ import pytest
 
 from millrace.swarm import protocol
 from millrace.swarm.catalogue import File, build_catalogue
-from millrace.swarm.protocol import ConnectionPool, Endpoint, HttpStatusError, read_body
+from millrace.swarm.protocol import ConnectionPool, Endpoint, HttpStatusError
 from millrace.swarm.transfer import FetchError, StoreReader
 
 
@@ -31,11 +31,8 @@ def answered():
         answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % announced + body
         threading.Thread(target=serve, args=(server, answer), daemon=True).start()
         endpoint = Endpoint("http", "127.0.0.1", server.getsockname()[1])
-        with (
-            closing(ConnectionPool(10.0)) as connections,
-            connections.request(endpoint, "GET", "/") as found,
-        ):
-            return read_body(found, longest)
+        with closing(ConnectionPool(10.0)) as connections:
+            return connections.request(endpoint, "GET", "/", longest=longest)
 
     yield read
     for server in servers:

@@ -49,11 +49,8 @@ def answer_of(
 ) -> HttpStatusError:
     connections = ConnectionPool(10.0)
     try:
-        with (
-            pytest.raises(HttpStatusError) as refused,
-            connections.request(endpoint, method, path, headers, body or None),
-        ):
-            pass
+        with pytest.raises(HttpStatusError) as refused:
+            connections.request(endpoint, method, path, headers, body, longest=100)
         return refused.value
     finally:
         connections.close()

@@ -136,6 +136,7 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
 class Refusing(BaseHTTPRequestHandler):
     """An agent that refuses each run, with a reason that is none."""
 
+    protocol_version = "HTTP/1.1"
     said = b""
 
     def do_GET(self) -> None:
