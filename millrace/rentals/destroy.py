@@ -73,16 +73,19 @@ def destroy_machines(
                 error_text = _try_destroy(vast, number)
                 last_error = error_text or last_error
                 accepted |= set() if error_text else {label}
-        listed: dict[str, int] | None = None
+        destroyed: list[str] = []
         try:
             listed = {_match_label(one, remaining): one.id for one in vast.list_instances()}
         except errors.MillraceError as error:
             last_error = errors.format_error(error)
-        is_past_lag = clock.monotonic() - started >= LISTING_LAG
-        past = remaining if is_past_lag else past_listing_lag
-        if listed is not None:
-            _destroy_listed(vast, remaining, listed)
-        for label in _find_gone(remaining, accepted, listed, past):
+        else:
+            for label in listed.keys() & remaining.keys():
+                _try_destroy(vast, listed[label])
+            is_past_lag = clock.monotonic() - started >= LISTING_LAG
+            destroyed = _find_destroyed(
+                remaining, accepted, listed, remaining if is_past_lag else past_listing_lag
+            )
+        for label in destroyed:
             del remaining[label]
             try:
                 on_destroyed(label)
@@ -100,23 +103,13 @@ def destroy_machines(
         raise callback_error
 
 
-def _destroy_listed(
-    vast: VastClient, remaining: Mapping[str, int | None], listed: Mapping[str, int]
-) -> None:
-    """Send a destroy request for each remaining machine that is listed."""
-    for label in listed.keys() & remaining.keys():
-        _try_destroy(vast, listed[label])
-
-
-def _find_gone(
+def _find_destroyed(
     remaining: Mapping[str, int | None],
     accepted: set[str],
-    listed: Mapping[str, int] | None,
+    listed: Mapping[str, int],
     past_listing_lag: Collection[str],
 ) -> list[str]:
-    """Return the labels whose machines are gone, by a listing; none without a listing."""
-    if listed is None:
-        return []
+    """Return the labels whose machines are gone, by a listing."""
     return [
         label
         for label, number in remaining.items()
