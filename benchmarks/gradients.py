@@ -60,10 +60,10 @@ from millrace.gradients import (
     encode_payload,
     merge,
 )
+from millrace.gradients.codec.merged_chunks import make_dense
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
-from millrace.gradients.sync.merge import make_dense
 from millrace.keys.gradients import GradientKeys
 from millrace.storage import list_objects, open_store, put
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         decode,
         encode,
     )
+    from millrace.gradients.codec.merged_chunks import MergedChunks
     from millrace.gradients.codec.payload import (
         ExpectedGradient,
         Payload,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender
     from millrace.gradients.sync.merge import (
-        MergedChunks,
         MergeWeights,
         compute_merge_weights,
         merge,
@@ -139,7 +139,7 @@ _MODULES = {
     "ErrorFeedback": "codec.compress",
     "GatheredWindow": "sync.gather_results",
     "Mask": "codec.shared_indices",
-    "MergedChunks": "sync.merge",
+    "MergedChunks": "codec.merged_chunks",
     "RejectedWorker": "sync.gather_window",
     "Participant": "sync.participant",
     "Payload": "codec.payload",

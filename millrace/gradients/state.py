@@ -17,8 +17,8 @@ from millrace import errors
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import make_tiles, view_as_matrix
+from millrace.gradients.codec.merged_chunks import MergedChunks, make_dense
 from millrace.gradients.codec.transform import get_basis
-from millrace.gradients.sync.merge import MergedChunks, make_dense
 from millrace.schemas.chain import OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, Transform
 

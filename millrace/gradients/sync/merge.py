@@ -7,7 +7,7 @@ depend on arrival, threads or machines. So equal gradients give equal bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum, prod
 from typing import Any
@@ -18,37 +18,13 @@ import numpy.typing as npt
 from millrace import errors
 from millrace.digest import compute_stream_digest
 from millrace.gradients.codec import kernels
-from millrace.gradients.codec.chunks import Chunks
+from millrace.gradients.codec.merged_chunks import MergedChunks
 from millrace.gradients.codec.payload import Payload, Shapes
 from millrace.gradients.codec.tensors import BLOCK, SparseChunks, decode_values, map_blocks
 from millrace.schemas.gradient import Codec
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 
 Vector = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class MergedChunks:
-    """Merged values of a group of equal chunks.
-
-    Attributes:
-        chunks: Group of equal chunks. Its ``k`` has no meaning here.
-        counts: Number of values of each chunk: (count,), uint16.
-        indices: Ascending indices of the values of each chunk, chunk by chunk: uint16.
-        values: Values in the order of the indices: float32.
-    """
-
-    chunks: Chunks
-    counts: npt.NDArray[np.uint16]
-    indices: npt.NDArray[np.uint16] = field(repr=False)
-    values: npt.NDArray[np.float32] = field(repr=False)
-
-    def fill(self, out: npt.NDArray[np.float32]) -> None:
-        """Fill a tensor's values in the order of its chunks, with zeros where none was merged."""
-        part = out[self.chunks.first : self.chunks.first + self.chunks.values]
-        part[:] = 0.0
-        starts = np.repeat(np.arange(self.chunks.count) * self.chunks.size, self.counts)
-        part[starts + self.indices] = self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,15 +460,3 @@ def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
     weights = np.zeros(every)
     weights[chosen] = 1.0 / len(chosen)
     return weights
-
-
-def make_dense(
-    groups: Sequence[MergedChunks],
-    shape: tuple[int, ...],
-    out: npt.NDArray[np.float32] | None = None,
-) -> npt.NDArray[np.float32]:
-    """Return the dense values of a merged tensor in the order of its chunks."""
-    values = np.empty(prod(shape), np.float32) if out is None else out
-    for group in groups:
-        group.fill(values)
-    return values

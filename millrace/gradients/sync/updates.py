@@ -25,6 +25,7 @@ from millrace.gradients.codec.byte_tensors import (
     parse_byte_tensors,
 )
 from millrace.gradients.codec.chunks import Chunks, make_chunks
+from millrace.gradients.codec.merged_chunks import MergedChunks
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
@@ -36,7 +37,6 @@ from millrace.gradients.codec.tensors import (
 )
 from millrace.gradients.sync.merge import (
     Gradients,
-    MergedChunks,
     MergeRequest,
     have_same_indices,
     merge_tensor,

@@ -36,7 +36,8 @@ from millrace.gradients import (
     merge,
     select_weights,
 )
-from millrace.gradients.sync.merge import MergeRequest, make_dense, merge_tensor
+from millrace.gradients.codec.merged_chunks import make_dense
+from millrace.gradients.sync.merge import MergeRequest, merge_tensor
 from millrace.storage import Store, StoreSpec, open_store
 from tests.unit.gradients.test_codec import drawn
 

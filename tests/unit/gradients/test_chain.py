@@ -38,6 +38,7 @@ from millrace.gradients import (
     iterate_links,
 )
 from millrace.gradients.backends.local import make_single_shard
+from millrace.gradients.codec.merged_chunks import MergedChunks, make_dense
 from millrace.gradients.codec.tensors import decode_values, select_values
 from millrace.gradients.codec.transform import backward, forward
 from millrace.gradients.state import compute_dense_change
@@ -47,7 +48,6 @@ from millrace.gradients.sync.chain import (
     iterate_updates,
     store_update,
 )
-from millrace.gradients.sync.merge import MergedChunks, make_dense
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read

@@ -23,8 +23,8 @@ from millrace.gradients import (
     encode_payload,
     merge,
 )
+from millrace.gradients.codec.merged_chunks import make_dense
 from millrace.gradients.codec.transform import backward
-from millrace.gradients.sync.merge import make_dense
 
 SHAPES = {"a": (120, 70), "b": (37,), "c": (5000,)}
 Gradients = dict[str, dict[str, torch.Tensor]]

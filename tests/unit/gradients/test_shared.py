@@ -26,13 +26,13 @@ from millrace.gradients import (
     merge,
 )
 from millrace.gradients.codec.compress import Decoder
+from millrace.gradients.codec.merged_chunks import make_dense
 from millrace.gradients.codec.tensors import (
     compute_largest_size,
     decode_values,
     pack_tensor,
     unpack_tensor,
 )
-from millrace.gradients.sync.merge import make_dense
 from millrace.schemas.gradient import CHUNK_SIZE
 from tests.unit.gradients.test_codec import BITS, drawn, shapes
 
