@@ -44,7 +44,7 @@ from millrace.gradients import (
     WeightState,
     commit_first_link,
     encode_payload,
-    follow,
+    merge_windows,
     select_weights,
 )
 from millrace.gradients.codec.chunks import make_chunks
@@ -181,7 +181,7 @@ def learn(merge: MergeSettings, windows: int, faulty: int = 0, lie: str = "") ->
             store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
         )
         workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]
-        merged = follow(store, settings, workers, state, until=windows)
+        merged = merge_windows(store, settings, workers, state, until=windows)
         losses = [teachers.loss(state)]
         for window in range(1, windows + 1):
             for number, worker in enumerate(workers):

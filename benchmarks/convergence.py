@@ -33,7 +33,7 @@ from millrace.gradients import (
     RunSettings,
     Sender,
     begin_run,
-    follow,
+    merge_windows,
     select_weights,
 )
 from millrace.storage import list_objects, open_store
@@ -154,7 +154,9 @@ def compressed(
             Participant.join(settings, str(n), store, store, threads=1) for n in range(WORKERS)
         ]
         workers = [Sender(str(n), store) for n in range(WORKERS)]
-        merged = follow(store, settings, workers, select_weights(training.first), until=windows)
+        merged = merge_windows(
+            store, settings, workers, select_weights(training.first), until=windows
+        )
         losses = [training.loss(training.first)]
         for _ in range(windows):
             for number, (participant, model) in enumerate(zip(everybody, models, strict=True)):

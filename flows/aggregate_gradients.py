@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.errors import ConfigurationError, HeldError, MillraceError
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
-    FollowSettings,
     InitialWeights,
     RunSettings,
     WeightsSource,
@@ -59,7 +59,7 @@ def aggregate_gradients(
     worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
     initial_weights: InitialWeightsInput | None = None,
-    aggregation: FollowSettings | None = None,
+    aggregation: AggregationSettings | None = None,
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
 
@@ -92,7 +92,7 @@ def aggregate_gradients(
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
         initial_weights=initial_weights and initial_weights.make_initial_weights(),
-        **(aggregation or FollowSettings()).model_dump(),
+        **(aggregation or AggregationSettings()).model_dump(),
     )
     check_right(bucket, Right.WRITE, run.chain.job)
     check_right(shared, Right.READ, run.name)

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from millrace.cleanup import Rule
-from millrace.gradients import FollowSettings, RunSettings
+from millrace.gradients import AggregationSettings, RunSettings
 from millrace.gradients.settings import AggregationOptions, RunOptions
 from millrace.rentals import OfferRequest, Program, RentSettings
 from millrace.schemas.chain import OuterOptimizer
@@ -50,7 +50,7 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
 
 _MODEL_TITLES: Mapping[type[BaseModel], str] = {
     AggregationOptions: "Aggregation settings",
-    FollowSettings: "Aggregation settings",
+    AggregationSettings: "Aggregation settings",
     OuterOptimizer: "Optimizer settings",
     Codec: "Codec settings",
     RentSettings: "Rental settings",

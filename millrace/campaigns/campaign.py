@@ -9,7 +9,7 @@ from time import monotonic
 from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
 from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
-from millrace.gradients import AggregatorSettings, FollowSettings, InitialWeights, RunSettings
+from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.rentals import LedgerSettings, RentalSettings
 from millrace.storage import StoreSpec
@@ -107,14 +107,14 @@ class Training:
             **self.rules.aggregation.model_dump(),
         )
 
-    def make_follow_settings(self, last_window: int) -> FollowSettings:
+    def make_aggregation_settings(self, last_window: int) -> AggregationSettings:
         """Return the settings of an aggregator that stops at the first window without a gradient.
 
         Args:
             last_window: Number of the last window to merge.
         """
         limits = {"until": last_window, "idle": 1}
-        return FollowSettings.model_validate(self.rules.aggregation.model_dump() | limits)
+        return AggregationSettings.model_validate(self.rules.aggregation.model_dump() | limits)
 
     def make_rental(self, ledger: LedgerSettings) -> RentalSettings:
         """Return the settings of the rental of the workers' machines.

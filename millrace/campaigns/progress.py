@@ -11,7 +11,7 @@ from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
 from millrace.formatting import format_count
-from millrace.gradients import FollowSettings
+from millrace.gradients import AggregationSettings
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, open_store
 
@@ -89,7 +89,7 @@ def merge_epoch(
     epoch: int,
     newest_window: int,
     workers: CampaignWorkers,
-    merge: Callable[[FollowSettings], MergedWindows | None],
+    merge: Callable[[AggregationSettings], MergedWindows | None],
 ) -> None:
     """Merge the windows of an epoch that are not merged yet.
 
@@ -109,7 +109,7 @@ def merge_epoch(
     end, idle_windows = training.find_last_window(epoch), 0
     while newest_window < end:
         workers.raise_failure()
-        done = merge(training.make_follow_settings(end))
+        done = merge(training.make_aggregation_settings(end))
         if done is None:
             raise HeldError(
                 f"{training.keys.run} is aggregated by another process, which is alive."

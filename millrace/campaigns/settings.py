@@ -91,8 +91,8 @@ class TrainingRules(BaseModel, frozen=True, extra="forbid"):
     )
     aggregation: AggregationOptions = Field(
         default=AggregationOptions(),
-        description="Settings of the aggregator: how it follows windows, and which checkpoints "
-        "the aggregator keeps.",
+        description="Settings of the aggregator: when an idle run ends, and which checkpoints the "
+        "aggregator keeps.",
     )
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from millrace.cli.common import (
     print_result,
     take_settings_file,
 )
-from millrace.formatting import format_size
+from millrace.formatting import format_count, format_size
 from millrace.terminal import echo
 
 
@@ -76,21 +76,21 @@ def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
     \b
     Example: millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
     """
-    from millrace.gradients import ChainLink, load_newest_state
-    from millrace.gradients import catch_up as replay_chain
+    from millrace import gradients
     from millrace.gradients.sync.chain import read_link
     from millrace.gradients.weights import save_weights
     from millrace.keys.gradients import ChainKeys
     from millrace.storage import open_store
 
     store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
-    state, window = load_newest_state(store, keys)
-    last = replay_chain(store, keys, state, after=window) or read_link(store, keys, window)
-    now = last.window if isinstance(last, ChainLink) else 0
+    state, window = gradients.load_newest_state(store, keys)
+    last = gradients.catch_up(store, keys, state, after=window) or read_link(store, keys, window)
+    now = last.window if isinstance(last, gradients.ChainLink) else 0
     saved = save_weights(state, open_store(to), run, step=last.step, window=now)
     echo(
         f"{run} is at step {last.step}, after window {now}: the checkpoint of window {window}, and "
-        f"{now - window} replayed. {format_size(saved.size)} in {to}, as job {run}."
+        f"{format_count(now - window, 'later link')} applied. {format_size(saved.size)} in {to}, "
+        f"as job {run}."
     )
     data = {
         "run": run, "step": last.step, "window": now, "replayed": now - window,

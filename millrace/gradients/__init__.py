@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from millrace.extras import import_extra_module
 from millrace.gradients.settings import (
     AggregationOptions,
+    AggregationSettings,
     AggregatorSettings,
-    FollowSettings,
     GatherSettings,
     InitialWeights,
     RunOptions,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         find_newest_window,
         iterate_links,
     )
-    from millrace.gradients.sync.follow import follow
     from millrace.gradients.sync.gather import gather
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
     from millrace.gradients.sync.window_merge import ChainStep, aggregate
+    from millrace.gradients.sync.windows import merge_windows
     from millrace.gradients.weights import (
         begin_run,
         check_weights,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AggregationOptions",
+    "AggregationSettings",
     "AggregatorSettings",
     "ChainError",
     "ChainLink",
@@ -77,7 +78,6 @@ __all__ = [
     "Decoder",
     "ErrorFeedback",
     "ExpectedGradient",
-    "FollowSettings",
     "GatherSettings",
     "GatherWindow",
     "GatheredWindow",
@@ -120,12 +120,12 @@ __all__ = [
     "encode_payload",
     "ensure_run_begun",
     "find_newest_window",
-    "follow",
     "gather",
     "iterate_links",
     "load_checkpoint_state",
     "load_newest_state",
     "merge",
+    "merge_windows",
     "read_payload",
     "select_weights",
 ]
@@ -161,7 +161,7 @@ _MODULES = {
     "check_weights": "weights",
     "decode": "codec.compress",
     "encode": "codec.compress",
-    "follow": "sync.follow",
+    "merge_windows": "sync.windows",
     "gather": "sync.gather",
     "iterate_links": "sync.chain",
     "merge": "sync.merge",

@@ -1,4 +1,4 @@
-"""Progress events of gathering, merging and following the windows of a run."""
+"""Progress events of gathering and merging the windows of a run."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,8 @@
-"""Settings of a run: how pseudo-gradients are gathered and merged, and how a run is followed.
+"""Settings of a run: how pseudo-gradients are gathered and merged, and when a run ends.
 
 `RunOptions` and `AggregationOptions` have what the plan of a campaign may choose. `RunSettings` and
-`FollowSettings` add what the campaign derives from its plan: the name of the run, and the windows.
+`AggregationSettings` add what the campaign derives from its plan: the name of the run, and the
+windows.
 
 This module imports neither numba nor torch, so that forms and settings files can be
 read without them.
@@ -305,7 +306,7 @@ class AggregationOptions(BaseModel):
     )
 
 
-class FollowSettings(AggregationOptions):
+class AggregationSettings(AggregationOptions):
     """Options of an aggregator, with limits on the windows that it merges."""
 
     windows: int | None = Field(
@@ -319,7 +320,7 @@ class FollowSettings(AggregationOptions):
     )
 
 
-class AggregatorSettings(FollowSettings):
+class AggregatorSettings(AggregationSettings):
     """Settings of an aggregator: its options, the run, the workers, and their buckets."""
 
     run: RunSettings = Field(description="Settings that all workers of the run share.")

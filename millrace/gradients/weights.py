@@ -2,7 +2,7 @@
 
 The first link of a run names a checkpoint. Each link has the digest of the weights after it. A
 later checkpoint is valid if its weights have the digest of its window's link. So a late worker need
-not replay all links, and need not trust the process that saved the checkpoint.
+not apply all links, and need not trust the process that saved the checkpoint.
 """
 
 from collections.abc import Callable, Generator, Iterable

@@ -39,9 +39,9 @@ from millrace.gradients import (
     aggregate_run,
     catch_up,
     copy_state,
-    follow,
     iterate_links,
     load_newest_state,
+    merge_windows,
 )
 from millrace.gradients.sync.aggregator import load_or_begin_run
 from millrace.gradients.sync.chain import find_newest_window
@@ -328,4 +328,4 @@ def _without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
     store, run = open_store(settings.store), settings.run
     state, after = load_or_begin_run(settings, store)
     workers = [Sender(uid, store) for uid in settings.workers]
-    return follow(store, run, workers, state, after=after, until=settings.until)
+    return merge_windows(store, run, workers, state, after=after, until=settings.until)

@@ -65,7 +65,7 @@ class ShardedWeights:
         if link.state:
             check_state(link, self.digest())
 
-    def replay(self, store: Store, link: ChainLink) -> None:
+    def apply_link(self, store: Store, link: ChainLink) -> None:
         """Apply a link, and check that the weights then have its digest.
 
         Raises:

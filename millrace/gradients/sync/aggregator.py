@@ -14,8 +14,8 @@ from millrace.gradients.backends.ray_cluster import allocate_on_ray
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.chain import find_newest_window
-from millrace.gradients.sync.follow import follow
 from millrace.gradients.sync.gather_window import Sender
+from millrace.gradients.sync.windows import merge_windows
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
@@ -34,8 +34,8 @@ def aggregate_run(
 
     Args:
         settings: Settings of the aggregator.
-        progress: Receives the events of `follow`. If the weights are in this process, it also
-            receives those of `Saver`, from other threads.
+        progress: Receives the events of `merge_windows`. If the weights are in this process, it
+            also receives those of `Saver`, from other threads.
 
     Yields:
         Link of each merged window.
@@ -65,7 +65,7 @@ def aggregate_run(
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
-        merged = follow(
+        merged = merge_windows(
             store,
             run,
             workers,

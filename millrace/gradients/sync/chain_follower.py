@@ -73,7 +73,7 @@ class ChainFollower:
         link = self._ranks.run_on_each(
             lambda: read_link_after(self._store, self._settings.chain, number, before)
         )
-        self._weights.replay(self._store, link)
+        self._weights.apply_link(self._store, link)
         self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
         self.link, self.window = link, number
         return link

@@ -113,7 +113,7 @@ def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> lis
     return made
 
 
-def replayed(store: Store, settings: AggregatorSettings) -> tuple[WeightState, int]:
+def load_newest(store: Store, settings: AggregatorSettings) -> tuple[WeightState, int]:
     state, window = load_newest_state(store, settings.run.chain)
     catch_up(store, settings.run.chain, state, after=window)
     return state, window
@@ -139,7 +139,7 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
 
     second = run_windows(store, 4, begun)
     assert [link.window for link in second] == [4, 5, 6, 7]
-    state, window = replayed(store, begun)
+    state, window = load_newest(store, begun)
     assert window == 7
     assert state.digest() == second[-1].state
     kept = [found.step for found in iterate_checkpoints(store, keys.job)]

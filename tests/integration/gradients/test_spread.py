@@ -35,9 +35,9 @@ from millrace.gradients import (
     catch_up,
     copy_state,
     encode_payload,
-    follow,
     iterate_links,
     load_newest_state,
+    merge_windows,
 )
 from millrace.gradients.backends.local import LocalShards
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
@@ -119,7 +119,7 @@ def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[
     made: list[ChainLink] = []
     send(store, run, 1)
     workers = [Sender(uid, store) for uid in ("bad", *UIDS)]
-    for link in follow(store, run, workers, model, until=WINDOWS):
+    for link in merge_windows(store, run, workers, model, until=WINDOWS):
         made.append(link)
         send(store, run, link.window + 1)
     assert model.digest() == made[-1].state

@@ -62,10 +62,10 @@ def test_an_aggregator_stops_at_the_first_idle_window(
     make_training: MakeTraining, place: StoreSpec
 ) -> None:
     training = make_training(aggregation={"idle": 4, "every": 5, "lease": "9s"})
-    following = training.make_follow_settings(3)
-    assert (following.until, following.idle, following.windows) == (3, 1, None)
+    settings = training.make_aggregation_settings(3)
+    assert (settings.until, settings.idle, settings.windows) == (3, 1, None)
     kept = {
-        name: getattr(following, name) for name in AggregationOptions.model_fields if name != "idle"
+        name: getattr(settings, name) for name in AggregationOptions.model_fields if name != "idle"
     }
     assert kept == training.rules.aggregation.model_dump(exclude={"idle"})
     weights = InitialWeights(url=place.url, job="first")

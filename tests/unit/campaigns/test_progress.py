@@ -7,7 +7,7 @@ import torch
 
 from millrace.campaigns import TrainingProgress, merge_epoch, read_training_progress
 from millrace.errors import HeldError, UnavailableError, WorkerError
-from millrace.gradients import FollowSettings, begin_run, select_weights
+from millrace.gradients import AggregationSettings, begin_run, select_weights
 from millrace.storage import Store, put
 from tests.support.campaigns.training import FakeWorkers, MakeTraining
 
@@ -23,9 +23,9 @@ class Aggregator:
 
     def __init__(self, *answers: Merged | None) -> None:
         self.answers = list(answers)
-        self.asked: list[FollowSettings] = []
+        self.asked: list[AggregationSettings] = []
 
-    def __call__(self, settings: FollowSettings) -> Merged | None:
+    def __call__(self, settings: AggregationSettings) -> Merged | None:
         self.asked.append(settings)
         return self.answers.pop(0)
 
@@ -75,7 +75,7 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
     training, workers = make_training(), FakeWorkers()
     aggregator = Aggregator(Merged(1, 5), Merged(1, 6))
     merge_epoch(training, 1, 4, workers, aggregator)
-    assert aggregator.asked == [training.make_follow_settings(6)] * 2
+    assert aggregator.asked == [training.make_aggregation_settings(6)] * 2
     assert aggregator.answers == []
 
 
@@ -102,7 +102,7 @@ def test_the_failure_of_the_workers_says_more_than_their_silence(
 ) -> None:
     training, workers = make_training(aggregation={"idle": 1}), FakeWorkers()
 
-    def merge(settings: FollowSettings) -> Merged:
+    def merge(settings: AggregationSettings) -> Merged:
         workers.failure = WorkerError("All workers have failed.")
         return Merged(1, 1)
 

@@ -286,7 +286,7 @@ def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch)
     monkeypatch.setattr(snapshot, "_copy_box", copy_late)
     changed = make_single_shard(weights(), threads=1)
     changed.save(store, "job", step=5, window=0)
-    changed.replay(store, link)
+    changed.apply_link(store, link)
     assert changed.wait_for_save() is not None
     changed.close()
     assert changed.digest() == link.state

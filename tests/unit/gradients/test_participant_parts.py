@@ -18,7 +18,7 @@ from millrace.gradients import (
     Sender,
     WeightState,
     begin_run,
-    follow,
+    merge_windows,
     select_weights,
 )
 from millrace.gradients.backends.rank_group import RankGroup
@@ -140,12 +140,14 @@ def follower_of(store: Store, heard: list[Event] | None = None) -> ChainFollower
     )
 
 
-def merge_windows(store: Store, count: int) -> list[str]:
+def send_and_merge(store: Store, count: int) -> list[str]:
     """Merge windows with one worker, and return the digests of the weights after each."""
     model = model_of()
     participant = Participant(SETTINGS, "a", store, store, select_weights(model))
     participant.submit(model)
-    merged = follow(store, SETTINGS, [Sender("a", store)], select_weights(model_of()), until=count)
+    merged = merge_windows(
+        store, SETTINGS, [Sender("a", store)], select_weights(model_of()), until=count
+    )
     digests: list[str] = []
     for link in merged:
         digests.append(link.state)
@@ -161,7 +163,7 @@ def test_new_links_are_applied_in_order_and_yielded_after_it(store):
     follower = follower_of(store, heard)
     assert (follower.window, follower.link.step) == (0, 10)
     assert list(follower.iterate_new_links()) == []
-    digests = merge_windows(store, 2)
+    digests = send_and_merge(store, 2)
     found = [(link.window, follower.window, link.state) for link in follower.iterate_new_links()]
     assert found == [(1, 1, digests[0]), (2, 2, digests[1])]
     assert follower.link.step == 14
@@ -176,6 +178,6 @@ def test_the_next_link_is_waited_for_and_not_applied(store):
         UnavailableError, match=r"Window 1 of runs/one was not merged in 0:00:00\.05"
     ):
         follower.wait_for_next_link(timedelta(milliseconds=50))
-    merge_windows(store, 1)
+    send_and_merge(store, 1)
     follower.wait_for_next_link(timedelta(0))
     assert follower.window == 0

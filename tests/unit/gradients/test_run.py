@@ -24,9 +24,9 @@ from millrace.gradients import (
     begin_run,
     check_weights,
     commit_first_link,
-    follow,
     iterate_links,
     load_checkpoint_state,
+    merge_windows,
     select_weights,
 )
 from millrace.gradients.settings import WindowOpening
@@ -101,7 +101,7 @@ def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
     before = loss(model())
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, WINDOWS) for uid in range(3)]
-        made = list(follow(store, settings_of(), everybody(store), state, until=WINDOWS))
+        made = list(merge_windows(store, settings_of(), everybody(store), state, until=WINDOWS))
         trained = [one.result() for one in models]
     assert [link.window for link in made] == list(range(1, WINDOWS + 1))
     assert [link.step for link in made] == [102, 104, 106, 108]
@@ -147,7 +147,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
         mine[0].weight.add_(0.1)
     moved = mine[1].running_mean.clone()
     participant.submit(mine)
-    list(follow(store, settings, [Sender("0", store)], first, until=1))
+    list(merge_windows(store, settings, [Sender("0", store)], first, until=1))
     participant.apply(mine, timeout=timedelta(0))
     assert torch.equal(mine[2].weight, mine[0].weight)
     assert torch.equal(mine[1].running_mean, moved)
@@ -169,7 +169,7 @@ def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
         )
     }
     state = select_weights(model())
-    (link,) = follow(store, settings, everybody(store), state, until=1)
+    (link,) = merge_windows(store, settings, everybody(store), state, until=1)
     assert not link.taken
     again = Participant(settings, "0", store, store, state, after=1)  # it begins behind it
     again.load_state_dict(saved)
@@ -188,7 +188,7 @@ def test_a_worker_that_is_started_again_does_not_train_for_what_it_has_sent(stor
     again.load_state_dict(participant.state_dict())
     with ThreadPoolExecutor(1) as pool:
         turn = pool.submit(lambda: next(again.iterate_windows()))
-        (link,) = follow(store, settings, [Sender("0", store)], state, until=1)
+        (link,) = merge_windows(store, settings, [Sender("0", store)], state, until=1)
         assert set(link.taken) == {"0"}
         assert turn.result().number == 2
 
@@ -198,9 +198,9 @@ def test_an_aggregator_that_is_started_again_goes_on(store):
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
         first = select_weights(model())
-        next(follow(store, settings, everybody(store), first, until=1))
+        next(merge_windows(store, settings, everybody(store), first, until=1))
         again = select_weights(model())  # it has lost all that it knew
-        (link,) = follow(store, settings, everybody(store), again, until=2)
+        (link,) = merge_windows(store, settings, everybody(store), again, until=2)
         assert link.window == 2
         assert link.state == again.digest()
         assert all(one.result() for one in models)
@@ -219,7 +219,7 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
         )
     }
     participant.submit(mine)
-    (link,) = follow(store, settings, everybody(store), select_weights(model()), until=1)
+    (link,) = merge_windows(store, settings, everybody(store), select_weights(model()), until=1)
     reasons = {uid: out.reason for uid, out in link.out.items()}
     assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING, "2": Refusal.MISSING}
     participant.apply(mine, timeout=timedelta(0))
@@ -279,11 +279,11 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
     settings = settings_of()
     with ThreadPoolExecutor(3) as pool:
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
-        list(follow(store, settings, everybody(store), select_weights(model()), until=2))
+        list(merge_windows(store, settings, everybody(store), select_weights(model()), until=2))
         assert all(one.result() for one in models)
     delete(store, [settings.chain.make_link_key(1)])
     with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
-        list(follow(store, settings, everybody(store), select_weights(model()), until=3))
+        list(merge_windows(store, settings, everybody(store), select_weights(model()), until=3))
 
 
 def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
@@ -292,10 +292,10 @@ def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(take_part, store, 0, 2)
         one = everybody(store)[:1]
-        made = list(follow(store, alone, one, state, until=1))
+        made = list(merge_windows(store, alone, one, state, until=1))
         fewer = alone.gather.model_copy(update={"quorum": 0})
         later = alone.model_copy(update={"window": timedelta(minutes=7), "gather": fewer})
-        made += list(follow(store, later, one, state, after=1, until=2))
+        made += list(merge_windows(store, later, one, state, after=1, until=2))
         trained.result()
     assert [link.window for link in made] == [1, 2]
     openings = [
@@ -311,13 +311,13 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     with ThreadPoolExecutor(2) as pool:
         for uid in range(2):
             pool.submit(take_part, store, uid, 1)
-        (free,) = follow(store, alone, everybody(store)[:2], state, until=1)
+        (free,) = merge_windows(store, alone, everybody(store)[:2], state, until=1)
     norms = sorted((one.norm, uid) for uid, one in free.taken.items())
     limit = sum(norm for norm, _ in norms) / 2
     gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=limit)
     delete(store, [alone.chain.make_link_key(1), alone.chain.make_opening_key(1)])
     bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
-    (link,) = follow(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
+    (link,) = merge_windows(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
     assert set(link.taken) == {less}
     assert link.out[more].reason is Refusal.NORM
@@ -330,7 +330,7 @@ def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     rules = short.model_dump(include={"window", "gather"})
     commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
     longer = short.model_copy(update={"window": timedelta(days=1)})  # never ends in this test
-    made = list(follow(store, longer, everybody(store), select_weights(model()), until=1))
+    made = list(merge_windows(store, longer, everybody(store), select_weights(model()), until=1))
     assert [(link.window, len(link.taken)) for link in made] == [(1, 0)]
     assert fetch(store, opening, WindowOpening).window == timedelta(milliseconds=1)
 

@@ -1,4 +1,4 @@
-"""Windows of a run from the aggregator's side.
+"""Windows of a run, which the aggregator opens and merges one after another.
 
 A window begins with the commit of the previous link. The aggregator opens the window with a record
 of its options. It merges the window when the gradients are complete, or at the end of the window's
@@ -25,7 +25,7 @@ from millrace.schemas.chain import ChainLink
 from millrace.storage import Store, head
 
 
-def follow(
+def merge_windows(
     store: Store,
     settings: RunSettings,
     workers: Sequence[Sender],
@@ -37,7 +37,7 @@ def follow(
     threads: int = 1,
     progress: Progress = ignore_event,
 ) -> Iterator[ChainLink]:
-    """Aggregate the windows of a run. After a kill, call this function again.
+    """Merge the windows of a run, one after another. After a kill, call this function again.
 
     Windows that are already merged are applied from the chain. A window with fewer gradients than
     the quorum has a link that changes no weights. A window whose time ended without an aggregator
@@ -72,7 +72,7 @@ def follow(
         number += 1
         if number <= last:
             before = read_link_after(store, settings.chain, number, before)
-            weights.replay(store, before)
+            weights.apply_link(store, before)
             progress(LinkApplied(run=settings.name, window=number, step=before.step))
             continue
         options, window = _open(store, settings, weights.shapes, number, before.step, clock)
