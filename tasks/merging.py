@@ -83,7 +83,9 @@ def aggregate_windows(settings: AggregatorSettings, after: int) -> AggregationRe
 
         for link in gradients.aggregate_run(settings, progress=handle_event):
             last = link
-            log.info("Window %d: %d in, %d out", link.window, len(link.taken), len(link.out))
+            log.info(
+                "Window %d: %d taken, %d excluded", link.window, len(link.taken), len(link.excluded)
+            )
     seconds = round(time.monotonic() - began, 3)
     if last is None:
         return AggregationResult(0, after, 0, "", seconds)
@@ -124,7 +126,7 @@ def describe_windows(
         format_code(last.merge.rule), format_code(last.outer.kind),
     )  # fmt: skip
     columns = (
-        ">Window", ">Step", ">Taken", ">Left out", "L2 norms", ">Received",
+        ">Window", ">Step", ">Taken", ">Excluded", "L2 norms", ">Received",
         ">Merged", ">Time",
     )  # fmt: skip
     hidden = skipped_windows + max(0, len(windows) - _ROWS)
@@ -146,7 +148,7 @@ def _make_row(link: ChainLink) -> Sequence[object]:
         f"{link.window:,}",
         f"{link.step:,}",
         len(link.taken),
-        count_reasons(link.out.values()) or "0",
+        count_reasons(link.excluded.values()) or "0",
         f"{norms[0]:.3g} / {statistics.median(norms):.3g} / {norms[-1]:.3g}" if norms else "",
         format_size(sum(one.size for one in link.taken.values())),
         format_size(link.size),
@@ -155,16 +157,16 @@ def _make_row(link: ChainLink) -> Sequence[object]:
 
 
 def _tabulate_workers(windows: Sequence[ChainLink]) -> Markdown:
-    """Tabulate how often each worker was taken, its weight, and its last refusal."""
-    names = sorted({uid for link in windows for uid in (*link.taken, *link.out)})
-    columns = ("Worker", ">Taken", ">Mean weight", "Left out", "Last reason")
+    """Tabulate how often each worker was taken, its weight, and its last exclusion."""
+    names = sorted({uid for link in windows for uid in (*link.taken, *link.excluded)})
+    columns = ("Worker", ">Taken", ">Mean weight", "Excluded", "Last reason")
     rows: list[Sequence[object]] = []
     for uid in names:
         weights = [link.taken[uid].weight for link in windows if uid in link.taken]
-        out = [link.out[uid] for link in windows if uid in link.out]
+        excluded = [link.excluded[uid] for link in windows if uid in link.excluded]
         mean = f"{statistics.fmean(weights):.3g}" if weights else ""
-        why = out[-1].sentence if out else ""
-        rows.append((format_code(uid), len(weights), mean, count_reasons(out) or "0", why))
+        why = excluded[-1].sentence if excluded else ""
+        rows.append((format_code(uid), len(weights), mean, count_reasons(excluded) or "0", why))
     return format_table(columns, rows)
 
 

@@ -349,7 +349,9 @@ class WindowProgress(LiveProgress):
                 self._add_bytes(event.size)
             case GradientRefused():
                 self._refused += 1
-                self._log.warning("%s is out: %s", event.uid, event.reason)
+                self._log.warning(
+                    "The gradient of %s is refused: %s", event.uid, event.reason.label
+                )
             case QuotaExceeded():
                 self._warn_of_quota(event.uid, event.objects, event.size)
             case LinkApplied():

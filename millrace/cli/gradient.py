@@ -44,17 +44,17 @@ def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
         config = config.model_copy(update={"windows": windows})
     merged: list[dict[str, object]] = []
     for link in aggregate_run(config):
-        out = count_reasons(link.out.values())
+        reasons = count_reasons(link.excluded.values())
         sent = sum(one.size for one in link.taken.values())
         echo(
-            f"window {link.window}, step {link.step}: {len(link.taken)} in, {len(link.out)} out"
-            f"{out and f' ({out})'}; {format_size(sent)} merged into {format_size(link.size)}, "
-            f"after {link.seconds:.1f} s"
+            f"window {link.window}, step {link.step}: {len(link.taken)} taken, "
+            f"{len(link.excluded)} excluded{reasons and f' ({reasons})'}; "
+            f"{format_size(sent)} merged into {format_size(link.size)}, after {link.seconds:.1f} s"
         )
         merged.append(
             {
                 "window": link.window, "step": link.step, "taken": sorted(link.taken),
-                "out": {uid: str(one.reason) for uid, one in link.out.items()},
+                "out": {uid: str(one.reason) for uid, one in link.excluded.items()},
                 "received_bytes": sent, "merged_bytes": link.size, "seconds": link.seconds,
             }
         )  # fmt: skip

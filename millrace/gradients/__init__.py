@@ -14,8 +14,8 @@ from millrace.gradients.settings import (
     WeightsSource,
     WindowOptions,
 )
-from millrace.schemas.chain import ChainLink, ChainStart, OuterKind, OuterOptimizer
-from millrace.schemas.gradient import Codec, GradientHeader, Refusal, Support, Transform
+from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, OuterKind, OuterOptimizer
+from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, Support, Transform
 from millrace.schemas.merge import MergeRule, MergeSettings
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from millrace.gradients.sync.gather import gather
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
-    from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender
+    from millrace.gradients.sync.gather_window import GatherWindow, Sender
     from millrace.gradients.sync.merge import (
         MergeWeights,
         compute_merge_weights,
@@ -77,6 +77,8 @@ __all__ = [
     "Codec",
     "Decoder",
     "ErrorFeedback",
+    "ExcludedWorker",
+    "ExclusionReason",
     "ExpectedGradient",
     "GatherSettings",
     "GatherWindow",
@@ -95,8 +97,6 @@ __all__ = [
     "Payload",
     "PayloadError",
     "QuorumError",
-    "Refusal",
-    "RejectedWorker",
     "RunOptions",
     "RunSettings",
     "Sender",
@@ -140,7 +140,6 @@ _MODULES = {
     "GatheredWindow": "sync.gather_results",
     "Mask": "codec.shared_indices",
     "MergedChunks": "codec.merged_chunks",
-    "RejectedWorker": "sync.gather_window",
     "Participant": "sync.participant",
     "Payload": "codec.payload",
     "PayloadError": "codec.payload",

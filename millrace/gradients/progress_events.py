@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from millrace.progress import Event
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.gradient import ExclusionReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,17 @@ class GradientAccepted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRefused(Event):
-    """Event after the gradient of a worker was refused.
+    """Event after a gradient failed a check. Its worker is not excluded if a valid one follows.
 
     Attributes:
         uid: Name of the worker.
-        reason: Reason of the refusal.
+        reason: Reason why the gradient is refused.
     """
 
     kind: ClassVar[str] = "gradient.refused"
 
     uid: str
-    reason: Refusal
+    reason: ExclusionReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class WindowMerged(Event):
         run: Name of the run.
         window: Number of the window.
         accepted: Number of workers whose gradients were merged.
-        refused: Number of workers whose gradients were not merged.
+        excluded: Number of excluded workers.
     """
 
     kind: ClassVar[str] = "window.merged"
@@ -106,7 +106,7 @@ class WindowMerged(Event):
     run: str
     window: int
     accepted: int
-    refused: int
+    excluded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Records of an aggregator: one link per window, with the digest of the link before."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
-from millrace.schemas.gradient import Codec, Refusal
+from millrace.schemas.gradient import Codec, ExclusionReason
 from millrace.schemas.merge import MergeSettings
 
 
@@ -76,14 +76,16 @@ class MergedWorker(RecordPart):
 
 
 class ExcludedWorker(RecordPart):
-    """Worker whose gradient was not merged.
+    """Worker that is excluded from a window: it sent no gradient that counts.
+
+    A refused gradient excludes its worker, unless the worker sends a valid one in time.
 
     Attributes:
         reason: Kind of the reason.
         sentence: Reason in a sentence.
     """
 
-    reason: Refusal
+    reason: ExclusionReason
     sentence: str
 
 
@@ -103,9 +105,9 @@ class Update(RecordPart):
     tensors: int
 
 
-def count_reasons(out: Iterable[ExcludedWorker]) -> str:
+def count_reasons(excluded: Iterable[ExcludedWorker]) -> str:
     """Count excluded workers by reason: ``2 late, 1 norm``; empty if there are none."""
-    counts = Counter(str(one.reason) for one in out)
+    counts = Counter(one.reason.label for one in excluded)
     return ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
 
 
@@ -123,7 +125,7 @@ class ChainLink(Record):
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
         taken: Workers whose gradients were merged.
-        out: Workers whose gradients were not merged, with the reasons.
+        out: Excluded workers with the reasons.
         seconds: Duration of the gathering.
         previous: Digest of the link before.
         state: Digest of the weights after the window.
@@ -147,6 +149,11 @@ class ChainLink(Record):
     seconds: float
     previous: str
     state: str
+
+    @property
+    def excluded(self) -> Mapping[str, ExcludedWorker]:
+        """Excluded workers with the reasons, which records name ``out``."""
+        return self.out
 
     @property
     def size(self) -> int:

@@ -129,8 +129,11 @@ class GradientHeader(RecordPart):
     digest: str = ""
 
 
-class Refusal(StrEnum):
-    """Reason why a gradient was refused. Other workers' gradients are not affected."""
+class ExclusionReason(StrEnum):
+    """Reason why a worker is excluded from a window, or why its gradient is refused.
+
+    Other workers are not affected.
+    """
 
     MISSING = "missing"  # there was no gradient at the deadline
     EARLY = "early"  # written before the window began: stale or guessed
@@ -154,6 +157,11 @@ class Refusal(StrEnum):
     NORM = "norm"  # the norm is above the limit
     INDICES = "places"  # other indices than most workers, where the rule needs equal ones
     QUORUM = "quorum"  # the gradient is valid, but too few workers sent one
+
+    @property
+    def label(self) -> str:
+        """Words for people: the reason's name. The records of runs name `INDICES` ``places``."""
+        return self.name.lower().replace("_", " ")
 
 
 class StartWindow(Record):

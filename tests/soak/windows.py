@@ -283,7 +283,7 @@ class _Run:
             self.wrong.append(f"windows {[link.window for link in chain]}")
         for link in chain:
             if set(link.taken) != set(UIDS):
-                self.wrong.append(f"window {link.window} is without {link.out}")
+                self.wrong.append(f"window {link.window} is without {link.excluded}")
         beside = (stat.key for stat in list_objects(store, keys.prefix))
         updates = {key for key in beside if "/" not in key.removeprefix(keys.prefix)}
         if updates != {update.key for link in chain for update in link.updates}:

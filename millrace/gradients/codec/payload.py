@@ -35,7 +35,7 @@ from millrace.gradients.codec.tensors import (
     unpack_tensor,
 )
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
-from millrace.schemas.gradient import Codec, GradientHeader, Refusal, find_buffer_range
+from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, find_buffer_range
 from millrace.storage import Stat, Store, read_range
 
 _KEY = "millrace"
@@ -47,17 +47,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PayloadError(errors.CorruptError):
-    """A gradient is refused.
+    """A gradient is refused, since it fails a check.
 
     Attributes:
         reason: Kind of the reason.
     """
 
-    def __init__(self, reason: Refusal, sentence: str) -> None:
+    def __init__(self, reason: ExclusionReason, sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
 
-    def __reduce__(self) -> "tuple[type[PayloadError], tuple[Refusal, str]]":
+    def __reduce__(self) -> "tuple[type[PayloadError], tuple[ExclusionReason, str]]":
         return PayloadError, (self.reason, str(self))
 
 
@@ -231,7 +231,7 @@ def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> Checked
     """
     if stat.size > expected.size:
         raise PayloadError(
-            Refusal.TOO_LARGE,
+            ExclusionReason.TOO_LARGE,
             f"{stat.size:,} bytes, where {expected.size:,} are the most there are.",
         )
     if is_torch_file(stat.key):
@@ -284,9 +284,9 @@ def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
         )
     except FormatError as error:
         sentence = f"It is not a file of torch.save with a gradient: {error}."
-        raise PayloadError(Refusal.FORMAT, sentence) from error
+        raise PayloadError(ExclusionReason.FORMAT, sentence) from error
     if set(texts) != {_KEY}:
-        raise PayloadError(Refusal.HEADER, f"It has no header, as text under {_KEY!r}.")
+        raise PayloadError(ExclusionReason.HEADER, f"It has no header, as text under {_KEY!r}.")
     return encode_byte_tensors(tensors, {_KEY: texts[_KEY]})
 
 
@@ -294,9 +294,9 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
     try:
         return read_range(store, stat.key, begin, end, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:
-        raise PayloadError(Refusal.CHANGED, "It was replaced while it was read.") from error
+        raise PayloadError(ExclusionReason.CHANGED, "It was replaced while it was read.") from error
     except (errors.UnavailableError, errors.DeniedError, errors.CorruptError) as error:
-        raise PayloadError(Refusal.UNAVAILABLE, explain_failure(error)) from error
+        raise PayloadError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
 
 
 def explain_failure(error: errors.MillraceError) -> str:
@@ -342,7 +342,7 @@ def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> Che
     header, found = _make_header(head, size, expected.header_size)
     _compare(header, expected)
     if set(found.spans) != set(expected.shapes):
-        raise PayloadError(Refusal.TENSORS, "It has other tensors than the model.")
+        raise PayloadError(ExclusionReason.TENSORS, "It has other tensors than the model.")
     return CheckedHeader(header, found.spans, compute_digest(head[: found.begins]), size)
 
 
@@ -419,14 +419,14 @@ def assemble_payload(
         _digest_tensors(digest for part in parts for digest in part.digests.values())
         != checked.header.body
     ):
-        raise PayloadError(Refusal.DIGEST, "Its bytes are not those that its header names.")
+        raise PayloadError(ExclusionReason.DIGEST, "Its bytes are not those that its header names.")
     for part in parts:
         if part.fault:
-            raise PayloadError(Refusal.CODES, part.fault)
+            raise PayloadError(ExclusionReason.CODES, part.fault)
     norm = sum(square for part in parts for square in part.squares.values()) ** 0.5
     most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
     if not norm <= most:
-        raise PayloadError(Refusal.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
+        raise PayloadError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
     return Payload(checked.header, tensors, norm, checked.digest, checked.size)
 
@@ -448,16 +448,18 @@ def _digest_header(header: GradientHeader) -> str:
 
 def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:
     if header.digest != _digest_header(header):
-        raise PayloadError(Refusal.DIGEST, "Its header was changed: it does not match its digest.")
+        raise PayloadError(
+            ExclusionReason.DIGEST, "Its header was changed: it does not match its digest."
+        )
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
     for reason, said, wanted in (
-        (Refusal.RUN, header.run, expected.run),
-        (Refusal.UID, header.uid, expected.uid),
-        (Refusal.WINDOW, header.window, expected.window),
-        (Refusal.BASE, header.base, expected.base),
-        (Refusal.MODEL, header.model, compute_fingerprint(expected.shapes)),
-        (Refusal.MODEL, header.shapes, shapes),
-        (Refusal.CODEC, header.codec, expected.codec),
+        (ExclusionReason.RUN, header.run, expected.run),
+        (ExclusionReason.UID, header.uid, expected.uid),
+        (ExclusionReason.WINDOW, header.window, expected.window),
+        (ExclusionReason.BASE, header.base, expected.base),
+        (ExclusionReason.MODEL, header.model, compute_fingerprint(expected.shapes)),
+        (ExclusionReason.MODEL, header.shapes, shapes),
+        (ExclusionReason.CODEC, header.codec, expected.codec),
     ):
         if said != wanted:
             raise PayloadError(reason, f"Its {reason} is not the expected one.")
@@ -470,8 +472,10 @@ def _make_header(head: memoryview, size: int, most: int) -> tuple[GradientHeader
         said = found.metadata[_KEY]
     except PARSE_ERRORS as error:
         sentence = f"It is not a safetensors file of a gradient: {errors.format_error(error)}."
-        raise PayloadError(Refusal.FORMAT, sentence) from error
+        raise PayloadError(ExclusionReason.FORMAT, sentence) from error
     try:
         return GradientHeader.model_validate_json(said, strict=True), found
     except (ValidationError, TypeError) as error:
-        raise PayloadError(Refusal.HEADER, "Its header has no metadata of a gradient.") from error
+        raise PayloadError(
+            ExclusionReason.HEADER, "Its header has no metadata of a gradient."
+        ) from error

@@ -16,9 +16,10 @@ from millrace import errors
 from millrace.gradients.codec.payload import explain_failure, is_torch_file
 from millrace.gradients.progress_events import QuotaExceeded
 from millrace.gradients.settings import GatherSettings
-from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, WaitLimit
+from millrace.gradients.sync.gather_window import GatherWindow, WaitLimit
 from millrace.progress import Progress
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
 
@@ -41,7 +42,7 @@ class BucketListing:
     found: dict[str, Stat] = field(default_factory=dict[str, Stat])
     objects: Counter[str] = field(default_factory=Counter[str])
     size: Counter[str] = field(default_factory=Counter[str])
-    failed: dict[str, RejectedWorker] = field(default_factory=dict[str, RejectedWorker])
+    failed: dict[str, ExcludedWorker] = field(default_factory=dict[str, ExcludedWorker])
 
 
 class BucketLister:
@@ -131,8 +132,10 @@ class BucketLister:
                     for stat in islice(list_objects(store, name), _MOST_NAMED):
                         self._note_gradient(listing, asked, stat)
         except errors.MillraceError as error:
-            rejected = RejectedWorker(Refusal.UNAVAILABLE, explain_failure(error))
-            listing.failed.update(dict.fromkeys(uids, rejected))
+            excluded = ExcludedWorker(
+                reason=ExclusionReason.UNAVAILABLE, sentence=explain_failure(error)
+            )
+            listing.failed.update(dict.fromkeys(uids, excluded))
             listing.objects.clear()
             listing.size.clear()
         return listing

@@ -2,7 +2,7 @@
 
 The workers of a window are known before it begins. The buckets are listed, and new gradients are
 read at once. Reserves are read before the deadline, when the first workers are late. A bad gradient
-harms only its own worker, which is rejected with a reason. Until the end of the window, a valid
+harms only its own worker, which is excluded with a reason. Until the end of the window, a valid
 gradient may overwrite a refused one. At most three objects of a worker are read in a window, so
 frequent overwrites do not keep readers busy.
 """
@@ -15,11 +15,12 @@ from millrace import errors
 from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatheredWindow, GatherResults, QuorumError
-from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, Sender, WaitLimit
+from millrace.gradients.sync.gather_window import GatherWindow, Sender, WaitLimit
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
 
 
 def gather(
@@ -182,19 +183,23 @@ class _Gathering:
         if self._is_over:
             unread = [uid for uid in unread if is_complete and uid not in self._first]
         spare = valid[self._wanted :] + unread
-        out = {
-            uid: results.explain_rejection(
+        excluded = {
+            uid: results.explain_exclusion(
                 uid, is_pending=reader.is_reading(uid) or self._lister.is_listing(uid)
             )
             for uid in self._stores
             if uid not in {*taken, *spare}
         }
-        if is_complete:  # unneeded reserves are not rejected
-            out = {uid: one for uid, one in out.items() if uid in self._first or results.has(uid)}
+        if is_complete:  # unneeded reserves are not excluded
+            excluded = {
+                uid: one for uid, one in excluded.items() if uid in self._first or results.has(uid)
+            }
         seconds = round(seconds, 3)
         if len(taken) < self._settings.quorum:
-            alone = RejectedWorker(Refusal.QUORUM, "It is valid, but too few others arrived.")
-            nobody = GatheredWindow({}, {**out, **dict.fromkeys(valid, alone)}, (), 0, seconds)
+            alone = ExcludedWorker(
+                reason=ExclusionReason.QUORUM, sentence="It is valid, but too few others arrived."
+            )
+            nobody = GatheredWindow({}, {**excluded, **dict.fromkeys(valid, alone)}, (), 0, seconds)
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._window.number} arrived in time, and "
                 f"{self._settings.quorum} are needed: make windows longer, or the quorum smaller.",
@@ -203,4 +208,4 @@ class _Gathering:
         gradients = {uid: results.get_valid(uid) for uid in taken}
         payloads = {uid: payload for uid, (payload, _) in gradients.items()}
         size = sum(size for _, size in gradients.values())
-        return GatheredWindow(payloads, out, tuple(spare), size, seconds)
+        return GatheredWindow(payloads, excluded, tuple(spare), size, seconds)

@@ -1,4 +1,4 @@
-"""Results of the reads of a window: valid gradients, and reasons why workers are left out."""
+"""Results of the reads of a window: valid gradients, and reasons why workers are excluded."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +8,19 @@ from pathlib import PurePosixPath
 from millrace import errors
 from millrace.gradients.codec.payload import Payload
 from millrace.gradients.progress_events import GradientAccepted, GradientRefused
-from millrace.gradients.sync.gather_window import RejectedWorker
 from millrace.gradients.sync.gradient_reader import ReadResult
 from millrace.progress import Progress
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat
 
-_MAY_PASS = {Refusal.CHANGED, Refusal.UNAVAILABLE}
-_NOT_READ = {Refusal.EARLY, Refusal.LATE, Refusal.TOO_LARGE, Refusal.UNAVAILABLE}
+_MAY_PASS = {ExclusionReason.CHANGED, ExclusionReason.UNAVAILABLE}
+_NOT_READ = {
+    ExclusionReason.EARLY,
+    ExclusionReason.LATE,
+    ExclusionReason.TOO_LARGE,
+    ExclusionReason.UNAVAILABLE,
+}
 _MOST_READS = 3  # of one worker's gradient in a window
 
 
@@ -25,14 +30,14 @@ class GatheredWindow:
 
     Attributes:
         taken: Gradients to merge, by the workers' names.
-        out: Rejected workers with the reasons, without reserves that were not needed.
+        excluded: Excluded workers with the reasons, without reserves that were not needed.
         spare: Workers whose gradients were not needed. Some were not read completely.
         size: Size of the gradients to merge, in bytes.
         seconds: Duration of the gathering.
     """
 
     taken: Mapping[str, Payload] = field(repr=False)
-    out: Mapping[str, RejectedWorker]
+    excluded: Mapping[str, ExcludedWorker]
     spare: tuple[str, ...]
     size: int
     seconds: float
@@ -66,7 +71,7 @@ class GatherResults:
         self._results: dict[str, ReadResult] = {}
         self._read_counts = Counter[str]()  # number of read objects of each worker
         self._seen: dict[str, Stat] = {}  # last object of each worker
-        self._passing: dict[str, RejectedWorker] = {}  # reasons that another attempt may remove
+        self._passing: dict[str, ExcludedWorker] = {}  # reasons that another attempt may remove
 
     def has_all(self, uids: Iterable[str]) -> bool:
         """Decide whether each of some workers has a result."""
@@ -82,14 +87,14 @@ class GatherResults:
         assert result.payload is not None
         return result.payload, result.size
 
-    def note_failed_listing(self, failed: Mapping[str, RejectedWorker]) -> None:
+    def note_failed_listing(self, failed: Mapping[str, ExcludedWorker]) -> None:
         """Note the reason why workers could not be listed, until a listing succeeds."""
         self._passing.update(failed)
 
     def should_read(self, uid: str, stat: Stat) -> bool:
         """Note a listed gradient of a worker, and decide whether it is read.
 
-        A worker that overwrites its gradient too often is rejected.
+        A worker that overwrites its gradient too often is excluded.
         """
         if self._seen.get(uid) == stat:
             return False
@@ -103,8 +108,10 @@ class GatherResults:
             sentence = (
                 f"{name} was overwritten after it was read {_MOST_READS} times in this window."
             )
-            self._results[uid] = ReadResult(None, RejectedWorker(Refusal.OVERWRITTEN, sentence))
-            self._report_refused(uid, Refusal.OVERWRITTEN)
+            self._results[uid] = ReadResult(
+                None, ExcludedWorker(reason=ExclusionReason.OVERWRITTEN, sentence=sentence)
+            )
+            self._report_refused(uid, ExclusionReason.OVERWRITTEN)
         return False
 
     def note(self, uid: str, result: ReadResult, *, is_last: bool) -> None:
@@ -116,18 +123,18 @@ class GatherResults:
             is_last: Whether there is no time for another attempt. Otherwise, after an error that
                 may pass, the object is read again.
         """
-        rejection = result.rejection
-        if rejection is None or rejection.reason not in _NOT_READ:
+        exclusion = result.exclusion
+        if exclusion is None or exclusion.reason not in _NOT_READ:
             self._read_counts[uid] += 1
-        if rejection is not None and rejection.reason in _MAY_PASS and not is_last:
-            self._passing[uid] = rejection
+        if exclusion is not None and exclusion.reason in _MAY_PASS and not is_last:
+            self._passing[uid] = exclusion
             del self._seen[uid]
             return
         self._results[uid] = result
         if result.payload is not None:
             self._progress(GradientAccepted(uid=uid, size=result.size, norm=result.payload.norm))
-        elif rejection is not None:
-            self._report_refused(uid, rejection.reason)
+        elif exclusion is not None:
+            self._report_refused(uid, exclusion.reason)
 
     def select_valid(self) -> list[str]:
         """Return the workers with valid gradients, in their order.
@@ -144,8 +151,8 @@ class GatherResults:
             first.setdefault(bodies[uid], uid)
         return [uid for uid, body in bodies.items() if first[body] == uid]
 
-    def explain_rejection(self, uid: str, *, is_pending: bool) -> RejectedWorker:
-        """Return the reason why a worker is left out.
+    def explain_exclusion(self, uid: str, *, is_pending: bool) -> ExcludedWorker:
+        """Return the reason why a worker is excluded.
 
         Args:
             uid: Name of the worker.
@@ -153,20 +160,25 @@ class GatherResults:
         """
         result = self._results.get(uid)
         if result is not None:
-            return result.rejection or RejectedWorker(
-                Refusal.DUPLICATE, "Another worker had sent the same gradient before."
+            return result.exclusion or ExcludedWorker(
+                reason=ExclusionReason.DUPLICATE,
+                sentence="Another worker had sent the same gradient before.",
             )
         if uid in self._passing:
             return self._passing[uid]
         if is_pending:
-            return RejectedWorker(
-                Refusal.UNAVAILABLE, "Its bucket had not answered by the deadline."
+            return ExcludedWorker(
+                reason=ExclusionReason.UNAVAILABLE,
+                sentence="Its bucket had not answered by the deadline.",
             )
-        return RejectedWorker(Refusal.MISSING, "No gradient of it arrived before the deadline.")
+        return ExcludedWorker(
+            reason=ExclusionReason.MISSING,
+            sentence="No gradient of it arrived before the deadline.",
+        )
 
-    def _report_refused(self, uid: str, reason: Refusal) -> None:
+    def _report_refused(self, uid: str, reason: ExclusionReason) -> None:
         self._progress(GradientRefused(uid=uid, reason=reason))
 
 
 def _is_overwritten(result: ReadResult) -> bool:
-    return result.rejection is not None and result.rejection.reason is Refusal.OVERWRITTEN
+    return result.exclusion is not None and result.exclusion.reason is ExclusionReason.OVERWRITTEN

@@ -1,4 +1,4 @@
-"""Window to gather: its workers, its limits, and the reasons why a worker is left out."""
+"""Window to gather: its workers and its limits."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from millrace.gradients.codec.payload import ExpectedGradient, Shapes
 from millrace.keys.gradients import GradientKeys
-from millrace.schemas.gradient import Codec, Refusal
+from millrace.schemas.gradient import Codec
 from millrace.storage import Store
 
 
@@ -58,19 +58,6 @@ class GatherWindow:
             shapes=self.shapes,
             norm=self.norm,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedWorker:
-    """Rejection of a worker's gradient.
-
-    Attributes:
-        reason: Kind of the reason.
-        sentence: Sentence with the reason.
-    """
-
-    reason: Refusal
-    sentence: str
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Reads of the gradients of a window, each of which ends with a gradient or with a rejection."""
+"""Reads of the gradients of a window, each of which ends with a valid gradient or with a reason."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -15,8 +15,9 @@ from millrace.gradients.codec.payload import (
     explain_failure,
     read_payload,
 )
-from millrace.gradients.sync.gather_window import GatherWindow, RejectedWorker, WaitLimit
-from millrace.schemas.gradient import Refusal
+from millrace.gradients.sync.gather_window import GatherWindow, WaitLimit
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store
 from millrace.threads import DaemonThreadPool
 
@@ -37,13 +38,13 @@ class ReadResult:
 
     Attributes:
         payload: Gradient, if it is valid.
-        rejection: Reason why it is not.
+        exclusion: Reason why it is not. It excludes the worker, unless a valid gradient follows.
         size: Size of a valid gradient in bytes.
         written: Time of the upload of a valid gradient, by the store's clock.
     """
 
     payload: Payload | None = field(repr=False)
-    rejection: RejectedWorker | None = None
+    exclusion: ExcludedWorker | None = None
     size: int = 0
     written: datetime | None = None
 
@@ -109,26 +110,28 @@ class GradientReader:
             hurried = self._limit.limit_retries(store)
             payload = self._read_gradient(uid, hurried, stat, self._window.make_expected(uid))
         except PayloadError as error:
-            return _reject(error.reason, str(error))
+            return _refuse(error.reason, str(error))
         except (errors.WorkerError, errors.ConfigurationError):
             raise  # an error of the aggregator, not of the worker
         except errors.MillraceError as error:
-            return _reject(Refusal.UNAVAILABLE, explain_failure(error))
+            return _refuse(ExclusionReason.UNAVAILABLE, explain_failure(error))
         except Exception as error:  # noqa: BLE001 - bytes that cause an error harm only their worker
             if again:  # the bytes may not have caused the error
                 return self.read(uid, store, stat, again=False)
             name = PurePosixPath(stat.key).name
-            return _reject(Refusal.FORMAT, f"{name} cannot be read ({type(error).__name__}).")
+            return _refuse(
+                ExclusionReason.FORMAT, f"{name} cannot be read ({type(error).__name__})."
+            )
         return ReadResult(payload, None, stat.size, stat.last_modified)
 
     def _check_time(self, stat: Stat) -> ReadResult | None:
         name = PurePosixPath(stat.key).name
         if stat.last_modified < self._window.opens:
-            return _reject(Refusal.EARLY, f"{name} was written before the window began.")
+            return _refuse(ExclusionReason.EARLY, f"{name} was written before the window began.")
         if stat.last_modified > self._window.closes:
-            return _reject(Refusal.LATE, f"{name} was written after the deadline.")
+            return _refuse(ExclusionReason.LATE, f"{name} was written after the deadline.")
         return None
 
 
-def _reject(reason: Refusal, sentence: str) -> ReadResult:
-    return ReadResult(None, RejectedWorker(reason, sentence))
+def _refuse(reason: ExclusionReason, sentence: str) -> ReadResult:
+    return ReadResult(None, ExcludedWorker(reason=reason, sentence=sentence))

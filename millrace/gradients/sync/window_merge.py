@@ -30,7 +30,7 @@ from millrace.schemas.chain import (
     OuterOptimizer,
     Update,
 )
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
 from millrace.storage import Store
 
@@ -85,15 +85,12 @@ def aggregate(
         weights = make_single_shard(weights, tensors, threads=threads)
     weights.check(step.before)
     keys = ChainKeys(window.keys.run, window.keys.version)
-    out = {
-        uid: ExcludedWorker(reason=one.reason, sentence=one.sentence)
-        for uid, one in gathered.out.items()
-    }
+    excluded = dict(gathered.excluded)
     payloads = dict(gathered.taken)
     if step.merge.rule in COORDINATE_WISE_RULES:
         for uid in find_deviating_workers(weights.list_index_digests(sorted(payloads))):
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
-            out[uid] = ExcludedWorker(reason=Refusal.INDICES, sentence=sentence)
+            excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
             del payloads[uid]
     merge_weights: MergeWeights | None = None
     updates: tuple[Update, ...] = ()
@@ -103,7 +100,7 @@ def aggregate(
             merge_weights = compute_merge_weights(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
-            out[uid] = ExcludedWorker(reason=Refusal.QUORUM, sentence=str(error))
+            excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
     if merge_weights is not None:
         request = MergeRequest(window.codec, step.merge, merge_weights.select_used())
         updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
@@ -121,7 +118,7 @@ def aggregate(
         outer=step.outer,
         merge=step.merge,
         taken=_list_merged_workers(payloads, merge_weights),
-        out=out,
+        out=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
         state=weights.digest(),

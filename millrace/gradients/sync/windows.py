@@ -96,7 +96,7 @@ def merge_windows(
                 run=settings.name,
                 window=number,
                 accepted=len(before.taken),
-                refused=len(before.out),
+                excluded=len(before.excluded),
             )
         )
         yield before

@@ -26,12 +26,12 @@ from millrace.gradients import (
     ChainError,
     ChainLink,
     Codec,
+    ExclusionReason,
     GatherSettings,
     InitialWeights,
     OuterKind,
     OuterOptimizer,
     Participant,
-    Refusal,
     RunSettings,
     WeightState,
     aggregate_run,
@@ -154,7 +154,9 @@ def test_it_begins_with_any_checkpoint_once(store, trained):
     )
     made = list(aggregate_run(settings))
     assert [link.window for link in made] == [1, 2, 3]  # nobody came, so it was over
-    assert {one.reason for link in made for one in link.out.values()} == {Refusal.MISSING}
+    assert {one.reason for link in made for one in link.excluded.values()} == {
+        ExclusionReason.MISSING
+    }
     state, window = load_newest_state(store, alone.chain)
     assert window == 3
     assert state.digest() == copy_state(dict(model().named_parameters())).digest()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.gradients import GatherSettings, Refusal, Sender, gather
+from millrace.gradients import ExclusionReason, GatherSettings, Sender, gather
 from millrace.gradients.progress_events import GradientAccepted
 from millrace.progress import Event
 from millrace.storage import Store, open_store
@@ -29,7 +29,7 @@ def test_a_window_is_whole_when_all_have_sent(kind, request):
     heard: list[Event] = []
     found = gather(OPEN, workers(store, *range(5)), QUICK, progress=heard.append)
     assert set(found.taken) == {"0", "1", "2", "3", "4"}
-    assert (found.out, found.spare) == ({}, ())
+    assert (found.excluded, found.spare) == ({}, ())
     assert found.size == sum(len(body_of(str(uid))) for uid in range(5))
     assert [type(event) for event in heard] == [GradientAccepted] * 5
 
@@ -41,8 +41,8 @@ def test_a_bucket_that_refuses_costs_its_own_workers_only(store, request):
     both = [Sender("0", store), Sender("1", refusing)]
     found = gather(replace(OPEN, closes=datetime.now(UTC)), both, QUICK)
     assert set(found.taken) == {"0"}
-    assert found.out["1"].reason is Refusal.UNAVAILABLE
-    assert found.out["1"].sentence == "Its bucket is not there."  # and no word of the bucket's
+    assert found.excluded["1"].reason is ExclusionReason.UNAVAILABLE
+    assert found.excluded["1"].sentence == "Its bucket is not there."  # and no word of the bucket's
 
 
 @pytest.mark.parametrize("what", ["", "gradient-"])  # its listing, its object
@@ -61,5 +61,5 @@ def test_a_bucket_that_hangs_costs_its_own_workers_only(what, store, request):
     finally:
         proxy.reset()
     assert set(found.taken) == {"0", "2"}
-    assert found.out["1"].reason is Refusal.UNAVAILABLE
-    assert "had not answered by the deadline" in found.out["1"].sentence
+    assert found.excluded["1"].reason is ExclusionReason.UNAVAILABLE
+    assert "had not answered by the deadline" in found.excluded["1"].sentence

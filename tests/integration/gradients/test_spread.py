@@ -17,6 +17,7 @@ from millrace.gradients import (
     AggregatorSettings,
     ChainLink,
     Codec,
+    ExclusionReason,
     GatherSettings,
     GatherWindow,
     GradientEncoder,
@@ -25,7 +26,6 @@ from millrace.gradients import (
     OuterKind,
     OuterOptimizer,
     PayloadError,
-    Refusal,
     RunSettings,
     Sender,
     Support,
@@ -149,7 +149,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
     whole = open_store((tmp_path / "whole").as_uri())
     alone = run_windows(whole, run, [sorted(SHAPES)])
     assert all(set(link.taken) == set(UIDS) for link in alone)
-    assert {link.out["bad"].reason for link in alone} == {Refusal.UID}
+    assert {link.excluded["bad"].reason for link in alone} == {ExclusionReason.UID}
     assert [len(link.updates) for link in alone] == [3, 3]
     for nodes, count in ((2, 2), (8, 3)):
         store = open_store((tmp_path / str(count)).as_uri())
@@ -158,7 +158,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
         made = run_windows(store, run, shares)
         assert [link.state for link in made] == [link.state for link in alone]
         assert [link.taken for link in made] == [link.taken for link in alone]
-        assert [link.out for link in made] == [link.out for link in alone]
+        assert [link.excluded for link in made] == [link.excluded for link in alone]
         assert updates(store, run) == updates(whole, run)
         late = weights()
         catch_up(store, run.chain, late)
@@ -177,9 +177,9 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
         for names in ([sorted(SHAPES)], [[name] for name in sorted(SHAPES)])
     ]
 
-    def refused(body: bytes) -> tuple[Refusal, str]:
+    def refused(body: bytes) -> tuple[ExclusionReason, str]:
         put(store, key, body)
-        said: list[tuple[Refusal, str]] = []
+        said: list[tuple[ExclusionReason, str]] = []
         for model in models:
             with pytest.raises(PayloadError) as caught:
                 model.read("a", store, head(store, key), expected)
@@ -192,13 +192,13 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     for at in np.random.default_rng(3).integers(begins, len(good), 40).tolist():
         body = bytearray(good)
         body[at] ^= 1
-        assert refused(bytes(body))[0] is Refusal.DIGEST
+        assert refused(bytes(body))[0] is ExclusionReason.DIGEST
     shapes = SHAPES | {"layer.bias": (18,)}  # one tensor is another, and its digest is right
     other = gradient(run, "a", 1, shapes)
-    assert refused(other)[0] is Refusal.MODEL
-    assert refused(gradient(run, "b", 1))[0] is Refusal.UID
+    assert refused(other)[0] is ExclusionReason.MODEL
+    assert refused(gradient(run, "b", 1))[0] is ExclusionReason.UID
     bad = gradient(run, "a", 1, cut="layer.weight")
-    assert refused(bad) == (Refusal.CODES, "layer.weight: It ends too early.")
+    assert refused(bad) == (ExclusionReason.CODES, "layer.weight: It ends too early.")
 
     put(store, key, good)
     found = [model.read("a", store, head(store, key), expected) for model in models]
@@ -275,7 +275,7 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     assert second.returncode == 0, said
     made = list(iterate_links(store, run.chain))
     assert [link.state for link in made] == [link.state for link in alone]
-    assert [link.out for link in made] == [link.out for link in alone]
+    assert [link.excluded for link in made] == [link.excluded for link in alone]
     state, window = load_newest_state(store, run.chain)
     assert (window, state.digest()) == (2, alone[1].state)
     saved = next(iterate_checkpoints(store, run.chain.job))

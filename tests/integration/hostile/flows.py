@@ -87,7 +87,7 @@ from millrace.keys.kinds import classify_key
 from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.gradient import ExclusionReason
 from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
@@ -409,7 +409,7 @@ def _aggregate(site: Site) -> Any:
             key = RUN.gradients.make_gradient_key(EVIL, window)
             genuine = site.genuine.get(RUN.gradients.make_gradient_key(UIDS[0], window), b"")
             if junk := site.strike(key, genuine):
-                sent[window] = Refusal.TOO_LARGE if junk.kind is Kind.GIANT else ""
+                sent[window] = ExclusionReason.TOO_LARGE if junk.kind is Kind.GIANT else ""
                 while not refused.wait(0.05) and not working.done():
                     pass
             assert all(turn.number == window for turn in turns.values())
@@ -425,18 +425,20 @@ def _aggregate(site: Site) -> Any:
 
 
 def _tell_of_links(site: Site, links: Sequence[ChainLink], sent: Mapping[int, str]) -> None:
-    """Tell who was out, and why. Of a worker that has sent something, not that it did not.
+    """Tell which workers were excluded, and why.
+
+    Of a worker that has sent something, it does not tell that nothing came.
 
     Args:
         site: The site.
         links: Links of the chain.
         sent: Reason to refuse what the third worker has sent in a window; empty for any.
     """
-    silent = {Refusal.MISSING, Refusal.UNAVAILABLE, Refusal.QUORUM}
+    silent = {ExclusionReason.MISSING, ExclusionReason.UNAVAILABLE, ExclusionReason.QUORUM}
     for link in links:
-        for uid, out in link.out.items():
-            told = "silent" if out.reason in silent else "refused"
-            site.said.append(f"window {link.window}: {uid} is {told}: {out.reason}, {out.sentence}")
+        for uid, one in link.excluded.items():
+            told = "silent" if one.reason in silent else "refused"
+            site.said.append(f"window {link.window}: {uid} is {told}: {one.reason}, {one.sentence}")
         if link.window in sent:
             site.blamed.append([f"window {link.window}: {EVIL} is refused", sent[link.window]])
 

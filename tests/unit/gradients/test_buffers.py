@@ -13,6 +13,7 @@ from millrace.checkpoints import Saver, load
 from millrace.gradients import (
     AggregatorSettings,
     Codec,
+    ExclusionReason,
     ExpectedGradient,
     GatherSettings,
     GradientEncoder,
@@ -25,7 +26,6 @@ from millrace.gradients import (
     Participant,
     Payload,
     PayloadError,
-    Refusal,
     RunSettings,
     aggregate_run,
     begin_run,
@@ -250,17 +250,32 @@ def single(value: float) -> bytes:
 
 
 HOSTILE = {
-    "nan": (Refusal.CODES, float32(float("nan"))),
-    "infinite": (Refusal.CODES, float32(float("inf"))),
-    "negative count": (Refusal.CODES, lambda content: content.update({COUNT: single(-1.0)})),
-    "huge count": (Refusal.CODES, lambda content: content.update({COUNT: single(1e30)})),
-    "negative variance": (Refusal.CODES, float32(-1e-6)),
-    "too few values": (Refusal.CODES, lambda content: content.update({VAR: content[VAR][:-4]})),
-    "half a value": (Refusal.CODES, lambda content: content.update({VAR: content[VAR][:-2]})),
-    "too many values": (Refusal.CODES, lambda content: content.update({VAR: content[VAR] * 2})),
-    "sparse": (Refusal.CODES, lambda content: content.update({VAR: content["1.weight"][:160]})),
-    "missing": (Refusal.MODEL, lambda content: content.pop(VAR)),
-    "none": (Refusal.CODES, lambda content: content.update({COUNT: b""})),
+    "nan": (ExclusionReason.CODES, float32(float("nan"))),
+    "infinite": (ExclusionReason.CODES, float32(float("inf"))),
+    "negative count": (
+        ExclusionReason.CODES,
+        lambda content: content.update({COUNT: single(-1.0)}),
+    ),
+    "huge count": (ExclusionReason.CODES, lambda content: content.update({COUNT: single(1e30)})),
+    "negative variance": (ExclusionReason.CODES, float32(-1e-6)),
+    "too few values": (
+        ExclusionReason.CODES,
+        lambda content: content.update({VAR: content[VAR][:-4]}),
+    ),
+    "half a value": (
+        ExclusionReason.CODES,
+        lambda content: content.update({VAR: content[VAR][:-2]}),
+    ),
+    "too many values": (
+        ExclusionReason.CODES,
+        lambda content: content.update({VAR: content[VAR] * 2}),
+    ),
+    "sparse": (
+        ExclusionReason.CODES,
+        lambda content: content.update({VAR: content["1.weight"][:160]}),
+    ),
+    "missing": (ExclusionReason.MODEL, lambda content: content.pop(VAR)),
+    "none": (ExclusionReason.CODES, lambda content: content.update({COUNT: b""})),
 }
 
 
@@ -286,9 +301,9 @@ def test_a_window_with_a_wrong_buffer_is_merged_without_its_sender(store):
     liar[1].running_var[3] = -1
     participant.submit(liar)
     (link,) = aggregate_run(settings)
-    assert (set(link.taken), set(link.out)) == ({"a"}, {"b"})
-    assert link.out["b"].reason is Refusal.CODES
-    assert "1.running_var" in link.out["b"].sentence
+    assert (set(link.taken), set(link.excluded)) == ({"a"}, {"b"})
+    assert link.excluded["b"].reason is ExclusionReason.CODES
+    assert "1.running_var" in link.excluded["b"].sentence
     late = model()
     Participant.join(SETTINGS, "late", store, store).load(late)
     for name in BUFFERS:

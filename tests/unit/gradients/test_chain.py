@@ -17,6 +17,8 @@ from millrace.gradients import (
     ChainStart,
     ChainStep,
     Codec,
+    ExcludedWorker,
+    ExclusionReason,
     GatherSettings,
     GatherWindow,
     GradientEncoder,
@@ -25,7 +27,6 @@ from millrace.gradients import (
     MergeSettings,
     OuterKind,
     OuterOptimizer,
-    Refusal,
     Sender,
     Transform,
     WeightState,
@@ -50,6 +51,7 @@ from millrace.gradients.sync.chain import (
 )
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
+from millrace.schemas.chain import count_reasons
 from millrace.storage import Store, copy, delete, list_objects, open_store, put, read
 from tests.unit.gradients.test_codec import drawn
 
@@ -198,7 +200,7 @@ def test_a_window_with_nobody_is_a_link_too(store):
     before = run.state.digest()
     link = run.merge_window(2, workers=0)
     assert (link.updates, link.taken, link.state) == ((), {}, before)
-    assert set(link.out) == {"0", "1", "2"}
+    assert set(link.excluded) == {"0", "1", "2"}
     run.merge_window(3)
     late = weights()
     catch_up(store, KEYS, late)
@@ -228,14 +230,25 @@ def test_weights_that_are_not_those_of_the_link_before_are_not_merged_into(store
     assert find_newest_window(store, KEYS) == 1
 
 
+def test_a_reason_is_told_by_its_name_and_keeps_its_stored_form():
+    told = {reason: reason.label for reason in ExclusionReason if reason.value != reason.label}
+    assert told == {ExclusionReason.INDICES: "indices"}
+    excluded = ExcludedWorker(reason=ExclusionReason.INDICES, sentence="Others sent others.")
+    stored = excluded.model_dump_json()
+    assert stored == '{"reason":"places","sentence":"Others sent others."}'
+    assert ExcludedWorker.model_validate_json(stored) == excluded
+    assert count_reasons([excluded]) == "1 indices"
+
+
 def test_too_few_for_the_rule_is_a_window_that_changes_nothing(store):
     run = run_of(store)
     run.rule = MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)
     link = run.merge_window(1)
     assert (link.updates, link.taken, link.state) == ((), {}, weights().digest())
-    assert {out.reason for out in link.out.values()} == {Refusal.QUORUM}
+    assert {one.reason for one in link.excluded.values()} == {ExclusionReason.QUORUM}
     assert (
-        "multi-krum bears 1 Byzantine workers (`faulty`) among at least 5" in link.out["0"].sentence
+        "multi-krum bears 1 Byzantine workers (`faulty`) among at least 5"
+        in link.excluded["0"].sentence
     )
 
 
@@ -247,7 +260,7 @@ def test_who_sends_other_places_is_out_where_the_rule_needs_the_same_of_all(stor
     other.rule = run.rule
     link = other.merge_window(1)
     assert len(link.taken) == 1
-    assert [out.reason for out in link.out.values()] == [Refusal.INDICES] * 2
+    assert [one.reason for one in link.excluded.values()] == [ExclusionReason.INDICES] * 2
 
 
 def test_another_beginning_is_refused(store):

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, GatherWindow, QuorumError, Refusal, Sender, gather
+from millrace.gradients import (
+    ExclusionReason,
+    GatherSettings,
+    GatherWindow,
+    QuorumError,
+    Sender,
+    gather,
+)
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, read_payload
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister
@@ -86,13 +93,13 @@ def test_a_file_of_torchs_is_read_unless_the_worker_has_sent_the_other(store):
 
 
 BAD = {
-    Refusal.FORMAT: b"no gradient",
-    Refusal.UID: body_of("4"),
-    Refusal.WINDOW: body_of("1", window=2),
-    Refusal.RUN: body_of("1", run="runs/two"),
-    Refusal.BASE: body_of("1", base=90),
-    Refusal.DIGEST: body_of("1")[:-1] + bytes([body_of("1")[-1] ^ 1]),
-    Refusal.TOO_LARGE: body_of("1") + bytes(1 << 20),
+    ExclusionReason.FORMAT: b"no gradient",
+    ExclusionReason.UID: body_of("4"),
+    ExclusionReason.WINDOW: body_of("1", window=2),
+    ExclusionReason.RUN: body_of("1", run="runs/two"),
+    ExclusionReason.BASE: body_of("1", base=90),
+    ExclusionReason.DIGEST: body_of("1")[:-1] + bytes([body_of("1")[-1] ^ 1]),
+    ExclusionReason.TOO_LARGE: body_of("1") + bytes(1 << 20),
 }
 
 
@@ -103,8 +110,8 @@ def test_one_that_is_bad_is_out_with_a_reason_and_touches_nobody_else(store, rea
     send(store, "1", BAD[reason])
     found = gather(now_over(), workers(store, *range(4)), QUICK)
     assert set(found.taken) == {"0", "2", "3"}
-    assert found.out["1"].reason is reason
-    assert found.out["1"].sentence.endswith(".")
+    assert found.excluded["1"].reason is reason
+    assert found.excluded["1"].sentence.endswith(".")
 
 
 @pytest.mark.parametrize("limit", [{"max_stored": 5000}, {"max_objects": 3}])
@@ -166,8 +173,12 @@ def test_who_sends_nothing_early_or_late_is_out(store):
     age(store, "2", OVER.closes + timedelta(seconds=1))
     found = gather(OVER, workers(store, 0, 1, 2, 3), QUICK)
     assert set(found.taken) == {"0"}
-    reasons = {uid: out.reason for uid, out in found.out.items()}
-    assert reasons == {"1": Refusal.EARLY, "2": Refusal.LATE, "3": Refusal.MISSING}
+    reasons = {uid: one.reason for uid, one in found.excluded.items()}
+    assert reasons == {
+        "1": ExclusionReason.EARLY,
+        "2": ExclusionReason.LATE,
+        "3": ExclusionReason.MISSING,
+    }
 
 
 def test_who_sends_what_another_has_sent_is_out(store):
@@ -177,7 +188,7 @@ def test_who_sends_what_another_has_sent_is_out(store):
     age(store, "1", NOW - timedelta(minutes=5))  # it was first, and who came later has copied
     found = gather(now_over(), workers(store, 0, 1), QUICK)
     assert set(found.taken) == {"1"}
-    assert found.out["0"].reason is Refusal.DUPLICATE
+    assert found.excluded["0"].reason is ExclusionReason.DUPLICATE
 
 
 def test_reserves_stand_in_for_who_is_bad_without_waiting(store):
@@ -187,7 +198,7 @@ def test_reserves_stand_in_for_who_is_bad_without_waiting(store):
         send(store, str(uid))
     found = gather(OPEN, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
     assert list(found.taken) == ["0", "7"]
-    assert found.out["1"].reason is Refusal.FORMAT
+    assert found.excluded["1"].reason is ExclusionReason.FORMAT
 
 
 def test_reserves_are_read_before_the_deadline_when_others_are_late(store):
@@ -218,8 +229,8 @@ def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(s
         send(store, str(uid))
     found = gather(now_over(), workers(store, 0, 1, 2), QUICK, read_gradient=reading)
     assert set(found.taken) == {"0", "1"}
-    assert found.out["2"].reason is Refusal.FORMAT
-    assert found.out["2"].sentence.endswith("cannot be read (KeyError).")
+    assert found.excluded["2"].reason is ExclusionReason.FORMAT
+    assert found.excluded["2"].sentence.endswith("cannot be read (KeyError).")
     assert sorted(asked) == ["0", "1", "1", "2", "2"]
 
 
@@ -232,8 +243,8 @@ def test_without_a_quorum_it_has_failed(store):
             workers(store, 0, 1),
             GatherSettings(poll_interval=QUICK.poll_interval, quorum=2),
         )
-    reasons = {uid: out.reason for uid, out in one.value.gathered.out.items()}
-    assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING}
+    reasons = {uid: one.reason for uid, one in one.value.gathered.excluded.items()}
+    assert reasons == {"0": ExclusionReason.QUORUM, "1": ExclusionReason.MISSING}
     assert not one.value.gathered.taken
 
 
@@ -252,7 +263,7 @@ def test_what_cannot_be_asked_is_refused(store):
         gather(OPEN, workers(store, 0, 1), GatherSettings(wanted=3))
 
 
-@pytest.mark.parametrize("reason", [*BAD, Refusal.EARLY, Refusal.DUPLICATE])
+@pytest.mark.parametrize("reason", [*BAD, ExclusionReason.EARLY, ExclusionReason.DUPLICATE])
 def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
     """As what an earlier run of the same name has left, until this run's workers have sent."""
     heard: list[Event] = []
@@ -261,21 +272,21 @@ def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
         heard.append(event)
         if isinstance(event, GradientRefused):
             send(store, event.uid)
-        elif reason is Refusal.DUPLICATE and len(heard) == 2:
+        elif reason is ExclusionReason.DUPLICATE and len(heard) == 2:
             send(store, "1")
 
     send(store, "0")
     match reason:
-        case Refusal.EARLY:
+        case ExclusionReason.EARLY:
             send(store, "1")
             age(store, "1", OPEN.opens - timedelta(days=1))
-        case Refusal.DUPLICATE:
+        case ExclusionReason.DUPLICATE:
             send(store, "1", made(uid="1", bodies=bodies(seed=0)))
         case _:
             send(store, "1", BAD[reason])
     found = gather(OPEN, workers(store, 0, 1), QUICK, progress=sends_the_right_one)
     assert set(found.taken) == {"0", "1"}
-    assert found.out == {}
+    assert found.excluded == {}
 
 
 def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(store):
@@ -290,7 +301,7 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
             looks += 1
             send(store, "1", f"wrong {looks}".encode())
             reasons = [event.reason for event in heard if isinstance(event, GradientRefused)]
-            over = Refusal.OVERWRITTEN in reasons or asked.count("1") > 3
+            over = ExclusionReason.OVERWRITTEN in reasons or asked.count("1") > 3
             return OPEN.closes + timedelta(seconds=1 if over else -1)
 
     def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
@@ -308,8 +319,8 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
     )
     assert asked.count("1") == 3
     assert set(found.taken) == {"0"}
-    assert found.out["1"].reason is Refusal.OVERWRITTEN
-    assert "was overwritten after it was read 3 times" in found.out["1"].sentence
+    assert found.excluded["1"].reason is ExclusionReason.OVERWRITTEN
+    assert "was overwritten after it was read 3 times" in found.excluded["1"].sentence
 
 
 def test_requests_that_fail_do_not_count_as_reads(store):
@@ -347,7 +358,7 @@ def test_what_an_earlier_run_has_left_does_not_end_a_window_before_its_time(stor
         GatherSettings(poll_interval=QUICK.poll_interval, quorum=0),
         clock=clock,
     )
-    assert {out.reason for out in found.out.values()} == {Refusal.EARLY}
+    assert {one.reason for one in found.excluded.values()} == {ExclusionReason.EARLY}
     assert looks > 5
 
 
@@ -355,10 +366,10 @@ def test_a_reserve_that_was_not_needed_is_not_missing(store):
     for uid in (0, 1):
         send(store, str(uid))
     found = gather(now_over(), workers(store, 0, 1), QUICK, reserves=workers(store, 7))
-    assert (set(found.taken), found.out, found.spare) == ({"0", "1"}, {}, ())
+    assert (set(found.taken), found.excluded, found.spare) == ({"0", "1"}, {}, ())
     found = gather(now_over(), workers(store, 0, 1, 2), QUICK, reserves=workers(store, 7))
-    reasons = {uid: out.reason for uid, out in found.out.items()}
-    assert reasons == {"2": Refusal.MISSING, "7": Refusal.MISSING}
+    reasons = {uid: one.reason for uid, one in found.excluded.items()}
+    assert reasons == {"2": ExclusionReason.MISSING, "7": ExclusionReason.MISSING}
 
 
 def test_the_grace_counts_once(store, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
-from millrace.gradients import GatherSettings, GatherWindow, Refusal, RejectedWorker
+from millrace.gradients import ExcludedWorker, ExclusionReason, GatherSettings, GatherWindow
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, PayloadError
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister
@@ -67,8 +67,8 @@ def unavailable() -> UnavailableError:
     return error
 
 
-def rejection_of(reason: Refusal) -> ReadResult:
-    return ReadResult(None, RejectedWorker(reason, "A test."))
+def refused_result(reason: ExclusionReason) -> ReadResult:
+    return ReadResult(None, ExcludedWorker(reason=reason, sentence="A test."))
 
 
 # -- the lister
@@ -110,8 +110,10 @@ def test_a_listing_that_fails_has_a_reason_for_each_worker(store, monkeypatch):
 
     monkeypatch.setattr(bucket_lister, "list_fairly", fail)
     listing = lister_of({"0": store, "1": store}).list_bucket(["0", "1"])
-    rejected = RejectedWorker(Refusal.UNAVAILABLE, "Its bucket answers 503.")
-    assert listing.failed == {"0": rejected, "1": rejected}
+    excluded = ExcludedWorker(
+        reason=ExclusionReason.UNAVAILABLE, sentence="Its bucket answers 503."
+    )
+    assert listing.failed == {"0": excluded, "1": excluded}
     assert (listing.found, listing.objects, listing.size) == ({}, {}, {})
 
 
@@ -151,14 +153,14 @@ def test_a_read_returns_the_gradient_with_its_size_and_time(store):
     stat = head(store, KEYS.make_gradient_key("0", 3))
     result = reader_of().read("0", store, stat)
     assert result.payload is not None
-    assert (result.rejection, result.size, result.written) == (None, stat.size, stat.last_modified)
+    assert (result.exclusion, result.size, result.written) == (None, stat.size, stat.last_modified)
 
 
 @pytest.mark.parametrize(
     ("window", "reason"),
     [
-        (replace(OPEN, opens=NOW + timedelta(days=1)), Refusal.EARLY),
-        (replace(OPEN, closes=NOW - timedelta(minutes=30)), Refusal.LATE),
+        (replace(OPEN, opens=NOW + timedelta(days=1)), ExclusionReason.EARLY),
+        (replace(OPEN, closes=NOW - timedelta(minutes=30)), ExclusionReason.LATE),
     ],
 )
 def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
@@ -167,19 +169,19 @@ def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
 
     send(store, "0")
     result = reader_of(read, window).read("0", store, head(store, KEYS.make_gradient_key("0", 3)))
-    assert result.rejection is not None
-    assert result.rejection.reason is reason
+    assert result.exclusion is not None
+    assert result.exclusion.reason is reason
 
 
 @pytest.mark.parametrize(
     ("error", "reason", "calls"),
     [
-        (PayloadError(Refusal.NORM, "It is large."), Refusal.NORM, 1),
-        (unavailable(), Refusal.UNAVAILABLE, 1),
-        (RecursionError(), Refusal.FORMAT, 2),  # the bytes may not have caused it
+        (PayloadError(ExclusionReason.NORM, "It is large."), ExclusionReason.NORM, 1),
+        (unavailable(), ExclusionReason.UNAVAILABLE, 1),
+        (RecursionError(), ExclusionReason.FORMAT, 2),  # the bytes may not have caused it
     ],
 )
-def test_an_error_of_a_read_rejects_its_worker(store, error, reason, calls):
+def test_an_error_of_a_read_excludes_its_worker(store, error, reason, calls):
     called: list[str] = []
 
     def read(uid: str, _store: Store, _stat: Stat, _expected: ExpectedGradient) -> Payload:
@@ -187,8 +189,8 @@ def test_an_error_of_a_read_rejects_its_worker(store, error, reason, calls):
         raise error
 
     result = reader_of(read).read("0", store, stat_of("0"))
-    assert result.rejection is not None
-    assert (result.payload, result.rejection.reason) == (None, reason)
+    assert result.exclusion is not None
+    assert (result.payload, result.exclusion.reason) == (None, reason)
     assert called == ["0"] * calls
 
 
@@ -234,7 +236,7 @@ def test_of_equal_gradients_only_the_earliest_is_valid(store):
     results.note("a", later, is_last=False)
     results.note("b", first, is_last=False)
     assert results.select_valid() == ["b"]
-    assert results.explain_rejection("a", is_pending=False).reason is Refusal.DUPLICATE
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.DUPLICATE
 
 
 def test_an_error_that_may_pass_is_final_only_at_the_end():
@@ -242,14 +244,14 @@ def test_an_error_that_may_pass_is_final_only_at_the_end():
     results, stat = GatherResults("a", heard.append), stat_of("a")
     assert results.should_read("a", stat)
     assert not results.should_read("a", stat)
-    results.note("a", rejection_of(Refusal.CHANGED), is_last=False)
+    results.note("a", refused_result(ExclusionReason.CHANGED), is_last=False)
     assert not results.has("a")
-    assert results.explain_rejection("a", is_pending=False).reason is Refusal.CHANGED
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.CHANGED
     assert results.should_read("a", stat)  # again
     assert heard == []
-    results.note("a", rejection_of(Refusal.CHANGED), is_last=True)
+    results.note("a", refused_result(ExclusionReason.CHANGED), is_last=True)
     assert results.has("a")
-    assert heard == [GradientRefused(uid="a", reason=Refusal.CHANGED)]
+    assert heard == [GradientRefused(uid="a", reason=ExclusionReason.CHANGED)]
 
 
 def test_a_worker_that_overwrites_its_gradient_is_read_three_times():
@@ -257,11 +259,11 @@ def test_a_worker_that_overwrites_its_gradient_is_read_three_times():
     results = GatherResults("a", heard.append)
     for number in range(3):
         assert results.should_read("a", stat_of("a", str(number)))
-        results.note("a", rejection_of(Refusal.NORM), is_last=False)
+        results.note("a", refused_result(ExclusionReason.NORM), is_last=False)
     assert not results.should_read("a", stat_of("a", "3"))
     assert not results.should_read("a", stat_of("a", "4"))
-    assert results.explain_rejection("a", is_pending=False).reason is Refusal.OVERWRITTEN
-    reasons = [Refusal.NORM] * 3 + [Refusal.OVERWRITTEN]
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.OVERWRITTEN
+    reasons = [ExclusionReason.NORM] * 3 + [ExclusionReason.OVERWRITTEN]
     assert heard == [GradientRefused(uid="a", reason=reason) for reason in reasons]
 
 
@@ -269,16 +271,18 @@ def test_an_object_that_was_not_read_does_not_count_as_a_read():
     results = GatherResults("a", ignore_event)
     for number in range(9):
         assert results.should_read("a", stat_of("a", str(number)))
-        results.note("a", rejection_of(Refusal.TOO_LARGE), is_last=False)
+        results.note("a", refused_result(ExclusionReason.TOO_LARGE), is_last=False)
 
 
 def test_a_worker_without_a_result_is_missing_or_its_bucket_does_not_answer():
     results = GatherResults("ab", ignore_event)
-    assert results.explain_rejection("a", is_pending=False).reason is Refusal.MISSING
-    assert results.explain_rejection("a", is_pending=True).reason is Refusal.UNAVAILABLE
-    denied = RejectedWorker(Refusal.UNAVAILABLE, "Its bucket refuses to be read.")
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.MISSING
+    assert results.explain_exclusion("a", is_pending=True).reason is ExclusionReason.UNAVAILABLE
+    denied = ExcludedWorker(
+        reason=ExclusionReason.UNAVAILABLE, sentence="Its bucket refuses to be read."
+    )
     results.note_failed_listing({"a": denied})
-    assert results.explain_rejection("a", is_pending=False) is denied
-    assert results.explain_rejection("a", is_pending=True) is denied  # it is listed once more
+    assert results.explain_exclusion("a", is_pending=False) is denied
+    assert results.explain_exclusion("a", is_pending=True) is denied  # it is listed once more
     assert results.should_read("a", stat_of("a"))  # the next listing succeeded
-    assert results.explain_rejection("a", is_pending=False).reason is Refusal.MISSING
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.MISSING

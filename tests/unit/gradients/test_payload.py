@@ -22,12 +22,12 @@ from safetensors import safe_open
 
 from millrace.gradients import (
     Codec,
+    ExclusionReason,
     ExpectedGradient,
     GradientEncoder,
     GradientHeader,
     Payload,
     PayloadError,
-    Refusal,
     check_payload,
     decode,
     encode_payload,
@@ -57,7 +57,7 @@ def made(**changes: object) -> bytes:
     return encode_payload(**parts)  # pyright: ignore[reportArgumentType]
 
 
-def reason_of(body: bytes, expected: ExpectedGradient = EXPECTED) -> Refusal:
+def reason_of(body: bytes, expected: ExpectedGradient = EXPECTED) -> ExclusionReason:
     with pytest.raises(PayloadError) as caught:
         check_payload(body, expected)
     assert str(caught.value).endswith(".")
@@ -86,15 +86,15 @@ def test_any_reader_of_safetensors_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("reason", "changes"),
     [
-        (Refusal.RUN, {"run": "runs/two"}),
-        (Refusal.UID, {"uid": "8"}),
-        (Refusal.WINDOW, {"window": 2}),
-        (Refusal.BASE, {"base": 90}),
-        (Refusal.CODEC, {"codec": Codec(k=32), "bodies": bodies(Codec(k=32))}),
-        (Refusal.MODEL, {"shapes": {**SHAPES, "scale": (1,)}}),
-        (Refusal.MODEL, {"shapes": {"scale": ()}, "bodies": {"scale": bodies()["scale"]}}),
-        (Refusal.CODES, {"bodies": {**bodies(), "scale": b"\0" * 9}}),
-        (Refusal.CODES, {"bodies": {**bodies(), "embed": bodies()["layer.weight"]}}),
+        (ExclusionReason.RUN, {"run": "runs/two"}),
+        (ExclusionReason.UID, {"uid": "8"}),
+        (ExclusionReason.WINDOW, {"window": 2}),
+        (ExclusionReason.BASE, {"base": 90}),
+        (ExclusionReason.CODEC, {"codec": Codec(k=32), "bodies": bodies(Codec(k=32))}),
+        (ExclusionReason.MODEL, {"shapes": {**SHAPES, "scale": (1,)}}),
+        (ExclusionReason.MODEL, {"shapes": {"scale": ()}, "bodies": {"scale": bodies()["scale"]}}),
+        (ExclusionReason.CODES, {"bodies": {**bodies(), "scale": b"\0" * 9}}),
+        (ExclusionReason.CODES, {"bodies": {**bodies(), "embed": bodies()["layer.weight"]}}),
     ],
 )
 def test_what_is_another_is_refused_with_a_reason(reason, changes):
@@ -110,17 +110,17 @@ def test_a_header_of_which_a_field_was_changed_is_refused(field, value):
         assert isinstance(said, dict)
         said["millrace"] = orjson.dumps({**orjson.loads(said["millrace"]), field: value}).decode()
 
-    assert reason_of(changed(edit)) is Refusal.DIGEST
+    assert reason_of(changed(edit)) is ExclusionReason.DIGEST
 
 
 def test_a_norm_that_is_too_large_is_refused():
     norm = check_payload(made(), EXPECTED).norm
     check_payload(made(), replace(EXPECTED, norm=norm * 1.001))
-    assert reason_of(made(), replace(EXPECTED, norm=norm * 0.999)) is Refusal.NORM
+    assert reason_of(made(), replace(EXPECTED, norm=norm * 0.999)) is ExclusionReason.NORM
     huge = GradientEncoder(CODEC, 1).encode(
         torch.full((17,), 3e38)
     )  # whose sums would not be finite
-    assert reason_of(made(bodies={**bodies(), "layer.bias": huge})) is Refusal.NORM
+    assert reason_of(made(bodies={**bodies(), "layer.bias": huge})) is ExclusionReason.NORM
 
 
 def changed(change: Callable[[dict[str, object]], None]) -> bytes:
@@ -141,18 +141,18 @@ def with_tokens(said: dict[str, dict[str, str]], tokens: int) -> None:
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        (Refusal.FORMAT, lambda said: said.pop("__metadata__")),
-        (Refusal.FORMAT, lambda said: said.pop("scale")),
-        (Refusal.FORMAT, lambda said: said["scale"].update(dtype="F32")),
-        (Refusal.FORMAT, lambda said: said["scale"].update(data_offsets=[0, -1])),
-        (Refusal.FORMAT, lambda said: said["scale"].update(data_offsets="ab")),
-        (Refusal.FORMAT, lambda said: said.update(scale=[])),
-        (Refusal.HEADER, lambda said: said["__metadata__"].update(millrace="{}")),
-        (Refusal.HEADER, lambda said: said["__metadata__"].update(millrace=[1])),
-        (Refusal.HEADER, lambda said: with_tokens(said, 1 << 64)),
-        (Refusal.HEADER, lambda said: with_tokens(said, -1)),
-        (Refusal.FORMAT, lambda said: said["__metadata__"].update(padding="x" * 100_000)),
-        (Refusal.TENSORS, lambda said: said.update(other=said.pop("scale"))),
+        (ExclusionReason.FORMAT, lambda said: said.pop("__metadata__")),
+        (ExclusionReason.FORMAT, lambda said: said.pop("scale")),
+        (ExclusionReason.FORMAT, lambda said: said["scale"].update(dtype="F32")),
+        (ExclusionReason.FORMAT, lambda said: said["scale"].update(data_offsets=[0, -1])),
+        (ExclusionReason.FORMAT, lambda said: said["scale"].update(data_offsets="ab")),
+        (ExclusionReason.FORMAT, lambda said: said.update(scale=[])),
+        (ExclusionReason.HEADER, lambda said: said["__metadata__"].update(millrace="{}")),
+        (ExclusionReason.HEADER, lambda said: said["__metadata__"].update(millrace=[1])),
+        (ExclusionReason.HEADER, lambda said: with_tokens(said, 1 << 64)),
+        (ExclusionReason.HEADER, lambda said: with_tokens(said, -1)),
+        (ExclusionReason.FORMAT, lambda said: said["__metadata__"].update(padding="x" * 100_000)),
+        (ExclusionReason.TENSORS, lambda said: said.update(other=said.pop("scale"))),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(reason, change):
@@ -163,7 +163,7 @@ def test_a_header_that_does_not_fit_is_refused(reason, change):
     "body", [b"", b"\0" * 7, b"\xff" * 8, b"\0" * 8, b"\1\0\0\0\0\0\0\0{", b"\2\0\0\0\0\0\0\0[]"]
 )
 def test_what_is_no_file_is_refused(body):
-    assert reason_of(body) is Refusal.FORMAT
+    assert reason_of(body) is ExclusionReason.FORMAT
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path):
@@ -173,8 +173,8 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 
     file = io.BytesIO()
     torch.save({"w": torch.ones(1)}, file)
-    assert reason_of(file.getvalue()) is Refusal.FORMAT
-    assert reason_of(pickle.dumps(Bomb())) is Refusal.FORMAT
+    assert reason_of(file.getvalue()) is ExclusionReason.FORMAT
+    assert reason_of(pickle.dumps(Bomb())) is ExclusionReason.FORMAT
     assert not (tmp_path / "ran").exists()
 
 
@@ -198,7 +198,7 @@ def test_what_is_too_large_is_not_read(store):
     delete(store, [stat.key])  # to read it would be another reason
     with pytest.raises(PayloadError) as caught:
         read_payload(store, stat, EXPECTED)
-    assert caught.value.reason is Refusal.TOO_LARGE
+    assert caught.value.reason is ExclusionReason.TOO_LARGE
 
 
 def test_what_was_replaced_since_it_was_listed_is_refused(store):
@@ -207,7 +207,7 @@ def test_what_was_replaced_since_it_was_listed_is_refused(store):
     put(store, stat.key, made(tokens=1))
     with pytest.raises(PayloadError) as caught:
         read_payload(store, stat, EXPECTED)
-    assert caught.value.reason is Refusal.CHANGED
+    assert caught.value.reason is ExclusionReason.CHANGED
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
@@ -301,7 +301,7 @@ def from_torch(store: Store, body: bytes) -> Payload:
     return read_payload(store, head(store, key), EXPECTED)
 
 
-def torch_refusal(store: Store, body: bytes) -> tuple[Refusal, str]:
+def torch_refusal(store: Store, body: bytes) -> tuple[ExclusionReason, str]:
     with pytest.raises(PayloadError) as caught:
         from_torch(store, body)
     return caught.value.reason, str(caught.value)
@@ -317,16 +317,19 @@ def test_a_gradient_may_be_a_file_of_torchs(store):
 
 
 def test_it_has_the_same_checks(store):
-    assert torch_refusal(store, as_torch(made(window=2)))[0] is Refusal.WINDOW
-    assert torch_refusal(store, as_torch(made(uid="8")))[0] is Refusal.UID
+    assert torch_refusal(store, as_torch(made(window=2)))[0] is ExclusionReason.WINDOW
+    assert torch_refusal(store, as_torch(made(uid="8")))[0] is ExclusionReason.UID
     more = {"another": torch.zeros(3, dtype=torch.uint8)}
-    assert torch_refusal(store, as_torch(made(), **more))[0] is Refusal.FORMAT
+    assert torch_refusal(store, as_torch(made(), **more))[0] is ExclusionReason.FORMAT
     (said,) = texts_of(as_torch(made()))
     renamed = {f"{name}s": torch.tensor([*body]).byte() for name, body in bodies().items()}
-    assert torch_refusal(store, torch_file({"millrace": said, **renamed}))[0] is Refusal.TENSORS
+    assert (
+        torch_refusal(store, torch_file({"millrace": said, **renamed}))[0]
+        is ExclusionReason.TENSORS
+    )
     other = torch.zeros(len(bodies()["scale"]), dtype=torch.uint8)
-    assert torch_refusal(store, as_torch(made(), scale=other))[0] is Refusal.DIGEST
-    assert torch_refusal(store, torch_file({"said": "x"}))[0] is Refusal.HEADER
+    assert torch_refusal(store, as_torch(made(), scale=other))[0] is ExclusionReason.DIGEST
+    assert torch_refusal(store, torch_file({"said": "x"}))[0] is ExclusionReason.HEADER
 
 
 class Evil:
@@ -355,7 +358,7 @@ one_byte = torch.zeros(1, dtype=torch.uint8)
 )
 def test_what_else_torch_can_save_is_refused_and_not_executed(store, content, why):
     reason, sentence = torch_refusal(store, torch_file(content))
-    assert reason is Refusal.FORMAT
+    assert reason is ExclusionReason.FORMAT
     assert re.search(why, sentence), sentence
     assert not Path("/tmp/millrace-was-here").exists()
 

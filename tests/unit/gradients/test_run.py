@@ -14,11 +14,11 @@ from millrace.gradients import (
     ChainError,
     ChainStart,
     Codec,
+    ExclusionReason,
     GatherSettings,
     OuterKind,
     OuterOptimizer,
     Participant,
-    Refusal,
     RunSettings,
     Sender,
     begin_run,
@@ -220,8 +220,12 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
     }
     participant.submit(mine)
     (link,) = merge_windows(store, settings, everybody(store), select_weights(model()), until=1)
-    reasons = {uid: out.reason for uid, out in link.out.items()}
-    assert reasons == {"0": Refusal.QUORUM, "1": Refusal.MISSING, "2": Refusal.MISSING}
+    reasons = {uid: one.reason for uid, one in link.excluded.items()}
+    assert reasons == {
+        "0": ExclusionReason.QUORUM,
+        "1": ExclusionReason.MISSING,
+        "2": ExclusionReason.MISSING,
+    }
     participant.apply(mine, timeout=timedelta(0))
     assert select_weights(mine).digest() == select_weights(model()).digest()
     kept = participant.state_dict()["kept"]
@@ -320,8 +324,8 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     (link,) = merge_windows(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
     assert set(link.taken) == {less}
-    assert link.out[more].reason is Refusal.NORM
-    assert f"more than {limit:.3g}" in link.out[more].sentence
+    assert link.excluded[more].reason is ExclusionReason.NORM
+    assert f"more than {limit:.3g}" in link.excluded[more].sentence
 
 
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):

@@ -15,7 +15,14 @@ import pytest
 
 import millrace
 from millrace import errors
-from millrace.gradients import Codec, ExpectedGradient, PayloadError, Refusal, Sender, gather
+from millrace.gradients import (
+    Codec,
+    ExclusionReason,
+    ExpectedGradient,
+    PayloadError,
+    Sender,
+    gather,
+)
 from millrace.gradients.codec.payload import read_header
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
@@ -198,7 +205,7 @@ def test_a_worker_whose_bucket_announces_a_terabyte_costs_only_itself(
     senders.append(Sender("2", store_of(endless, is_foreign=True)))
     found = gather(replace(OPEN, closes=datetime.now(UTC)), senders, QUICK)
     assert sorted(found.taken) == ["0", "1"]
-    assert found.out["2"].reason is Refusal.UNAVAILABLE
+    assert found.excluded["2"].reason is ExclusionReason.UNAVAILABLE
 
 
 def test_a_range_is_no_longer_than_it_was_asked_for(endless: Endless) -> None:
@@ -216,7 +223,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
     with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)
-    assert caught.value.reason is Refusal.UNAVAILABLE
+    assert caught.value.reason is ExclusionReason.UNAVAILABLE
 
 
 def test_a_record_is_no_larger_than_its_kind_may_be(endless: Endless) -> None:

@@ -7,10 +7,10 @@ from xml.etree import ElementTree as ET
 from millrace.gradients import (
     ChainLink,
     Codec,
+    ExclusionReason,
     MergeRule,
     MergeSettings,
     OuterOptimizer,
-    Refusal,
 )
 from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
 from tasks.merging import describe_windows
@@ -38,8 +38,8 @@ def link(
 
 
 def test_each_window_and_each_worker_has_a_row():
-    late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
-    missing = ExcludedWorker(reason=Refusal.MISSING, sentence="Nothing came.")
+    late = ExcludedWorker(reason=ExclusionReason.LATE, sentence="It | was late.")
+    missing = ExcludedWorker(reason=ExclusionReason.MISSING, sentence="Nothing came.")
     report = describe_windows(
         "s3://bucket/runs/one",
         [
@@ -66,7 +66,7 @@ def test_a_run_that_merged_nothing_says_so():
 
 
 def test_a_sentence_does_not_break_the_table():
-    late = ExcludedWorker(reason=Refusal.LATE, sentence="It | was late.")
+    late = ExcludedWorker(reason=ExclusionReason.LATE, sentence="It | was late.")
     report = describe_windows("here", [link(1, {}, {"b": late})])
     assert r"It \| was late." in report
 

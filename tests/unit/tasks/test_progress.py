@@ -21,7 +21,7 @@ from millrace.gradients.progress_events import (
     QuotaExceeded,
     WindowMerged,
 )
-from millrace.schemas.gradient import Refusal
+from millrace.schemas.gradient import ExclusionReason
 from millrace.swarm.progress_events import NodeLost, PrewarmProgressed
 from tasks import progress as module
 from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
@@ -108,14 +108,14 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     for event in (
         LinkApplied(run="runs/one", window=6, step=60),
         GradientAccepted(uid="a", size=1000, norm=1.0),
-        GradientRefused(uid="b", reason=Refusal.LATE),
+        GradientRefused(uid="b", reason=ExclusionReason.LATE),
     ):
         counting(event)
     assert counting.percent == 0
     assert counting.sentence == (
         "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
     )
-    counting(WindowMerged(run="runs/one", window=7, accepted=1, refused=2))
+    counting(WindowMerged(run="runs/one", window=7, accepted=1, excluded=2))
     assert counting.percent == 25
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
