@@ -328,7 +328,7 @@ class CheckpointProgress(LiveProgress):
 class WindowProgress(LiveProgress):
     """Progress of a run of gradients: windows merged, and workers that have sent."""
 
-    _merged = _number = _received = _refused = 0
+    _merged = _window = _received = _refused = 0
 
     def __init__(self, key: str, workers: int, windows: int | None = None) -> None:
         """Begin to count.
@@ -355,9 +355,9 @@ class WindowProgress(LiveProgress):
             case QuotaExceeded():
                 self._warn_of_quota(event.uid, event.objects, event.size)
             case LinkApplied():
-                self._number = event.window
+                self._window = event.window
             case WindowMerged():
-                self._number, self._merged = event.window, self._merged + 1
+                self._window, self._merged = event.window, self._merged + 1
                 self._received = self._refused = 0
             case _:
                 pass
@@ -386,7 +386,7 @@ class WindowProgress(LiveProgress):
         refused = f", {self._refused} refused" if self._refused else ""
         return (
             f"{format_count(self._merged, 'window')} merged by this run, the last is "
-            f"{self._number}; to the next {self._received} of "
+            f"{self._window}; to the next {self._received} of "
             f"{format_count(self._workers, 'worker')} came{refused}."
         )
 

@@ -89,14 +89,17 @@ class ExcludedWorker(RecordPart):
     sentence: str
 
 
-class Update(RecordPart):
-    """Object with the gradients of the merged workers, or with the merged values.
+class UpdateEntry(RecordPart):
+    """Entry of a link for an update: an object from which the weights after a window follow.
+
+    The update has, of each tensor, the gradients of the merged workers, or the merged values if
+    these are shorter.
 
     Attributes:
-        key: Key of the object.
-        digest: Digest of the object.
-        size: Size of the object in bytes.
-        tensors: Number of tensors in the object. The objects of a link hold its tensors in order.
+        key: Key of the update.
+        digest: Digest of the update.
+        size: Size of the update in bytes.
+        tensors: Number of tensors in the update. The updates of a link have its tensors in order.
     """
 
     key: str
@@ -118,7 +121,7 @@ class ChainLink(Record):
         run: Name of the run.
         window: Number of the window.
         step: Step of the weights after the window.
-        updates: Objects with the gradients to merge; empty if no gradient was merged.
+        updates: Entries of the window's updates; empty if no gradient was merged.
         codec: Settings of the compression of the workers' gradients.
         names: Names of the tensors, in the order of the updates.
         shapes: Shapes of these tensors.
@@ -133,12 +136,12 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 4  # its updates have the workers' gradients
+    record_version: ClassVar[int] = 4  # its updates have gradients or merged values
 
     run: str
     window: int
     step: int
-    updates: tuple[Update, ...]
+    updates: tuple[UpdateEntry, ...]
     codec: Codec
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Interface of the backends, each of which holds the shards of a run's weights somewhere."""
+"""Interface of the backends, which hold the shards of the weights of a run."""
 
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class WeightBackend(Protocol):
-    """Shards of a run's weights. Each shard has some tensors, in the order of their names."""
+    """Holder of the shards of the weights of a run. Each shard has the next tensors by name."""
 
     def call_all(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs

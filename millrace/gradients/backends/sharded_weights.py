@@ -1,4 +1,4 @@
-"""Weights of a run in shards, whichever backend holds the shards.
+"""Weights of a run, in the shards of a backend.
 
 `ShardedWeights` calls all shards and combines their results.
 """
@@ -22,14 +22,14 @@ from millrace.gradients.sync.chain import check_link_tensors, check_state
 from millrace.gradients.sync.gather_window import GatherWindow
 from millrace.gradients.sync.merge import MergeRequest, Vector
 from millrace.keys.gradients import ChainKeys
-from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
+from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
 
 
 class ShardedWeights:
-    """Weights of a run in shards.
+    """Weights of a run, in one shard or several.
 
     Args:
         shapes: Shapes of all tensors by their names.
@@ -50,6 +50,14 @@ class ShardedWeights:
     def load_weights(self, store: Store, job: str, step: int, prefix: str) -> None:
         """Load all tensors from any checkpoint: see `WeightShard.load_weights`."""
         self._backend.call_all(WeightShard.load_weights, store, job, step, prefix)
+
+    def collect_state(self) -> WeightState:
+        """Return a state with the tensors of all shards."""
+        whole = WeightState({})
+        for part in self._backend.call_all(WeightShard.get_state):
+            whole.weights.update(part.weights)
+            whole.moments.update(part.moments)
+        return whole
 
     def digest(self) -> str:
         """Return the digest of the weights: see `WeightState.digest`."""
@@ -78,9 +86,9 @@ class ShardedWeights:
 
     # -- a window
 
-    def open(self, window: GatherWindow) -> None:
+    def open(self, gather_window: GatherWindow) -> None:
         """Begin a window, and drop the gradients of other windows."""
-        self._backend.call_all(WeightShard.open, window.number)
+        self._backend.call_all(WeightShard.open, gather_window.number)
 
     def read(self, uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
         """Read a worker's gradient. Each shard reads and keeps its own tensors.
@@ -116,8 +124,8 @@ class ShardedWeights:
         step: int,
         request: MergeRequest,
         outer: OuterOptimizer,
-    ) -> tuple[Update, ...]:
-        """Merge, store and apply the gradients of all shards: see `WeightShard.merge_and_apply`."""
+    ) -> tuple[UpdateEntry, ...]:
+        """Merge, apply and store the gradients of all shards: see `WeightShard.merge_and_apply`."""
         parts = self._backend.call_all(
             WeightShard.merge_and_apply, store, keys, step, request, outer
         )
@@ -147,14 +155,6 @@ class ShardedWeights:
     def close(self) -> None:
         """Wait for the save in progress, and free its memory."""
         self._backend.call_all(WeightShard.close)
-
-    def collect_state(self) -> WeightState:
-        """Return a state with the tensors of all shards."""
-        whole = WeightState({})
-        for part in self._backend.call_all(WeightShard.get_state):
-            whole.weights.update(part.weights)
-            whole.moments.update(part.moments)
-        return whole
 
 
 AllocateWeights = Callable[[Shapes], ShardedWeights]

@@ -1,4 +1,4 @@
-"""Shard of a run's weights, which reads, merges and applies the gradients of its tensors.
+"""Shard of the weights of a run, which reads, merges and applies the gradients of its tensors.
 
 One machine holds all weights in one shard. On a cluster, each node holds some tensors. Decisions
 about a window need digests, sums and inner products of all shards, which `sharded_weights`
@@ -39,7 +39,7 @@ from millrace.gradients.sync.merge import (
 from millrace.gradients.sync.updates import StoredTensor, encode_stored_tensor
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
-from millrace.schemas.chain import ChainLink, OuterOptimizer, Update
+from millrace.schemas.chain import ChainLink, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
@@ -52,7 +52,7 @@ WINDOW = "window"
 
 
 class WeightShard:
-    """Some tensors of a run's weights.
+    """Shard of the weights of a run: some of their tensors.
 
     Args:
         names: Sorted names of the tensors.
@@ -191,7 +191,7 @@ class WeightShard:
         step: int,
         request: MergeRequest,
         outer: OuterOptimizer,
-    ) -> list[Update]:
+    ) -> list[UpdateEntry]:
         """Merge, apply and store the received gradients.
 
         Memory: the gradients, one merged tensor, and one object.
@@ -205,7 +205,7 @@ class WeightShard:
         """
         self._wait_for_state()
         shapes = {name: self._state.weights[name].shape for name in self._names}
-        made: list[Update] = []
+        made: list[UpdateEntry] = []
         for names in group_tensors(shapes, request.settings.values):
             bodies: dict[str, bytes] = {}
             for name in names:

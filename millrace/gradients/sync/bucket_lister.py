@@ -49,7 +49,7 @@ class BucketLister:
     """Lister of the buckets of a window's workers.
 
     Args:
-        window: Window whose gradients are looked for.
+        gather_window: Window whose gradients are looked for.
         stores: Buckets of all workers and reserves by their names. A shared bucket is one object.
         settings: Settings of the gathering.
         limit: End of the retries.
@@ -57,12 +57,12 @@ class BucketLister:
 
     def __init__(
         self,
-        window: GatherWindow,
+        gather_window: GatherWindow,
         stores: Mapping[str, Store],
         settings: GatherSettings,
         limit: WaitLimit,
     ) -> None:
-        self._window, self._stores, self._limit = window, stores, limit
+        self._gather_window, self._stores, self._limit = gather_window, stores, limit
         least = _MOST_LISTED if settings.max_stored is None else _MOST_MEASURED
         self._most_listed = max(least, (settings.max_objects or 0) + 1)  # the quota needs these
         self._pool = DaemonThreadPool(max(1, len(self._group_by_bucket(stores))), "listing")
@@ -109,7 +109,7 @@ class BucketLister:
 
         A listing that fails has a reason for each worker, as the next listing may succeed.
         """
-        keys, is_shared = self._window.keys, len(uids) > 1
+        keys, is_shared = self._gather_window.keys, len(uids) > 1
         prefix = f"{keys.run}/" if is_shared else keys.make_worker_prefix(uids[0])
         bucket = self._stores[uids[0]]
         counted = {uid for uid, store in self._stores.items() if store is bucket}
@@ -128,7 +128,8 @@ class BucketLister:
                 self._note_gradient(listing, asked, stat)
             for uid in sorted(asked):
                 if is_shared and listing.objects[uid] >= most:  # its other objects are not known
-                    name = f"{keys.make_worker_prefix(uid)}gradient-{self._window.number:09d}-"
+                    folder, window = keys.make_worker_prefix(uid), self._gather_window.number
+                    name = f"{folder}gradient-{window:09d}-"
                     for stat in islice(list_objects(store, name), _MOST_NAMED):
                         self._note_gradient(listing, asked, stat)
         except errors.MillraceError as error:
@@ -150,9 +151,9 @@ class BucketLister:
     def _note_gradient(self, listing: BucketListing, asked: Container[str], stat: Stat) -> None:
         """Note an object if it is the gradient of this window of a worker that is asked."""
         found = listing.found
-        uid, number = self._window.keys.parse(stat.key) or ("", -1)
+        uid, window = self._gather_window.keys.parse(stat.key) or ("", -1)
         if (
-            number == self._window.number
+            window == self._gather_window.number
             and uid in asked
             and (uid not in found or is_torch_file(found[uid].key))  # of two, the other counts
         ):

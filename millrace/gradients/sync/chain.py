@@ -1,7 +1,7 @@
 """Chain of a run: one link per window, each with the digest of the previous link.
 
-The gradients of a window are stored as updates, under the digests of their bytes. Then the link is
-committed, once per window. A late worker loads the chain's first checkpoint, or a later one, and
+The updates of a window are stored under the digests of their bytes. Then the link is committed,
+once per window. A late worker loads the chain's first checkpoint, or a later one, and
 applies the links after it. A missing or broken link is an error, since a worker that skips it would
 have other weights.
 """
@@ -25,7 +25,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch
-from millrace.schemas.chain import ChainLink, ChainStart, Update
+from millrace.schemas.chain import ChainLink, ChainStart, UpdateEntry
 from millrace.storage import Store, create, list_objects, read
 
 
@@ -50,8 +50,10 @@ def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> Chain
     return commit.record
 
 
-def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors: int) -> Update:
-    """Store an update under its digest, and return its description for a link.
+def store_update(
+    store: Store, keys: ChainKeys, step: int, body: bytes, tensors: int
+) -> UpdateEntry:
+    """Store an update under its digest, and return its entry for a link.
 
     Args:
         store: Bucket of the aggregator.
@@ -64,7 +66,7 @@ def store_update(store: Store, keys: ChainKeys, step: int, body: bytes, tensors:
     key = keys.make_update_key(step, digest)
     with suppress(errors.ExistsError):
         create(store, key, body)
-    return Update(key=key, digest=digest, size=len(body), tensors=tensors)
+    return UpdateEntry(key=key, digest=digest, size=len(body), tensors=tensors)
 
 
 def digest_link(link: ChainStart | ChainLink) -> str:
@@ -232,7 +234,7 @@ def iterate_updates(
 def _read_update(
     store: Store,
     link: ChainLink,
-    update: Update,
+    update: UpdateEntry,
     shapes: Shapes,
     request: MergeRequest,
     *,
@@ -244,7 +246,7 @@ def _read_update(
     Args:
         store: Bucket of the aggregator.
         link: Link that names the update.
-        update: Description of the update in the link.
+        update: Entry of the update in the link.
         shapes: Shapes of all tensors in the update by their names.
         request: Merge of the link.
         names: Names of the tensors to read.

@@ -65,17 +65,17 @@ class ChainFollower:
         """
         keys = self._settings.chain
         last = self._ranks.run_on_first(lambda: find_newest_window(self._store, keys))
-        for number in range(self.window + 1, last + 1):
-            yield self._advance(number)
+        for window in range(self.window + 1, last + 1):
+            yield self._advance(window)
 
-    def _advance(self, number: int) -> ChainLink:
+    def _advance(self, window: int) -> ChainLink:
         before = self.link
         link = self._ranks.run_on_each(
-            lambda: read_link_after(self._store, self._settings.chain, number, before)
+            lambda: read_link_after(self._store, self._settings.chain, window, before)
         )
         self._weights.apply_link(self._store, link)
         self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
-        self.link, self.window = link, number
+        self.link, self.window = link, window
         return link
 
     def wait_for_next_link(self, timeout: timedelta | None = None) -> None:
@@ -87,22 +87,22 @@ class ChainFollower:
         Raises:
             UnavailableError: The window was not merged in time.
         """
-        number, keys = self.window + 1, self._settings.chain
+        window, keys = self.window + 1, self._settings.chain
         began = time.monotonic()
 
         def is_merged() -> bool:
-            if exists(self._store, keys.make_link_key(number)):
+            if exists(self._store, keys.make_link_key(window)):
                 return True
             waited = time.monotonic() - began
             usual = 2 * self._settings.window_length if timeout is None else timeout
             if waited <= usual.total_seconds():
                 return False
             last = (
-                usual if timeout is not None else max(usual, 2 * self._read_window_length(number))
+                usual if timeout is not None else max(usual, 2 * self._read_window_length(window))
             )
             if waited > last.total_seconds():
                 raise errors.UnavailableError(
-                    f"Window {number} of {keys.run} was not merged in {last}. Check that the "
+                    f"Window {window} of {keys.run} was not merged in {last}. Check that the "
                     "aggregator runs, and wait again, or stop; nothing is lost."
                 )
             return False
@@ -110,10 +110,10 @@ class ChainFollower:
         while not self._ranks.run_on_first(is_merged):  # collectives time out
             time.sleep(self._settings.gather.poll_interval.total_seconds())
 
-    def _read_window_length(self, number: int) -> timedelta:
+    def _read_window_length(self, window: int) -> timedelta:
         """Return the length of a window, which the aggregator's options may have changed."""
         try:
-            opening = self._settings.chain.make_opening_key(number)
+            opening = self._settings.chain.make_opening_key(window)
             return fetch(self._store, opening, WindowOpening).window_length
         except (errors.NotFoundError, errors.CorruptError):
             return self._settings.window_length

@@ -24,7 +24,7 @@ from millrace.schemas.gradient import ExclusionReason
 
 
 def gather(
-    window: GatherWindow,
+    gather_window: GatherWindow,
     workers: Sequence[Sender],
     settings: GatherSettings | None = None,
     *,
@@ -38,7 +38,7 @@ def gather(
     Memory: that of the gathered gradients, and of those that are being read.
 
     Args:
-        window: Window to gather.
+        gather_window: Window to gather.
         workers: Workers that are read first.
         settings: Settings of the gathering.
         reserves: Workers that replace missing ones, in this order.
@@ -63,7 +63,9 @@ def gather(
         raise errors.ConfigurationError(
             f"{wanted} gradients are needed from {len(everybody)} workers."
         )
-    gathering = _Gathering(window, workers, reserves, settings, wanted, read_gradient, progress)
+    gathering = _Gathering(
+        gather_window, workers, reserves, settings, wanted, read_gradient, progress
+    )
     return gathering.run(clock or StoreClock.read_machine_clock())
 
 
@@ -72,7 +74,7 @@ class _Gathering:
 
     def __init__(
         self,
-        window: GatherWindow,
+        gather_window: GatherWindow,
         workers: Sequence[Sender],
         reserves: Sequence[Sender],
         settings: GatherSettings,
@@ -80,12 +82,12 @@ class _Gathering:
         read_gradient: ReadGradient,
         progress: Progress,
     ) -> None:
-        self._window, self._settings, self._wanted = window, settings, wanted
+        self._gather_window, self._settings, self._wanted = gather_window, settings, wanted
         self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
         self._first = {worker.uid for worker in workers}
         self._limit = limit = WaitLimit(time.monotonic())
-        self._lister = BucketLister(window, self._stores, settings, limit)
-        self._reader = GradientReader(window, read_gradient, settings.concurrency, limit)
+        self._lister = BucketLister(gather_window, self._stores, settings, limit)
+        self._reader = GradientReader(gather_window, read_gradient, settings.concurrency, limit)
         self._quota = QuotaMonitor(settings, progress)
         self._results = GatherResults(tuple(self._stores), progress)
         self._is_over = False
@@ -93,12 +95,13 @@ class _Gathering:
     def run(self, clock: StoreClock) -> GatheredWindow:
         """List and read until enough gradients are valid, or the window has ended."""
         began = time.monotonic()
-        window, settings = self._window, self._settings
-        hedged_at = window.opens + settings.hedge * (window.closes - window.opens)
+        settings = self._settings
+        opens, closes = self._gather_window.opens, self._gather_window.closes
+        hedged_at = opens + settings.hedge * (closes - opens)
         try:
-            while (now := clock.now()) <= window.closes:
+            while (now := clock.now()) <= closes:
                 is_hedged = now >= hedged_at or self._results.has_all(self._first)
-                left = max((window.closes - now).total_seconds(), 0.0) + 0.01
+                left = max((closes - now).total_seconds(), 0.0) + 0.01
                 pause = min(settings.poll_interval.total_seconds(), left)
                 asked = time.monotonic()
                 self._limit.until = asked + left + settings.grace_period.total_seconds()
@@ -201,8 +204,9 @@ class _Gathering:
             )
             nobody = GatheredWindow({}, {**excluded, **dict.fromkeys(valid, alone)}, (), 0, seconds)
             raise QuorumError(
-                f"{len(taken)} gradients of window {self._window.number} arrived in time, and "
-                f"{self._settings.quorum} are needed: make windows longer, or the quorum smaller.",
+                f"{len(taken)} gradients of window {self._gather_window.number} arrived in time, "
+                f"and {self._settings.quorum} are needed: make windows longer, or the quorum "
+                "smaller.",
                 nobody,
             )
         gradients = {uid: results.get_valid(uid) for uid in taken}

@@ -53,16 +53,20 @@ class GradientReader:
     """Reader of the gradients of a window, in several threads.
 
     Args:
-        window: Window of the gradients.
+        gather_window: Window of the gradients.
         read_gradient: Function that reads a gradient. Several threads call it.
         concurrency: Largest number of concurrent reads.
         limit: End of the retries.
     """
 
     def __init__(
-        self, window: GatherWindow, read_gradient: ReadGradient, concurrency: int, limit: WaitLimit
+        self,
+        gather_window: GatherWindow,
+        read_gradient: ReadGradient,
+        concurrency: int,
+        limit: WaitLimit,
     ) -> None:
-        self._window, self._read_gradient, self._limit = window, read_gradient, limit
+        self._gather_window, self._read_gradient, self._limit = gather_window, read_gradient, limit
         self._pool = DaemonThreadPool(concurrency, "gradient")
         self._pending: dict[str, Future[ReadResult]] = {}
 
@@ -108,7 +112,9 @@ class GradientReader:
             return untimely
         try:
             hurried = self._limit.limit_retries(store)
-            payload = self._read_gradient(uid, hurried, stat, self._window.make_expected(uid))
+            payload = self._read_gradient(
+                uid, hurried, stat, self._gather_window.make_expected(uid)
+            )
         except PayloadError as error:
             return _refuse(error.reason, str(error))
         except (errors.WorkerError, errors.ConfigurationError):
@@ -126,9 +132,9 @@ class GradientReader:
 
     def _check_time(self, stat: Stat) -> ReadResult | None:
         name = PurePosixPath(stat.key).name
-        if stat.last_modified < self._window.opens:
+        if stat.last_modified < self._gather_window.opens:
             return _refuse(ExclusionReason.EARLY, f"{name} was written before the window began.")
-        if stat.last_modified > self._window.closes:
+        if stat.last_modified > self._gather_window.closes:
             return _refuse(ExclusionReason.LATE, f"{name} was written after the deadline.")
         return None
 

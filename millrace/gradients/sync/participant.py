@@ -171,20 +171,20 @@ class Participant:
             ConfigurationError: A weight is not finite, or the model differs from that of the run.
             UnavailableError, DeniedError: The bucket does not answer, or refuses.
         """
-        number = self._chain.window + 1
-        if self._submitted == number:
+        window = self._chain.window + 1
+        if self._submitted == window:
             raise errors.ConfigurationError(
-                f"Window {number} was submitted already: apply it before the next one."
+                f"Window {window} was submitted already: apply it before the next one."
             )
         with self._compressor.feedback.restore_on_error():
-            packed = self._ranks.gather_bytes(self._compressor.compress(model, number))
-            sent = self._ranks.run_on_first(lambda: self._put(packed, number, tokens, samples))
+            packed = self._ranks.gather_bytes(self._compressor.compress(model, window))
+            sent = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
         size, digest = sent
-        self._submitted, self._digest = number, digest
-        self._progress(GradientSent(uid=self._uid, window=number, size=size))
+        self._submitted, self._digest = window, digest
+        self._progress(GradientSent(uid=self._uid, window=window, size=size))
         return size
 
-    def _put(self, packed: Sequence[bytes], number: int, tokens: int, samples: str) -> list[Any]:
+    def _put(self, packed: Sequence[bytes], window: int, tokens: int, samples: str) -> list[Any]:
         bodies = {name: body.tobytes() for one in packed for name, body in unpack(one).items()}
         body = encode_payload(
             bodies,
@@ -192,12 +192,12 @@ class Participant:
             self._settings.codec,
             run=self._settings.name,
             uid=self._uid,
-            window=number,
+            window=window,
             base=self._chain.link.step,
             tokens=tokens,
             samples=samples,
         )
-        put(self._store, self._settings.gradients.make_gradient_key(self._uid, number), body)
+        put(self._store, self._settings.gradients.make_gradient_key(self._uid, window), body)
         return [len(body), compute_identity(body)]
 
     def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:

@@ -1,4 +1,4 @@
-"""Updates: the objects with what changes the weights in a window.
+"""Updates: the objects from which the weights after a window follow.
 
 An update is a safetensors file with a tensor of bytes for each tensor of the model. The first byte
 names the form of the others:

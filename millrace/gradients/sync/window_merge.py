@@ -28,7 +28,7 @@ from millrace.schemas.chain import (
     ExcludedWorker,
     MergedWorker,
     OuterOptimizer,
-    Update,
+    UpdateEntry,
 )
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
@@ -54,7 +54,7 @@ class ChainStep:
 
 def aggregate(
     store: Store,
-    window: GatherWindow,
+    gather_window: GatherWindow,
     gathered: GatheredWindow,
     step: ChainStep,
     weights: WeightState | ShardedWeights,
@@ -69,7 +69,7 @@ def aggregate(
 
     Args:
         store: Bucket of the aggregator.
-        window: Window to merge.
+        gather_window: Window to merge.
         gathered: Gathered gradients, on the machines of the weights.
         step: Settings of the step.
         weights: Weights before the merge, which are changed in place.
@@ -84,7 +84,7 @@ def aggregate(
         tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
         weights = make_single_shard(weights, tensors, threads=threads)
     weights.check(step.before)
-    keys = ChainKeys(window.keys.run, window.keys.version)
+    keys = ChainKeys(gather_window.keys.run, gather_window.keys.version)
     excluded = dict(gathered.excluded)
     payloads = dict(gathered.taken)
     if step.merge.rule in COORDINATE_WISE_RULES:
@@ -93,26 +93,26 @@ def aggregate(
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
             del payloads[uid]
     merge_weights: MergeWeights | None = None
-    updates: tuple[Update, ...] = ()
+    updates: tuple[UpdateEntry, ...] = ()
     try:
         if payloads:
-            products = partial(weights.compute_products, codec=window.codec)
+            products = partial(weights.compute_products, codec=gather_window.codec)
             merge_weights = compute_merge_weights(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
     if merge_weights is not None:
-        request = MergeRequest(window.codec, step.merge, merge_weights.select_used())
+        request = MergeRequest(gather_window.codec, step.merge, merge_weights.select_used())
         updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
     for update in updates:
-        progress(UpdateStored(key=update.key, window=window.number, size=update.size))
-    names, shapes = list_names_and_shapes(window.shapes)
+        progress(UpdateStored(key=update.key, window=gather_window.number, size=update.size))
+    names, shapes = list_names_and_shapes(gather_window.shapes)
     link = ChainLink(
-        run=window.keys.run,
-        window=window.number,
+        run=gather_window.keys.run,
+        window=gather_window.number,
         step=step.step,
         updates=updates,
-        codec=window.codec,
+        codec=gather_window.codec,
         names=names,
         shapes=shapes,
         outer=step.outer,
@@ -123,11 +123,11 @@ def aggregate(
         previous=digest_link(step.before),
         state=weights.digest(),
     )
-    commit = commit_once(store, keys.make_link_key(window.number), link)
+    commit = commit_once(store, keys.make_link_key(gather_window.number), link)
     if commit.record.state != link.state or commit.record.previous != link.previous:
         raise errors.ConflictError(
-            f"Another aggregator merged window {window.number} of {window.keys.run} differently: "
-            "start this aggregator again."
+            f"Another aggregator merged window {link.window} of {link.run} differently: start this "
+            "aggregator again."
         )
     return commit.record
 

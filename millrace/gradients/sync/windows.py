@@ -66,20 +66,20 @@ def merge_windows(
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.describe_this_process())
-    number, last = after, find_newest_window(store, settings.chain)
-    before = read_link(store, settings.chain, number)
-    while until is None or number < until:
-        number += 1
-        if number <= last:
-            before = read_link_after(store, settings.chain, number, before)
+    window, last = after, find_newest_window(store, settings.chain)
+    before = read_link(store, settings.chain, window)
+    while until is None or window < until:
+        window += 1
+        if window <= last:
+            before = read_link_after(store, settings.chain, window, before)
             weights.apply_link(store, before)
-            progress(LinkApplied(run=settings.name, window=number, step=before.step))
+            progress(LinkApplied(run=settings.name, window=window, step=before.step))
             continue
-        options, window = _open(store, settings, weights.shapes, number, before.step, clock)
-        weights.open(window)
+        options, gather_window = _open(store, settings, weights.shapes, window, before.step, clock)
+        weights.open(gather_window)
         try:
             gathered = gather(
-                window,
+                gather_window,
                 workers,
                 options.gather,
                 reserves=reserves,
@@ -90,11 +90,11 @@ def merge_windows(
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, window, gathered, step, weights, progress=progress)
+        before = aggregate(store, gather_window, gathered, step, weights, progress=progress)
         progress(
             WindowMerged(
                 run=settings.name,
-                window=number,
+                window=window,
                 accepted=len(before.taken),
                 excluded=len(before.excluded),
             )
@@ -106,7 +106,7 @@ def _open(
     store: Store,
     settings: RunSettings,
     shapes: Shapes,
-    number: int,
+    window: int,
     base: int,
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
@@ -114,19 +114,19 @@ def _open(
     keys = settings.chain
     ours = WindowOpening(
         run=settings.name,
-        number=number,
+        number=window,
         window=settings.window_length,
         gather=settings.gather,
     )
-    options = commit_once(store, keys.make_opening_key(number), ours).record
+    options = commit_once(store, keys.make_opening_key(window), ours).record
     # Workers may send from this time on.
-    began = head(store, keys.make_link_key(number - 1)).last_modified
-    opened = head(store, keys.make_opening_key(number)).last_modified
+    began = head(store, keys.make_link_key(window - 1)).last_modified
+    opened = head(store, keys.make_opening_key(window)).last_modified
     now = clock.now()
     over = opened + options.window_length <= now  # no aggregator was running: the time begins again
     return options, GatherWindow(
         keys=settings.gradients,
-        number=number,
+        number=window,
         base=base,
         codec=settings.codec,
         shapes=shapes,

@@ -14,7 +14,7 @@ from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, LeaseTerm
 from millrace.records import commit_once, encode_record
-from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, Update
+from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Pin
 from millrace.schemas.dataset import DatasetPlan, Manifest, ShardCommit, ShardLayout, SourceRecord
 from millrace.schemas.gradient import Codec
@@ -133,7 +133,7 @@ class Place:
         for window in range(1, windows + 1):
             body = f"{run} {version} {window}".encode()
             key = self.put(keys.make_update_key(window, compute_digest(body)), body, hours=hours)
-            update = Update(key=key, digest=compute_digest(body), size=len(body), tensors=0)
+            update = UpdateEntry(key=key, digest=compute_digest(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
                 shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, out={},

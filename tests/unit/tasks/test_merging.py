@@ -12,7 +12,7 @@ from millrace.gradients import (
     MergeSettings,
     OuterOptimizer,
 )
-from millrace.schemas.chain import ExcludedWorker, MergedWorker, Update
+from millrace.schemas.chain import ExcludedWorker, MergedWorker, UpdateEntry
 from tasks.merging import describe_windows
 from tasks.plot import draw_windows
 
@@ -30,7 +30,7 @@ def link(
     }
     return ChainLink(
         run="runs/one", window=window, step=10 * window,
-        updates=(Update(key="k", digest=DIGEST, size=2500, tensors=0),),
+        updates=(UpdateEntry(key="k", digest=DIGEST, size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
         merge=MergeSettings(rule=MergeRule.CENTERED_CLIP), taken=taken,
         out=out or {}, seconds=1.5, previous="", state="",
