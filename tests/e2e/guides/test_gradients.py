@@ -45,7 +45,7 @@ def test_every_block_of_the_guide_to_gradients(
             shown = guide.type("millrace gradient aggregate aggregate.yaml")
             for one in training:
                 one.result()
-        assert shown.count("4 in, 0 out") == WINDOWS
+        assert shown.count("4 taken, 0 excluded") == WINDOWS
         caught_up = guide.run()
     assert "runs/one is at step 60" in caught_up
     found = load(open_store((tmp_path / "scratch/weights").as_uri()), "runs/one")

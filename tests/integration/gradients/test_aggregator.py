@@ -281,7 +281,9 @@ def test_the_commands(store, begun, tmp_path):
     )
     run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--windows", "1"])
     assert run.exit_code == 0, run.output
-    assert run.output.startswith("window 4, step 85: 0 in, 2 out (2 missing); 0 bytes merged")
+    assert run.output.startswith(
+        "window 4, step 85: 0 taken, 2 excluded (2 missing); 0 bytes merged"
+    )
 
     to = (tmp_path / "disk").as_uri()
     run = CliRunner().invoke(main, ["gradient", "catch-up", store.url, "runs/one", "--to", to])
@@ -421,7 +423,7 @@ def test_a_bucket_that_trickles_does_not_keep_the_process_alive(trickled):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "0 in, 2 out (1 missing, 1 unavailable)" in done.stdout
+    assert "0 taken, 2 excluded (1 missing, 1 unavailable)" in done.stdout
 
 
 def test_an_interrupt_ends_the_aggregator_quietly(trickled, trickle):
