@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class WeightBackend(Protocol):
-    """Holder of the shards of the weights of a run. Each shard has the next tensors by name."""
+    """Holder of the shards of the weights of a run.
+
+    Each shard has some tensors, in the order of their names.
+    """
 
     def call_all(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
