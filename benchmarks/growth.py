@@ -42,7 +42,7 @@ from millrace.datasets import (
     plan_dataset,
 )
 from millrace.gradients import MergeRule, MergeSettings, merge
-from millrace.gradients.sync.merge import make_dense
+from millrace.gradients.codec.merged_chunks import make_dense
 from millrace.storage import StoreSpec, open_store
 from millrace.swarm.tracker import PieceOrder, Tracker
 
