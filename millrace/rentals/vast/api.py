@@ -86,7 +86,7 @@ class _RequestPacer:
             self.clock.sleep(send_at - now)
 
     def delay(self, kind: RequestKind, seconds: float) -> None:
-        """Delay requests of a kind after the API has refused one as too frequent."""
+        """Delay the next request of a kind."""
         with self.lock:
             self.next_times[kind] = max(
                 self.next_times.get(kind, 0.0), self.clock.monotonic() + seconds
@@ -343,6 +343,9 @@ class VastClient:
                     ) from error.__cause__
                 self._pacer.delay(kind, min(remaining, pause * random.uniform(0.5, 1.0)))
                 pause *= 2
+            finally:
+                # The API may have received the request just before its answer.
+                self._pacer.delay(kind, _INTERVALS[kind])
 
     def _send_once(self, send: Callable[[], T]) -> T:
         """Send a request once."""

@@ -1,0 +1,39 @@
+"""Intervals between requests to the API of Vast.ai."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from pydantic import SecretStr
+
+from millrace.rentals.vast.api import VastClient
+from tests.support.rentals.parts import ManualClock
+
+
+def test_the_interval_counts_from_the_answer_since_a_request_may_arrive_late() -> None:
+    clock, delays, arrivals = ManualClock(), [5.0, 0.0], list[float]()
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            clock.elapsed += delays.pop(0)
+            arrivals.append(clock.elapsed)
+            body = b'{"credit": 1.5}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Api) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            client = VastClient(
+                SecretStr("key"), f"http://127.0.0.1:{server.server_port}", clock=clock
+            )
+            assert [client.read_credit() for _ in range(2)] == [1.5, 1.5]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert arrivals == [1005.0, 1006.0]
