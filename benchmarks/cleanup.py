@@ -21,24 +21,19 @@ take an hour to be filled. It takes the plan's parts, too.
 import os
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
-from pydantic import SecretStr
 
 from benchmarks.common import Results, measured, options, rotated, show
-from benchmarks.endless import Endless
+from benchmarks.endless import endless, make_endless_spec
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.keys.gradients import GradientKeys
 from millrace.storage import (
-    Credentials,
     Store,
     StoreSpec,
     list_objects,
@@ -46,6 +41,7 @@ from millrace.storage import (
     open_store,
     put,
 )
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "s5cmd", "boto3", "floor")
@@ -73,10 +69,7 @@ def main() -> int:
 def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) -> None:
     """Fill a bucket, and have one system list and empty it."""
     rgw.create_bucket(bucket)
-    pair = Credentials(
-        access_key_id=rgw.full.access_key_id,
-        secret_access_key=SecretStr(rgw.full.secret_access_key),
-    )
+    pair = make_credentials(rgw.full)
     spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair)
     fill(open_store(spec), objects)
     run = {"millrace": millrace, "s5cmd": by_s5cmd, "boto3": by_boto3, "floor": floor}[system]
@@ -171,32 +164,11 @@ def memory(results: Results, objects: int) -> None:
 
 
 def plan_many(endpoint: str, objects: int) -> dict[str, float]:
-    spec = StoreSpec.model_validate(
-        {
-            "url": "s3://bucket",
-            "endpoint": endpoint,
-            "credentials": {"access_key_id": "a", "secret_access_key": "s"},
-        }
-    )
     began = time.perf_counter()
-    plan = make_plan(CleanupSettings(store=spec, rules=(RULE,)))
+    plan = make_plan(CleanupSettings(store=make_endless_spec(endpoint), rules=(RULE,)))
     if plan.objects != objects:
         raise RuntimeError(f"{plan.objects} of {objects} keys are in the plan.")
     return {"s": time.perf_counter() - began}
-
-
-@contextmanager
-def endless(objects: int) -> Iterator[str]:
-    """Run a stand-in for a bucket of so many gradients, and yield its endpoint."""
-    server = Endless(objects)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def table(results: Results) -> None:

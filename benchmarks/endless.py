@@ -1,11 +1,18 @@
 """A stand-in of a bucket with very many gradients: it lists them, and takes what is put."""
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import cast
 from urllib.parse import parse_qs, urlsplit
+
+from pydantic import SecretStr
+
+from millrace.storage import Credentials, StoreSpec
 
 _PAGE = 1000
 _ENTRY = (
@@ -88,3 +95,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
+
+
+@contextmanager
+def endless(objects: int) -> Iterator[str]:
+    """Run a stand-in for a bucket of so many gradients, and yield its endpoint."""
+    server = Endless(objects)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def make_endless_spec(endpoint: str) -> StoreSpec:
+    """Return the settings of the stand-in's bucket."""
+    credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
+    return StoreSpec(url="s3://bucket", endpoint=endpoint, credentials=credentials)

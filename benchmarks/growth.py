@@ -28,10 +28,12 @@ from pathlib import Path
 import torch
 from pydantic import ByteSize
 
-from benchmarks.cleanup import RULE, endless
+from benchmarks.cleanup import RULE
 from benchmarks.common import Cpu, Results, measured, options, show
 from benchmarks.corpus import write_jsonl
+from benchmarks.endless import endless, make_endless_spec
 from benchmarks.gradients import payload_of
+from benchmarks.shards import run_planning
 from millrace.checkpoints import Saver, load
 from millrace.cleanup import CleanupSettings, make_plan
 from millrace.datasets import (
@@ -39,7 +41,6 @@ from millrace.datasets import (
     PipelineSettings,
     ShardingSettings,
     SourceLocation,
-    plan_dataset,
 )
 from millrace.gradients import MergeRule, MergeSettings, merge
 from millrace.gradients.codec.merged_chunks import make_dense
@@ -72,25 +73,14 @@ def measure_samples(count: int) -> dict[str, float]:
         return {"CPU s": cpu.spent()}
 
 
-def _make_spec(endpoint: str) -> StoreSpec:
-    keys = {"access_key_id": "a", "secret_access_key": "s"}
-    said = {"url": "s3://bucket", "endpoint": endpoint, "credentials": keys}
-    return StoreSpec.model_validate(said)
-
-
 def plan_files(endpoint: str) -> dict[str, float]:
     """Plan a dataset from all files of a bucket."""
-    spec = _make_spec(endpoint).reveal_secrets()
-    source = {"kind": "files", **spec}
-    settings = PipelineSettings.model_validate({"dataset": "d", "source": source, "store": spec})
-    cpu = Cpu()
-    plan_dataset(settings)
-    return {"CPU s": cpu.spent()}
+    return {"CPU s": run_planning(endpoint)["cpu_s"]}
 
 
 def plan_keys(endpoint: str) -> dict[str, float]:
     """Plan to delete all objects of a bucket."""
-    settings = CleanupSettings(store=_make_spec(endpoint), rules=(RULE,))
+    settings = CleanupSettings(store=make_endless_spec(endpoint), rules=(RULE,))
     cpu = Cpu()
     make_plan(settings)
     return {"CPU s": cpu.spent()}

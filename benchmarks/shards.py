@@ -24,7 +24,6 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,11 +36,11 @@ from typing import Any
 
 import obstore
 from obstore.store import S3Store
-from pydantic import ByteSize, SecretStr
+from pydantic import ByteSize
 
 from benchmarks.common import Cpu, Results, measured, options, rotated, show
 from benchmarks.corpus import write_jsonl
-from benchmarks.endless import Endless
+from benchmarks.endless import endless, make_endless_spec
 from millrace import shard_dataset
 from millrace.datasets import (
     ExecutionSettings,
@@ -51,7 +50,8 @@ from millrace.datasets import (
     plan_dataset,
 )
 from millrace.datasets.sources import SourceKind
-from millrace.storage import Credentials, StoreSpec
+from millrace.storage import StoreSpec
+from millrace.testing.credentials import make_credentials
 from millrace.testing.key import connect
 from millrace.testing.rgw import RGW, Key
 
@@ -199,8 +199,7 @@ def _send_ready(files: list[Path], target: Target, gate: Gate, pipe: Connection)
 
 def run_planning(endpoint: str) -> dict[str, float]:
     """Plan a dataset of all the files of a bucket."""
-    credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("s"))
-    store = StoreSpec(url="s3://bucket", endpoint=endpoint, credentials=credentials)
+    store = make_endless_spec(endpoint)
     config = PipelineSettings(
         dataset="d", source=SourceLocation(kind=SourceKind.FILES, **dict(store)), store=store
     )
@@ -218,10 +217,7 @@ def _pipeline(
     source: Path, target: Target, partition: int, *, folder: Path | None = None
 ) -> PipelineSettings:
     if folder is None:
-        credentials = Credentials(
-            access_key_id=target.key.access_key_id,
-            secret_access_key=SecretStr(target.key.secret_access_key),
-        )
+        credentials = make_credentials(target.key)
         url = f"s3://{target.bucket}"
         store = StoreSpec(url=url, endpoint=target.endpoint, credentials=credentials)
     else:
@@ -318,10 +314,8 @@ class Bench:
     def run_planning(self) -> None:
         """Plan a million files, a tenth of them with ``--quick``."""
         files = PLANNED // 10 if self._quick else PLANNED
-        with Endless(files) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            cost = measured(run_planning, f"http://127.0.0.1:{server.server_port}")
-            server.shutdown()
+        with endless(files) as endpoint:
+            cost = measured(run_planning, endpoint)
         if cost.figures.pop("files") != files:
             raise RuntimeError("the plan does not have every file")
         for metric, value in cost.figures.items():

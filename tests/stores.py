@@ -4,18 +4,12 @@ import secrets
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
-from millrace.storage import Credentials, Store, StoreSpec
+from millrace.storage import Store, StoreSpec
+from millrace.testing.credentials import make_credentials
 from tests.oracle import Folder
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
-
-
-def make_credentials(key) -> Credentials:
-    return Credentials(
-        access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
-    )
 
 
 def open_folder(store: Store) -> Folder:

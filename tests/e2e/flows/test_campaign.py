@@ -12,9 +12,9 @@ from prefect.client.schemas.actions import DeploymentUpdate
 
 from examples.tiny_lm.begin import begin
 from millrace.storage import StoreSpec, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.stores import make_credentials
 from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
 from tests.support.flows.campaigns import (
     make_local_workers,

@@ -12,9 +12,9 @@ from playwright.sync_api import Page, Response, expect
 
 from blocks import Bucket, BucketRole
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.stores import make_credentials
 from tests.support.cleanup.material import Place
 from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
 from tests.support.flows.fixtures import MakeBlock, make_aws_credentials

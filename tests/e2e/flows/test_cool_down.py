@@ -4,11 +4,11 @@ import pytest
 
 from millrace.checkpoints import read_checkpoint, verify
 from millrace.storage import Store, StoreSpec, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.integration.flows.test_cool_down import saved
 from tests.prefect_server import PrefectServer, Worker
 from tests.ray_cluster import DISK, RayCluster
-from tests.stores import make_credentials
 from tests.support.flows.fixtures import MakeBlock
 
 

@@ -30,10 +30,11 @@ from millrace.storage import (
     open_store,
     put,
 )
+from millrace.testing.credentials import make_credentials
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
 from millrace.testing.process import find_free_ports
-from tests.stores import make_credentials, make_spec
+from tests.stores import make_spec
 
 QUICK = timedelta(seconds=0.5)
 WRITING = set(Operation) - {Operation.OTHER_BUCKET, Operation.OUTSIDE}

@@ -14,10 +14,11 @@ from millrace.checkpoints import StoreDestination
 from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
 from millrace.testing.process import find_free_ports
-from tests.stores import make_credentials, make_spec
+from tests.stores import make_spec
 
 SHORT = timedelta(seconds=0.5)
 

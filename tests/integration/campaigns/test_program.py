@@ -13,8 +13,8 @@ from millrace.keys.cooldowns import CooldownKeys
 from millrace.rentals import derive_node_key
 from millrace.rentals.machine_environment import make_environment
 from millrace.storage import StoreSpec, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW, Key
-from tests.stores import make_credentials
 from tests.support.rentals.parts import HOUR, START, make_attempt
 from tests.unit.campaigns.test_program import SETTINGS, rent
 

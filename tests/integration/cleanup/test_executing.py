@@ -50,9 +50,10 @@ from millrace.storage import (
     put,
     read,
 )
+from millrace.testing.credentials import make_credentials
 from millrace.testing.process import find_free_ports
 from tasks.cleaning import describe_cleaning, describe_plan
-from tests.stores import make_credentials, make_spec
+from tests.stores import make_spec
 from tests.support.cleanup.judge import find_kind
 from tests.support.cleanup.material import Place, compute_hex_digest
 

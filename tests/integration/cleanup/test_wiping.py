@@ -33,8 +33,9 @@ from millrace.storage import (
     open_store,
     put,
 )
+from millrace.testing.credentials import make_credentials
 from millrace.testing.key import Key
-from tests.stores import make_credentials, make_spec
+from tests.stores import make_spec
 from tests.support.cleanup.material import Place
 
 NOW = timedelta(0)

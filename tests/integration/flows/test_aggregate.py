@@ -30,9 +30,9 @@ from millrace.storage import (
     open_store,
     put,
 )
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, wait_until
-from tests.stores import make_credentials
 from tests.support.flows.fixtures import MakeBlock
 
 UIDS = ["a", "b", "c"]

@@ -16,9 +16,9 @@ from flows.wipe_bucket import wipe_bucket
 from millrace.cleanup import CleanupKind, Rule
 from millrace.keys.gradients import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, wait_until
-from tests.stores import make_credentials
 from tests.support.cleanup.material import Place
 from tests.support.flows.fixtures import MakeBlock
 

@@ -32,11 +32,11 @@ from millrace.rentals import (
 from millrace.rentals.guest.traffic import count_traffic
 from millrace.rentals.progress_events import OutputPrinted
 from millrace.storage import Right, StoreSpec
+from millrace.testing.credentials import make_credentials
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW, Key
 from millrace.testing.vast import VastServer
 from tests.prefect_server import wait_until
-from tests.stores import make_credentials
 from tests.support.packages import link_requirements
 
 SETTINGS = """

@@ -13,13 +13,15 @@ from tests.support.swarm.prewarms import MIB, below, fill, mounted, tarred
 from tests.support.swarm.swarms import Agent, Heard, make_settings, read_files, start_agent, stop
 
 
+class EnoughError(Exception):
+    """The test has seen enough of a run."""
+
+
+def stop_here() -> None:
+    raise EnoughError
+
+
 def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
-    class EnoughError(Exception):
-        pass
-
-    def stop_here() -> None:
-        raise EnoughError
-
     contents = fill(store, "broken-off")
     settings = make_settings(store, nodes, **below("broken-off"))
     store.order(Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60))
@@ -50,12 +52,6 @@ def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_pat
 
 def broken_off(store: Store, agent: Agent, prefix: str, **more: object) -> int:
     """Run until half of the bytes are there, and an object stalls; bytes that left the store."""
-
-    class EnoughError(Exception):
-        pass
-
-    def stop_here() -> None:
-        raise EnoughError
 
     key = f"{prefix}/large.bin"
     store.order(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
