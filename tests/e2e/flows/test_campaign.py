@@ -15,7 +15,13 @@ from millrace.storage import StoreSpec, open_store
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
+from tests.support.flows.browser import (
+    find_field,
+    open_artifact,
+    open_run_form,
+    press,
+    read_refusal,
+)
 from tests.support.flows.campaigns import (
     make_local_workers,
     make_plan_settings,
@@ -75,9 +81,7 @@ def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     assert state.name == "Completed", state.message
     run = deployed.read_flow_run(runs[0])
     assert (run.name, set(run.tags) >= {"millrace", "training"}) == ("campaign-typed", True)
-    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{runs[0]}")
-    page.get_by_text("Artifacts", exact=True).click()
-    page.locator("a", has_text="Result of the campaign so far").first.click()
+    open_artifact(deployed, page, runs[0], "Result of the campaign so far")
     expect(page.get_by_text("windows trained, the loss from")).to_be_visible()
     keys = {
         one["Key"] for one in rgw.make_client(rgw.full).list_objects_v2(Bucket=bucket)["Contents"]

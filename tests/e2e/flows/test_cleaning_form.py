@@ -16,7 +16,14 @@ from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
 from tests.support.cleanup.material import Place
-from tests.support.flows.browser import find_field, open_run_form, press, read_refusal
+from tests.support.flows.browser import (
+    find_field,
+    open_artifact,
+    open_run,
+    open_run_form,
+    press,
+    read_refusal,
+)
 from tests.support.flows.fixtures import MakeBlock, make_aws_credentials
 
 
@@ -100,9 +107,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     state = deployed.wait(run, "Completed", "Failed").state
     assert state is not None
     assert state.name == "Completed", state.message
-    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
-    page.get_by_text("Artifacts", exact=True).click()
-    page.locator("a", has_text="Objects that would be deleted").first.click()
+    open_artifact(deployed, page, run, "Objects that would be deleted")
     expect(page.get_by_text("would delete 3 objects, 24 bytes")).to_be_visible()
     for key in keys:
         expect(page.get_by_text(key, exact=True)).to_be_visible()
@@ -122,8 +127,9 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
     assert [parameters["dry_run"] for parameters in started.parameters] == [False]
     (run,) = started.runs
     deployed.wait(run, "Paused")
-    page.goto(f"{deployed.url.removesuffix('/api')}/runs/flow-run/{run}")
-    page.get_by_role("button", name="Resume").click()
+    resume = page.get_by_role("button", name="Resume")
+    open_run(deployed, page, run, resume)
+    resume.click()
     expect(
         page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
     ).to_be_visible()

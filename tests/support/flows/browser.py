@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+from playwright.sync_api import TimeoutError as Timeout
 
 from tests.prefect_server import PrefectServer, wait_until
 
@@ -42,6 +44,37 @@ def open_run_form(server: PrefectServer, page: Page, name: str) -> None:
 def open_form(server: PrefectServer, page: Page, name: str) -> None:
     """Open the same form by its address."""
     page.goto(f"{_address(server, name)}/run")
+
+
+def open_run(server: PrefectServer, page: Page, run: UUID, awaited: Locator) -> None:
+    """Open the page of a run until it shows `awaited`; again if it stays empty.
+
+    The page shows nothing of a run that the server, its SQLite locked, could not read at first.
+    """
+    failed: list[str] = []
+
+    def note(answer: Response) -> None:
+        if answer.status >= 400:
+            failed.append(f"{answer.status} {answer.url}")
+
+    page.on("response", note)
+    page.on("requestfailed", lambda request: failed.append(f"{request.url}: {request.failure}"))
+    for _ in range(3):
+        page.goto(f"{server.url.removesuffix('/api')}/runs/flow-run/{run}")
+        try:
+            awaited.wait_for(timeout=PATIENCE / 2)
+        except Timeout:
+            continue
+        return
+    raise AssertionError((page.locator("body").inner_text(), failed))
+
+
+def open_artifact(server: PrefectServer, page: Page, run: UUID, title: str) -> None:
+    """Open an artifact of a run, from the page of the run."""
+    tab = page.get_by_text("Artifacts", exact=True)
+    open_run(server, page, run, tab)
+    tab.click()
+    page.locator("a", has_text=title).first.click()
 
 
 def _address(server: PrefectServer, name: str) -> str:
