@@ -32,7 +32,12 @@ def map_anonymous(size: int) -> mmap.mmap:
         size: Number of bytes; at least 1.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advise_huge_pages(memory)
+    return memory
+
+
+def advise_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages for a mapping that has not been written yet."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

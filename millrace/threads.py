@@ -1,9 +1,11 @@
-"""Daemon threads, which do not delay the end of a process."""
+"""Threads: a pool of daemon threads, and calls for slices of a sequence on several threads."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -61,3 +63,60 @@ class DaemonThreadPool:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+
+def map_slices(function: Callable[[slice], T], count: int, *, step: int, threads: int) -> list[T]:
+    """Call a function for each slice of a sequence on several threads.
+
+    The calling thread is one of the threads, and the function may itself call `map_slices`. The
+    other threads stay for the next call: on a machine with 16 processors, 16 new threads take 3 ms.
+
+    Args:
+        function: Function to call. If several calls raise an error, that of the first slice is
+            raised.
+        count: Length of the sequence.
+        step: Length of a slice; the last one may be shorter.
+        threads: Number of threads.
+
+    Returns:
+        Results in the order of the slices.
+    """
+    slices = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+    if threads == 1 or len(slices) <= 1:
+        return [function(one) for one in slices]
+    results: dict[int, T] = {}
+    faults: dict[int, BaseException] = {}
+    numbers = iter(range(len(slices)))  # each number goes to one thread
+
+    def process_slices() -> None:
+        for number in numbers:
+            try:
+                results[number] = function(slices[number])
+            except BaseException as error:  # noqa: BLE001 - raised below
+                faults[number] = error
+            if faults:
+                return
+
+    pool = _get_shared_pool()
+    helpers = [pool.submit(process_slices) for _ in range(min(threads, len(slices)) - 1)]
+    process_slices()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not started has nothing left to do
+            helper.result()
+    if faults:
+        raise faults[min(faults)]
+    return [results[number] for number in range(len(slices))]
+
+
+@lru_cache
+def _get_shared_pool() -> ThreadPoolExecutor:
+    """Return the threads of this process for `map_slices`."""
+    return ThreadPoolExecutor(count_processors(), thread_name_prefix="slices")
+
+
+os.register_at_fork(after_in_child=_get_shared_pool.cache_clear)  # a child has none of the threads
+
+
+def count_processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -13,6 +13,7 @@ from millrace import errors
 from millrace.checkpoints.contents import ReadTarget, read_part
 from millrace.checkpoints.find import VerifyDepth, find_newest_verified, read_checkpoint
 from millrace.checkpoints.parts import parse_dtype
+from millrace.checkpoints.pinned_memory import map_pinned
 from millrace.checkpoints.tensor_shards import find_local_shard
 from millrace.checkpoints.tree import (
     SKELETON,
@@ -201,7 +202,9 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
     for read in _avoid_aliases(planned):
         by_part.setdefault(read.chunk.part, []).append(read)
     largest = max((checkpoint.parts[number].size for number in by_part), default=0)
-    free = [memoryview(map_anonymous(largest)) for _ in range(min(_CONCURRENCY, len(by_part)))]
+    to_gpu = any(read.tensor.is_cuda for reads in by_part.values() for read in reads)
+    allocate = map_pinned if to_gpu else map_anonymous
+    free = [memoryview(allocate(largest)) for _ in range(min(_CONCURRENCY, len(by_part)))]
 
     def fill_from_part(number: int) -> None:
         # A copy from a reused buffer is faster than new memory that the tensors could keep.

@@ -7,7 +7,6 @@ A save in place copies each file only for its upload, and its caller leaves the 
 next save of the step uses them.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from millrace.storage import (
     matches_stored_checksum,
     put,
 )
+from millrace.threads import count_processors
 
 _CORES_PER_EARLY_UPLOAD = 4
 
@@ -210,7 +210,7 @@ class Saver:
         """Return the number of files that are uploaded at once during the copy."""
         # The copy needs two cores and most of the memory's bandwidth. On few cores, an upload
         # would delay it, and the trainer with it.
-        return min(self._settings.uploads, len(os.sched_getaffinity(0)) // _CORES_PER_EARLY_UPLOAD)
+        return min(self._settings.uploads, count_processors() // _CORES_PER_EARLY_UPLOAD)
 
     def close(self) -> None:
         """Wait for the save in progress, and free the memory.

@@ -1,6 +1,5 @@
 """Settings of a sharding run."""
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 from millrace.datasets.sources import SourceSettings
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
+from millrace.threads import count_processors
 
 MAX_SHARD_BYTES = 1 << 30
 
@@ -64,7 +64,7 @@ class ExecutionSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     workers: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)),
+        default_factory=count_processors,
         ge=0,
         le=256,
         description="Number of worker processes; by default one for each CPU. 0 works in the main "

@@ -5,7 +5,6 @@ about a window need digests, sums and inner products of all shards, which `shard
 combines. The results do not depend on the number of shards.
 """
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +42,7 @@ from millrace.schemas.chain import ChainLink, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.gradient import Codec
 from millrace.storage import Stat, Store
+from millrace.threads import count_processors
 
 KINDS = ("weights", "moments")
 """Keys of a checkpoint's state: the dicts of tensors of a `WeightState`."""
@@ -75,7 +75,7 @@ class WeightShard:
     ) -> None:
         self._names, self._state = tuple(names), state or WeightState({})
         self._rank = rank
-        self._threads = threads or os.cpu_count() or 1
+        self._threads = threads or count_processors()
         self._progress = progress
         self._window = -1
         self._received = dict(gradients or {})

@@ -1,6 +1,5 @@
 """Encoders and decoders of tensors, and error feedback."""
 
-import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from millrace.gradients.codec.tensors import (
 )
 from millrace.gradients.codec.transform import backward, forward
 from millrace.schemas.gradient import Codec, Transform
+from millrace.threads import count_processors
 
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -53,7 +53,7 @@ class GradientEncoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or _count_processors()
+        self.threads = threads or count_processors()
         self._scratch = _Scratch()
 
     def encode(self, tensor: torch.Tensor, mask: Mask | None = None) -> bytes:
@@ -67,7 +67,8 @@ class GradientEncoder:
             ConfigurationError: A value is not finite, the type is another one, or the mask is
                 missing.
         """
-        return pack_tensor(self.select(_to_float32(tensor, tensor.device), mask)[1], self.codec)
+        _, groups = self.select(_to_float32(tensor, tensor.device), mask)
+        return pack_tensor(groups, self.codec, self.threads)
 
     def select(
         self, tensor: torch.Tensor, mask: Mask | None = None
@@ -108,7 +109,7 @@ class Decoder:
 
     def __init__(self, codec: Codec, threads: int | None = None) -> None:
         self.codec = codec
-        self.threads = threads or _count_processors()
+        self.threads = threads or count_processors()
         self._scratch = _Scratch()
 
     def decode(
@@ -195,7 +196,8 @@ class ErrorFeedback:
             _subtract_sent(values.numpy(), sparse, self.codec)
         if self.codec.transform is not Transform.NONE:  # otherwise `values` is memory of `total`
             backward(values, shape, self.codec.transform, total)
-        self._kept[name], self._sent[name] = total, pack_tensor(groups, self.codec)
+        self._kept[name] = total
+        self._sent[name] = pack_tensor(groups, self.codec, self._encoder.threads)
         self._mask = mask
         return self._sent[name]
 
@@ -255,7 +257,3 @@ def _to_float32(tensor: torch.Tensor, device: torch.device | str = "cpu") -> tor
             f"A gradient is {tensor.dtype}: give float32, bfloat16 or float16."
         )
     return tensor.detach().to(device=device, dtype=torch.float32).contiguous()
-
-
-def _count_processors() -> int:
-    return len(os.sched_getaffinity(0))

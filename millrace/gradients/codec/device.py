@@ -73,7 +73,9 @@ def fill_dense_on_device(groups: Sequence[SparseChunks], codec: Codec, out: torc
     for sparse in groups:
         chunks = sparse.chunks
         table = out[chunks.first : chunks.first + chunks.values].view(chunks.count, chunks.size)
-        indices = torch.from_numpy(sparse.indices.astype(np.int64)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
+        # torch has few operations for uint16. An index has 12 bits, so int16 has the same values.
+        narrow = torch.from_numpy(sparse.indices.view(np.int16))  # pyright: ignore[reportUnknownMemberType]
+        indices = narrow.to(out.device).long()
         sent = torch.from_numpy(decode_values(sparse, codec)).to(out.device)  # pyright: ignore[reportUnknownMemberType]
         table.scatter_(1, indices, sent)
 
@@ -81,11 +83,23 @@ def fill_dense_on_device(groups: Sequence[SparseChunks], codec: Codec, out: torc
 def _select_largest(chunks: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices of the ``k`` largest magnitudes of each chunk, in ascending order.
 
-    Of equal magnitudes, the first ones are selected. The sort key of a value is its magnitude, then
-    its distance from the end. No two keys are equal, so the result is the same on every device.
+    Of equal magnitudes, the first ones are selected.
     """
-    size = chunks.shape[1]
-    behind = torch.arange(size - 1, -1, -1, device=chunks.device)
-    keys = (chunks & _MAGNITUDE).long() << 12 | behind
-    top = torch.topk(keys, k, dim=1, sorted=False).values
+    sizes = chunks & _MAGNITUDE
+    least = torch.topk(sizes, k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    found = (sizes >= least).nonzero()
+    if len(found) == k * len(chunks):
+        return found[:, 1].view(-1, k)
+    return _select_among_equal(sizes, k)
+
+
+def _select_among_equal(sizes: torch.Tensor, k: int) -> torch.Tensor:
+    """Select as `_select_largest` does, where some magnitudes are equal.
+
+    The sort key of a value is its magnitude, then its distance from the end. No two keys are equal,
+    so the result is the same on every device.
+    """
+    size = sizes.shape[1]
+    behind = torch.arange(size - 1, -1, -1, device=sizes.device)
+    top = torch.topk(sizes.long() << 12 | behind, k, dim=1, sorted=False).values
     return (size - 1 - (top & 0xFFF)).sort(dim=1).values

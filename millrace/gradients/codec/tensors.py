@@ -16,7 +16,6 @@ Equal values give equal bytes on every machine, and each value has exactly one f
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ from millrace.gradients.codec import kernels
 from millrace.gradients.codec.chunks import Chunks, make_chunks
 from millrace.gradients.codec.shared_indices import Indices, Mask
 from millrace.schemas.gradient import Codec, Support
+from millrace.threads import map_slices
 
 BLOCK = 256
 """Number of chunks of a block, which has one length of Rice codes and one partial sum."""
@@ -157,9 +157,9 @@ def decode_tensor(
     _check_end(rest)
 
 
-def pack_tensor(groups: tuple[SparseChunks, ...], codec: Codec) -> bytes:
-    """Pack a tensor into bytes."""
-    return b"".join(piece for sparse in groups for piece in _pack_group(sparse, codec))
+def pack_tensor(groups: tuple[SparseChunks, ...], codec: Codec, threads: int = 1) -> bytes:
+    """Pack a tensor into bytes, on several threads."""
+    return b"".join(piece for sparse in groups for piece in _pack_group(sparse, codec, threads))
 
 
 def unpack_tensor(
@@ -334,8 +334,8 @@ def _halve(
     codes[:] = (values / unit[:, None]).astype(np.float16).view(np.uint16)
 
 
-def _find_shortest_code(counts: npt.NDArray[np.int64], sent: int) -> tuple[int, int]:
-    """Return the parameter of the shortest Rice codes, and the number of their bits.
+def _find_shortest_code(counts: npt.NDArray[np.int64], sent: int) -> int:
+    """Return the parameter of the shortest Rice codes.
 
     Args:
         counts: Number of each distance between two indices.
@@ -345,8 +345,7 @@ def _find_shortest_code(counts: npt.NDArray[np.int64], sent: int) -> tuple[int, 
     costs = [
         int(((gaps >> rice) * counts).sum()) + (rice + 1) * sent for rice in range(_RICE_MOST + 1)
     ]
-    rice = int(np.argmin(costs))
-    return rice, costs[rice]
+    return int(np.argmin(costs))
 
 
 def _count_gaps(indices: Indices, chunks: Chunks) -> npt.NDArray[np.int64]:
@@ -356,27 +355,27 @@ def _count_gaps(indices: Indices, chunks: Chunks) -> npt.NDArray[np.int64]:
     return counts
 
 
-def _pack_group(sparse: SparseChunks, codec: Codec) -> Iterator[bytes]:
+def _pack_group(sparse: SparseChunks, codec: Codec, threads: int) -> Iterator[bytes]:
     if codec.support is Support.LARGEST:
-        yield from _pack_indices(sparse)
+        yield from _pack_indices(sparse, threads)
     yield _pack_codes(sparse.codes.reshape(-1), codec.bits)
     yield sparse.high.astype(_U16).tobytes()
     yield sparse.ratio.tobytes()
 
 
-def _pack_indices(sparse: SparseChunks) -> Iterator[bytes]:
-    counts = _count_gaps(sparse.indices, sparse.chunks)
-    rice, bits = _find_shortest_code(counts, sparse.chunks.sent)
-    room = np.empty(bits // 8 + 2 * -(-sparse.chunks.count // BLOCK), np.uint8)
-    lengths: list[int] = []
-    at = 0
-    for row in range(0, sparse.chunks.count, BLOCK):
-        length = int(kernels.write_gaps(sparse.indices[row : row + BLOCK], rice, room[at:]))
-        lengths.append(length)
-        at += length
+def _pack_indices(sparse: SparseChunks, threads: int) -> Iterator[bytes]:
+    chunks = sparse.chunks
+    rice = _find_shortest_code(_count_gaps(sparse.indices, chunks), chunks.sent)
+    longest = chunks.k * (rice + 1) + (chunks.size >> rice)  # bits of a chunk
+
+    def pack_block(rows: slice) -> bytes:
+        room = np.empty((rows.stop - rows.start) * longest // 8 + 2, np.uint8)
+        return room[: kernels.write_gaps(sparse.indices[rows], rice, room)].tobytes()
+
+    blocks = map_blocks(pack_block, chunks.count, threads, BLOCK)
     yield bytes([rice])
-    yield np.array(lengths, _U32).tobytes()
-    yield room[:at].tobytes()
+    yield np.array(list(map(len, blocks)), _U32).tobytes()
+    yield from blocks
 
 
 def _unpack_group(
@@ -506,7 +505,7 @@ def _raise_fault(block: int, fault: int) -> None:
 
 
 def _check_shortest(rice: int, counts: npt.NDArray[np.int64], chunks: Chunks) -> None:
-    if _find_shortest_code(counts, chunks.sent)[0] != rice:
+    if _find_shortest_code(counts, chunks.sent) != rice:
         raise CodeError("Its Rice codes are longer than necessary.")
 
 
@@ -552,19 +551,15 @@ def _unpack_codes(packed: Bytes, count: int, bits: int) -> npt.NDArray[Any]:
 
 
 def map_blocks(
-    part: Callable[[slice], T], count: int, threads: int, step: int | None = None
+    function: Callable[[slice], T], count: int, threads: int, step: int | None = None
 ) -> list[T]:
     """Call a function for blocks of rows on several threads, and return the results in order.
 
     Args:
-        part: Function to call with a slice of rows.
+        function: Function to call with a slice of rows.
         count: Number of rows.
         threads: Number of threads.
         step: Number of rows per call; by default four calls per thread, of whole blocks.
     """
     step = step or -(-count // (4 * threads * BLOCK)) * BLOCK
-    rows = [slice(at, min(at + step, count)) for at in range(0, count, step)]
-    if threads == 1 or len(rows) == 1:
-        return [part(one) for one in rows]
-    with ThreadPoolExecutor(threads, thread_name_prefix="codec") as pool:
-        return list(pool.map(part, rows))
+    return map_slices(function, count, step=step, threads=threads)

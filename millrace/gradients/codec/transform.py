@@ -1,8 +1,9 @@
 """Discrete cosine transform of a tensor's tiles, and its inverse.
 
 The transform is the orthonormal DCT-II of tiles of at most 64 by 64 (DeMo, arXiv 2411.19870, §3).
-It is computed as two matrix products for some rows of tiles at a time, so that intermediate values
-stay in the processor's cache.
+It is computed as two matrix products for some rows of tiles at a time. On the processor these are
+few, so that intermediate values stay in its cache. On a GPU they are many, since each step takes
+some microseconds to start.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import torch
 from millrace.gradients.codec.chunks import TILE, Tiles, make_tiles, view_as_matrix
 from millrace.schemas.gradient import Transform
 
-_AT_ONCE = 1 << 17  # values at once
+_AT_ONCE = 1 << 17  # values at once on the processor
+_AT_ONCE_ON_DEVICE = 1 << 24  # and on a GPU
 
 
 def forward(
@@ -93,7 +95,7 @@ def _iterate_bands(
     The view of the values has the shape ``(rows, columns, height, width)``, with consecutive tiles.
     The view of the matrix has the shape ``(rows, height, columns * width)``.
     """
-    first = 0
+    first, at_once = 0, _AT_ONCE if values.is_cpu else _AT_ONCE_ON_DEVICE
     for tiles in make_tiles(shape):
         size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
         high = tiles.rows * tiles.height
@@ -101,8 +103,8 @@ def _iterate_bands(
         target = target.view(tiles.rows, tiles.columns, tiles.height, tiles.width)
         part = matrix.narrow(0, tiles.row, high).narrow(1, tiles.column, wide)
         part = part.view(tiles.rows, tiles.height, wide)
-        columns = max(1, min(tiles.columns, _AT_ONCE // size))
-        rows = max(1, _AT_ONCE // (columns * size))
+        columns = max(1, min(tiles.columns, at_once // size))
+        rows = max(1, at_once // (columns * size))
         for row in range(0, tiles.rows, rows):
             for column in range(0, tiles.columns, columns):
                 yield (

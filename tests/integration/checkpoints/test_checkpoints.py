@@ -310,14 +310,14 @@ def test_boxes_with_bytes_in_common_are_refused(folder, shift):
 def test_the_upload_begins_while_later_files_are_copied(folder, monkeypatch):
     """The last file is copied only after the first file is in the store."""
     stored = threading.Event()
-    copy_box = snapshot._copy_box
+    start_copy = snapshot._start_copy
 
-    def copy_late(piece: object, box: Box, buffer: object) -> None:
+    def copy_late(piece: object, box: Box, buffer: object) -> object:
         if box.tensor == "last":
             assert stored.wait(30)
-        copy_box(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+        return start_copy(piece, box, buffer)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(snapshot, "_copy_box", copy_late)
+    monkeypatch.setattr(snapshot, "_start_copy", copy_late)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     state = {"first": torch.ones(1000), "last": torch.ones(1001)}
     with Saver(folder, KEYS.job, SMALL, progress=lambda _: stored.set()) as saver:
@@ -357,21 +357,21 @@ def test_a_save_in_place_whose_upload_fails_no_longer_reads_the_state(folder, mo
 
 
 def test_an_error_of_a_copy_ends_the_uploads_that_have_begun(folder, monkeypatch):
-    copy_box = snapshot._copy_box
+    start_copy = snapshot._start_copy
 
-    def fail(piece: object, box: Box, buffer: object) -> None:
+    def fail(piece: object, box: Box, buffer: object) -> object:
         if box.tensor == "last":
             raise RuntimeError("CUDA error")
-        copy_box(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+        return start_copy(piece, box, buffer)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     state = {"first": torch.ones(1000), "last": torch.ones(1001)}
     with Saver(folder, KEYS.job, SMALL) as saver:
-        monkeypatch.setattr(snapshot, "_copy_box", fail)
+        monkeypatch.setattr(snapshot, "_start_copy", fail)
         with pytest.raises(RuntimeError, match="CUDA error"):
             saver.save(state, step=1)
         assert len(parts_of(folder, 1)) == 1
-        monkeypatch.setattr(snapshot, "_copy_box", copy_box)
+        monkeypatch.setattr(snapshot, "_start_copy", start_copy)
         saver.save(state, step=1).result()
     assert same(load(folder, KEYS.job).state, state)
 

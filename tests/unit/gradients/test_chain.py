@@ -285,18 +285,18 @@ def test_killed_between_the_update_and_its_link_it_goes_on(store):
 def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch):
     link = run_of(store).merge_window(1)
     is_awaited = threading.Event()
-    wait_for_state, copy_box = PendingSave.wait_for_state, snapshot._copy_box
+    wait_for_state, start_copy = PendingSave.wait_for_state, snapshot._start_copy
 
     def wait(save: PendingSave) -> None:
         is_awaited.set()
         wait_for_state(save)
 
-    def copy_late(*piece: object) -> None:
+    def copy_late(*piece: object) -> object:
         assert is_awaited.wait(60)
-        copy_box(*piece)  # pyright: ignore[reportArgumentType]
+        return start_copy(*piece)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(PendingSave, "wait_for_state", wait)
-    monkeypatch.setattr(snapshot, "_copy_box", copy_late)
+    monkeypatch.setattr(snapshot, "_start_copy", copy_late)
     changed = make_single_shard(weights(), threads=1)
     changed.save(store, "job", step=5, window=0)
     changed.apply_link(store, link)

@@ -1,0 +1,91 @@
+"""A state is saved from any device, and loaded to any device.
+
+Tests run on the processor, and on a GPU too where there is one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.checkpoints import Saver, SaveSettings, load, load_into
+from millrace.checkpoints.pinned_memory import PinnedMemory
+from millrace.checkpoints.snapshot import lay_out_state
+from millrace.storage import Store, open_store
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SETTINGS = SaveSettings.model_validate({"part_bytes": 40_000, "uploads": 2})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+def make_state(device: str, seed: int = 0) -> dict[str, Any]:
+    dice = torch.Generator().manual_seed(seed)
+    large = torch.randn(300, 100, generator=dice)
+    state = {
+        "large": large,
+        "turned": large.T,
+        "rows": large[::3],
+        "half": large.bfloat16(),
+        "complex": torch.complex(large, large.flip(0)).conj(),
+        "bool": large > 0,
+        "number": torch.tensor(3.5),
+        "empty": torch.empty(0, 7),
+        "parameter": torch.nn.Parameter(large[:5]),
+    }
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Any], device: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].device.type, found[name].dtype) == (device, tensor.dtype)
+        assert torch.equal(found[name].cpu(), tensor.detach().cpu().resolve_conj()), name
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("there", DEVICES)
+@pytest.mark.parametrize("here", DEVICES)
+def test_a_state_is_saved_from_one_device_and_loaded_to_another(store, here, there, in_place):
+    with Saver(store, "job", SETTINGS) as saver:
+        for step in (1, 2):
+            saver.save(make_state(here, step), step=step, in_place=in_place).result()
+    for step in (1, 2):
+        wanted = make_state(there, step)
+        check_equal(load(store, "job", step=step, device=there).state, wanted, there)
+        filled = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        load_into(filled, store, "job", step=step)
+        check_equal(filled, wanted, there)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_that_is_still_being_computed_is_saved_as_it_will_be(store, device, in_place):
+    """On a GPU, the computation goes on in a stream of the caller when the save begins."""
+    factor = torch.eye(1000, device=device)
+    with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
+        value = torch.full((1000, 1000), 3.0, device=device)
+        for _ in range(200):
+            value = value @ factor
+        with Saver(store, "job", SETTINGS) as saver:
+            save = saver.save({"value": value}, step=1, in_place=in_place)
+            save.wait_for_state()
+            value.zero_()
+            save.result()
+    assert torch.equal(load(store, "job").state["value"], torch.full((1000, 1000), 3.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_for_a_gpu_is_pinned_as_long_as_it_exists(device):
+    plan = lay_out_state(make_state(device), 40_000)
+    for _ in range(20):  # often at the same address
+        memory = plan.allocate(10_000_000)
+        assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned() == (device == "cuda")
+        if isinstance(memory, PinnedMemory):
+            memory.pin()  # CUDA refuses to pin it twice
+            assert torch.ones(3, device=device).sum() == 3
+        del memory

@@ -1,0 +1,57 @@
+"""Slices are processed on several threads, in any nesting, and after a fork."""
+
+import os
+import threading
+
+import pytest
+
+from millrace.threads import map_slices
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 300])
+def test_each_element_is_in_one_slice_and_the_results_are_in_order(count, threads):
+    slices = map_slices(lambda one: one, count, step=7, threads=threads)
+    assert [number for one in slices for number in range(one.start, one.stop)] == list(range(count))
+    assert all(one.start % 7 == 0 for one in slices)
+
+
+def test_several_threads_work_at_once():
+    both = threading.Barrier(2, timeout=60)
+    map_slices(lambda _: both.wait(), 2, step=1, threads=2)
+
+
+def test_a_call_may_itself_process_slices():
+    def process(one: slice) -> int:
+        return sum(map_slices(lambda inner: inner.start, 8, step=1, threads=8)) + one.start
+
+    assert map_slices(process, 50, step=1, threads=8) == [28 + number for number in range(50)]
+
+
+def test_the_error_of_the_first_slice_is_raised():
+    later = threading.Event()
+
+    def process(one: slice) -> None:
+        if one.start == 2:
+            later.wait(60)
+            raise ValueError(one.start)
+        if one.start == 3:
+            later.set()
+            raise ValueError(one.start)
+
+    with pytest.raises(ValueError, match="2"):
+        map_slices(process, 4, step=1, threads=2)
+
+
+def test_a_child_of_a_fork_starts_its_own_threads():
+    map_slices(lambda one: one, 4, step=1, threads=2)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            both = threading.Barrier(2, timeout=60)
+            map_slices(lambda _: both.wait(), 2, step=1, threads=2)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
