@@ -41,7 +41,7 @@ from millrace.storage import (
 )
 from millrace.threads import count_processors
 
-_CORES_PER_EARLY_UPLOAD = 4
+_CORES_PER_EARLY_UPLOAD = 8
 
 OpenFile = Callable[[], AbstractContextManager[memoryview]]
 """Function that returns a context with the bytes of a file."""
@@ -208,8 +208,8 @@ class Saver:
 
     def _count_early_uploads(self) -> int:
         """Return the number of files that are uploaded at once during the copy."""
-        # The copy needs two cores and most of the memory's bandwidth. On few cores, an upload
-        # would delay it, and the trainer with it.
+        # The copy needs all cores and the memory's bandwidth. On few cores, an upload would delay
+        # it, and the trainer with it.
         return min(self._settings.uploads, count_processors() // _CORES_PER_EARLY_UPLOAD)
 
     def close(self) -> None:

@@ -9,12 +9,11 @@ from functools import partial
 from mmap import mmap
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from millrace.checkpoints.contents import Content, PartContent, make_content
-from millrace.checkpoints.parts import Box, PartLayout, get_dtype_name, lay_out_parts, read_boxes
+from millrace.checkpoints.copying import copy_files
+from millrace.checkpoints.parts import PartLayout, get_dtype_name, lay_out_parts, read_boxes
 from millrace.checkpoints.pinned_memory import map_pinned
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
 from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
@@ -22,11 +21,10 @@ from millrace.digest import combine_blocks, hash_blocks
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Chunk, Part, TensorRecord
-from millrace.threads import count_processors, map_slices
+from millrace.threads import count_processors
 
 _CONCURRENCY = 4
-_COPY_THREADS = 8  # more are limited by the bandwidth of the memory
-_COPY_SIZE = 4 << 20  # bytes that a thread copies at once
+_COPY_THREADS = 16  # more are limited by the bandwidth of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +93,13 @@ class StateLayout:
         return map_pinned(size) if self.devices else map_anonymous(size)
 
     def wait_for_devices(self) -> None:
-        """Wait until the GPUs have computed the state, and have made the copies begun before.
-
-        These are the computations and the copies of the streams that this thread uses.
-        """
+        """Wait until the GPUs have computed the state, in the streams of this thread."""
         for device in self.devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def copy_file(self, layout: PartLayout, buffer: mmap, threads: int = 1) -> memoryview:
-        """Copy a file of the state into a buffer, and return its bytes."""
-        buffer[: len(layout.head)] = layout.head
-        copies: list[_BytesCopy] = []
-        try:
-            for box in layout.boxes:
-                copies += _start_copy(self.pieces[box.tensor], box, buffer)
-            map_slices(partial(_run_copies, copies), len(copies), step=1, threads=threads)
-        finally:
-            self.wait_for_devices()
+    def copy_file(self, layout: PartLayout, buffer: mmap) -> memoryview:
+        """Copy a file of the state into a buffer on one thread, and return its bytes."""
+        copy_files(self.pieces, [(layout, buffer)], threads=1, on_copied=lambda _: None)
         return memoryview(buffer)[: layout.size]
 
 
@@ -148,7 +136,7 @@ class SnapshotBuffers:
             mine: Function that selects by path the other tensors that this rank saves.
             own: State of this rank alone, such as that of its generators.
             on_copied: Function that is called with the bytes of each file after their copy, in
-                the order of the files.
+                the order of the files, and by one thread at a time.
 
         Raises:
             ConfigurationError: A value cannot be saved. The message has its path. No file was
@@ -162,9 +150,12 @@ class SnapshotBuffers:
                 self._buffers[number] = plan.allocate(layout.size)
             plan.check_head(layout, self._buffers[number])
         del self._buffers[len(plan.layouts) :]
-        threads = min(_COPY_THREADS, count_processors())
-        for layout, buffer in zip(plan.layouts, self._buffers, strict=True):
-            on_copied(plan.copy_file(layout, buffer, threads))
+        copy_files(
+            plan.pieces,
+            zip(plan.layouts, self._buffers, strict=True),
+            threads=min(_COPY_THREADS, count_processors()),
+            on_copied=on_copied,
+        )
         return Snapshot(plan.layouts, plan.tensors, tuple(self._buffers))
 
     def open_files(
@@ -251,48 +242,6 @@ def _select_shard(
             "Saver(ranks=Ranks.from_group())."
         )
     return piece
-
-
-@dataclass(frozen=True, slots=True)
-class _BytesCopy:
-    """Copy of some bytes of a tensor into a file. numpy releases the GIL for it.
-
-    torch copies each tensor with threads of its own, which all wait for the slowest: with busy
-    processors, that takes ten times as long.
-    """
-
-    place: npt.NDArray[np.uint8]
-    source: npt.NDArray[np.uint8]
-
-
-def _run_copies(copies: list[_BytesCopy], some: slice) -> None:
-    for copy in copies[some]:
-        np.copyto(copy.place, copy.source)
-
-
-def _start_copy(piece: TensorShard, box: Box, buffer: mmap) -> list[_BytesCopy]:
-    """Start the copy of a box if it is on a GPU, or return the copies of its bytes."""
-    if not box.size:
-        return []
-    whole = tuple(piece.local.shape) == box.shape
-    local = piece.local.detach()
-    source = local if whole else local.narrow(0, box.start[0] - piece.start[0], box.shape[0])
-    if source.device.type != "cpu" or not source.is_contiguous() or _is_lazy(source):
-        count = box.size // box.dtype.itemsize
-        place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
-        place.view(box.shape).copy_(source, non_blocking=source.is_cuda)
-        return []
-    there = source.view(-1).view(torch.uint8).numpy()
-    here = np.frombuffer(buffer, np.uint8, box.size, box.offset)
-    return [
-        _BytesCopy(here[first : first + _COPY_SIZE], there[first : first + _COPY_SIZE])
-        for first in range(0, box.size, _COPY_SIZE)
-    ]
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Decide whether the memory of a tensor has other values until torch resolves them."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _check_readable(layout: PartLayout, file: memoryview) -> None:

@@ -23,11 +23,10 @@ from millrace.checkpoints import (
     load,
     load_into,
     read_checkpoint,
-    snapshot,
     verify,
 )
+from millrace.checkpoints.copying import BytesCopy
 from millrace.checkpoints.find import commit_checkpoint, compute_root, quarantine
-from millrace.checkpoints.parts import Box
 from millrace.checkpoints.progress_events import CheckpointDamaged, PartStored
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import compute_digest
@@ -310,14 +309,14 @@ def test_boxes_with_bytes_in_common_are_refused(folder, shift):
 def test_the_upload_begins_while_later_files_are_copied(folder, monkeypatch):
     """The last file is copied only after the first file is in the store."""
     stored = threading.Event()
-    start_copy = snapshot._start_copy
+    run = BytesCopy.run
 
-    def copy_late(piece: object, box: Box, buffer: object) -> object:
-        if box.tensor == "last":
+    def run_late(copy: BytesCopy) -> None:
+        if copy.source.nbytes == 4004:
             assert stored.wait(30)
-        return start_copy(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+        run(copy)
 
-    monkeypatch.setattr(snapshot, "_start_copy", copy_late)
+    monkeypatch.setattr(BytesCopy, "run", run_late)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     state = {"first": torch.ones(1000), "last": torch.ones(1001)}
     with Saver(folder, KEYS.job, SMALL, progress=lambda _: stored.set()) as saver:
@@ -357,21 +356,21 @@ def test_a_save_in_place_whose_upload_fails_no_longer_reads_the_state(folder, mo
 
 
 def test_an_error_of_a_copy_ends_the_uploads_that_have_begun(folder, monkeypatch):
-    start_copy = snapshot._start_copy
+    run = BytesCopy.run
 
-    def fail(piece: object, box: Box, buffer: object) -> object:
-        if box.tensor == "last":
+    def fail(copy: BytesCopy) -> None:
+        if copy.source.nbytes == 4004:
             raise RuntimeError("CUDA error")
-        return start_copy(piece, box, buffer)  # pyright: ignore[reportArgumentType]
+        run(copy)
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     state = {"first": torch.ones(1000), "last": torch.ones(1001)}
     with Saver(folder, KEYS.job, SMALL) as saver:
-        monkeypatch.setattr(snapshot, "_start_copy", fail)
+        monkeypatch.setattr(BytesCopy, "run", fail)
         with pytest.raises(RuntimeError, match="CUDA error"):
             saver.save(state, step=1)
         assert len(parts_of(folder, 1)) == 1
-        monkeypatch.setattr(snapshot, "_start_copy", start_copy)
+        monkeypatch.setattr(BytesCopy, "run", run)
         saver.save(state, step=1).result()
     assert same(load(folder, KEYS.job).state, state)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from millrace import errors
-from millrace.checkpoints import load, snapshot
+from millrace.checkpoints import load
+from millrace.checkpoints.copying import BytesCopy
 from millrace.checkpoints.saving import PendingSave
 from millrace.gradients import (
     ChainError,
@@ -285,18 +286,18 @@ def test_killed_between_the_update_and_its_link_it_goes_on(store):
 def test_weights_are_changed_only_after_a_save_has_read_them(store, monkeypatch):
     link = run_of(store).merge_window(1)
     is_awaited = threading.Event()
-    wait_for_state, start_copy = PendingSave.wait_for_state, snapshot._start_copy
+    wait_for_state, run = PendingSave.wait_for_state, BytesCopy.run
 
     def wait(save: PendingSave) -> None:
         is_awaited.set()
         wait_for_state(save)
 
-    def copy_late(*piece: object) -> object:
+    def run_late(copy: BytesCopy) -> None:
         assert is_awaited.wait(60)
-        return start_copy(*piece)  # pyright: ignore[reportArgumentType]
+        run(copy)
 
     monkeypatch.setattr(PendingSave, "wait_for_state", wait)
-    monkeypatch.setattr(snapshot, "_start_copy", copy_late)
+    monkeypatch.setattr(BytesCopy, "run", run_late)
     changed = make_single_shard(weights(), threads=1)
     changed.save(store, "job", step=5, window=0)
     changed.apply_link(store, link)
