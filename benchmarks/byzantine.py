@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import Results, options, show
-from benchmarks.corpus import text
-from benchmarks.losses import draw
+from benchmarks.common import Results, parse_options, print_table
+from benchmarks.corpus import read_text
+from benchmarks.losses import plot_losses
 from millrace.gradients import (
     ChainStart,
     Codec,
@@ -76,7 +76,7 @@ class Teachers:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.first = Model()
-        whole = torch.tensor(list(text()[:2_000_000].encode("ascii", "replace")))
+        whole = torch.tensor(list(read_text()[:2_000_000].encode("ascii", "replace")))
         whole = whole.clamp(max=127)
         self._unseen, seen = whole[:100_000], whole[100_000:]
         self._parts = seen.chunk(WORKERS)
@@ -208,7 +208,7 @@ def _no_numbers(change: torch.Tensor) -> bytes:
 
 def main() -> int:
     """Learn with every lie and rule, print the table, write the rows and the picture if asked."""
-    asked = options("byzantine", __doc__, plot=True)
+    asked = parse_options("byzantine", __doc__, plot=True)
     windows, lies = (5, ["flipped"]) if asked.quick else (100, list(LIES))
     torch.set_num_threads(1)
     results = Results("byzantine")
@@ -228,10 +228,12 @@ def main() -> int:
                 lines.append([f"{faulty} of 16", lie, name, f"{end:.4g}", verdict])
                 print(*lines[-1], flush=True)
     print(f"\nall honest: {clean[0]:.3f} to {clean[-1]:.3f} in {windows} windows\n")
-    show(["faulty", "how", "rule", "loss", "over clean"], lines)
+    print_table(["faulty", "how", "rule", "loss", "over clean"], lines)
     results.save(asked.file)
     if asked.plot:
-        draw(curves, asked.plot, f"windows of {WORKERS} workers, 3 of whom flip and multiply")
+        plot_losses(
+            curves, asked.plot, f"windows of {WORKERS} workers, 3 of whom flip and multiply"
+        )
     return 0
 
 

@@ -29,7 +29,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Cpu, Results, measured, options, rotated, show
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    measure_process,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
 from benchmarks.rig import DISK, GOODPUT, Host, Rig
 from benchmarks.rig.store import REGION, Store
 from millrace.testing.rgw import RGW
@@ -61,7 +68,7 @@ def up(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, fl
     state = state_of(size, step)
     run = PUT[system]
     ready = run(place, state, step)
-    cpu, began = Cpu(), time.perf_counter()
+    cpu, began = CpuTimer(), time.perf_counter()
     ready()
     return figures(time.perf_counter() - began, cpu, size)
 
@@ -71,7 +78,7 @@ def down(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, 
     import torch
 
     ready = GET[system](place, step)
-    cpu, began = Cpu(), time.perf_counter()
+    cpu, began = CpuTimer(), time.perf_counter()
     found = ready()
     seconds = figures(time.perf_counter() - began, cpu, size)
     if found is not None:
@@ -107,9 +114,9 @@ def held(size: int) -> dict[str, float]:
     return {"s": median(ours[1:]), "first_s": ours[0], "copy_s": median(plain[1:])}
 
 
-def figures(seconds: float, cpu: Cpu, size: int) -> dict[str, float]:
+def figures(seconds: float, cpu: CpuTimer, size: int) -> dict[str, float]:
     """Return the figures of one run."""
-    return {"s": seconds, "MB/s": size / seconds / 1e6, "cpu_s": cpu.spent()}
+    return {"s": seconds, "MB/s": size / seconds / 1e6, "cpu_s": cpu.read()}
 
 
 def _store(place: dict[str, Any]) -> Any:
@@ -278,13 +285,13 @@ def run_place(results: Results, place: dict[str, Any], *, repeats: int) -> None:
     """Let each system save and load, in turn. The floor needs the files that Millrace makes."""
     size = place["size"]
     for repeat in range(repeats):
-        ours_first = sorted(rotated(SYSTEMS, repeat), key=lambda system: system == "floor")
+        ours_first = sorted(rotate_systems(SYSTEMS, repeat), key=lambda system: system == "floor")
         for work, run, order in (
             ("up", up, ours_first),
-            ("down", down, rotated(SYSTEMS, repeat)),
+            ("down", down, rotate_systems(SYSTEMS, repeat)),
         ):
             for system in order:
-                found = measured(run, system, place, size, repeat)
+                found = measure_process(run, system, place, size, repeat)
                 for metric, value in found.figures.items():
                     results.add(f"{work}, {place['name']}", system, metric, value)
                 results.add(f"{work}, {place['name']}", system, "peak_rss_MB", found.peak_rss / 1e6)
@@ -359,7 +366,7 @@ def run_races(results: Results, *, size: int, repeats: int) -> None:
 
 def report(results: Results) -> None:
     """Print the figures, and how many times the floor each takes."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for work in (f"{way}, {place}" for place in PLACES for way in ("up", "down")):
         for system in SYSTEMS:
@@ -368,11 +375,11 @@ def report(results: Results) -> None:
             cells += [
                 f"{values[work, system, metric].value:.0f}" for metric in ("MB/s", "peak_rss_MB")
             ]
-            ratio = results.ratio(work, system, "floor", "s")
+            ratio = results.compute_ratio(work, system, "floor", "s")
             lines.append([work, system, *cells, f"{ratio:.2f}x", str(seconds.n)])
-    show(["work", "system", "s", "cpu_s", "MB/s", "peak_rss_MB", "/floor", "n"], lines)
+    print_table(["work", "system", "s", "cpu_s", "MB/s", "peak_rss_MB", "/floor", "n"], lines)
     ours, first = values["held", "millrace", "s"], values["held", "millrace", "first_s"]
-    ratio = results.ratio("held", "millrace", "floor", "s")
+    ratio = results.compute_ratio("held", "millrace", "floor", "s")
     print(
         f"\nThe trainer is held for {ours.value:.3f} s, {ratio:.2f}x a plain copy; at the first "
         f"save, which takes its memory, for {first.value:.3f} s."
@@ -388,7 +395,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("checkpoints", __doc__)
+    asked = parse_options("checkpoints", __doc__)
     results = Results("checkpoints")
     size, repeats = (128 * MIB, 1) if asked.quick else (1024 * MIB, 3)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
@@ -396,7 +403,7 @@ def main() -> int:
         for below in ("store", "scratch"):
             (folder / below).mkdir()
         for _ in range(repeats):
-            found = measured(held, size).figures
+            found = measure_process(held, size).figures
             results.add("held", "millrace", "s", found["s"])
             results.add("held", "millrace", "first_s", found["first_s"])
             results.add("held", "floor", "s", found["copy_s"])

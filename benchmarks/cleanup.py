@@ -29,7 +29,7 @@ from typing import Any
 
 import obstore
 
-from benchmarks.common import Results, measured, options, rotated, show
+from benchmarks.common import Results, measure_process, parse_options, print_table, rotate_systems
 from benchmarks.endless import endless, make_endless_spec
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.keys.gradients import GradientKeys
@@ -52,13 +52,13 @@ MILLION = 1_000_000
 
 
 def main() -> int:
-    asked = options("cleanup", __doc__)
+    asked = parse_options("cleanup", __doc__)
     objects, repeats = (2_000, 1) if asked.quick else (20_000, 3)
     results = Results("cleanup")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         with RGW.start(Path(folder) / "rgw", capacity=CAPACITY) as rgw:
             for repeat in range(repeats):
-                for system in rotated(SYSTEMS, repeat):
+                for system in rotate_systems(SYSTEMS, repeat):
                     one_run(rgw, f"bench-{system}-{repeat}", system, objects, results)
         memory(results, MILLION // 10 if asked.quick else MILLION)
     table(results)
@@ -73,7 +73,7 @@ def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) 
     spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair)
     fill(open_store(spec), objects)
     run = {"millrace": millrace, "s5cmd": by_s5cmd, "boto3": by_boto3, "floor": floor}[system]
-    figures = measured(run, spec.reveal_secrets()).figures
+    figures = measure_process(run, spec.reveal_secrets()).figures
     left = sum(not stat.key.startswith("_clean/") for stat in list_objects(open_store(spec)))
     if left or figures.pop("objects") != objects:
         raise RuntimeError(f"{system} left {left} objects, or did not see all of them.")
@@ -158,7 +158,7 @@ def floor(told: dict[str, Any]) -> dict[str, float]:
 def memory(results: Results, objects: int) -> None:
     """Return the peak memory of a process that plans so many keys."""
     with endless(objects) as endpoint:
-        seen = measured(plan_many, endpoint, objects)
+        seen = measure_process(plan_many, endpoint, objects)
     results.add("plan of a million", "millrace", "peak_rss_MB", seen.peak_rss / 1e6)
     results.add("plan of a million", "millrace", "s", seen.figures["s"])
 
@@ -173,12 +173,12 @@ def plan_many(endpoint: str, objects: int) -> dict[str, float]:
 
 def table(results: Results) -> None:
     lines: list[list[str]] = []
-    for row in results.rows():
+    for row in results.compute_rows():
         ratio = ""
         if row.metric == "s" and row.work in {"list", "delete", "all"}:
-            ratio = f"{results.ratio(row.work, row.system, 'floor', 's'):.2f}x"
+            ratio = f"{results.compute_ratio(row.work, row.system, 'floor', 's'):.2f}x"
         lines.append([row.work, row.system, row.metric, f"{row.value:.4g}", ratio, str(row.n)])
-    show(("work", "system", "metric", "median", "/floor", "n"), lines)
+    print_table(("work", "system", "metric", "median", "/floor", "n"), lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: measuring a process tree, interleaving, the table, the rows."""
+"""Common parts of the benchmarks: measurement of processes, order of systems, results, options."""
 
 import argparse
 import json
@@ -15,20 +15,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_SAMPLED_EVERY = 0.02  # seconds
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+_SAMPLE_INTERVAL = 0.02  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure that a run measured.
+    """Median of a metric over several runs.
 
     Attributes:
-        work: What was done (``20 KB``).
-        system: Who did it: ``millrace``, ``floor`` or the peer's name.
-        metric: What was measured, with its unit (``MB/s``).
-        value: The median.
-        n: Of how many runs.
+        work: Name of the work, such as ``20 KB``.
+        system: Name of the system: ``millrace``, ``floor`` (a lower bound) or the name of a peer.
+        metric: Name of the metric with its unit, such as ``MB/s``.
+        value: Median of the values.
+        n: Number of runs.
     """
 
     work: str
@@ -39,74 +39,80 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Cost of one run of one system.
+class Measurement:
+    """Measurement of one run of one system.
 
     Attributes:
-        figures: What the system's own process reported: metric → value.
-        peak_rss: Bytes: the largest sum of the resident sets of its process tree, sampled every
-            20 ms. A page that several processes share is counted in each.
+        figures: Values by metric, which the process of the system returned.
+        peak_rss: Largest sum of the resident sets of the process tree in bytes, sampled every
+            20 ms. A page that several processes share is counted in each of them.
     """
 
     figures: dict[str, float]
     peak_rss: int
 
 
-class Cpu:
-    """CPU seconds, user and system, of this process and of its children that have ended."""
+class CpuTimer:
+    """Timer of the CPU time, user and system, of this process and of its ended children."""
 
     def __init__(self) -> None:
-        self._begun = self._now()
+        self._began = self._read_total()
 
-    def spent(self) -> float:
-        """Seconds since this was made."""
-        return self._now() - self._begun
+    def read(self) -> float:
+        """Return the CPU seconds since the timer was created."""
+        return self._read_total() - self._began
 
     @staticmethod
-    def _now() -> float:
-        used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    def _read_total() -> float:
+        usages = (
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measured(run: Callable[..., dict[str, float]], *arguments: Any) -> Measured:
-    """Call a function in a fresh process, and watch the memory of that process and its children.
+def measure_process(run: Callable[..., dict[str, float]], *arguments: Any) -> Measurement:
+    """Call a function in a new process, and measure the memory of that process and its children.
 
     Args:
-        run: A module's function; it returns the figures that it measured of itself.
-        arguments: What it is called with.
+        run: Function of a module, which returns values by metric.
+        arguments: Arguments of the function.
 
     Raises:
-        RuntimeError: It raised, or its process died.
+        RuntimeError: The function raised an error, or its process died.
     """
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_call, args=(theirs, run, arguments))
+    receiver, sender = spawn.Pipe()
+    process = spawn.Process(target=_run_and_send, args=(sender, run, arguments))
     process.start()
-    theirs.close()
+    sender.close()
     assert process.pid is not None
-    with _Memory(process.pid) as memory:
+    with _MemorySampler(process.pid) as memory:
         try:
-            figures, fault = ours.recv()
+            figures, fault = receiver.recv()
         except EOFError:
             figures, fault = {}, "its process died"
     process.join()
     if fault:
         raise RuntimeError(f"{run.__name__} failed: {fault}")
-    return Measured(figures, memory.peak)
+    return Measurement(figures, memory.peak)
 
 
-def _call(
-    answer: Connection, run: Callable[..., dict[str, float]], arguments: tuple[Any, ...]
+def _run_and_send(
+    sender: Connection, run: Callable[..., dict[str, float]], arguments: tuple[Any, ...]
 ) -> None:
     try:
-        answer.send((run(*arguments), ""))
+        sender.send((run(*arguments), ""))
     except BaseException as error:
-        answer.send(({}, f"{type(error).__name__}: {error}"))
+        sender.send(({}, f"{type(error).__name__}: {error}"))
         raise
 
 
-class _Memory:
-    """Samples the resident sets of a process tree in a thread."""
+class _MemorySampler:
+    """Thread that samples the resident sets of a process tree.
+
+    Attributes:
+        peak: Largest sum of the resident sets in bytes.
+    """
 
     def __init__(self, pid: int) -> None:
         self.peak = 0
@@ -114,7 +120,7 @@ class _Memory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_Memory":
+    def __enter__(self) -> "_MemorySampler":
         self._thread.start()
         return self
 
@@ -123,45 +129,52 @@ class _Memory:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_SAMPLED_EVERY):
-            self.peak = max(self.peak, sum(_resident(pid) for pid in tree(self._pid)))
+        while not self._stop.wait(_SAMPLE_INTERVAL):
+            self.peak = max(
+                self.peak, sum(_read_resident_size(pid) for pid in walk_process_tree(self._pid))
+            )
 
 
-def tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
+def walk_process_tree(pid: int) -> Iterator[int]:
+    """Yield the ids of a process and its descendants."""
     yield pid
-    for task in _listed(Path(f"/proc/{pid}/task")):
+    for task in _list_folder(Path(f"/proc/{pid}/task")):
         try:
             children = (task / "children").read_text().split()
         except OSError:
             continue
         for child in children:
-            yield from tree(int(child))
+            yield from walk_process_tree(int(child))
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _resident(pid: int) -> int:
+def _read_resident_size(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_SIZE
     except (OSError, IndexError):
         return 0
 
 
-def rotated(systems: Sequence[str], repeat: int) -> tuple[str, ...]:
-    """Return the order in which the systems run: another one first in each repeat."""
+def rotate_systems(systems: Sequence[str], repeat: int) -> tuple[str, ...]:
+    """Return the order of the systems in a repeat, which begins with another one each time."""
     first = repeat % len(systems)
     return (*systems[first:], *systems[:first])
 
 
 @dataclass(slots=True)
 class Results:
-    """Every figure of a benchmark, by work, system and metric, one value a repeat."""
+    """Results of a benchmark.
+
+    Attributes:
+        name: Name of the benchmark.
+        values: Values of the repeats by work, system and metric.
+    """
 
     name: str
     values: dict[tuple[str, str, str], list[float]] = field(
@@ -169,46 +182,46 @@ class Results:
     )
 
     def add(self, work: str, system: str, metric: str, value: float) -> None:
-        """Note one value, and say it at once: a run may be ended before its table."""
+        """Add a value, and print it, because the run may end before its table is printed."""
         print(f"{work} | {system} | {metric} | {value:.4g}", file=sys.stderr, flush=True)
         self.values.setdefault((work, system, metric), []).append(value)
 
-    def rows(self) -> list[Row]:
-        """Return the medians."""
+    def compute_rows(self) -> list[Row]:
+        """Return the medians of all values."""
         return [Row(*key, value=median(v), n=len(v)) for key, v in self.values.items()]
 
-    def ratio(self, work: str, system: str, other: str, metric: str) -> float:
-        """Return the median, over the repeats, of one system's value divided by another's."""
+    def compute_ratio(self, work: str, system: str, other: str, metric: str) -> float:
+        """Return the median over the repeats of the ratio of two systems' values."""
         pairs = zip(
             self.values[work, system, metric], self.values[work, other, metric], strict=True
         )
         return median(a / b for a, b in pairs)
 
     def save(self, path: Path | None) -> None:
-        """Write the rows as JSON. Without a path, nothing is written."""
+        """Write the rows as JSON, or nothing if the path is None."""
         if path is None:
             return
-        rows = [{**asdict(row), "value": round(row.value, 4)} for row in self.rows()]
-        body = {"name": self.name, "machine": machine(), "rows": rows}
+        rows = [{**asdict(row), "value": round(row.value, 4)} for row in self.compute_rows()]
+        body = {"name": self.name, "machine": describe_machine(), "rows": rows}
         path.write_text(json.dumps(body, indent=1) + "\n")
 
 
-def machine() -> str:
-    """Describe the machine."""
+def describe_machine() -> str:
+    """Return a description of the machine's hardware and software."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.machine()
-    memory = os.sysconf("SC_PHYS_PAGES") * _PAGE / 2**30
+    memory = os.sysconf("SC_PHYS_PAGES") * _PAGE_SIZE / 2**30
     return (
         f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB, "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     )
 
 
-def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table: the first column to the left, the others to the right."""
+def print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table with the first column aligned left and the others aligned right."""
     widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
     for line in (header, ["-" * width for width in widths], *lines):
         padded = zip(line, widths, strict=True)
@@ -218,14 +231,14 @@ def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options that every benchmark has.
+    """Options of a benchmark.
 
     Attributes:
-        quick: Less data, one run of each.
-        file: Where the JSON rows go.
-        device: Where tensors are.
-        only: The parts to run.
-        plot: Where the picture goes.
+        quick: Whether to use less data and one run of each system.
+        file: File for the rows as JSON, or None.
+        device: PyTorch device of the tensors.
+        only: Names of the parts to run.
+        plot: SVG file for the plot, or None.
     """
 
     quick: bool
@@ -235,7 +248,7 @@ class Options:
     plot: Path | None = None
 
 
-def options(
+def parse_options(
     name: str,
     description: str | None,
     *,
@@ -243,25 +256,29 @@ def options(
     plot: bool = False,
     parts: Sequence[str] = (),
 ) -> Options:
-    """Read the command line of a benchmark.
+    """Parse the command line of a benchmark.
 
     Args:
-        name: Of the benchmark.
-        description: Docstring of its module, whose first paragraph is shown.
-        device: It can put its tensors elsewhere than on the processor.
-        plot: It can draw its losses.
-        parts: Names of its parts, of which some can be chosen.
+        name: Name of the benchmark.
+        description: Docstring of the module. Its first paragraph is shown by ``--help``.
+        device: Whether the benchmark has the option ``--device``.
+        plot: Whether the benchmark has the option ``--plot``.
+        parts: Names of the parts that the option ``--only`` can select.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=(description or "").partition("\n\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help="less data, one run of each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument(
+        "--quick", action="store_true", help="use less data, and run each system once"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows as JSON")
     if device:
-        parser.add_argument("--device", default="cpu", help="where tensors are, such as cuda")
+        parser.add_argument(
+            "--device", default="cpu", help="PyTorch device of the tensors, such as cuda"
+        )
     if plot:
         parser.add_argument(
-            "--plot", type=Path, metavar="FILE", help="draw the losses here, as SVG"
+            "--plot", type=Path, metavar="FILE", help="SVG file for a plot of the losses"
         )
     if parts:
         parser.add_argument(
@@ -270,7 +287,7 @@ def options(
             choices=parts,
             default=list(parts),
             metavar="PART",
-            help=f"parts to run, of {', '.join(parts)}",
+            help=f"parts to run: {', '.join(parts)}",
         )
     parsed = parser.parse_args()
     return Options(

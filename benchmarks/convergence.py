@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import Results, options, show
-from benchmarks.corpus import text
-from benchmarks.losses import draw
+from benchmarks.common import Results, parse_options, print_table
+from benchmarks.corpus import read_text
+from benchmarks.losses import plot_losses
 from millrace.gradients import (
     Codec,
     GatherSettings,
@@ -80,7 +80,7 @@ class Training:
         self._steps, self._windows = steps, windows
         self._done = [0] * WORKERS
         self.first = Model()
-        whole = torch.tensor(list(text()[:4_000_000].encode("ascii", "replace")))
+        whole = torch.tensor(list(read_text()[:4_000_000].encode("ascii", "replace")))
         self.unseen, seen = whole[:200_000], whole[200_000:]
         self.parts = seen.chunk(WORKERS)
         self.dice = [torch.Generator().manual_seed(100 * seed + n) for n in range(WORKERS)]
@@ -174,7 +174,7 @@ def compressed(
 
 def main() -> int:
     """Train both ways, print the table, and write the rows and the picture if asked."""
-    asked = options("convergence", __doc__, plot=True)
+    asked = parse_options("convergence", __doc__, plot=True)
     windows, seeds = (4, 1) if asked.quick else (200, 3)
     results = Results("convergence")
     curves: dict[str, list[list[float]]] = {"whole changes": [], "1/100 of them": []}
@@ -191,16 +191,18 @@ def main() -> int:
             results.add("training", "millrace", "times_smaller", times)
             ends = f"{whole[-1]:.4f} dense, {small[-1]:.4f} compressed, {times:.1f} times smaller"
             print(f"seed {seed}: {whole[0]:.3f} to {ends}", flush=True)
-    ratio = results.ratio("training", "millrace", "dense", "loss")
-    lines = [[row.system, row.metric, f"{row.value:.4g}", str(row.n)] for row in results.rows()]
-    show(["system", "metric", "median", "n"], lines)
+    ratio = results.compute_ratio("training", "millrace", "dense", "loss")
+    lines = [
+        [row.system, row.metric, f"{row.value:.4g}", str(row.n)] for row in results.compute_rows()
+    ]
+    print_table(["system", "metric", "median", "n"], lines)
     ends = (results.values["training", system, "loss"] for system in ("millrace", "dense"))
     worst = max(small / whole for small, whole in zip(*ends, strict=True))
     print(f"\nLoss over that of whole changes: {ratio:.4f} in the median, {worst:.4f} at worst.")
     results.save(asked.file)
     if asked.plot:
         what = f"windows of {SETTINGS.steps} steps of {WORKERS} workers"
-        draw(curves, asked.plot, what)
+        plot_losses(curves, asked.plot, what)
     return 0
 
 

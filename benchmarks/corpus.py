@@ -1,4 +1,4 @@
-"""Real text to shard: the sources of Python's own standard library, cut to size, as JSON lines."""
+"""Text for the benchmarks: the source code of Python's standard library, also as JSON lines."""
 
 import sysconfig
 from functools import cache
@@ -8,8 +8,8 @@ import orjson
 
 
 @cache
-def text() -> str:
-    """All of it."""
+def read_text() -> str:
+    """Return the source code of the standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     for file in sorted(root.rglob("*.py")):
@@ -18,7 +18,7 @@ def text() -> str:
         try:
             texts.append(file.read_text())
         except UnicodeDecodeError:
-            continue  # some of its tests are in other encodings on purpose
+            continue  # some files are deliberately in other encodings
     return "".join(texts)
 
 
@@ -26,21 +26,21 @@ def write_jsonl(file: Path, *, characters: int, size: int) -> int:
     """Write rows ``{"id": n, "text": "..."}`` until the file has the size.
 
     Args:
-        file: Where to; its folder is made.
-        characters: Of text in each row.
-        size: Bytes of the file, to within a row.
+        file: Path of the file, in a folder that is created if it does not exist.
+        characters: Number of characters of each text.
+        size: Smallest size of the file in bytes. It is exceeded by less than one row.
 
     Returns:
-        How many rows.
+        Number of rows.
     """
-    whole = text()
-    room = len(whole) - characters
+    whole = read_text()
+    starts = len(whole) - characters
     file.parent.mkdir(parents=True, exist_ok=True)
     written = rows = 0
     with file.open("wb") as out:
         while written < size:
-            # Another offset on each round through the text, so that no two rows are the same.
-            at = rows * characters % room + rows * characters // room
+            # Each pass over the text begins one character later, so that all rows differ.
+            at = rows * characters % starts + rows * characters // starts
             row = {"id": rows, "text": whole[at : at + characters]}
             written += out.write(orjson.dumps(row) + b"\n")
             rows += 1

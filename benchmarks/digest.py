@@ -28,7 +28,14 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ByteSize, SecretStr
 
-from benchmarks.common import Cpu, Results, measured, options, rotated, show
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    measure_process,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
 from benchmarks.corpus import write_jsonl
 from millrace.digest import hash_blocks
 from millrace.storage import StoreSpec
@@ -90,7 +97,7 @@ def run_speeds(results: Results, *, size: int, repeats: int) -> None:
     data = memoryview(os.urandom(size))
     halves = [data[: size // 2], data[size // 2 :]]
     for repeat in range(repeats):
-        for name in rotated(list(ALGORITHMS), repeat):
+        for name in rotate_systems(list(ALGORITHMS), repeat):
             hash_bytes = ALGORITHMS[name]
             began = time.thread_time()
             hash_bytes(data)
@@ -122,9 +129,9 @@ def run_shard(spec: dict[str, Any], source: Path, size: int) -> dict[str, float]
         ),
         execution=ExecutionSettings(workers=2, uploads=1),
     )
-    cpu = Cpu()
+    cpu = CpuTimer()
     made = shard_dataset(config).manifest.size
-    return {"cpu_s_per_GB": cpu.spent() / (made / 1e9)}
+    return {"cpu_s_per_GB": cpu.read() / (made / 1e9)}
 
 
 def run_save(spec: dict[str, Any], _: Path, size: int) -> dict[str, float]:
@@ -135,9 +142,9 @@ def run_save(spec: dict[str, Any], _: Path, size: int) -> dict[str, float]:
 
     state = state_of(size, 0)
     with Saver(open_store(StoreSpec.model_validate(spec)), JOB) as saver:
-        cpu = Cpu()
+        cpu = CpuTimer()
         saver.save(state, step=0).result()
-        spent = cpu.spent()
+        spent = cpu.read()
     return {"cpu_s_per_GB": spent / (size / 1e9)}
 
 
@@ -160,9 +167,9 @@ def run_warm(spec: dict[str, Any], root: Path, _: int) -> dict[str, float]:
             root=root,
             nodes=Hosts(hosts=(Host(url=url, name="node"),), key=SecretStr(KEY)),
         )
-        before, cpu = _read_cpu(node.pid), Cpu()
+        before, cpu = _read_cpu(node.pid), CpuTimer()
         report = prewarm(settings)
-        spent = cpu.spent() + _read_cpu(node.pid) - before
+        spent = cpu.read() + _read_cpu(node.pid) - before
         node.terminate()
     if report.store_bytes != report.size:
         raise RuntimeError(f"{report.store_bytes:,} bytes were read, of {report.size:,}.")
@@ -195,12 +202,12 @@ class Bench:
         source = self._folder / "source"
         write_jsonl(source / "text.jsonl", characters=20_000, size=size)
         warm = self._make_spec("RGW, HTTP")
-        measured(run_shard, warm, source, size)
+        measure_process(run_shard, warm, source, size)
         for repeat in range(repeats):
-            for path in map(BY_NAME.__getitem__, rotated(list(BY_NAME), repeat)):
+            for path in map(BY_NAME.__getitem__, rotate_systems(list(BY_NAME), repeat)):
                 spec = warm if path.work == "warm" else self._make_spec(path.store)
                 where = self._folder / f"node-{repeat}" if path.work == "warm" else source
-                figures = measured(RUNS[path.work], spec, where, size).figures
+                figures = measure_process(RUNS[path.work], spec, where, size).figures
                 for metric, value in figures.items():
                     self.results.add(path.name, "millrace", metric, value)
 
@@ -225,7 +232,7 @@ class Bench:
 
 def compute_paths(results: Results) -> None:
     """Add the hashing of each path, and its cost with SHA-256 instead."""
-    values = {(row.work, row.system, row.metric): row.value for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row.value for row in results.compute_rows()}
     seconds = {name: 1 / values["one core", name, "GB/s"] for name in ALGORITHMS}
     for path in PATHS:
         total = values[path.name, "millrace", "cpu_s_per_GB"]
@@ -237,14 +244,16 @@ def compute_paths(results: Results) -> None:
 
 def report(results: Results) -> None:
     """Print the speeds and the paths."""
-    rows = {(row.work, row.system, row.metric): row for row in results.rows()}
+    rows = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[Sequence[str]] = []
     for name in ALGORITHMS:
         one, two = (rows[work, name, "GB/s"] for work in ("one core", "two threads"))
-        ratio = results.ratio("one core", name, SHA256, "GB/s")
+        ratio = results.compute_ratio("one core", name, SHA256, "GB/s")
         cells = [f"{one.value:.2f}", f"{1 / one.value:.2f}", f"{two.value:.2f}", f"{ratio:.2f}x"]
         lines.append([name, *cells, str(one.n)])
-    show(["algorithm", "GB/s, one core", "s/GB", "GB/s, two threads", "/SHA-256", "n"], lines)
+    print_table(
+        ["algorithm", "GB/s, one core", "s/GB", "GB/s, two threads", "/SHA-256", "n"], lines
+    )
     print()
     lines = []
     for path in PATHS:
@@ -254,7 +263,7 @@ def report(results: Results) -> None:
         cells = [f"{value:.2f}" for value in (total.value, hashing, before)]
         ratio = f"{total.value / before:.2f}x"
         lines.append([path.name, " + ".join(path.hashes), *cells, ratio, str(total.n)])
-    show(["path", "hashes", "CPU s/GB", "hashing", "with SHA-256", "ratio", "n"], lines)
+    print_table(["path", "hashes", "CPU s/GB", "hashing", "with SHA-256", "ratio", "n"], lines)
 
 
 def has_sha_instructions() -> bool:
@@ -265,7 +274,7 @@ def has_sha_instructions() -> bool:
 
 def main() -> int:
     """Measure, print the tables, and write the rows if asked."""
-    asked = options("digest", __doc__)
+    asked = parse_options("digest", __doc__)
     results = Results("digest")
     print(f"SHA-256 by instructions of the processor: {'yes' if has_sha_instructions() else 'no'}")
     run_speeds(results, size=(16 if asked.quick else 128) * MIB, repeats=2 if asked.quick else 7)

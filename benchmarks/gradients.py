@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from benchmarks import torch_codec
-from benchmarks.common import Results, measured, options, rotated, show
-from benchmarks.corpus import text
+from benchmarks.common import Results, measure_process, parse_options, print_table, rotate_systems
+from benchmarks.corpus import read_text
 from millrace.gradients import (
     ChainStart,
     ChainStep,
@@ -181,7 +181,7 @@ class Bench:
         with tempfile.NamedTemporaryFile(prefix="millrace-bench-") as file:
             file.write(object_of(tensors, "w")[0])
             file.flush()
-            run = measured(merge_of_a_model, file.name)
+            run = measure_process(merge_of_a_model, file.name)
         dense = WORKERS * sum(tensor.nbytes for tensor in tensors.values())
         self.results.add("merge, 124M", "millrace", "peak_rss_MB", run.peak_rss / 1e6)
         self.results.add("merge, 124M", "20 dense", "peak_rss_MB", dense / 1e6)
@@ -226,7 +226,7 @@ class Bench:
         for run in systems.values():
             run()  # compiled, and its memory taken
         for repeat in range(self.repeats):
-            for system in rotated(SYSTEMS, repeat):
+            for system in rotate_systems(SYSTEMS, repeat):
                 time.sleep(STILL)
                 best = median(seconds(systems[system]) for _ in range(3))
                 self.results.add(work, system, "GB/s", size / best / 1e9)
@@ -256,7 +256,7 @@ def drawn(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 def real(steps: int) -> dict[str, torch.Tensor]:
     """Return the gradient of a small transformer on text, after some steps."""
     torch.manual_seed(0)
-    words = torch.tensor(list(text()[:400_000].encode("ascii", "replace")))
+    words = torch.tensor(list(read_text()[:400_000].encode("ascii", "replace")))
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
     embed, body = torch.nn.Embedding(128, 512), torch.nn.TransformerEncoder(layer, 6)
     model = torch.nn.ModuleDict({"embed": embed, "body": body, "head": torch.nn.Linear(512, 128)})
@@ -348,21 +348,21 @@ def merge_of_a_model(file: str) -> dict[str, float]:
 
 def report(results: Results) -> None:
     """Print the figures."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for (work, system, metric), row in values.items():
         ratios = ["", ""]
         if metric == "GB/s" and system != "floor":
-            ratios[1] = f"{results.ratio(work, system, 'floor', metric):.2f}x"
+            ratios[1] = f"{results.compute_ratio(work, system, 'floor', metric):.2f}x"
             if system == "millrace":
-                ratios[0] = f"{results.ratio(work, system, 'torch', metric):.2f}x"
+                ratios[0] = f"{results.compute_ratio(work, system, 'torch', metric):.2f}x"
         lines.append([work, system, metric, f"{row.value:.4g}", *ratios, str(row.n)])
-    show(["work", "system", "metric", "", "/torch", "/floor", "n"], lines)
+    print_table(["work", "system", "metric", "", "/torch", "/floor", "n"], lines)
 
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("gradients", __doc__, device=True)
+    asked = parse_options("gradients", __doc__, device=True)
     bench = Bench(asked.quick, asked.device)
     bench.sizes()
     bench.speeds()

@@ -29,7 +29,7 @@ import torch
 from pydantic import ByteSize
 
 from benchmarks.cleanup import RULE
-from benchmarks.common import Cpu, Results, measured, options, show
+from benchmarks.common import CpuTimer, Results, measure_process, parse_options, print_table
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
 from benchmarks.gradients import payload_of
@@ -68,9 +68,9 @@ def measure_samples(count: int) -> dict[str, float]:
             sharding=ShardingSettings(shard_bytes=ByteSize(4 * MIB)),
             execution=ExecutionSettings(workers=1),
         )
-        cpu = Cpu()
+        cpu = CpuTimer()
         shard_dataset(settings)
-        return {"CPU s": cpu.spent()}
+        return {"CPU s": cpu.read()}
 
 
 def plan_files(endpoint: str) -> dict[str, float]:
@@ -81,9 +81,9 @@ def plan_files(endpoint: str) -> dict[str, float]:
 def plan_keys(endpoint: str) -> dict[str, float]:
     """Plan to delete all objects of a bucket."""
     settings = CleanupSettings(store=make_endless_spec(endpoint), rules=(RULE,))
-    cpu = Cpu()
+    cpu = CpuTimer()
     make_plan(settings)
-    return {"CPU s": cpu.spent()}
+    return {"CPU s": cpu.read()}
 
 
 def measure_workers(count: int) -> dict[str, float]:
@@ -93,10 +93,10 @@ def measure_workers(count: int) -> dict[str, float]:
     payloads = {f"w{n:04d}": payload for n in range(count)}
     settings = MergeSettings(rule=MergeRule.SENDERS)
     list(merge({"w0000": payload}, settings))  # the kernels are compiled
-    cpu = Cpu()
+    cpu = CpuTimer()
     for _, runs in merge(payloads, settings):
         make_dense(runs, shape)
-    return {"CPU s": cpu.spent()}
+    return {"CPU s": cpu.read()}
 
 
 def measure_tensors(count: int) -> dict[str, float]:
@@ -104,11 +104,11 @@ def measure_tensors(count: int) -> dict[str, float]:
     state = {"model": {f"t{n:06d}": torch.full((1024,), float(n)) for n in range(count)}}
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        cpu = Cpu()
+        cpu = CpuTimer()
         with Saver(store, "job") as saver:
             saver.save(state, step=0).result()
         load(store, "job", step=0)
-        return {"CPU s": cpu.spent()}
+        return {"CPU s": cpu.read()}
 
 
 def measure_nodes(count: int) -> dict[str, float]:
@@ -124,7 +124,7 @@ def measure_nodes(count: int) -> dict[str, float]:
             given += 1
             heapq.heappush(pending, (now + dice.uniform(0.5, 1.5), given, order))
 
-    cpu = Cpu()
+    cpu = CpuTimer()
     for n in range(count):
         give(tracker.add_node(f"n{n}", (), now))
     give(tracker.begin(now))
@@ -140,7 +140,7 @@ def measure_nodes(count: int) -> dict[str, float]:
             continue
         arrived.add((name, piece))
         give(tracker.complete_transfer(name, piece, source, f"d{piece}", now))
-    return {"CPU s": cpu.spent(), "simulated s": now}
+    return {"CPU s": cpu.read(), "simulated s": now}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,9 @@ class Kind:
     def run(self, count: int) -> dict[str, float]:
         """Do the work in a process of its own, and return its figures."""
         if not self.is_listed:
-            return measured(self.measure, count).figures
+            return measure_process(self.measure, count).figures
         with endless(count) as endpoint:
-            return measured(self.measure, endpoint).figures
+            return measure_process(self.measure, endpoint).figures
 
 
 KINDS = {
@@ -183,7 +183,7 @@ def fit_exponent(costs: dict[int, float]) -> float:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("growth", __doc__, parts=list(KINDS))
+    asked = parse_options("growth", __doc__, parts=list(KINDS))
     results, lines = Results("growth"), list[list[str]]()
     factors, repeats = ((1, 3, 10), 1) if asked.quick else ((1, 10, 100), 3)
     for name in asked.only:
@@ -199,7 +199,7 @@ def main() -> int:
         results.add(name, "millrace", "exponent", exponent)
         cells = [f"{size:,}: {cost:.3g}" for size, cost in costs.items()]
         lines.append([name, *cells, f"{exponent:.2f}", f"{GOAL}"])
-    show(["kind", *["size: CPU s"] * len(factors), "exponent", "goal"], lines)
+    print_table(["kind", *["size: CPU s"] * len(factors), "exponent", "goal"], lines)
     results.save(asked.file)
     return 0
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 
-from benchmarks.common import Results, options, rotated, show, tree
-from benchmarks.corpus import text
+from benchmarks.common import Results, parse_options, print_table, rotate_systems, walk_process_tree
+from benchmarks.corpus import read_text
 from benchmarks.postgres import PostgresServer, find_programs
 from millrace.keys.datasets import DatasetKeys
 from millrace.testing.prefect_server import PrefectServerProcess
@@ -108,7 +108,7 @@ class ProcessWatch:
                 continue  # the process has ended
 
     def _find_run(self) -> int | None:
-        for pid in tree(self._worker):
+        for pid in walk_process_tree(self._worker):
             if b"\0prefect.engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         return None
@@ -202,7 +202,7 @@ def make_work_name(shards: int, database: str) -> str:
 def write_rows(folder: Path, rows: int) -> None:
     """Write JSON lines into a new folder."""
     folder.mkdir(parents=True)
-    texts = (text()[n * CHARACTERS : (n + 1) * CHARACTERS] for n in range(rows))
+    texts = (read_text()[n * CHARACTERS : (n + 1) * CHARACTERS] for n in range(rows))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
 
 
@@ -292,23 +292,23 @@ def add_overhead(results: Results) -> None:
 
 def report(results: Results) -> None:
     """Print the table."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines = []
-    for work in dict.fromkeys(row.work for row in results.rows()):
+    for work in dict.fromkeys(row.work for row in results.compute_rows()):
         for system in SYSTEMS:
             cells = [values.get((work, system, metric)) for metric in METRICS]
             shown = [
                 f"{c.value:.{0 if c.metric == 'requests' else 2}f}" if c else "" for c in cells
             ]
             lines.append([work, system, *shown, str(cells[0].n if cells[0] else 0)])
-    show(["work", "system", *METRICS, "n"], lines)
-    worst = max(row.value for row in results.rows() if row.metric == "over_s")
+    print_table(["work", "system", *METRICS, "n"], lines)
+    worst = max(row.value for row in results.compute_rows() if row.metric == "over_s")
     print(f"\nAt most {worst:.1f} s over the engine; the goal is {GOAL:g} s.")
 
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("prefect", __doc__)
+    asked = parse_options("prefect", __doc__)
     results, programs = Results("prefect"), find_programs()
     if programs is None:
         print("PostgreSQL is not installed (Debian: postgresql), so only SQLite is measured.")
@@ -322,7 +322,7 @@ def main() -> int:
             with start_bench(database, folder, results, used) as bench:
                 for repeat in range(1 if asked.quick else 3):
                     for shards in SHARDS:
-                        for system in rotated(SYSTEMS, repeat):
+                        for system in rotate_systems(SYSTEMS, repeat):
                             bench.run(system, shards)
     add_overhead(results)
     report(results)

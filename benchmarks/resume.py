@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Results, options, rotated, show
+from benchmarks.common import Results, parse_options, print_table, rotate_systems
 from benchmarks.corpus import write_jsonl
 from millrace.storage import StoreSpec, open_store, open_writer
 from millrace.testing.rgw import RGW
@@ -106,7 +106,7 @@ class Bench:
             done = self._shard_until(place, done, rows * percent // 100)
             work = f"{place.name}, {percent} %"
             for repeat in range(self.repeats):
-                for system in rotated(SYSTEMS, repeat):
+                for system in rotate_systems(SYSTEMS, repeat):
                     seconds = first_sample(system, place, done)
                     for metric, value in zip(METRICS, seconds, strict=True):
                         self.results.add(work, system, metric, value)
@@ -164,7 +164,7 @@ def rgw_place(rgw: RGW, file: Path) -> Place:
 
 def report(results: Results) -> None:
     """Print the figures, and how flat each line is."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for place in PLACES:
         for system in SYSTEMS:
@@ -173,12 +173,12 @@ def report(results: Results) -> None:
                 figures = [f"{row.value:.3f}" for row in rows]
                 growth = f"{rows[-1].value / rows[0].value:.2f}x"
                 lines.append([place, system, metric, *figures, growth, str(rows[0].n)])
-    show(["place", "system", "", *(f"{p} %" for p in PERCENTS), "90 % / 10 %", "n"], lines)
+    print_table(["place", "system", "", *(f"{p} %" for p in PERCENTS), "90 % / 10 %", "n"], lines)
 
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("resume", __doc__)
+    asked = parse_options("resume", __doc__)
     bench = Bench(quick=asked.quick)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)

@@ -38,7 +38,14 @@ import obstore
 from obstore.store import S3Store
 from pydantic import ByteSize
 
-from benchmarks.common import Cpu, Results, measured, options, rotated, show
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    measure_process,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
 from millrace import shard_dataset
@@ -117,9 +124,9 @@ class Target:
 def run_millrace(source: Path, target: Target, partition: int) -> dict[str, float]:
     """Shard a folder of JSON lines with Millrace."""
     config = _pipeline(source, target, partition)
-    cpu, began = Cpu(), time.perf_counter()
+    cpu, began = CpuTimer(), time.perf_counter()
     report = shard_dataset(config)
-    wall, spent = time.perf_counter() - began, cpu.spent()
+    wall, spent = time.perf_counter() - began, cpu.read()
     return _figures(report.manifest.size, wall, spent)
 
 
@@ -138,14 +145,14 @@ def run_webdataset(source: Path, target: Target) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as staging, redirect_stdout(io.StringIO()):
         pattern = f"{staging}/train-%06d.tar"
-        cpu, began = Cpu(), time.perf_counter()
+        cpu, began = CpuTimer(), time.perf_counter()
         with ShardWriter(pattern, maxsize=SHARD, post=send, mtime=0) as writer:
             for file in sorted(source.iterdir()):
                 with file.open() as lines:
                     for number, line in enumerate(lines):
                         row = json.loads(line)
                         writer.write({"__key__": f"{number:09d}", "txt": row["text"]})
-        wall, spent = time.perf_counter() - began, cpu.spent()
+        wall, spent = time.perf_counter() - began, cpu.read()
     return _figures(size, wall, spent)
 
 
@@ -192,9 +199,9 @@ def _send_ready(files: list[Path], target: Target, gate: Gate, pipe: Connection)
     with ThreadPoolExecutor(UPLOADS) as pool:
         pipe.send("ready")
         gate.wait()
-        cpu = Cpu()
+        cpu = CpuTimer()
         list(pool.map(send, shards))
-        pipe.send(cpu.spent())
+        pipe.send(cpu.read())
 
 
 def run_planning(endpoint: str) -> dict[str, float]:
@@ -203,10 +210,10 @@ def run_planning(endpoint: str) -> dict[str, float]:
     config = PipelineSettings(
         dataset="d", source=SourceLocation(kind=SourceKind.FILES, **dict(store)), store=store
     )
-    cpu, began = Cpu(), time.perf_counter()
+    cpu, began = CpuTimer(), time.perf_counter()
     files = plan_dataset(config).source.files
     wall = time.perf_counter() - began
-    return {"files": files, "seconds": wall, "cpu_s": cpu.spent()}
+    return {"files": files, "seconds": wall, "cpu_s": cpu.read()}
 
 
 def _figures(size: int, wall: float, cpu: float) -> dict[str, float]:
@@ -279,16 +286,16 @@ class Bench:
         shard_dataset(_pipeline(source, self._target("ready"), partition, folder=ready))
         seen: dict[str, tuple[int, str]] = {}
         for repeat in range(1 if self._quick else 3):
-            for system in rotated(SYSTEMS, repeat):
+            for system in rotate_systems(SYSTEMS, repeat):
                 target = self._target(system)
                 _read_through(source)
                 match system:
                     case "millrace":
-                        cost = measured(run_millrace, source, target, partition)
+                        cost = measure_process(run_millrace, source, target, partition)
                     case "webdataset":
-                        cost = measured(run_webdataset, source, target)
+                        cost = measure_process(run_webdataset, source, target)
                     case _:
-                        cost = measured(run_floor, ready, target)
+                        cost = measure_process(run_floor, ready, target)
                 for metric, value in cost.figures.items():
                     self.results.add(work.name, system, metric, value)
                 if system != "floor":  # which holds every shard in memory, by what it is
@@ -306,7 +313,7 @@ class Bench:
         for number in range(WORKERS):
             write_jsonl(source / f"{number}.jsonl", characters=1000, size=1)
         for _ in range(1 if self._quick else 3):
-            cost = measured(run_millrace, source, self._target("idle"), MIB)
+            cost = measure_process(run_millrace, source, self._target("idle"), MIB)
             self.results.add("idle", "millrace", "peak_rss_MB", cost.peak_rss / 1e6)
             self._delete("idle")
         _remove(source)
@@ -315,7 +322,7 @@ class Bench:
         """Plan a million files, a tenth of them with ``--quick``."""
         files = PLANNED // 10 if self._quick else PLANNED
         with endless(files) as endpoint:
-            cost = measured(run_planning, endpoint)
+            cost = measure_process(run_planning, endpoint)
         if cost.figures.pop("files") != files:
             raise RuntimeError("the plan does not have every file")
         for metric, value in cost.figures.items():
@@ -339,7 +346,7 @@ def _remove(*folders: Path) -> None:
 
 def report(results: Results) -> None:
     """Print the figures of a run, and the ratios."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for work in WORKS:
         for system in SYSTEMS:
@@ -347,13 +354,15 @@ def report(results: Results) -> None:
             ratios = ["", ""]
             if system == "millrace":
                 others = ("webdataset", "floor")
-                ratios = [f"{results.ratio(work.name, system, o, 'MB/s'):.2f}x" for o in others]
+                ratios = [
+                    f"{results.compute_ratio(work.name, system, o, 'MB/s'):.2f}x" for o in others
+                ]
             shown = [
                 f"{row.value:.{digits}f}" if row else ""
                 for row, digits in zip(cells, (1, 2, 0), strict=True)
             ]
             lines.append([work.name, system, *shown, *ratios, str(cells[0].n if cells[0] else 0)])
-    show(["work", "system", *METRICS, "/webdataset", "/floor", "n"], lines)
+    print_table(["work", "system", *METRICS, "/webdataset", "/floor", "n"], lines)
     peak = max(values[work.name, "millrace", "peak_rss_MB"].value for work in WORKS)
     idle = values["idle", "millrace", "peak_rss_MB"].value
     print(
@@ -368,7 +377,7 @@ def report(results: Results) -> None:
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("shards", __doc__)
+    asked = parse_options("shards", __doc__)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from benchmarks.common import Results, Row, options, rotated, show
+from benchmarks.common import Results, Row, parse_options, print_table, rotate_systems
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
@@ -108,7 +108,7 @@ def run_works(results: Results, *, quick: bool) -> None:
         total = size * work.files
         results.add(work.name, "floor", "s", work.floor(total))
         for repeat in range(1 if quick else 3):
-            for system in rotated(SYSTEMS, repeat):
+            for system in rotate_systems(SYSTEMS, repeat):
                 if system in left_out:
                     continue
                 try:
@@ -199,7 +199,7 @@ def run_encryption_row(results: Results, *, quick: bool) -> None:
     size = work.quick if quick else work.size
     results.add("encryption", "floor", "s", work.floor(size))
     for repeat in range(1 if quick else 3):
-        for system in rotated(("millrace", "unencrypted"), repeat):
+        for system in rotate_systems(("millrace", "unencrypted"), repeat):
             found = run_shaped([work.mbit] * work.nodes, size, encrypted=system == "millrace")
             arrived = work.nodes * size / 1e9
             results.add("encryption", system, "s", max(found.seconds))
@@ -278,7 +278,7 @@ def run_small(results: Results) -> None:
 
 def report(results: Results) -> None:
     """Print the figures of the parts that ran, and the ratios to the floor."""
-    values = {(row.work, row.system, row.metric): row for row in results.rows()}
+    values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     show_works(values)
     show_shaped(values)
     show_encryption(values)
@@ -307,7 +307,7 @@ def show_works(values: Values) -> None:
             ]
             ratio = f"{seconds.value / floor:.2f}x"
             lines.append([work.name, system, *shown, ratio, str(seconds.n)])
-    show(["work", "system", *metrics, "/floor", "n"], lines)
+    print_table(["work", "system", *metrics, "/floor", "n"], lines)
     print()
 
 
@@ -320,7 +320,7 @@ def show_shaped(values: Values) -> None:
             figures = [f"{row.value:.2f}", f"{floor:.2f}", f"{row.value / floor:.2f}x", str(row.n)]
             lines.append([row.work, row.metric, *figures])
     if lines:
-        show(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
+        print_table(["work", "metric", "millrace", "floor", "/floor", "n"], lines)
         print()
 
 
@@ -335,7 +335,7 @@ def show_encryption(values: Values) -> None:
         spent = values["encryption", system, "cpu_s_per_GB"].value
         ratio = f"{row.value / floor:.2f}x"
         lines.append(["encryption", system, f"{row.value:.2f}", ratio, f"{spent:.2f}", str(row.n)])
-    show(["work", "system", "s", "/floor", "cpu_s_per_GB", "n"], lines)
+    print_table(["work", "system", "s", "/floor", "cpu_s_per_GB", "n"], lines)
     print()
 
 
@@ -350,7 +350,7 @@ PARTS: dict[str, Callable[..., None]] = {
 
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = options("swarm", __doc__, parts=list(PARTS))
+    asked = parse_options("swarm", __doc__, parts=list(PARTS))
     results = Results("swarm")
     for part in asked.only:
         PARTS[part](results, quick=asked.quick)

@@ -1,9 +1,9 @@
-"""A rig: real hosts on one machine, each with its own network, processes and disk.
+"""A rig: several hosts on one machine, each with its own network, processes and disk.
 
-`hosts` makes them, `store` serves objects in one of them and counts, `ray_nodes` starts a Ray
-cluster over them. The benchmark of the swarm and its fault matrix run on it.
+`hosts` creates the hosts. `store` serves objects from one of them, and counts requests and bytes.
+`ray_nodes` starts a Ray cluster on them. The benchmark of the swarm and its fault tests use it.
 """
 
-from benchmarks.rig.hosts import DISK, GOODPUT, Host, Rig, RigError, missing
+from benchmarks.rig.hosts import DISK, GOODPUT, Host, Rig, RigError, find_obstacle
 
-__all__ = ["DISK", "GOODPUT", "Host", "Rig", "RigError", "missing"]
+__all__ = ["DISK", "GOODPUT", "Host", "Rig", "RigError", "find_obstacle"]

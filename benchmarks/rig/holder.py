@@ -1,11 +1,11 @@
-"""The first process of a host: it holds the host's processes together, and ends with its owner.
+"""The first process of a host's PID namespace. It ends when the process that created it ends.
 
-The owner keeps the other end of our standard input and never writes. When it ends, however it
-ends, we read the end of the file; and when the first process of a PID namespace ends, the kernel
-kills all others in it. So nothing has to be cleaned up after an owner that was killed.
+The owner has the other end of the standard input of this process, and never writes. When the owner
+ends in any way, this process reads the end of the file, and ends too. The kernel then kills all
+other processes of the namespace. So a killed owner leaves no processes.
 
-Started as a file, isolated and without site: it imports nothing but what it needs. A line says that
-it has read all of that: then the host's own folders may cover the files it came from.
+The owner starts this file in isolated mode without the module `site`, so that few files are read.
+This process prints an empty line after its imports. From then on, mounts may hide those files.
 """
 
 import select
@@ -13,6 +13,6 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that end are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans
     print(flush=True)
     select.select([sys.stdin.fileno()], [], [], float(sys.argv[1]))

@@ -1,22 +1,24 @@
-"""Hosts on one machine: each with a network link of a set rate, processes and a disk of its own.
+"""Hosts on one machine, each with its own processes, its own disk and a link of a set rate.
 
 ::
 
     with Rig.start(nodes=4, rate_mbit=200, store_mbit=200) as rig:
         rig.nodes[0].run(["ping", "-c1", rig.store.address])
 
-A host is a set of namespaces (network, mounts, processes, host name). A thread of ours lives in
-them: what it starts is born in the host, what it opens or connects to is the host's. The links are
-veth pairs into a bridge, shaped both ways with ``tc tbf``: a host's end its uplink, the bridge's
-end its downlink. Every host has a tmpfs of its own at `DISK`, its ``/tmp`` is on it too: the same
-path, another disk. All else is the machine's. The bridge is in a namespace too: the machine's own
-network is neither touched nor reached.
+A host is a set of Linux namespaces (network, mounts, processes, host name). One thread of this
+process is in these namespaces. Processes that the thread starts run in the host, and its files and
+sockets are those of the host.
 
-Some of the nodes may be in a far zone: behind a second bridge, and one link, shaped both ways, that
-leads from it to the first one, where the store is.
+A host's link is a veth pair to a bridge. ``tc tbf`` limits the rate of both ends: the host's end
+is the uplink, and the bridge's end is the downlink. Each host has its own tmpfs at `DISK`, which
+also has its ``/tmp``. All other folders are those of the machine. The bridge is in a namespace
+too, so the rig neither changes nor reaches the network of the machine.
 
-Nothing has a name outside, and the namespaces live as long as their processes, which end with
-their owner (see `benchmarks.rig.holder`): a rig whose owner was killed leaves nothing behind.
+Some of the nodes can be in a far zone with a second bridge. One link with a limited rate in both
+directions connects it to the first bridge, which has the store.
+
+A rig creates no named namespaces. They exist as long as their processes, which end with their owner
+(see `benchmarks.rig.holder`). So a rig leaves nothing after its owner was killed.
 """
 
 import contextlib
@@ -41,28 +43,28 @@ T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOLDER = Path(__file__).with_name("holder.py")
-MOUNTED = Path("/mnt")  # there is one everywhere: nothing has to be made, or removed, outside
-DISK = MOUNTED / "millrace"
-NETWORK = "198.18.0."  # RFC 2544: for benchmarks
-STORE = 200
+MOUNT_POINT = Path("/mnt")  # exists on every machine, so that none is created and removed
+DISK = MOUNT_POINT / "millrace"
+NETWORK = "198.18.0."  # addresses for benchmarks, RFC 2544
+STORE_NUMBER = 200  # last byte of the address
 TEMPORARY = Path("/tmp")
 SHARED_MEMORY = Path("/dev/shm")
-TO_FAR, TO_NEAR = "to-far", "to-near"  # the ends of the link between the zones
+TO_FAR, TO_NEAR = "to-far", "to-near"  # ends of the link between the zones
 HEADERS = 66  # bytes of Ethernet, IPv4 and TCP with timestamps
-GOODPUT = 1448 / 1514  # of a link's rate: the rest is TCP's and Ethernet's headers
+GOODPUT = 1448 / 1514  # share of a link's rate without the headers of TCP and Ethernet
 LIMIT = timedelta(hours=1)
-PATIENCE = 20.0  # seconds that a kill may take
+KILL_TIMEOUT = 20.0  # seconds
 GIB = 1 << 30
 
 NEWNS, NEWUTS, NEWIPC, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
 
 
 class RigError(RuntimeError):
-    """The rig cannot be had here, or a command in it failed."""
+    """This machine cannot have a rig, or a command in a rig failed."""
 
 
-def missing() -> str:
-    """Return what stands in a rig's way on this machine, as a sentence; empty if nothing does."""
+def find_obstacle() -> str:
+    """Return a sentence that says why this machine cannot have a rig, or an empty string."""
     if sys.platform != "linux":
         return "The rig is made of Linux namespaces."
     if os.geteuid():
@@ -72,24 +74,24 @@ def missing() -> str:
     return ""
 
 
-class _Inside:
-    """A thread that lives in new namespaces."""
+class _NamespaceThread:
+    """A thread in new namespaces."""
 
     def __init__(self, name: str, namespaces: int) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self.call(_unshare, namespaces)
 
     def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in there: its sockets, files and child processes are the host's."""
+        """Call a function in the thread. Its sockets, files and processes are in the namespaces."""
         return self._pool.submit(function, *args, **kwargs).result()
 
-    def leave(self) -> None:
-        """End the thread, and with it what only it kept."""
+    def stop(self) -> None:
+        """End the thread. Namespaces without another process end with it."""
         self._pool.shutdown()
 
 
 def _unshare(namespaces: int) -> None:
-    # os.unshare is of Python 3.12.
+    # os.unshare needs Python 3.12.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(namespaces):
         fault = os.strerror(ctypes.get_errno())
@@ -97,94 +99,97 @@ def _unshare(namespaces: int) -> None:
 
 
 class Host:
-    """One machine of the rig.
+    """A host of the rig.
 
     Attributes:
-        name: ``n0`` and so on, or ``store``.
-        address: Its IPv4 address.
-        rate_mbit: The rate of its link, each way, in Mbit/s of Ethernet frames.
+        name: Name of the host: ``n0``, ``n1`` and so on, or ``store``.
+        address: IPv4 address.
+        rate_mbit: Rate of the link in each direction, in Mbit/s of Ethernet frames.
     """
 
     def __init__(
         self, name: str, number: int, rate_mbit: float, *, disk_bytes: int, limit: timedelta
     ) -> None:
-        """Make its namespaces, its first process and its disk; `Rig` connects it."""
+        """Create the namespaces, the first process and the disk. `Rig` connects the host."""
         self.name = name
         self.address = f"{NETWORK}{number}"
         self.rate_mbit = rate_mbit
         self._started: list[subprocess.Popen[Any]] = []
-        self._inside = _Inside(name, NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET)
+        self._thread = _NamespaceThread(name, NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET)
         try:
-            self._holder = self.call(self._hold, limit)
+            self._holder = self.call(self._start_holder, limit)
         except BaseException:
-            self._inside.leave()
+            self._thread.stop()
             raise
         try:
-            self.call(self._mount, disk_bytes)
+            self.call(self._mount_disk, disk_bytes)
         except BaseException:
             self.stop()
             raise
 
-    def _hold(self, limit: timedelta) -> subprocess.Popen[bytes]:
+    def _start_holder(self, limit: timedelta) -> subprocess.Popen[bytes]:
         socket.sethostname(self.name)
         command = [sys.executable, "-I", "-S", str(HOLDER), str(limit.total_seconds())]
         pipe = subprocess.PIPE
         holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         assert holder.stdout is not None
-        with holder.stdout as said:
-            said.readline()  # it runs: what it was started from may be covered now
+        with holder.stdout as output:
+            output.readline()  # mounts may hide the files of the holder from now on
         return holder
 
-    def _mount(self, size: int) -> None:
+    def _mount_disk(self, size: int) -> None:
         tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "rig"]
-        _command("mount", "--make-rprivate", "/")
-        _command("mount", "-t", "proc", "proc", "/proc")
-        _command(*tmpfs, str(SHARED_MEMORY))
-        aside = {SHARED_MEMORY / str(n): place for n, place in enumerate(_kept())}
-        for held, place in aside.items():
-            held.mkdir()
-            _command("mount", "--bind", str(place), str(held))
-        _command(*tmpfs, str(MOUNTED))
+        _run_command("mount", "--make-rprivate", "/")
+        _run_command("mount", "-t", "proc", "proc", "/proc")
+        _run_command(*tmpfs, str(SHARED_MEMORY))
+        visible = {
+            SHARED_MEMORY / str(n): folder for n, folder in enumerate(_find_visible_folders())
+        }
+        for kept, folder in visible.items():
+            kept.mkdir()
+            _run_command("mount", "--bind", str(folder), str(kept))
+        _run_command(*tmpfs, str(MOUNT_POINT))
         (DISK / "tmp").mkdir(parents=True)
         (DISK / "tmp").chmod(0o1777)
-        _command("mount", "--bind", str(DISK / "tmp"), str(TEMPORARY))
-        for held, place in aside.items():
-            place.mkdir(parents=True)
-            _command("mount", "--bind", str(held), str(place))
-            _command("umount", str(held))
-            held.rmdir()
+        _run_command("mount", "--bind", str(DISK / "tmp"), str(TEMPORARY))
+        for kept, folder in visible.items():
+            folder.mkdir(parents=True)
+            _run_command("mount", "--bind", str(kept), str(folder))
+            _run_command("umount", str(kept))
+            kept.rmdir()
 
     @property
     def holder(self) -> int:
-        """The process id of its first process, as the machine outside counts."""
+        """Process id of the first process, in the machine's PID namespace."""
         return self._holder.pid
 
     def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in the host: the sockets and files that it opens are the host's.
+        """Call a function in the host. The sockets and files that it opens are those of the host.
 
-        One at a time, and it must not start threads: they could not be born in there.
+        Calls run one at a time. The function must not start threads: these would fail, since a
+        thread cannot enter the PID namespace.
         """
-        return self._inside.call(function, *args, **kwargs)
+        return self._thread.call(function, *args, **kwargs)
 
     def popen(
         self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a process in the host, in the repository's folder and a session of its own.
+        """Start a process in the host, in the folder of the repository and in a new session.
 
         Args:
-            command: The program and its arguments.
-            env: Added to the environment.
-            options: As of `subprocess.Popen`.
+            command: Program and its arguments.
+            env: Additional environment variables.
+            options: Options of `subprocess.Popen`.
         """
-        asked: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "cwd": REPOSITORY,
-            "env": {**_environment(), **(env or {})},
+            "env": {**_make_environment(), **(env or {})},
             "start_new_session": True,
             **options,
         }
-        child = self.call(subprocess.Popen, [str(word) for word in command], **asked)
-        self._started = [one for one in self._started if one.poll() is None]
+        child = self.call(subprocess.Popen, [str(word) for word in command], **settings)
+        self._started = [child for child in self._started if child.poll() is None]
         self._started.append(child)
         return child
 
@@ -193,24 +198,24 @@ class Host:
         command: Sequence[str | Path],
         *,
         timeout: float = 60.0,
-        given: str = "",
+        stdin: str = "",
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Run a command in the host to its end; what it printed.
+        """Run a command in the host, and return its standard output.
 
         Args:
-            command: The program and its arguments.
-            timeout: Seconds after which it is killed.
-            given: What it reads from its standard input.
-            env: Added to the environment.
+            command: Program and its arguments.
+            timeout: Time limit in seconds, after which the command is killed.
+            stdin: Text for the standard input.
+            env: Additional environment variables.
 
         Raises:
-            RigError: It failed, or took too long.
+            RigError: The command failed, or exceeded the time limit.
         """
         pipe = subprocess.PIPE
         with self.popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
             try:
-                out, fault = child.communicate(given, timeout=timeout)
+                out, fault = child.communicate(stdin, timeout=timeout)
             except subprocess.TimeoutExpired:
                 child.kill()
                 raise RigError(f"{command[0]} took more than {timeout} s on {self.name}.") from None
@@ -218,70 +223,71 @@ class Host:
                 child.kill()
                 raise
         if child.returncode:
-            said = fault.strip() or out.strip()
-            raise RigError(f"{command[0]} ended with {child.returncode} on {self.name}: {said}")
+            message = fault.strip() or out.strip()
+            raise RigError(f"{command[0]} ended with {child.returncode} on {self.name}: {message}")
         return out
 
-    def pids(self) -> list[int]:
-        """Its processes but the first and those that have ended, as the machine outside counts."""
-        ours = _namespace(self.holder)
+    def list_pids(self) -> list[int]:
+        """Return the ids of all running processes but the first, in the machine's PID namespace."""
+        own = _read_namespace(self.holder)
         found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return [
             pid
             for pid in found
-            if pid != self.holder and _namespace(pid) == ours and not _ended(pid)
+            if pid != self.holder and _read_namespace(pid) == own and not _has_ended(pid)
         ]
 
     def kill(self) -> None:
-        """SIGKILL all that runs in it. Its disk and its link stay: something may start anew.
+        """Send SIGKILL to all processes of the host, and wait until they end.
 
-        Peers see closed connections. For a machine that vanishes, `unplug` it first.
+        The disk and the link remain, so that new processes can start. Peers see closed connections,
+        unless the host was unplugged before.
 
         Raises:
-            RigError: Something did not go within 20 s.
+            RigError: A process was still running after 20 s.
         """
         self.signal("KILL")
-        until = time.monotonic() + PATIENCE
-        while any(one.poll() is None for one in self._started) or self.pids():
-            if time.monotonic() > until:
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while any(child.poll() is None for child in self._started) or self.list_pids():
+            if time.monotonic() > deadline:
                 raise RigError(f"Something on {self.name} outlives SIGKILL.")
             time.sleep(0.005)
         self._started.clear()
 
     def signal(self, name: str) -> None:
-        """Send a signal to all that runs in it: ``STOP`` freezes the host, ``CONT`` thaws it."""
-        self.call(_command, "sh", "-c", f"kill -{name} -1 2>/dev/null || true")
+        """Send a signal to all processes: ``STOP`` pauses the host, ``CONT`` continues it."""
+        self.call(_run_command, "sh", "-c", f"kill -{name} -1 2>/dev/null || true")
 
     def stop(self) -> None:
-        """Kill what runs in it, and give all that it is made of back."""
+        """Kill all processes, and remove the host."""
         self._holder.kill()
-        for one in self._started:
-            one.wait()  # the first process cannot go before every other has been waited for
+        for child in self._started:
+            child.wait()  # the first process cannot end before all others were waited for
         self._holder.wait()
         assert self._holder.stdin is not None
         self._holder.stdin.close()
-        self._inside.leave()
+        self._thread.stop()
 
 
 class Rig:
-    """Hosts that see each other. Made by `Rig.start`; a context manager that takes it down.
+    """Connected hosts. `Rig.start` creates a rig, and a ``with`` statement stops it at its end.
 
     Attributes:
-        nodes: The hosts ``n0``, ``n1`` and so on; those of the far zone come last.
-        far: The hosts of the far zone.
-        store: The host for the store.
+        nodes: Hosts ``n0``, ``n1`` and so on. Those of the far zone come last.
+        far: Hosts of the far zone.
+        store: Host for the store.
     """
 
     def __init__(
         self,
         nodes: Sequence[Host],
         store: Host,
-        switch: _Inside,
+        switch: _NamespaceThread,
         *,
         far: int = 0,
         link_mbit: float = 0.0,
     ) -> None:
-        """Connect hosts by bridges in ``switch``; `start` makes them."""
+        """Connect the hosts that `start` created, with bridges in the namespace of ``switch``."""
         self.nodes, self.store = tuple(nodes), store
         self.far = self.nodes[len(self.nodes) - far :]
         self._switch, self._stack = switch, ExitStack()
@@ -301,40 +307,40 @@ class Rig:
         disk_bytes: int = GIB,
         limit: timedelta = LIMIT,
     ) -> Self:
-        """Make a rig.
+        """Create a rig.
 
         Args:
-            nodes: How many, besides the store's.
-            rate_mbit: The rate of each node's link, each way, in Mbit/s.
-            store_mbit: The rate of the store's.
-            far: How many of the nodes are in the far zone.
-            link_mbit: The rate of the link that leads there, each way.
-            disk_bytes: The most that a host's disk holds: memory, once it is written.
-            limit: When all hosts are killed, whatever happens.
+            nodes: Number of nodes. The host of the store is added to them.
+            rate_mbit: Rate of each node's link in each direction, in Mbit/s.
+            store_mbit: Rate of the store's link in each direction, in Mbit/s.
+            far: Number of nodes in the far zone.
+            link_mbit: Rate of the link between the zones in each direction, in Mbit/s.
+            disk_bytes: Size of each host's disk in bytes. Written data takes memory.
+            limit: Time limit, after which all hosts are killed.
 
         Raises:
-            RigError: There can be none here; the sentence says why.
+            RigError: This machine cannot have a rig. The message says why.
         """
-        if reason := missing():
+        if reason := find_obstacle():
             raise RigError(reason)
-        with ExitStack() as stack:  # takes down what there is if the rest of it fails
-            switch = _Inside("switch", NEWNET)
-            stack.callback(switch.leave)
+        with ExitStack() as stack:  # stops the created hosts after an error
+            switch = _NamespaceThread("switch", NEWNET)
+            stack.callback(switch.stop)
 
-            def host(name: str, number: int, rate: float) -> Host:
-                made = Host(name, number, rate, disk_bytes=disk_bytes, limit=limit)
-                stack.callback(made.stop)
-                return made
+            def make_host(name: str, number: int, rate: float) -> Host:
+                host = Host(name, number, rate, disk_bytes=disk_bytes, limit=limit)
+                stack.callback(host.stop)
+                return host
 
-            made = [host(f"n{i}", i + 1, rate_mbit) for i in range(nodes)]
-            store = host("store", STORE, store_mbit)
-            rig = cls(made, store, switch, far=far, link_mbit=link_mbit)
+            hosts = [make_host(f"n{i}", i + 1, rate_mbit) for i in range(nodes)]
+            store = make_host("store", STORE_NUMBER, store_mbit)
+            rig = cls(hosts, store, switch, far=far, link_mbit=link_mbit)
             rig._stack = stack.pop_all()
         return rig
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """All of them: the nodes, and the store."""
+        """All nodes, and the host of the store."""
         return (*self.nodes, self.store)
 
     def _connect(self) -> None:
@@ -342,45 +348,50 @@ class Rig:
         for host in self.hosts:
             lines.append(f"link add {host.name} type veth peer name eth0 netns {host.holder}")
             lines.append(f"link set {host.name} master bridge up")
-        self._switch.call(_batch, "ip", lines)
+        self._switch.call(_run_batch, "ip", lines)
         for host in self.hosts:
-            up = ["link set lo up", f"addr add {host.address}/24 dev eth0", "link set eth0 up"]
-            host.call(_batch, "ip", up)
+            own = ["link set lo up", f"addr add {host.address}/24 dev eth0", "link set eth0 up"]
+            host.call(_run_batch, "ip", own)
             self.shape(host, host.rate_mbit)
 
     def shape(self, host: Host, rate_mbit: float) -> None:
-        """Give a host's link another rate, both ways."""
+        """Change the rate of a host's link in both directions."""
         host.rate_mbit = rate_mbit
         for call, device in ((host.call, "eth0"), (self._switch.call, host.name)):
-            # The burst takes a whole segment of TCP offload (64 KiB), else each is cut up here.
+            # A burst smaller than a segment of TCP offload (64 KiB) would split each segment.
             tbf = f"tbf rate {rate_mbit}mbit burst 128kb latency 20ms"
-            call(_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
+            call(_run_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
 
     def _connect_far(self, mbit: float) -> None:
         lines = ["link add far type bridge", "link set far up"]
         lines.append(f"link add {TO_FAR} type veth peer name {TO_NEAR}")
         lines += [f"link set {TO_FAR} master bridge up", f"link set {TO_NEAR} master far up"]
         lines += [f"link set {host.name} master far" for host in self.far]
-        self._switch.call(_batch, "ip", lines)
+        self._switch.call(_run_batch, "ip", lines)
         tbf = f"tbf rate {mbit}mbit burst 128kb latency 50ms"
         for device in (TO_FAR, TO_NEAR):
-            self._switch.call(_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
+            self._switch.call(_run_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
 
-    def crossed(self) -> tuple[int, int]:
-        """Payload that has crossed the link, in bytes of TCP: to the far zone, and back."""
-        there, back = (self._switch.call(_payload, device) for device in (TO_FAR, TO_NEAR))
-        return there, back
+    def read_link_bytes(self) -> tuple[int, int]:
+        """Return the bytes of TCP payload that the link between the zones has sent.
+
+        The first number is for the direction to the far zone, the second one for the other.
+        """
+        sent, returned = (
+            self._switch.call(_read_payload_size, device) for device in (TO_FAR, TO_NEAR)
+        )
+        return sent, returned
 
     def unplug(self, host: Host) -> None:
-        """Pull a host's cable: its peers hear nothing more, not even a closed connection."""
-        self._switch.call(_batch, "ip", [f"link set {host.name} down"])
+        """Disconnect a host. Its peers receive nothing, and do not see closed connections."""
+        self._switch.call(_run_batch, "ip", [f"link set {host.name} down"])
 
     def plug(self, host: Host) -> None:
-        """Put the cable back."""
-        self._switch.call(_batch, "ip", [f"link set {host.name} up"])
+        """Connect a host that was disconnected."""
+        self._switch.call(_run_batch, "ip", [f"link set {host.name} up"])
 
     def stop(self) -> None:
-        """Take the rig down."""
+        """Stop all hosts."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -395,54 +406,56 @@ class Rig:
         self.stop()
 
 
-def _kept() -> list[Path]:
-    """Return the folders that hosts must see though they have their own: our code, our Python."""
-    ours = (REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
+def _find_visible_folders() -> list[Path]:
+    """Return the folders of the code and of Python that the mounts of a host would hide."""
+    needed = (REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
     hidden = {
-        place
-        for place in ours
-        if any(place.is_relative_to(folder) for folder in (MOUNTED, TEMPORARY, SHARED_MEMORY))
+        folder
+        for folder in needed
+        if any(folder.is_relative_to(mount) for mount in (MOUNT_POINT, TEMPORARY, SHARED_MEMORY))
     }
-    return [place for place in hidden if hidden.isdisjoint(place.parents)]
+    return [folder for folder in hidden if hidden.isdisjoint(folder.parents)]
 
 
-def _environment() -> dict[str, str]:
-    """Ours, less what leads out of the rig."""
+def _make_environment() -> dict[str, str]:
+    """Return the environment of this process without its proxies."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     return {**kept, "TMPDIR": str(TEMPORARY)}
 
 
-def _namespace(pid: int) -> str:
+def _read_namespace(pid: int) -> str:
+    """Return the identity of a process's PID namespace, or an empty string if it has ended."""
     with contextlib.suppress(OSError):
         return str(Path(f"/proc/{pid}/ns/pid").readlink())
     return ""
 
 
-def _ended(pid: int) -> bool:
-    """Tell whether all that is left of a process is its exit code, or nothing."""
+def _has_ended(pid: int) -> bool:
+    """Decide whether a process has ended. Its parent may not have waited for it yet."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         state, threads = fields[0], int(fields[17])
-        return state in "ZX" and threads <= 1  # the first thread ends before the others
+        return state in "ZX" and threads <= 1  # the first thread may end before the others
     return True
 
 
-def _payload(device: str) -> int:
-    """Bytes that a queue has sent, without the headers of its packets."""
+def _read_payload_size(device: str) -> int:
+    """Return the number of bytes that a queue has sent, without the headers of its packets."""
     command = ["tc", "-s", "-j", "qdisc", "show", "dev", device, "root"]
     (queue,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return queue["bytes"] - HEADERS * queue["packets"]
 
 
-def _command(*words: str) -> None:
-    _fed(words, "")
+def _run_command(*words: str) -> None:
+    _run_with_input(words, "")
 
 
-def _batch(tool: str, lines: Sequence[str]) -> None:
-    _fed([tool, "-batch", "-"], "".join(f"{line}\n" for line in lines))
+def _run_batch(tool: str, lines: Sequence[str]) -> None:
+    _run_with_input([tool, "-batch", "-"], "".join(f"{line}\n" for line in lines))
 
 
-def _fed(words: Sequence[str], text: str) -> None:
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RigError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+def _run_with_input(words: Sequence[str], text: str) -> None:
+    completed = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        fault = completed.stderr.strip() or completed.returncode
+        raise RigError(f"{' '.join(words)}: {fault}")

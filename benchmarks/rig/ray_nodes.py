@@ -1,7 +1,8 @@
-"""A Ray cluster over the nodes of a rig: the head on the first, a Ray node on each further one.
+"""A Ray cluster on the nodes of a rig, with its head on the first node.
 
-The dashboard, the metrics, the log monitor and the autoscaler are off, as far as Ray lets them be;
-its folders are on the hosts' own disks. Requests must carry a token made for this cluster.
+The dashboard, the metrics, the log monitor and the autoscaler are off, as far as Ray has settings
+for that. Ray's folders are on the disks of the hosts. Each cluster has its own token, which
+requests need.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from benchmarks.common import tree
+from benchmarks.common import walk_process_tree
 from benchmarks.rig.hosts import DISK, Host, Rig
 
 PORT = 6379
-FOLDER = DISK / "ray"  # short: the path of a UNIX socket has at most 107 bytes
+FOLDER = DISK / "ray"  # the path of a UNIX socket has at most 107 bytes
 START_TIMEOUT = 120.0  # seconds
 MIB = 1 << 20
 QUIET = {
@@ -34,16 +35,16 @@ QUIET = {
 
 
 class RayNodes:
-    """A running cluster. Made by `RayNodes.start`; a context manager that stops it.
+    """A running cluster. `RayNodes.start` starts it, and a ``with`` statement stops it at its end.
 
     Attributes:
-        hosts: Where it runs, the head's first.
-        address: For ``ray.init``, in one of them.
-        environment: What a process in one of them needs in order to be let in.
+        hosts: Hosts of the cluster, with the head's host first.
+        address: Address for ``ray.init`` in a process of one of the hosts.
+        environment: Environment variables for such a process, with the cluster's token.
     """
 
     def __init__(self, hosts: Sequence[Host], environment: dict[str, str]) -> None:
-        """Describe a cluster that runs already; `start` runs it."""
+        """Describe a cluster that `start` has started."""
         self.hosts = tuple(hosts)
         self.address = f"{hosts[0].address}:{PORT}"
         self.environment = environment
@@ -58,14 +59,15 @@ class RayNodes:
         cpus: int = 1,
         object_store: int = 80 * MIB,
     ) -> Self:
-        """Start a cluster; all nodes are alive when this returns.
+        """Start a cluster, and wait until all nodes have joined it.
 
         Args:
-            rig: Whose nodes.
-            python: An interpreter that has Ray; None: this one.
-            head_cpus: Of the head's node; 0: tasks that ask for one go elsewhere.
-            cpus: Of each further node.
-            object_store: Bytes of each node's object store. Ray has no smaller one than 75 MiB.
+            rig: Rig of the nodes.
+            python: Python interpreter with Ray. None stands for this interpreter.
+            head_cpus: Number of CPUs of the head's node. With 0, tasks that need a CPU run on the
+                other nodes.
+            cpus: Number of CPUs of each other node.
+            object_store: Size of each node's object store in bytes. Ray requires 75 MiB.
 
         Raises:
             RigError: A node did not start.
@@ -77,14 +79,14 @@ class RayNodes:
         ray += ["--object-store-memory", str(object_store)]
 
         def start(host: Host, cpus: int, *more: str) -> None:
-            where = [f"--node-ip-address={host.address}", f"--num-cpus={cpus}"]
-            host.run([*ray, *where, *more], env=environment, timeout=START_TIMEOUT)
+            node = [f"--node-ip-address={host.address}", f"--num-cpus={cpus}"]
+            host.run([*ray, *node, *more], env=environment, timeout=START_TIMEOUT)
 
         head, *others = rig.nodes
         with contextlib.ExitStack() as stack:
             stack.callback(nodes.stop)
-            alone = ["--include-dashboard=false", "--no-monitor"]
-            start(head, head_cpus, "--head", f"--port={PORT}", *alone)
+            minimal = ["--include-dashboard=false", "--no-monitor"]
+            start(head, head_cpus, "--head", f"--port={PORT}", *minimal)
             with ThreadPoolExecutor(len(others) or 1) as pool:
                 join = f"--address={nodes.address}"
                 list(pool.map(lambda host: start(host, cpus, join), others))
@@ -92,33 +94,34 @@ class RayNodes:
         return nodes
 
     def __enter__(self) -> Self:
-        """Nothing: it runs already."""
+        """Return the cluster, which is already running."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
+        """Stop the cluster."""
         self.stop()
 
     def stop(self) -> None:
-        """Kill its processes, and those of others that were started with its environment."""
+        """Kill the processes of the cluster, and all others with its environment."""
         token = f"RAY_AUTH_TOKEN={self.environment['RAY_AUTH_TOKEN']}".encode()
         for host in self.hosts:
             killed: set[int] = set()
             while True:
-                # All are found before the first is killed: one that is ending has no environment.
-                # Some of Ray's write their titles over it, so their parents are to tell of them.
-                told = [pid for pid in host.pids() if token in _environment(pid)]
-                found = {pid for parent in told for pid in tree(parent)}
+                # All processes are found before the first kill, since the environment of an ending
+                # process is empty. Some processes of Ray overwrite their environment with a title,
+                # so they are found as descendants of others.
+                parents = [pid for pid in host.list_pids() if token in _read_environment(pid)]
+                found = {pid for parent in parents for pid in walk_process_tree(parent)}
                 for pid in found:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 killed |= found
-                if killed.isdisjoint(host.pids()):
+                if killed.isdisjoint(host.list_pids()):
                     break
                 time.sleep(0.005)
 
 
-def _environment(pid: int) -> list[bytes]:
+def _read_environment(pid: int) -> list[bytes]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []

@@ -1,16 +1,17 @@
-"""A lean S3 server that counts what it sends and does faults on demand.
+"""A fast S3 server for tests and benchmarks, which counts its responses and injects faults.
 
-It is there to be outrun by nothing: bodies go from the page cache to the socket by ``sendfile``.
-It serves one bucket over plain HTTP: GetObject with Range and If-Match, HeadObject, ListObjectsV2,
-PutObject (small ones: the body is read whole), DeleteObject. Requests must be signed, in the header
-or in the query (presigned): the signature is checked, and its time.
+It sends bodies with ``sendfile``, so that the server is not the bottleneck of a benchmark. It
+serves one bucket over HTTP: GetObject with Range and If-Match, HeadObject, ListObjectsV2, PutObject
+(which reads the whole body into memory) and DeleteObject. Requests must be signed, in a header or
+in the query (presigned). The server checks the signature and its time.
 
-What it counts: requests by operation, and of each object the GetObject requests and the bytes of
-body that were handed to the socket. (Of a body that a client broke off, the socket may have taken
-more than the client.) `FaultKind` says what may go wrong.
+It counts the requests of each operation. For each object, it counts the GetObject requests and the
+bytes of bodies that were passed to the socket. If a client closes its connection early, this can be
+more than the client received. `FaultKind` lists the faults.
 
-``python -m benchmarks.rig.store --folder FOLDER`` runs one. `Store` starts one, and speaks to it by
-paths of its own (``/_counts``) that are neither signed nor counted.
+``python -m benchmarks.rig.store --folder FOLDER`` runs a server. `Store` starts a server, and
+controls it with requests to other paths, such as ``/_counts``. Such requests are neither signed nor
+counted.
 """
 
 import argparse
@@ -39,12 +40,17 @@ __all__ = ["Counts", "Fault", "FaultKind", "Head", "ObjectCounts", "Store"]
 BUCKET = "rig"
 REGION = "us-east-1"
 SECRET = "RIG_STORE_SECRET"
-PATIENCE = 30.0  # seconds that it may take to answer us
+RESPONSE_TIMEOUT = 30.0  # seconds, of a control request
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCounts:
-    """Requests for one object: GetObject requests, and bytes of body."""
+    """Counts of one object.
+
+    Attributes:
+        gets: Number of GetObject requests.
+        bytes: Number of bytes of bodies that were sent.
+    """
 
     gets: int
     bytes: int
@@ -52,7 +58,12 @@ class ObjectCounts:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Description of an object: bytes, and the ETag (the MD5, in quotes)."""
+    """Description of an object.
+
+    Attributes:
+        size: Size in bytes.
+        etag: ETag: the MD5 in double quotes.
+    """
 
     size: int
     etag: str
@@ -60,14 +71,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a store since it was reset.
+    """Counts of a store since its last reset.
 
     Attributes:
-        requests: By operation, ``GetObject``; those that were refused too.
-        bytes: Of bodies of objects, that were sent.
-        objects: By key.
-        fired: Faults that were done, by kind.
-        pending: Faults that still wait for their request.
+        requests: Number of requests by operation, such as ``GetObject``. Refused ones count too.
+        bytes: Number of bytes of objects' bodies that were sent.
+        objects: Counts of each object by its key.
+        fired: Number of injected faults by kind.
+        pending: Number of faults that no request has met yet.
     """
 
     requests: dict[str, int]
@@ -78,18 +89,18 @@ class Counts:
 
 
 class Store:
-    """A running store. Made by `Store.start`; a context manager that stops it.
+    """A running store. `Store.start` starts it, and a ``with`` statement stops it at its end.
 
     Attributes:
-        endpoint: ``http://ADDRESS:PORT``.
-        bucket: The one bucket.
-        key: What to sign with.
+        endpoint: Endpoint URL: ``http://ADDRESS:PORT``.
+        bucket: Name of the bucket.
+        key: Access key for the signatures.
     """
 
     def __init__(
         self, process: subprocess.Popen[Any], address: str, port: int, key: Key, host: Host | None
     ) -> None:
-        """Describe a store that runs already; `start` runs it."""
+        """Describe a store that `start` has started."""
         self.endpoint = f"http://{address}:{port}"
         self.bucket = BUCKET
         self.key = key
@@ -97,18 +108,18 @@ class Store:
 
     @classmethod
     def start(cls, folder: Path, host: Host | None = None) -> Self:
-        """Start a store; it serves when this returns.
+        """Start a store, and wait until it accepts requests.
 
         Args:
-            folder: Its files are objects, and further objects go there; of the host, if there is
-                one. Made if missing.
-            host: Where it runs; None: on the loopback of this machine.
+            folder: Folder of the objects, on the disk of the host. Its files become objects. It is
+                created if it does not exist.
+            host: Host of the server. None stands for the loopback interface of this machine.
         """
         key = Key("RIG", secrets.token_hex(16))
         address = "127.0.0.1" if host is None else host.address
         command = [sys.executable, "-m", "benchmarks.rig.store"]
         command += ["--folder", str(folder), "--address", address]
-        # It ends with its standard input, should we be killed.
+        # The server ends with its standard input, so also if this process is killed.
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         secret = {SECRET: key.secret_access_key}
         if host is None:
@@ -124,23 +135,23 @@ class Store:
         return cls(process, address, json.loads(line)["port"], key, host)
 
     def __enter__(self) -> Self:
-        """Nothing: it runs already."""
+        """Return the store, which is already running."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
+        """Stop the store."""
         self.stop()
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments of `obstore.store.S3Store` for a client that can reach the store."""
+    def make_config(self) -> dict[str, Any]:
+        """Return the arguments of `obstore.store.S3Store` for a client of the store."""
         return {
             "bucket": self.bucket,
             "endpoint": self.endpoint,
@@ -151,65 +162,67 @@ class Store:
             "client_options": {"allow_http": True},
         }
 
-    def client(self, **options: Any) -> S3Store:
-        """Return a client, for where the store can be reached: not from outside of a rig."""
-        return S3Store(**self.config(), **options)
+    def make_client(self, **options: Any) -> S3Store:
+        """Return a client. It cannot reach the store of a rig from outside of the rig."""
+        return S3Store(**self.make_config(), **options)
 
     def generate(self, key: str, size: int, seed: int = 0) -> Head:
-        """Make or replace an object of ``size`` random bytes; not counted."""
+        """Create or replace an object of ``size`` random bytes, without counting a request."""
         body = json.dumps({"key": key, "size": size, "seed": seed})
-        return Head(**self._ask("POST", "/_generate", body.encode()))
+        return Head(**self._control("POST", "/_generate", body.encode()))
 
     def put(self, key: str, body: bytes) -> Head:
-        """Make or replace an object; not counted."""
-        return Head(**self._ask("PUT", f"/_object?{urlencode({'key': key})}", body))
+        """Create or replace an object, without counting a request."""
+        return Head(**self._control("PUT", f"/_object?{urlencode({'key': key})}", body))
 
     def head(self, key: str) -> Head:
-        """Describe an object; not counted."""
-        return Head(**self._ask("GET", f"/_object?{urlencode({'key': key})}"))
+        """Return the size and the ETag of an object, without counting a request."""
+        return Head(**self._control("GET", f"/_object?{urlencode({'key': key})}"))
 
-    def order(self, fault: Fault) -> None:
-        """Let the next requests that it fits meet a fault."""
-        self._ask("POST", "/_faults", json.dumps(asdict(fault)).encode())
+    def inject_fault(self, fault: Fault) -> None:
+        """Inject a fault into the next requests that match it."""
+        self._control("POST", "/_faults", json.dumps(asdict(fault)).encode())
 
-    def counts(self) -> Counts:
+    def read_counts(self) -> Counts:
         """Return the counts since the last `reset`."""
-        found = self._ask("GET", "/_counts")
+        found = self._control("GET", "/_counts")
         objects = {key: ObjectCounts(**value) for key, value in found["objects"].items()}
         return Counts(**{**found, "objects": objects})
 
     def reset(self) -> None:
-        """No faults, counts of zero; bodies that are stalled go on."""
-        self._ask("POST", "/_reset")
+        """Remove all faults, set all counts to zero, and continue stalled bodies."""
+        self._control("POST", "/_reset")
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> Any:
+    def _control(self, method: str, path: str, body: bytes = b"") -> Any:
         if self._host is None:
-            return _ask(self._address, self._port, method, path, body)
-        return self._host.call(_ask, self._address, self._port, method, path, body)
+            return _send_request(self._address, self._port, method, path, body)
+        return self._host.call(_send_request, self._address, self._port, method, path, body)
 
 
-def _ask(address: str, port: int, method: str, path: str, body: bytes) -> Any:
-    connection = http.client.HTTPConnection(address, port, timeout=PATIENCE)
+def _send_request(address: str, port: int, method: str, path: str, body: bytes) -> Any:
+    connection = http.client.HTTPConnection(address, port, timeout=RESPONSE_TIMEOUT)
     try:
         connection.request(method, path, body)
-        answer = connection.getresponse()
-        said = answer.read()
+        response = connection.getresponse()
+        content = response.read()
     finally:
         connection.close()
-    if answer.status != http.client.OK:
-        raise RuntimeError(f"The store says {answer.status} to {method} {path}: {said.decode()}")
-    return json.loads(said)
+    if response.status != http.client.OK:
+        raise RuntimeError(
+            f"The store responded with {response.status} to {method} {path}: {content.decode()}"
+        )
+    return json.loads(content)
 
 
 def main() -> None:
     """Serve until the standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rig.store", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the objects")
-    parser.add_argument("--address", default="127.0.0.1", help="where to listen")
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the objects")
+    parser.add_argument("--address", default="127.0.0.1", help="address to listen on")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     key = Key("RIG", os.environ.pop(SECRET))
-    server = Server(asked.address, asked.folder, BUCKET, key)
+    server = Server(options.address, options.folder, BUCKET, key)
     print(json.dumps({"port": server.server_port}), flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.buffer.read()

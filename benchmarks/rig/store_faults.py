@@ -1,4 +1,4 @@
-"""Faults that the rig's store does on demand: which request meets one, and how many were done."""
+"""Faults of the rig's store: which requests they affect, and how many were injected."""
 
 import random
 import threading
@@ -11,33 +11,33 @@ class FaultKind(StrEnum):
     """Fault of one request."""
 
     FLIP = "flip"
-    """One bit of the body is another: of the byte at ``offset``, else of the one in its middle."""
+    """One bit of the body is inverted, in the byte at ``offset`` or else in the middle byte."""
     TRUNCATE = "truncate"
-    """The connection is closed at ``offset``, else when half of the body is sent."""
+    """The connection is closed at ``offset``, or else after half of the body."""
     STALL = "stall"
-    """No byte for ``seconds`` at ``offset``, else when half of the body is sent; then the rest."""
+    """The body pauses for ``seconds`` at ``offset``, or else after its half, and then continues."""
     DENY = "deny"
-    """403 AccessDenied."""
+    """The response is 403 AccessDenied."""
     ERROR = "error"
-    """500 InternalError."""
+    """The response is 500 InternalError."""
 
 
-BODY = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE, FaultKind.STALL})
+BODY_FAULTS = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE, FaultKind.STALL})
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One order for faults.
+    """Fault of the requests that match its attributes.
 
     Attributes:
-        kind: What goes wrong.
-        operation: In S3's words. The kinds that befall a body want GetObject; empty: any.
-        key: Of the object (of a listing, its prefix) that it happens to; empty: any.
-        offset: Only requests whose range covers this byte of the object meet it.
-        times: How many meet it; None: no end.
-        share: Of the requests that could, seeded: 1 is every one.
-        seed: For the share.
-        seconds: How long a stall lasts.
+        kind: Kind of the fault.
+        operation: S3 operation. An empty string matches all. Faults of a body require GetObject.
+        key: Key of the object, or prefix of a listing. An empty string matches all.
+        offset: Byte of the object that must be in the range of the request.
+        times: Number of requests that meet the fault. None stands for all.
+        share: Fraction of the matching requests that meet the fault, chosen at random.
+        seed: Seed of the random choice.
+        seconds: Duration of a stall in seconds.
     """
 
     kind: FaultKind
@@ -50,71 +50,80 @@ class Fault:
     seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what can befall no request."""
-        if self.kind in BODY and self.operation != "GetObject":
-            raise ValueError(f"{self.kind} befalls the body of a GetObject.")
+        """Reject a combination that matches no request."""
+        if self.kind in BODY_FAULTS and self.operation != "GetObject":
+            raise ValueError(f"{self.kind} is a fault of the body of a GetObject.")
 
-    def place(self, start: int, end: int) -> int:
-        """Return the offset of the fault, when the bytes from ``start`` to ``end`` are sent."""
+    def compute_offset(self, start: int, end: int) -> int:
+        """Return the offset of the fault in a response with the bytes from ``start`` to ``end``."""
         return (start + end) // 2 if self.offset is None else self.offset
 
 
 @dataclass(slots=True)
-class _Order:
+class _PendingFault:
     fault: Fault
-    left: float
-    dice: random.Random
+    remaining: float
+    generator: random.Random
 
 
 @dataclass(slots=True)
 class Faults:
-    """Chooses faults for requests; used by many threads."""
+    """Faults for the requests of many threads.
+
+    Attributes:
+        fired: Number of injected faults by kind.
+    """
 
     fired: Counter[str] = field(default_factory=Counter)
-    _orders: list[_Order] = field(default_factory=list)
+    _pending: list[_PendingFault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def order(self, fault: Fault) -> None:
-        """Let the next requests that it fits meet a fault."""
-        left = float("inf") if fault.times is None else fault.times
+    def add(self, fault: Fault) -> None:
+        """Add a fault for the next requests that match it."""
+        remaining = float("inf") if fault.times is None else fault.times
         with self._lock:
-            self._orders.append(_Order(fault, left, random.Random(fault.seed)))
+            self._pending.append(_PendingFault(fault, remaining, random.Random(fault.seed)))
 
     def choose(self, operation: str, key: str, start: int = 0, end: int = 0) -> Fault | None:
         """Choose the fault for a request.
 
-        Of a GetObject, one for the bytes from ``start`` to ``end``.
+        It is counted before it is injected, so that no client sees a fault before its count. The
+        caller calls `restore` if it could not inject the fault.
 
-        It counts as done from now on, so that no client sees one before it is counted. Whoever
-        could not do it calls `give_back`.
+        Args:
+            operation: S3 operation.
+            key: Key of the object, or prefix of a listing.
+            start: First byte of the range of a GetObject.
+            end: End of the range, exclusive.
         """
         with self._lock:
-            for order in self._orders:
-                fault = order.fault
-                fits = fault.operation in ("", operation) and fault.key in ("", key)
+            for pending in self._pending:
+                fault = pending.fault
+                matches = fault.operation in ("", operation) and fault.key in ("", key)
                 covers = fault.offset is None or start <= fault.offset < end
-                covers &= fault.kind not in BODY or start < end
-                if order.left > 0 and fits and covers and order.dice.random() < fault.share:
-                    order.left -= 1
+                covers &= fault.kind not in BODY_FAULTS or start < end
+                available = pending.remaining > 0 and matches and covers
+                if available and pending.generator.random() < fault.share:
+                    pending.remaining -= 1
                     self.fired[fault.kind] += 1
                     return fault
         return None
 
-    def give_back(self, fault: Fault) -> None:
-        """Another request shall meet it: the client was gone before."""
+    def restore(self, fault: Fault) -> None:
+        """Keep a fault for another request, because the client was disconnected before it."""
         with self._lock:
-            for order in self._orders:  # none, if they were cleared meanwhile
-                if order.fault is fault:
-                    order.left += 1
+            for pending in self._pending:  # empty if the faults were cleared meanwhile
+                if pending.fault is fault:
+                    pending.remaining += 1
                     self.fired[fault.kind] -= 1
 
-    def pending(self) -> int:
-        """Count the limited faults that wait for their request."""
+    def count_pending(self) -> int:
+        """Return how many requests are still to meet faults with a limited number of requests."""
         with self._lock:
-            return int(sum(o.left for o in self._orders if o.fault.times is not None))
+            return int(sum(p.remaining for p in self._pending if p.fault.times is not None))
 
     def clear(self) -> None:
-        """No orders, and counts of zero."""
+        """Remove all faults, and set the counts to zero."""
         with self._lock:
             self.fired.clear()
-            self._orders.clear()
+            self._pending.clear()

@@ -1,4 +1,4 @@
-"""The objects of the rig's store: files in a folder, each with its key, size and ETag."""
+"""Objects of the rig's store: files in a folder, each with its key, size and ETag."""
 
 import hashlib
 import os
@@ -15,15 +15,15 @@ BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One object as it is now.
+class StoredObject:
+    """One version of an object.
 
     Attributes:
-        path: Where its bytes are. They do not change: who replaces an object writes another file.
-        size: Bytes.
-        etag: The MD5 of the bytes, in quotes, as S3's.
-        modified: When it was stored.
-        sha256: In base64, if it was uploaded with it.
+        path: Path of the file. Its content does not change: a new version has another file.
+        size: Size in bytes.
+        etag: ETag as in S3: the MD5 in double quotes.
+        modified: Time at which the version was stored.
+        sha256: SHA-256 in base64 from the upload, or an empty string.
     """
 
     path: Path
@@ -38,64 +38,64 @@ class Page:
     """A page of a listing.
 
     Attributes:
-        objects: The objects on it, by key.
-        prefixes: The common prefixes on it.
-        after: What the next page begins behind; empty on the last.
+        objects: Keys of the page with their objects.
+        prefixes: Common prefixes of the page.
+        after: Key or prefix after which the next page begins. Empty on the last page.
     """
 
-    objects: list[tuple[str, Stored]]
+    objects: list[tuple[str, StoredObject]]
     prefixes: list[str]
     after: str
 
 
 class Objects:
-    """Objects of the store; used by many threads.
+    """Objects of the store, for many threads.
 
     Args:
-        folder: The files that are in it are objects, their paths the keys. Further ones go there.
+        folder: Folder of the objects. Its files become objects with their paths as keys.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = count()
         self._lock = threading.Lock()
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredObject] = {}
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:
                     etag = hashlib.file_digest(file, "md5").hexdigest()
                 self._add(path.relative_to(folder).as_posix(), path, etag)
 
-    def get(self, key: str) -> Stored | None:
-        """Return an object; None if there is none."""
+    def get(self, key: str) -> StoredObject | None:
+        """Return an object, or None if it does not exist."""
         return self._stored.get(key)
 
-    def generate(self, key: str, size: int, seed: int) -> Stored:
-        """Make an object of ``size`` random bytes, the same for the same seed."""
-        dice = random.Random(seed)
-        blocks = (dice.randbytes(min(BLOCK, size - at)) for at in range(0, size, BLOCK))
+    def generate(self, key: str, size: int, seed: int) -> StoredObject:
+        """Create or replace an object of ``size`` random bytes from a seed."""
+        generator = random.Random(seed)
+        blocks = (generator.randbytes(min(BLOCK, size - at)) for at in range(0, size, BLOCK))
         return self.put(key, blocks)
 
-    def put(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> Stored:
-        """Make or replace an object."""
-        stored = self._written(key, blocks, sha256, absent=False)
+    def put(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> StoredObject:
+        """Create or replace an object."""
+        stored = self._write(key, blocks, sha256, absent=False)
         assert stored is not None
         return stored
 
-    def create(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> Stored | None:
-        """Make an object; None if there is one."""
-        return self._written(key, blocks, sha256, absent=True)
+    def create(self, key: str, blocks: Iterable[bytes], sha256: str = "") -> StoredObject | None:
+        """Create an object, or return None if it exists."""
+        return self._write(key, blocks, sha256, absent=True)
 
     def delete(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Delete an object if it exists."""
         with self._lock:
             before = self._stored.pop(key, None)
         if before is not None:
             before.path.unlink()
 
-    def _written(
+    def _write(
         self, key: str, blocks: Iterable[bytes], sha256: str, *, absent: bool
-    ) -> Stored | None:
+    ) -> StoredObject | None:
         with self._lock:
             path = self._folder / f".{next(self._numbers)}"
         md5 = hashlib.md5()
@@ -107,9 +107,9 @@ class Objects:
 
     def _add(
         self, key: str, path: Path, digest: str, sha256: str = "", *, absent: bool = False
-    ) -> Stored | None:
-        now = datetime.now(UTC).replace(microsecond=0)  # HTTP and S3's listing agree on seconds
-        stored = Stored(path, path.stat().st_size, f'"{digest}"', now, sha256)
+    ) -> StoredObject | None:
+        now = datetime.now(UTC).replace(microsecond=0)  # HTTP headers have whole seconds
+        stored = StoredObject(path, path.stat().st_size, f'"{digest}"', now, sha256)
         with self._lock:
             before = self._stored.get(key)
             if before is None or not absent:
@@ -119,16 +119,23 @@ class Objects:
             path.unlink()
             return None
         if before is not None and before.path.name.startswith("."):
-            before.path.unlink()  # who reads it has it open
+            before.path.unlink()  # a reader has it open
         return stored
 
-    def page(self, prefix: str, delimiter: str, after: str, most: int) -> Page:
-        """Return a page of the objects under a prefix, those behind ``after``, ``most`` at most."""
-        objects: list[tuple[str, Stored]] = []
+    def list_page(self, prefix: str, delimiter: str, after: str, limit: int) -> Page:
+        """Return a page of a listing.
+
+        Args:
+            prefix: Prefix of the keys.
+            delimiter: Delimiter of the common prefixes. An empty string stands for none.
+            after: Key or common prefix after which the page begins.
+            limit: Largest number of keys and common prefixes.
+        """
+        objects: list[tuple[str, StoredObject]] = []
         prefixes: list[str] = []
         last = ""
-        for name, stored in self._names(prefix, delimiter, after):
-            if len(objects) + len(prefixes) == most:
+        for name, stored in self._iterate_names(prefix, delimiter, after):
+            if len(objects) + len(prefixes) == limit:
                 return Page(objects, prefixes, last)
             last = name
             if stored is None:
@@ -137,13 +144,13 @@ class Objects:
                 objects.append((name, stored))
         return Page(objects, prefixes, "")
 
-    def _names(
+    def _iterate_names(
         self, prefix: str, delimiter: str, after: str
-    ) -> Iterator[tuple[str, Stored | None]]:
-        """Yield the keys, and in the place of those that share one, each common prefix once."""
+    ) -> Iterator[tuple[str, StoredObject | None]]:
+        """Yield the keys with their objects, and each common prefix once, with None."""
         with self._lock:
             stored = dict(self._stored)
-        keys, said = sorted(stored), ""
+        keys, last = sorted(stored), ""
         for key in keys[bisect_right(keys, after) :]:
             if not key.startswith(prefix):
                 continue
@@ -152,15 +159,15 @@ class Objects:
                 yield key, stored[key]
                 continue
             common = f"{prefix}{head}{delimiter}"
-            if common not in (said, after) and not after.startswith(common):
-                said = common
+            if common not in (last, after) and not after.startswith(common):
+                last = common
                 yield common, None
 
 
-def opened(stored: Stored) -> int:
-    """Return a descriptor of an object's bytes.
+def open_object(stored: StoredObject) -> int:
+    """Open the file of an object, and return its descriptor.
 
     Raises:
-        FileNotFoundError: It was replaced just now.
+        FileNotFoundError: The object was replaced or deleted.
     """
     return os.open(stored.path, os.O_RDONLY)

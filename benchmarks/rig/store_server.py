@@ -1,4 +1,4 @@
-"""The process of the rig's store. Run by `benchmarks.rig.store`; see there for what it promises."""
+"""The HTTP server of the rig's store. `benchmarks.rig.store` runs it, and describes its API."""
 
 import base64
 import contextlib
@@ -23,33 +23,38 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote
 from xml.sax.saxutils import escape
 
-from benchmarks.rig.store_faults import BODY, Fault, FaultKind, Faults
-from benchmarks.rig.store_objects import Objects, Stored, opened
+from benchmarks.rig.store_faults import BODY_FAULTS, Fault, FaultKind, Faults
+from benchmarks.rig.store_objects import Objects, StoredObject, open_object
 from millrace.testing import sigv4
 from millrace.testing.key import Key
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
-A_SEND = 1 << 20  # bytes: often enough for counts that are read meanwhile
-SEND_TIMEOUT = 120  # seconds in which a client takes nothing
+SEND_BYTES = 1 << 20  # per call of sendfile, so that the counts are updated often
+SEND_TIMEOUT = 120  # seconds without progress
 SKEW = timedelta(minutes=15)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 @lru_cache(maxsize=64)
-def moment(stamp: str) -> datetime:
-    """Return the time at which a request was signed."""
+def parse_timestamp(stamp: str) -> datetime:
+    """Parse the time of a signature."""
     return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
 
 
 @lru_cache(maxsize=64)
-def http_date(seconds: int) -> str:
-    """Return a time as HTTP writes it."""
+def format_http_date(seconds: int) -> str:
+    """Format a time for an HTTP header."""
     return formatdate(seconds, usegmt=True)
 
 
 class RefusedError(Exception):
-    """Answer that refuses a request."""
+    """A request was refused.
+
+    Attributes:
+        status: HTTP status of the response.
+        code: Code of S3's error response.
+    """
 
     def __init__(self, status: int, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -57,33 +62,40 @@ class RefusedError(Exception):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counts of requests and of sent bytes; used by many threads."""
+class Counters:
+    """Counters of requests and of sent bytes, for many threads.
+
+    Attributes:
+        requests: Number of requests by operation.
+        gets: Number of GetObject requests by key.
+        sent: Number of sent bytes of bodies by key.
+        lock: Lock of the counters.
+    """
 
     requests: Counter[str] = field(default_factory=Counter)
     gets: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def asked(self, operation: str, key: str) -> None:
+    def add_request(self, operation: str, key: str) -> None:
         """Count a request."""
         with self.lock:
             self.requests[operation] += 1
             self.gets[key] += operation == "GetObject"
 
-    def add(self, key: str, size: int) -> None:
+    def add_bytes(self, key: str, size: int) -> None:
         """Count bytes of an object's body."""
         with self.lock:
             self.sent[key] += size
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Set all counters to zero."""
         with self.lock:
             for counter in (self.requests, self.gets, self.sent):
                 counter.clear()
 
-    def shown(self) -> dict[str, Any]:
-        """As JSON."""
+    def make_json(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
         with self.lock:
             objects = {
                 key: {"gets": self.gets[key], "bytes": self.sent[key]}
@@ -97,13 +109,13 @@ class Counts:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one bucket.
+    """HTTP server of one bucket.
 
     Args:
-        address: Where to listen.
-        folder: Of the objects.
-        bucket: Its name.
-        key: What requests must be signed with.
+        address: Address to listen on.
+        folder: Folder of the objects.
+        bucket: Name of the bucket.
+        key: Access key of the signatures.
     """
 
     daemon_threads = True
@@ -113,18 +125,24 @@ class Server(ThreadingHTTPServer):
         super().__init__((address, 0), Handler)
         self.bucket, self.key = bucket, key
         self.objects = Objects(folder)
-        self.counts, self.faults = Counts(), Faults()
-        self.release = threading.Event()  # ends the stalls of before a reset
+        self.counters, self.faults = Counters(), Faults()
+        self.release = threading.Event()  # ends the stalls at a reset
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that is gone; of all else, what the base class says."""
+        """Ignore errors of closed connections, and report all others."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError | BlockingIOError):
             super().handle_error(request, client_address)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, taken apart."""
+class ParsedRequest:
+    """Parsed S3 request.
+
+    Attributes:
+        operation: S3 operation, or ``Unknown``.
+        key: Key of the object, or an empty string.
+        query: Parameters of the query.
+    """
 
     operation: str
     key: str
@@ -132,7 +150,7 @@ class Asked:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection of a client's."""
+    """Handler of one connection."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -144,52 +162,53 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def do_GET(self) -> None:
-        self._guarded(self._control if self.path.startswith("/_") else self._s3)
+        self._respond(self._handle_control if self.path.startswith("/_") else self._handle_s3)
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
     def date_time_string(self, timestamp: float | None = None) -> str:
-        """Return the same text for all requests of one second."""
-        return http_date(int(time.time() if timestamp is None else timestamp))
+        """Return the text for the Date header, which is cached for one second."""
+        return format_http_date(int(time.time() if timestamp is None else timestamp))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing: requests are counted."""
+        """Log nothing."""
 
-    def _guarded(self, answer: Callable[[], None]) -> None:
+    def _respond(self, handle: Callable[[], None]) -> None:
+        """Handle a request, and send the response of an error."""
         self._unread = int(self.headers.get("Content-Length", 0))
         try:
-            answer()
+            handle()
         except RefusedError as refused:
-            # Its status says what it is; a body that was not taken would be read as a request.
+            # The unread body would be parsed as the next request.
             self.close_connection |= bool(self._unread)
             text = f"<Error><Code>{refused.code}</Code><Message>{escape(str(refused))}</Message>"
-            self._say(refused.status, f"{text}</Error>".encode(), "application/xml")
+            self._send_response(refused.status, f"{text}</Error>".encode(), "application/xml")
 
     # S3
 
-    def _s3(self) -> None:
+    def _handle_s3(self) -> None:
         path, _, query = self.path.partition("?")
-        asked = self._taken_apart(path, dict(parse_qsl(query, keep_blank_values=True)))
-        self.server.counts.asked(asked.operation, asked.key)
-        self._judge(path, query)
-        match asked.operation:
+        request = self._parse_request(path, dict(parse_qsl(query, keep_blank_values=True)))
+        self.server.counters.add_request(request.operation, request.key)
+        self._check_signature(path, query)
+        match request.operation:
             case "GetObject" | "HeadObject":
-                self._get(asked)
+                self._send_object(request)
             case "ListObjectsV2":
-                self._maybe_refuse(asked.operation, asked.query.get("prefix", ""))
-                self._list(asked.query)
+                self._apply_fault(request.operation, request.query.get("prefix", ""))
+                self._send_listing(request.query)
             case "PutObject":
-                self._maybe_refuse(asked.operation, asked.key)
-                self._put(asked.key)
+                self._apply_fault(request.operation, request.key)
+                self._store_object(request.key)
             case "DeleteObject":
-                self.server.objects.delete(asked.key)
-                self._say(204, b"", "application/xml")
+                self.server.objects.delete(request.key)
+                self._send_response(204, b"", "application/xml")
             case "DeleteObjects":
                 raise RefusedError(405, "MethodNotAllowed", "Delete one object at a time.")
             case _:
                 raise RefusedError(501, "NotImplemented")
 
-    def _taken_apart(self, path: str, query: Mapping[str, str]) -> Asked:
+    def _parse_request(self, path: str, query: Mapping[str, str]) -> ParsedRequest:
         bucket, _, key = unquote(path.removeprefix("/")).partition("/")
         if bucket != self.server.bucket:
             raise RefusedError(404, "NoSuchBucket")
@@ -197,19 +216,19 @@ class Handler(BaseHTTPRequestHandler):
             listed = self.command == "GET" and query.get("list-type") == "2"
             several = self.command == "POST" and "delete" in query
             operation = "DeleteObjects" if several else "ListObjectsV2" if listed else "Unknown"
-            return Asked(operation, "", query)
-        named = {
+            return ParsedRequest(operation, "", query)
+        operations = {
             "GET": "GetObject",
             "HEAD": "HeadObject",
             "PUT": "PutObject",
             "DELETE": "DeleteObject",
         }
         plain = not {"uploads", "uploadId", "partNumber", "acl", "tagging"} & query.keys()
-        operation = named.get(self.command, "Unknown") if plain else "Unknown"
-        return Asked(operation, key, query)
+        operation = operations.get(self.command, "Unknown") if plain else "Unknown"
+        return ParsedRequest(operation, key, query)
 
-    def _judge(self, path: str, query: str) -> None:
-        """Check the signature, and its time."""
+    def _check_signature(self, path: str, query: str) -> None:
+        """Check the signature and its time."""
         headers = cast("Mapping[str, str]", self.headers)
         try:
             signature = sigv4.find_signature(headers, query)
@@ -219,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "AccessDenied", "The request is not signed.")
         if signature.access_key_id != self.server.key.access_key_id:
             raise RefusedError(403, "InvalidAccessKeyId")
-        due = sigv4.compute(
+        expected = sigv4.compute(
             self.server.key.secret_access_key,
             method=self.command,
             path=path,
@@ -227,33 +246,34 @@ class Handler(BaseHTTPRequestHandler):
             headers=headers,
             signature=signature,
         )
-        if due != signature.value:
+        if expected != signature.value:
             raise RefusedError(403, "SignatureDoesNotMatch")
         fields = dict(parse_qsl(query)) if signature.presigned else {}
         stamp = fields.get("X-Amz-Date") or headers.get("x-amz-date", "")
-        signed = moment(stamp)
-        lasts = timedelta(seconds=int(fields.get("X-Amz-Expires", SKEW.total_seconds())))
-        if not signed - SKEW <= datetime.now(UTC) <= signed + lasts:
+        signed = parse_timestamp(stamp)
+        lifetime = timedelta(seconds=int(fields.get("X-Amz-Expires", SKEW.total_seconds())))
+        if not signed - SKEW <= datetime.now(UTC) <= signed + lifetime:
             raise RefusedError(403, "AccessDenied", "Request has expired.")
 
-    def _maybe_refuse(self, operation: str, key: str) -> None:
+    def _apply_fault(self, operation: str, key: str) -> None:
+        """Refuse a request without a body in its response if a fault was chosen for it."""
         fault = self.server.faults.choose(operation, key)
         if fault is not None:
-            self._refuse(fault)
+            self._raise_fault(fault)
 
-    def _refuse(self, fault: Fault) -> None:
+    def _raise_fault(self, fault: Fault) -> None:
         if fault.kind is FaultKind.DENY:
             raise RefusedError(403, "AccessDenied", "This is an injected fault.")
         raise RefusedError(500, "InternalError", "This is an injected fault.")
 
-    def _get(self, asked: Asked) -> None:
-        stored, file = self._opened(asked.key)
+    def _send_object(self, request: ParsedRequest) -> None:
+        stored, file = self._open_object(request.key)
         try:
-            self._check(stored)
-            start, end, part = self._range(stored)
-            fault = self.server.faults.choose(asked.operation, asked.key, start, end)
-            if fault is not None and fault.kind not in BODY:
-                self._refuse(fault)
+            self._check_etag(stored)
+            start, end, part = self._parse_range(stored)
+            fault = self.server.faults.choose(request.operation, request.key, start, end)
+            if fault is not None and fault.kind not in BODY_FAULTS:
+                self._raise_fault(fault)
             self.send_response(206 if part else 200)
             if part:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{stored.size}")
@@ -263,28 +283,30 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("ETag", stored.etag)
             if stored.sha256 and self.headers.get("x-amz-checksum-mode") == "ENABLED":
                 self.send_header("x-amz-checksum-sha256", stored.sha256)
-            self.send_header("Last-Modified", http_date(int(stored.modified.timestamp())))
+            self.send_header("Last-Modified", format_http_date(int(stored.modified.timestamp())))
             self.end_headers()
-            if asked.operation == "GetObject":
-                self._send(_Body(self, asked.key, file, start, end), fault)
+            if request.operation == "GetObject":
+                self._send_body(_BodySender(self, request.key, file, start, end), fault)
         finally:
             os.close(file)
 
-    def _opened(self, key: str) -> tuple[Stored, int]:
+    def _open_object(self, key: str) -> tuple[StoredObject, int]:
         while (stored := self.server.objects.get(key)) is not None:
-            with contextlib.suppress(FileNotFoundError):  # replaced just now
-                return stored, opened(stored)
+            with contextlib.suppress(FileNotFoundError):  # replaced by another request
+                return stored, open_object(stored)
         raise RefusedError(404, "NoSuchKey")
 
-    def _check(self, stored: Stored) -> None:
+    def _check_etag(self, stored: StoredObject) -> None:
         wanted = self.headers.get("If-Match", "*")
         if wanted != "*" and stored.etag not in [one.strip() for one in wanted.split(",")]:
             raise RefusedError(412, "PreconditionFailed")
 
-    def _range(self, stored: Stored) -> tuple[int, int, bool]:
-        """Return the first byte that is asked for, the one after the last, and if it is a range."""
+    def _parse_range(self, stored: StoredObject) -> tuple[int, int, bool]:
+        """Return the first byte, the end, and whether the request has a range."""
         match = RANGE.fullmatch(self.headers.get("Range", ""))
-        if match is None or not any(match.groups()):  # none, or several: as S3, the whole
+        if match is None or not any(
+            match.groups()
+        ):  # no range or several ones: S3 returns the whole object
             return 0, stored.size, False
         first, last = match.groups()
         if not first:
@@ -295,20 +317,20 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(416, "InvalidRange")
         return start, end, True
 
-    def _send(self, body: "_Body", fault: Fault | None) -> None:
+    def _send_body(self, body: "_BodySender", fault: Fault | None) -> None:
         if fault is None:
             body.send(body.end)
             return
         try:
-            body.send(fault.place(body.start, body.end))
-            self._befall(fault, body)
+            body.send(fault.compute_offset(body.start, body.end))
+            self._inject_fault(fault, body)
         except BaseException:
-            self.server.faults.give_back(fault)
+            self.server.faults.restore(fault)
             raise
         if not self.close_connection:
             body.send(body.end)
 
-    def _befall(self, fault: Fault, body: "_Body") -> None:
+    def _inject_fault(self, fault: Fault, body: "_BodySender") -> None:
         match fault.kind:
             case FaultKind.FLIP:
                 body.send_flipped()
@@ -317,27 +339,27 @@ class Handler(BaseHTTPRequestHandler):
             case _:
                 self.server.release.wait(fault.seconds)
 
-    def _list(self, query: Mapping[str, str]) -> None:
-        most = min(int(query.get("max-keys", 1000)), 1000)
+    def _send_listing(self, query: Mapping[str, str]) -> None:
+        limit = min(int(query.get("max-keys", 1000)), 1000)
         after = query.get("continuation-token") or query.get("start-after", "")
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        page = self.server.objects.page(prefix, delimiter, after, most)
+        page = self.server.objects.list_page(prefix, delimiter, after, limit)
         encoded = query.get("encoding-type") == "url"
         rows = [
             ("Name", self.server.bucket),
             ("Prefix", quote(prefix) if encoded else prefix),
             ("KeyCount", str(len(page.objects) + len(page.prefixes))),
-            ("MaxKeys", str(most)),
+            ("MaxKeys", str(limit)),
             ("IsTruncated", "true" if page.after else "false"),
         ]
         if encoded:
             rows.append(("EncodingType", "url"))
         if page.after:
             rows.append(("NextContinuationToken", page.after))
-        text = "".join(_element(name, value) for name, value in rows)
+        text = "".join(_format_element(name, value) for name, value in rows)
         for key, stored in page.objects:
             text += "<Contents>" + "".join(
-                _element(name, value)
+                _format_element(name, value)
                 for name, value in (
                     ("Key", quote(key) if encoded else key),
                     ("LastModified", f"{stored.modified:%Y-%m-%dT%H:%M:%S.000Z}"),
@@ -348,24 +370,24 @@ class Handler(BaseHTTPRequestHandler):
             )
             text += "</Contents>"
         for name in page.prefixes:
-            shown = _element("Prefix", quote(name) if encoded else name)
+            shown = _format_element("Prefix", quote(name) if encoded else name)
             text += f"<CommonPrefixes>{shown}</CommonPrefixes>"
-        whole = f'<ListBucketResult xmlns="{NAMESPACE}">{text}</ListBucketResult>'
-        self._say(200, whole.encode(), "application/xml")
+        document = f'<ListBucketResult xmlns="{NAMESPACE}">{text}</ListBucketResult>'
+        self._send_response(200, document.encode(), "application/xml")
 
-    def _put(self, key: str) -> None:
+    def _store_object(self, key: str) -> None:
         claimed = self.headers.get("x-amz-content-sha256", "")
         if claimed.startswith("STREAMING"):
             raise RefusedError(501, "NotImplemented", "Bodies in signed chunks are not read.")
-        body = self._body()
+        body = self._read_body()
         if SHA256.fullmatch(claimed) and hashlib.sha256(body).hexdigest() != claimed:
             raise RefusedError(400, "XAmzContentSHA256Mismatch")
-        kept = self.headers.get("x-amz-checksum-sha256", "")
-        if kept and base64.b64encode(hashlib.sha256(body).digest()).decode() != kept:
+        checksum = self.headers.get("x-amz-checksum-sha256", "")
+        if checksum and base64.b64encode(hashlib.sha256(body).digest()).decode() != checksum:
             raise RefusedError(400, "BadDigest")
         absent = self.headers.get("If-None-Match") == "*"
         objects = self.server.objects
-        stored = (objects.create if absent else objects.put)(key, [body], kept)
+        stored = (objects.create if absent else objects.put)(key, [body], checksum)
         if stored is None:
             raise RefusedError(412, "PreconditionFailed")
         self.send_response(200)
@@ -373,50 +395,50 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    # Control
+    # Control requests
 
-    def _control(self) -> None:
+    def _handle_control(self) -> None:
         path, _, query = self.path.partition("?")
-        server, body = self.server, self._body()
+        server, body = self.server, self._read_body()
         match self.command, path:
             case "GET", "/_counts":
-                fired, pending = dict(server.faults.fired), server.faults.pending()
-                self._json({**server.counts.shown(), "fired": fired, "pending": pending})
+                fired, pending = dict(server.faults.fired), server.faults.count_pending()
+                self._send_json({**server.counters.make_json(), "fired": fired, "pending": pending})
             case "POST", "/_faults":
-                asked = json.loads(body)
-                server.faults.order(Fault(**{**asked, "kind": FaultKind(asked["kind"])}))
-                self._json({})
+                fault = json.loads(body)
+                server.faults.add(Fault(**{**fault, "kind": FaultKind(fault["kind"])}))
+                self._send_json({})
             case "POST", "/_generate":
-                self._head(server.objects.generate(**json.loads(body)))
+                self._send_head(server.objects.generate(**json.loads(body)))
             case "PUT", "/_object":
-                self._head(server.objects.put(dict(parse_qsl(query))["key"], [body]))
+                self._send_head(server.objects.put(dict(parse_qsl(query))["key"], [body]))
             case "GET", "/_object":
-                self._head(server.objects.get(dict(parse_qsl(query))["key"]))
+                self._send_head(server.objects.get(dict(parse_qsl(query))["key"]))
             case "POST", "/_reset":
-                server.counts.clear()
+                server.counters.clear()
                 server.faults.clear()
                 server.release.set()
                 server.release = threading.Event()
-                self._json({})
+                self._send_json({})
             case _:
                 raise RefusedError(404, "NoSuchControl")
 
-    def _head(self, stored: Stored | None) -> None:
+    def _send_head(self, stored: StoredObject | None) -> None:
         if stored is None:
             raise RefusedError(404, "NoSuchKey")
-        self._json({"size": stored.size, "etag": stored.etag})
+        self._send_json({"size": stored.size, "etag": stored.etag})
 
-    def _json(self, value: Any) -> None:
-        self._say(200, json.dumps(value).encode(), "application/json")
+    def _send_json(self, value: Any) -> None:
+        self._send_response(200, json.dumps(value).encode(), "application/json")
 
-    def _body(self) -> bytes:
+    def _read_body(self) -> bytes:
         body = self.rfile.read(self._unread)
         if len(body) < self._unread:
             raise ConnectionAbortedError("The client closed while it was sending.")
         self._unread = 0
         return body
 
-    def _say(self, status: int, body: bytes, kind: str) -> None:
+    def _send_response(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -427,8 +449,13 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-class _Body:
-    """The bytes of an object from ``start`` to ``end``, on their way; counted as they go."""
+class _BodySender:
+    """Sender of the bytes of an object from ``start`` to ``end``, which counts them.
+
+    Attributes:
+        start: Offset of the first byte.
+        end: Offset after the last byte.
+    """
 
     def __init__(self, handler: Handler, key: str, file: int, start: int, end: int) -> None:
         self.start, self.end = start, end
@@ -436,29 +463,29 @@ class _Body:
         self._handler, self._key, self._file = handler, key, file
 
     def send(self, until: int) -> None:
-        """Send what comes before ``until``."""
+        """Send the bytes before the offset ``until``."""
         out = self._handler.connection.fileno()
         while self._at < until:
-            size, sent = min(A_SEND, until - self._at), 0
-            self._add(size)  # before: no client has what is not counted
+            size, sent = min(SEND_BYTES, until - self._at), 0
+            self._count(size)  # before sendfile, so that no client has bytes that are not counted
             try:
                 sent = os.sendfile(out, self._file, self._at, size)
             finally:
-                self._add(sent - size)
+                self._count(sent - size)
             if not sent:
                 raise ConnectionAbortedError("The file is shorter than it was.")
             self._at += sent
 
     def send_flipped(self) -> None:
-        """Send the next byte with its lowest bit turned."""
+        """Send the next byte with its lowest bit inverted."""
         byte = os.pread(self._file, 1, self._at)
-        self._add(1)
+        self._count(1)
         self._at += 1
         self._handler.connection.sendall(bytes([byte[0] ^ 1]))
 
-    def _add(self, size: int) -> None:
-        self._handler.server.counts.add(self._key, size)
+    def _count(self, size: int) -> None:
+        self._handler.server.counters.add_bytes(self._key, size)
 
 
-def _element(name: str, value: str) -> str:
+def _format_element(name: str, value: str) -> str:
     return f"<{name}>{escape(value)}</{name}>"

@@ -56,7 +56,7 @@ class PeakMemory:
                 carriers = [
                     pid
                     for host in self._rig.nodes
-                    for pid in host.pids()
+                    for pid in host.list_pids()
                     if self._carries(_command(pid))
                 ]
             looks += 1

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show
+from benchmarks.common import print_table
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.ray_nodes import RayNodes
 from benchmarks.rig.store import Store
@@ -50,7 +50,7 @@ class Figures:
     @classmethod
     def of(cls, times: Times, memory: PeakMemory, store: Store) -> "Figures":
         """Gather them."""
-        counts = store.counts()
+        counts = store.read_counts()
         gets = sum(one.gets for one in counts.objects.values())
         return cls(times.transfer, times.startup, memory.peak, counts.bytes, gets)
 
@@ -99,7 +99,7 @@ def _md5(path: Path) -> str:
 
 
 def _naive(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
-    order = Order(store.config(), list(keys), str(destination), "", {})
+    order = Order(store.make_config(), list(keys), str(destination), "", {})
     command = [sys.executable, "-m", "benchmarks.swarm_peers.naive"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with ExitStack() as stack, PeakMemory(rig, any_process) as memory:
@@ -136,14 +136,14 @@ def _heard(process: subprocess.Popen[str]) -> str:
 def _ray(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
     room = 80 * MIB + sum(store.head(key).size for key in keys) * 5 // 4
     with RayNodes.start(rig, object_store=room) as ray:
-        order = Order(store.config(), list(keys), str(destination), ray.address, {})
+        order = Order(store.make_config(), list(keys), str(destination), ray.address, {})
         return _driven(rig, store, ray, Path(sys.executable), "ray_put", order)
 
 
 def _millrace(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
     asked = list(keys) if len(keys) == 1 else []  # many by their prefix, as a person would
     with RayNodes.start(rig) as ray:
-        order = Order(store.config(), asked, str(destination), ray.address, {})
+        order = Order(store.make_config(), asked, str(destination), ray.address, {})
         return _driven(rig, store, ray, Path(sys.executable), "ours", order)
 
 
@@ -152,7 +152,7 @@ def _xenna(
 ) -> Figures:
     python = xenna_python()
     with RayNodes.start(rig, python=python) as ray:
-        order = Order(store.config(), list(keys), str(destination), ray.address, options)
+        order = Order(store.make_config(), list(keys), str(destination), ray.address, options)
         return _driven(rig, store, ray, python, "xenna", order)
 
 
@@ -162,7 +162,7 @@ def _driven(
     """Run a script that drives actors, on the head's node."""
     command = [python, "-m", f"benchmarks.swarm_peers.{script}"]
     with PeakMemory(rig, of_ray) as memory:
-        said = rig.nodes[0].run(command, given=order.said(), env=ray.environment, timeout=TIMEOUT)
+        said = rig.nodes[0].run(command, stdin=order.said(), env=ray.environment, timeout=TIMEOUT)
     return Figures.of(heard(said.splitlines()[-1]), memory, store)
 
 
@@ -217,7 +217,7 @@ def main() -> None:
             ]
         )
     header = ["", "seconds", "x floor", "startup s", "peak RSS MB", "x store bytes", "GETs"]
-    show(header, lines)
+    print_table(header, lines)
     if asked.json is not None:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n")
 

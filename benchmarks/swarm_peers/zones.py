@@ -76,21 +76,21 @@ def run_zones(
             assert agent.stdout is not None
             if not agent.stdout.readline():
                 raise RigError(f"The agent of {node.name} did not start.")
-        before = sum(rig.crossed()) if rig.far else 0
+        before = sum(rig.read_link_bytes()) if rig.far else 0
         nodes = {
             host.name: [host.address, "far" if host in rig.far else "near"] for host in rig.nodes
         }
         options = {"nodes": nodes, "encrypted": encrypted}
-        order = Order(store.config(), list(keys), str(destination), "", options)
+        order = Order(store.make_config(), list(keys), str(destination), "", options)
         spent = sum(_cpu_seconds(agent.pid) for agent in agents)
         command = [sys.executable, "-m", "benchmarks.swarm_peers.zones"]
-        said = rig.nodes[0].run(command, given=order.said(), env=secret, timeout=TIMEOUT)
-        after = sum(rig.crossed()) if rig.far else 0
+        said = rig.nodes[0].run(command, stdin=order.said(), env=secret, timeout=TIMEOUT)
+        after = sum(rig.read_link_bytes()) if rig.far else 0
         spent = sum(_cpu_seconds(agent.pid) for agent in agents) - spent
     seconds = json.loads(said.splitlines()[-1])
     return Warmed(
         tuple(seconds[host.name] for host in rig.nodes),
-        store.counts().bytes,
+        store.read_counts().bytes,
         after - before,
         spent,
     )

@@ -155,7 +155,7 @@ class Swarm:
         return all(host.call(_sha256, self.root / "object") == due for host in hosts)
 
     def compute_store_ratio(self) -> float:
-        return self.store.counts().bytes / SIZE
+        return self.store.read_counts().bytes / SIZE
 
 
 def _newest(folder: Path) -> str:
@@ -217,9 +217,9 @@ def store_fault(fault: Fault, *, digest: bool = False) -> Callable[[Swarm], tupl
     def run(swarm: Swarm) -> tuple[bool, str]:
         with swarm.start_afresh():
             known = swarm.compute_sha256() if digest else None
-            swarm.store.order(fault)
+            swarm.store.inject_fault(fault)
             out = swarm.run(sha256=known)
-            fired = swarm.store.counts().fired.get(fault.kind, 0)
+            fired = swarm.store.read_counts().fired.get(fault.kind, 0)
             good = swarm.is_whole(swarm.hosts) and fired > 0
             good &= not digest or "file.mismatch" in out.names
             return (

@@ -75,6 +75,6 @@ def test_it_stops_at_once_with_its_drivers_and_nothing_else(rig, cluster):
     ) as driver:
         driver.stdout.readline()
         cluster.stop()
-    assert rig.nodes[0].pids() == [bystander.pid]
-    assert rig.nodes[1].pids() == []
+    assert rig.nodes[0].list_pids() == [bystander.pid]
+    assert rig.nodes[1].list_pids() == []
     rig.nodes[0].kill()

@@ -43,7 +43,7 @@ with Rig.start(nodes=1) as rig:
     host = rig.nodes[0]
     host.popen(["sleep", "300"])
     host.popen(["sh", "-c", "setsid sleep 300 & exit"]).wait()
-    print(host.holder, *host.pids(), flush=True)
+    print(host.holder, *host.list_pids(), flush=True)
     time.sleep(300)
 """
 
@@ -109,13 +109,13 @@ def test_a_far_zone_is_reached_over_one_link_that_is_counted():
         near, *far = rig.nodes
         assert rig.far == tuple(far)
         assert rate(*far) > 0.5 * MB_A_SECOND
-        assert sum(rig.crossed()) < MIB / 10
+        assert sum(rig.read_link_bytes()) < MIB / 10
         assert rate(rig.store, far[0], size=2 * MIB) < MB_A_SECOND / 2
-        there, back = rig.crossed()
+        there, back = rig.read_link_bytes()
         assert 2 * MIB <= there < 2.2 * MIB
         assert back < MIB / 10
         assert rate(far[1], near, size=2 * MIB) < MB_A_SECOND / 2
-        assert 2 * MIB <= rig.crossed()[1] < 2.2 * MIB
+        assert 2 * MIB <= rig.read_link_bytes()[1] < 2.2 * MIB
 
 
 def test_the_same_path_is_another_disk_on_every_host(rig):
@@ -159,8 +159,8 @@ def test_killing_a_host_ends_all_that_runs_in_it_and_nothing_else(rig):
     bystander = other.popen(["sleep", "60"])
     child = one.popen(["sleep", "60"])
     one.popen(["sh", "-c", "setsid sleep 60 & exit"]).wait()
-    assert len(one.pids()) == 2
-    pids = one.pids()
+    assert len(one.list_pids()) == 2
+    pids = one.list_pids()
     one.kill()
     assert child.returncode == -signal.SIGKILL
     assert gone(pids)
@@ -199,7 +199,7 @@ def test_a_command_that_fails_or_takes_too_long_says_so(rig):
         rig.nodes[0].run(["sh", "-c", "echo so it is >&2; exit 3"])
     with pytest.raises(RigError, match=r"sleep took more than 0\.2 s on n0"):
         rig.nodes[0].run(["sleep", "60"], timeout=0.2)
-    assert rig.nodes[0].pids() == []
+    assert rig.nodes[0].list_pids() == []
 
 
 def test_a_store_in_a_host_is_reached_by_the_others_and_counts(rig):
@@ -207,9 +207,9 @@ def test_a_store_in_a_host_is_reached_by_the_others_and_counts(rig):
         store.generate("a", MIB)
         code = "import json,sys,obstore;from obstore.store import S3Store;"
         code += "print(len(obstore.get(S3Store(**json.loads(sys.argv[1])),'a').bytes()))"
-        read = [sys.executable, "-c", code, json.dumps(store.config())]
+        read = [sys.executable, "-c", code, json.dumps(store.make_config())]
         assert rig.nodes[0].run(read) == f"{MIB}\n"
-        assert store.counts().bytes == MIB
+        assert store.read_counts().bytes == MIB
 
 
 def test_after_the_block_all_is_gone_even_if_it_raised():
@@ -219,7 +219,7 @@ def test_after_the_block_all_is_gone_even_if_it_raised():
         for host in rig.hosts:
             host.popen(["sleep", "60"])
             host.popen(["sh", "-c", "setsid sleep 60 & exit"]).wait()
-            pids += [host.holder, *host.pids()]
+            pids += [host.holder, *host.list_pids()]
         assert len(pids) == 9
         raise ZeroDivisionError
     assert gone(pids)

@@ -131,7 +131,7 @@ def warm(rig: Rig, store: Store, code: str) -> list[dict[str, Any]]:
         },
     }
     command = [sys.executable, "-c", f"{code}{DRIVER}"]
-    said = rig.nodes[0].run(command, given=json.dumps(settings) + "\n", timeout=300)
+    said = rig.nodes[0].run(command, stdin=json.dumps(settings) + "\n", timeout=300)
     return [json.loads(line) for line in said.splitlines()]
 
 

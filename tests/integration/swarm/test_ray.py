@@ -69,7 +69,7 @@ def test_every_living_node_is_warmed_also_a_head_without_cpus(ray_cluster, store
     report = warm(ray_cluster, store, f"${DISK}/first")
     assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
     assert [read_files(disk / "first") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
-    assert store.counts().bytes == len(body)
+    assert store.read_counts().bytes == len(body)
 
 
 def test_a_node_that_died_before_and_is_still_listed_is_left_out(ray_cluster, store):
@@ -101,7 +101,7 @@ def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
     assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
     assert len({node["name"] for node in report["nodes"]}) == 3, report
     assert [read_files(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
-    assert store.counts().bytes == len(body)
+    assert store.read_counts().bytes == len(body)
 
 
 def test_nodes_of_one_name_that_cannot_start_are_all_named(ray_cluster, store):

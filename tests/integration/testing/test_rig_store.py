@@ -51,7 +51,7 @@ def whole(client: S3Store, store: Store) -> bytes:
 
 
 def patient(store: Store, retries: int) -> S3Store:
-    return store.client(
+    return store.make_client(
         retry_config={"max_retries": retries, "backoff": {"init_backoff": timedelta(seconds=0.01)}}
     )
 
@@ -98,8 +98,8 @@ def test_head_tells_the_size_and_the_etag_and_sends_no_body(client, store, whole
     found = obstore.head(client, "a")
     assert found["size"] == SIZE
     assert found["e_tag"] == f'"{hashlib.md5(whole).hexdigest()}"'
-    assert store.counts().requests == {"HeadObject": 1}
-    assert store.counts().bytes == 0
+    assert store.read_counts().requests == {"HeadObject": 1}
+    assert store.read_counts().bytes == 0
 
 
 def test_a_read_of_what_was_replaced_is_refused(client, store):
@@ -113,7 +113,7 @@ def test_a_read_of_what_was_replaced_is_refused(client, store):
 
 
 def test_what_is_being_sent_when_it_is_replaced_is_sent_to_its_end(client, store, whole):
-    store.order(Fault(FaultKind.STALL, seconds=0.5))
+    store.inject_fault(Fault(FaultKind.STALL, seconds=0.5))
     arriving = obstore.get(client, "a")
     store.put("a", bytes(SIZE))
     assert bytes(arriving.bytes()) == whole
@@ -122,7 +122,7 @@ def test_what_is_being_sent_when_it_is_replaced_is_sent_to_its_end(client, store
 def test_what_is_not_there_is_not_found(client, store):
     with pytest.raises(FileNotFoundError):
         obstore.get(client, "nothing")
-    assert store.counts().objects == {"nothing": ObjectCounts(gets=1, bytes=0)}
+    assert store.read_counts().objects == {"nothing": ObjectCounts(gets=1, bytes=0)}
 
 
 def test_listings_come_in_pages_with_prefixes_and_odd_names(client, store):
@@ -131,7 +131,7 @@ def test_listings_come_in_pages_with_prefixes_and_odd_names(client, store):
         store.put(name, b"1")
     listed = [item["path"] for page in obstore.list(client, "pages") for item in page]
     assert listed == names
-    assert store.counts().requests == {"ListObjectsV2": 2}
+    assert store.read_counts().requests == {"ListObjectsV2": 2}
     found = obstore.list_with_delimiter(client, "pages/")
     assert found["common_prefixes"] == ["pages/x", "pages/y z&+"]
     assert [item["path"] for item in obstore.list_with_delimiter(client, "there")["objects"]] == [
@@ -169,7 +169,7 @@ def test_only_the_key_opens_it(store):
     for key in (Key(store.key.access_key_id, "wrong"), Key("wrong", store.key.secret_access_key)):
         with pytest.raises(ClientError, match=r"403|SignatureDoesNotMatch|InvalidAccessKeyId"):
             connect(store.endpoint, key).get_object(Bucket=store.bucket, Key="a")
-    assert store.counts().bytes == 0
+    assert store.read_counts().bytes == 0
 
 
 def test_create_if_absent_creates_once(client):
@@ -203,12 +203,12 @@ def test_bytes_and_requests_are_counted_by_object_and_forgotten_on_reset(client,
     obstore.get_range(client, "a", start=0, length=MIB)
     obstore.get_range(client, "a", start=MIB, length=10)
     obstore.get(client, "b").bytes()
-    counts = store.counts()
+    counts = store.read_counts()
     assert counts.requests == {"GetObject": 3}
     assert counts.bytes == MIB + 1010
     assert counts.objects == {"a": ObjectCounts(2, MIB + 10), "b": ObjectCounts(1, 1000)}
     store.reset()
-    assert store.counts().objects == {}
+    assert store.read_counts().objects == {}
 
 
 # Its faults
@@ -216,49 +216,49 @@ def test_bytes_and_requests_are_counted_by_object_and_forgotten_on_reset(client,
 
 def test_one_bit_is_flipped_in_the_next_bodies_that_cover_the_offset(client, store, whole):
     place = MIB + 7
-    store.order(Fault(FaultKind.FLIP, key="a", offset=place, times=2))
+    store.inject_fault(Fault(FaultKind.FLIP, key="a", offset=place, times=2))
     store.put("b", bytes(2 * MIB))
     assert bytes(obstore.get(client, "b").bytes()) == bytes(2 * MIB)
     assert bytes(obstore.get_range(client, "a", start=0, end=place)) == whole[:place]
-    assert store.counts().pending == 2
+    assert store.read_counts().pending == 2
     flipped = bytes([whole[place] ^ 1])
     assert bytes(obstore.get_range(client, "a", start=place, length=2)) == (
         flipped + whole[place + 1 :][:1]
     )
     found = bytes(obstore.get(client, "a").bytes())
     assert found == whole[:place] + flipped + whole[place + 1 :]
-    assert store.counts().fired == {"flip": 2}
-    assert store.counts().pending == 0
+    assert store.read_counts().fired == {"flip": 2}
+    assert store.read_counts().pending == 0
     assert bytes(obstore.get(client, "a").bytes()) == whole
 
 
 def test_a_body_is_cut_off_and_no_more_of_it_is_counted(client, store, whole):
-    store.order(Fault(FaultKind.TRUNCATE, offset=1000))
+    store.inject_fault(Fault(FaultKind.TRUNCATE, offset=1000))
     url = obstore.sign(client, "GET", "a", timedelta(minutes=5))
     with pytest.raises(http.client.IncompleteRead) as cut:
         raw(url)
     assert cut.value.partial == whole[:1000]
-    assert store.counts().bytes == 1000
-    assert store.counts().fired == {"truncate": 1}
-    store.order(Fault(FaultKind.TRUNCATE, times=2))
+    assert store.read_counts().bytes == 1000
+    assert store.read_counts().fired == {"truncate": 1}
+    store.inject_fault(Fault(FaultKind.TRUNCATE, times=2))
     assert bytes(obstore.get(patient(store, 3), "a").bytes()) == whole
-    assert store.counts().fired == {"truncate": 3}
+    assert store.read_counts().fired == {"truncate": 3}
 
 
 def test_a_range_is_denied_as_often_as_asked(client, store):
-    store.order(Fault(FaultKind.DENY, key="a", offset=MIB, times=2))
+    store.inject_fault(Fault(FaultKind.DENY, key="a", offset=MIB, times=2))
     obstore.get_range(client, "a", start=0, length=10)
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
             obstore.get_range(client, "a", start=MIB, length=10)
     obstore.get_range(client, "a", start=MIB, length=10)
-    assert store.counts().fired == {"deny": 2}
+    assert store.read_counts().fired == {"deny": 2}
 
 
 def test_a_seeded_share_of_requests_fails(client, store):
     def outcomes() -> list[bool]:
         store.reset()
-        store.order(Fault(FaultKind.ERROR, operation="", times=None, share=0.3, seed=7))
+        store.inject_fault(Fault(FaultKind.ERROR, operation="", times=None, share=0.3, seed=7))
         seen: list[bool] = []
         for _ in range(100):
             try:
@@ -267,7 +267,7 @@ def test_a_seeded_share_of_requests_fails(client, store):
                 seen.append(False)
             else:
                 seen.append(True)
-        assert store.counts().fired == {"error": seen.count(False)}
+        assert store.read_counts().fired == {"error": seen.count(False)}
         return seen
 
     first = outcomes()
@@ -276,15 +276,15 @@ def test_a_seeded_share_of_requests_fails(client, store):
 
 
 def test_a_stalled_body_is_silent_for_its_time_then_goes_on(client, store, whole):
-    store.order(Fault(FaultKind.STALL, seconds=0.7))
+    store.inject_fault(Fault(FaultKind.STALL, seconds=0.7))
     began = time.monotonic()
     assert bytes(obstore.get(client, "a").bytes()) == whole
     assert time.monotonic() - began > 0.7
-    assert store.counts().fired == {"stall": 1}
+    assert store.read_counts().fired == {"stall": 1}
 
 
 def test_a_reset_ends_faults_that_wait(client, store, whole):
-    store.order(Fault(FaultKind.DENY, times=None))
+    store.inject_fault(Fault(FaultKind.DENY, times=None))
     store.reset()
     assert bytes(obstore.get(client, "a").bytes()) == whole
 

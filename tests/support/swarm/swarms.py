@@ -214,7 +214,7 @@ def stop(agent: Agent) -> None:
 
 
 def make_spec(store: Store) -> StoreSpec:
-    return spec.spec_of(store.config())
+    return spec.make_spec(store.make_config())
 
 
 def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:

@@ -20,7 +20,7 @@ def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, n
     assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert all(node.ready for node in report.nodes)
     size = sum(map(len, contents.values()))
-    assert report.store_bytes == store.counts().bytes == size == report.size
+    assert report.store_bytes == store.read_counts().bytes == size == report.size
     assert sum(node.from_peers for node in report.nodes) == 2 * size
 
 
@@ -30,7 +30,7 @@ def test_a_second_run_reads_nothing(store, nodes):
     prewarm(settings)
     store.reset()
     report = prewarm(settings)
-    assert store.counts().bytes == report.store_bytes == 0
+    assert store.read_counts().bytes == report.store_bytes == 0
     assert [node.cached for node in report.nodes] == [report.size] * 3
     assert read_files(nodes[0].root) == contents
 
@@ -40,7 +40,7 @@ def test_a_node_that_comes_new_is_served_by_the_others(store, nodes, tmp_path):
     prewarm(make_settings(store, nodes[:2], **below("new")))
     store.reset()
     prewarm(make_settings(store, nodes, **below("new")))
-    assert store.counts().bytes == 0
+    assert store.read_counts().bytes == 0
     assert read_files(nodes[2].root) == read_files(nodes[0].root)
 
 
@@ -53,7 +53,7 @@ def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
     report = prewarm(make_settings(store, nodes, requests=requests))
     body = contents["large.bin"]
     assert read_files(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
-    assert store.counts().bytes == report.size == len(body)
+    assert store.read_counts().bytes == report.size == len(body)
 
 
 def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
@@ -89,7 +89,7 @@ def test_a_preview_starts_nothing(store, nodes):
     contents = fill(store, "preview")
     seen = preview(make_settings(store, nodes, **below("preview")))
     assert {path for path, _, _ in seen.files} == set(contents)
-    assert store.counts().bytes == 0
+    assert store.read_counts().bytes == 0
 
 
 def test_a_prefix_is_a_folder_and_keys_cannot_lead_out(store, nodes):

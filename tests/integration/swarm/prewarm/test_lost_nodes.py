@@ -181,7 +181,9 @@ def test_a_late_node_joins_a_run(store, nodes, tmp_path):
     settings = make_settings(store, nodes, **below("late"))
     stop(nodes[2])
     port = int(nodes[2].url.rpartition(":")[2])
-    store.order(Fault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=6))
+    store.inject_fault(
+        Fault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=6)
+    )
 
     def come() -> None:
         nodes[2] = start_agent("n2", nodes[2].root, port=port)

@@ -24,22 +24,24 @@ def stop_here() -> None:
 def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
     contents = fill(store, "broken-off")
     settings = make_settings(store, nodes, **below("broken-off"))
-    store.order(Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60))
+    store.inject_fault(
+        Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60)
+    )
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.9, stop_here))
     assert "large.bin" not in read_files(nodes[0].root)
-    first = store.counts().bytes
+    first = store.read_counts().bytes
     store.reset()
     report = prewarm(settings)
     assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert min(node.cached for node in report.nodes) > 0.5 * report.size
-    assert first + store.counts().bytes < 1.5 * report.size
+    assert first + store.read_counts().bytes < 1.5 * report.size
 
 
 def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_path):
     contents = fill(store, "journal")
     settings = make_settings(store, nodes[:1], **below("journal"))
-    store.order(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
+    store.inject_fault(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])
@@ -54,11 +56,11 @@ def broken_off(store: Store, agent: Agent, prefix: str, **more: object) -> int:
     """Run until half of the bytes are there, and an object stalls; bytes that left the store."""
 
     key = f"{prefix}/large.bin"
-    store.order(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
+    store.inject_fault(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
     settings = make_settings(store, [agent], **(below(prefix) | more))
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.5, stop_here))
-    read = store.counts().bytes
+    read = store.read_counts().bytes
     store.reset()
     return read
 
@@ -86,7 +88,7 @@ def test_pieces_are_known_by_object_and_range(store, nodes, change):
     again = 2 * piece_size  # what was on its way
     if change == "another destination":  # files that were whole have a name there already
         again += sum(len(body) for name, body in contents.items() if "large" not in name)
-    assert read + store.counts().bytes <= report.size + again
+    assert read + store.read_counts().bytes <= report.size + again
     assert partial_files(nodes[0].root) == []
 
 
@@ -104,7 +106,7 @@ def test_interrupted_requests_that_alternate_keep_each_others_pieces(store, node
     for prefix in ("one", "two"):
         request = Request(prefix=prefix, destination=prefix)
         prewarm(make_settings(store, nodes[:1], requests=[request]))
-    read += store.counts().bytes
+    read += store.read_counts().bytes
     root = nodes[0].root
     assert {prefix: read_files(root / prefix) for prefix in contents} == contents
     size = sum(len(body) for each in contents.values() for body in each.values())
@@ -163,7 +165,7 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
     store.put("other", b"other")
     request = Request(key="half.tar", unpack=Unpacking.TAR)
     settings = make_settings(store, nodes[:1], requests=[request])
-    store.order(Fault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None))
+    store.inject_fault(Fault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None))
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])

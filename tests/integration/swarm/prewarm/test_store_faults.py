@@ -27,11 +27,11 @@ from tests.support.swarm.swarms import Heard, make_settings, make_spec, read_fil
 )
 def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
     contents = fill(store, f"fails-{fault.kind}")
-    store.order(fault)
+    store.inject_fault(fault)
     report = prewarm(make_settings(store, nodes, **below(f"fails-{fault.kind}")))
     assert [node.why for node in report.nodes] == [""] * 3
     assert [read_files(node.root) for node in nodes] == [contents] * 3
-    fired = store.counts().fired[fault.kind]
+    fired = store.read_counts().fired[fault.kind]
     assert fired >= 2
     # Of two sources the slower is not heard any more when all is there: so of a fault without end.
     unheard = len(nodes) if fault.times is None else 0
@@ -40,7 +40,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
 
 def test_a_store_that_keeps_refusing_is_said(store, nodes):
     fill(store, "refuses")
-    store.order(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
+    store.inject_fault(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
     store_timeout = timedelta(seconds=1)
     with pytest.raises(errors.DeniedError, match=r"refuses/large\.bin could not be read"):
         prewarm(make_settings(store, nodes, store_timeout=store_timeout, **below("refuses")))
@@ -50,11 +50,11 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
     contents = fill(store, "flip")
     body = contents["large.bin"]
     request = Request(key="flip/large.bin", sha256=hashlib.sha256(body).hexdigest())
-    store.order(Fault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
+    store.inject_fault(Fault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
     heard = Heard()
     report = prewarm(make_settings(store, nodes, requests=[request]), progress=heard)
     assert [read_files(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
-    assert store.counts().fired == {"flip": 1}
+    assert store.read_counts().fired == {"flip": 1}
     assert heard.find(FileMismatched)
     assert report.unverified == 0
 
@@ -62,11 +62,11 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
 def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     body = os.urandom(2 * MIB)
     origin = open_store(make_spec(store))
-    obstore.put(store.client(checksum_algorithm="SHA256"), "kept", body)
+    obstore.put(store.make_client(checksum_algorithm="SHA256"), "kept", body)
     store.put("not-kept", b"other")
     assert fetch_stored_sha256(origin, "kept") == f"sha256:{hashlib.sha256(body).hexdigest()}"
     assert fetch_stored_sha256(origin, "not-kept") == fetch_stored_sha256(origin, "not-there") == ""
-    store.order(Fault(FaultKind.FLIP, key="kept", offset=MIB))
+    store.inject_fault(Fault(FaultKind.FLIP, key="kept", offset=MIB))
     heard = Heard()
     requests = [Request(key="kept"), Request(key="not-kept")]
     report = prewarm(make_settings(store, nodes, requests=requests), progress=heard)
@@ -86,7 +86,7 @@ def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, no
 def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
     contents = fill(store, "replaced")
     replaced = b"x" * len(contents["large.bin"])
-    store.order(Fault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
+    store.inject_fault(Fault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
     heard = Heard(0.0, lambda: store.put("replaced/large.bin", replaced))
     one_at_a_time = LimitSettings(store=1)  # the first is stalled, large.bin comes after it
     with pytest.raises(errors.ChangedError, match=r"replaced/large\.bin was replaced"):

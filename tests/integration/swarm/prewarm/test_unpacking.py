@@ -33,7 +33,7 @@ def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
         assert (node.root / "archives/data/a.txt").stat().st_mode & 0o777 == 0o600
     store.reset()
     assert all(node.ready for node in prewarm(settings).nodes)
-    assert store.counts().bytes < 1000  # its head tells what kind it is
+    assert store.read_counts().bytes < 1000  # its head tells what kind it is
 
 
 def test_an_unpacked_folder_is_mended_and_replaced_while_all_of_it_is_ours(store, nodes):
@@ -219,7 +219,7 @@ def test_a_bad_archive_costs_only_itself(store, nodes):
     archive = Request(key="first.tar", unpack=Unpacking.TAR)
     settings = make_settings(store, nodes, requests=[archive, Request(prefix="behind")])
     slow = Fault(FaultKind.STALL, key="behind/large.bin", offset=0, seconds=2)
-    store.order(slow)
+    store.inject_fault(slow)
     with pytest.raises(errors.WorkerError, match=r"first\.tar was not unpacked.*no tar"):
         prewarm(settings)
     for node in nodes:
