@@ -1,25 +1,26 @@
-"""The same files put on every node of a cluster: Millrace, its peers, and the floor.
+"""Copy the same files to every node of a cluster: Millrace, its peers and a lower bound.
 
 Run it with ``python -m benchmarks.swarm [--quick] [--json FILE] [--only PART ...]``, as root. Each
-run has a rig of its own (`benchmarks.rig`): hosts in namespaces with links shaped both ways, a Ray
-node on each, a store that counts what it sends. ``s`` is from the call to the last file in place on
-the last node, planning, hashing and syncing included; the start of the agents is ``startup_s``.
+run has a new rig (`benchmarks.rig`): hosts in namespaces with links of a limited rate, a Ray node
+on each host, and a store that counts its responses. ``s`` is the time from the call to the last
+file on the last node, with planning, hashing and fsync. ``startup_s`` is the start of the agents.
 
-The floor is ``max(S / B, S / d, N * S / (B + N * u))`` for S bytes to N nodes with up- and
-downlinks u and d, out of a store of B bytes a second (Kumar and Ross, 2006), less the headers of
-TCP and Ethernet.
+The lower bound (``floor``) is ``max(S / B, S / d, N * S / (B + N * u))`` for S bytes to N nodes
+with uplinks of rate u, downlinks of rate d and a store of rate B (Kumar and Ross, 2006). The rates
+exclude the headers of TCP and Ethernet.
 
-Two rows have links that differ. ``zones``: a near zone, and a far one behind a thin link that its
-nodes share. The floor of the near zone is as above, that of the far one is ``S / L`` for
-a link of L bytes a second. ``mixed``: nodes at a quarter and at a fiftieth of the others' rate; the
-floor of a node is that of its own link.
+Two parts have links of different rates. ``zones`` has a near zone, and a far zone whose nodes share
+a slow link to it. The lower bound of the near zone is as above, and that of the far zone is
+``S / L`` for a link of rate L. ``mixed`` has nodes with a quarter and a fiftieth of the others'
+rate. The lower bound of a node is that of its own link.
 
-All connections between nodes are encrypted, as they are by default. ``encryption`` puts the object
-of ``4 nodes`` on agents that run already, once encrypted and once not, and counts the processor
-time of all agents for each GB that arrives at a node.
+All connections between nodes are encrypted, which is the default. ``encryption`` copies the object
+of ``4 nodes`` to agents that are already running, with and without encryption. It measures the CPU
+time of all agents for each GB that a node receives.
 
-Of the planner alone: the processor time that it takes over one event, with 8, 64 and 256 nodes and
-1,000 pieces, and with 100 nodes and 10,000; and one file of 1 kB to 64 agents in one process.
+``planner`` measures the tracker alone: its CPU time for an event with 8, 64 and 256 nodes and 1,000
+pieces, and with 100 nodes and 10,000 pieces. It also copies one file of 1 kB to 64 agents in one
+process.
 """
 
 import heapq
@@ -40,7 +41,7 @@ from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
-from benchmarks.swarm_peers.zones import Warmed, run_zones
+from benchmarks.swarm_peers.zones import ZoneFigures, run_zones
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
@@ -49,20 +50,20 @@ from millrace.swarm.tracker import STORE, PieceOrder, Tracker
 
 MIB = 1 << 20
 SYSTEMS = ("millrace", "xenna", "naive", "ray")
-Values = dict[tuple[str, str, str], Row]  # by work, system and metric
+Values = dict[tuple[str, str, str], Row]  # rows by work, system and metric
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Files that are put on nodes.
+    """Files to copy to nodes.
 
     Attributes:
-        name: Of the work.
-        nodes: How many.
-        mbit: Of every link, the store's too.
-        files: How many.
-        size: Bytes of each.
-        quick: Bytes of each with ``--quick``.
+        name: Name of the work.
+        nodes: Number of nodes.
+        mbit: Rate of every link, also of the store's, in Mbit/s.
+        files: Number of files.
+        size: Size of each file in bytes.
+        quick: Size of each file in bytes with ``--quick``.
     """
 
     name: str
@@ -72,10 +73,10 @@ class Work:
     size: int
     quick: int
 
-    def floor(self, size: int) -> float:
-        """Seconds that nothing can beat."""
-        link = self.mbit * 1e6 / 8 * GOODPUT
-        return max(size / link, self.nodes * size / (link + self.nodes * link))
+    def compute_floor(self, size: int) -> float:
+        """Return the lower bound of the time for so many bytes, in seconds."""
+        rate = self.mbit * 1e6 / 8 * GOODPUT
+        return max(size / rate, self.nodes * size / (rate + self.nodes * rate))
 
 
 WORKS = (
@@ -85,12 +86,12 @@ WORKS = (
 )
 
 
-def run_one(work: Work, system: str, size: int) -> Figures:
-    """Let one system do one work, on a rig of its own."""
-    room = 3 * work.files * size + 512 * MIB  # two copies, and Ray's object store
+def run_system(work: Work, system: str, size: int) -> Figures:
+    """Run one system over one work on a new rig."""
+    disk_bytes = 3 * work.files * size + 512 * MIB  # two copies and Ray's object store
     with (
         Rig.start(
-            nodes=work.nodes, rate_mbit=work.mbit, store_mbit=work.mbit, disk_bytes=room
+            nodes=work.nodes, rate_mbit=work.mbit, store_mbit=work.mbit, disk_bytes=disk_bytes
         ) as rig,
         Store.start(DISK / "objects", rig.store) as store,
     ):
@@ -101,18 +102,18 @@ def run_one(work: Work, system: str, size: int) -> Figures:
 
 
 def run_works(results: Results, *, quick: bool) -> None:
-    """Run each system over each work, interleaved."""
+    """Run the systems over each work, alternately."""
     left_out: set[str] = set()
     for work in WORKS:
         size = work.quick if quick else work.size
         total = size * work.files
-        results.add(work.name, "floor", "s", work.floor(total))
+        results.add(work.name, "floor", "s", work.compute_floor(total))
         for repeat in range(1 if quick else 3):
             for system in rotate_systems(SYSTEMS, repeat):
                 if system in left_out:
                     continue
                 try:
-                    found = run_one(work, system, size)
+                    figures = run_system(work, system, size)
                 except NoXennaError as error:
                     print(f"{system} is left out: {error}", file=sys.stderr)
                     left_out.add(system)
@@ -122,14 +123,14 @@ def run_works(results: Results, *, quick: bool) -> None:
                         raise
                     print(f"{work.name}: {system} failed this time: {error}", file=sys.stderr)
                     continue
-                results.add(work.name, system, "s", found.seconds)
-                results.add(work.name, system, "startup_s", found.startup_seconds)
-                results.add(work.name, system, "peak_rss_MB", found.peak_rss / 1e6)
-                results.add(work.name, system, "store_bytes_ratio", found.store_bytes / total)
+                results.add(work.name, system, "s", figures.seconds)
+                results.add(work.name, system, "startup_s", figures.startup_seconds)
+                results.add(work.name, system, "peak_rss_MB", figures.peak_rss / 1e6)
+                results.add(work.name, system, "store_bytes_ratio", figures.store_bytes / total)
 
 
-def link(mbit: float) -> float:
-    """Bytes of payload that a link carries a second."""
+def compute_rate(mbit: float) -> float:
+    """Return the rate of the payload of a link in bytes per second."""
     return mbit * 1e6 / 8 * GOODPUT
 
 
@@ -140,8 +141,16 @@ def run_shaped(
     far: int = 0,
     link_mbit: float = 0,
     encrypted: bool = True,
-) -> Warmed:
-    """Put one object on nodes of set rates (Mbit/s), the last ones in a far zone."""
+) -> ZoneFigures:
+    """Copy one object to nodes whose links have different rates.
+
+    Args:
+        rates: Rate of each node's link in Mbit/s.
+        size: Size of the object in bytes.
+        far: Number of nodes in the far zone, which are the last ones.
+        link_mbit: Rate of the link between the zones in Mbit/s.
+        encrypted: Whether the connections between nodes are encrypted.
+    """
     store_mbit = max(rates)
     with (
         Rig.start(
@@ -157,80 +166,80 @@ def run_shaped(
         for host, rate in zip(rig.nodes, rates, strict=True):
             rig.shape(host, rate)
         store.generate("object", size)
-        found = run_zones(rig, store, ["object"], DESTINATION, encrypted=encrypted)
+        figures = run_zones(rig, store, ["object"], DESTINATION, encrypted=encrypted)
         check_files(rig, store, ["object"], DESTINATION)
-    return found
+    return figures
 
 
 def run_zone_rows(results: Results, *, quick: bool) -> None:
-    """Warm two zones of two nodes, the second one behind a thin link."""
-    size, mbit, thin = (64 if quick else 256) * MIB, 200, 50
-    fluid = 2 * size / (link(mbit) + 2 * link(mbit))
-    results.add("zones", "floor", "near_s", max(size / link(mbit), fluid))
-    results.add("zones", "floor", "far_s", size / link(thin))
+    """Copy an object to two zones of two nodes with a slow link between them."""
+    size, mbit, slow = (64 if quick else 256) * MIB, 200, 50
+    fluid = 2 * size / (compute_rate(mbit) + 2 * compute_rate(mbit))
+    results.add("zones", "floor", "near_s", max(size / compute_rate(mbit), fluid))
+    results.add("zones", "floor", "far_s", size / compute_rate(slow))
     results.add("zones", "floor", "store_bytes_ratio", 1.0)
     results.add("zones", "floor", "link_bytes_ratio", 1.0)
     for _ in range(1 if quick else 3):
-        found = run_shaped([mbit] * 4, size, far=2, link_mbit=thin)
-        results.add("zones", "millrace", "near_s", max(found.seconds[:2]))
-        results.add("zones", "millrace", "far_s", max(found.seconds[2:]))
-        results.add("zones", "millrace", "store_bytes_ratio", found.store_bytes / size)
-        results.add("zones", "millrace", "link_bytes_ratio", found.link_bytes / size)
+        figures = run_shaped([mbit] * 4, size, far=2, link_mbit=slow)
+        results.add("zones", "millrace", "near_s", max(figures.seconds[:2]))
+        results.add("zones", "millrace", "far_s", max(figures.seconds[2:]))
+        results.add("zones", "millrace", "store_bytes_ratio", figures.store_bytes / size)
+        results.add("zones", "millrace", "link_bytes_ratio", figures.link_bytes / size)
 
 
 def run_mixed_row(results: Results, *, quick: bool) -> None:
-    """Warm two nodes, one at a quarter of their rate, and one at a fiftieth."""
+    """Copy an object to two nodes of full rate, one of a quarter and one of a fiftieth of it."""
     size, mbit = (16 if quick else 64) * MIB, 200
     parts = {"full_s": mbit, "quarter_s": mbit / 4, "fiftieth_s": mbit / 50}
     for metric, rate in parts.items():
-        results.add("mixed", "floor", metric, size / link(rate))
+        results.add("mixed", "floor", metric, size / compute_rate(rate))
     results.add("mixed", "floor", "store_bytes_ratio", 1.0)
     for _ in range(1 if quick else 3):
-        found = run_shaped([mbit, mbit, mbit / 4, mbit / 50], size)
-        slowest = (max(found.seconds[:2]), *found.seconds[2:])
+        figures = run_shaped([mbit, mbit, mbit / 4, mbit / 50], size)
+        slowest = (max(figures.seconds[:2]), *figures.seconds[2:])
         for metric, seconds in zip(parts, slowest, strict=True):
             results.add("mixed", "millrace", metric, seconds)
-        results.add("mixed", "millrace", "store_bytes_ratio", found.store_bytes / size)
+        results.add("mixed", "millrace", "store_bytes_ratio", figures.store_bytes / size)
 
 
 def run_encryption_row(results: Results, *, quick: bool) -> None:
-    """Warm four nodes with encryption and without, interleaved."""
+    """Copy an object to four nodes with and without encryption, alternately."""
     work = WORKS[0]
     size = work.quick if quick else work.size
-    results.add("encryption", "floor", "s", work.floor(size))
+    results.add("encryption", "floor", "s", work.compute_floor(size))
     for repeat in range(1 if quick else 3):
         for system in rotate_systems(("millrace", "unencrypted"), repeat):
-            found = run_shaped([work.mbit] * work.nodes, size, encrypted=system == "millrace")
+            figures = run_shaped([work.mbit] * work.nodes, size, encrypted=system == "millrace")
             arrived = work.nodes * size / 1e9
-            results.add("encryption", system, "s", max(found.seconds))
-            results.add("encryption", system, "cpu_s_per_GB", found.cpu_seconds / arrived)
+            results.add("encryption", system, "s", max(figures.seconds))
+            results.add("encryption", system, "cpu_s_per_GB", figures.cpu_seconds / arrived)
 
 
 def run_planner(results: Results, *, quick: bool) -> None:
-    """Time the tracker alone, in simulated time, and one small file with all of its agents here."""
+    """Measure the tracker alone in simulated time, and a copy of a small file in this process."""
     pieces = 200 if quick else 1000
     for nodes in (8, 64, 256):
-        time_tracker(results, nodes, pieces)
+        measure_tracker(results, nodes, pieces)
     if not quick:
-        time_tracker(results, 100, 10_000)
-    run_small(results)
+        measure_tracker(results, 100, 10_000)
+    run_small_file(results)
 
 
-def time_tracker(results: Results, nodes: int, pieces: int) -> None:
-    """Measure the processor time of each event of a run."""
+def measure_tracker(results: Results, nodes: int, pieces: int) -> None:
+    """Measure the CPU time of each event of a simulated run."""
     tracker = Tracker([1] * pieces, LimitSettings(store=400))
     pending: list[tuple[float, int, PieceOrder]] = []
     spent: list[float] = []
 
-    def give(orders: list[PieceOrder], now: float) -> None:
+    def start_transfers(orders: list[PieceOrder], now: float) -> None:
         for order in orders:
-            # A read takes as long as ten transfers, more or less.
-            took = (10.0 if order.source == STORE else 1.0) * (1 + order.piece % 7 / 10)
-            heapq.heappush(pending, (now + took, len(spent) + len(pending), order))
+            # A read from the store takes about as long as ten transfers between nodes.
+            duration = (10.0 if order.source == STORE else 1.0) * (1 + order.piece % 7 / 10)
+            heapq.heappush(pending, (now + duration, len(spent) + len(pending), order))
 
     for number in range(nodes):
-        give(tracker.add_node(f"n{number}", [], 0.0), 0.0)
-    give(tracker.begin(0.0), 0.0)
+        start_transfers(tracker.add_node(f"n{number}", [], 0.0), 0.0)
+    start_transfers(tracker.begin(0.0), 0.0)
     due = 0.0
     while pending:
         now, _, order = heapq.heappop(pending)
@@ -240,16 +249,16 @@ def time_tracker(results: Results, nodes: int, pieces: int) -> None:
             orders += tracker.tick(now)
             due = now + 5.0
         spent.append(time.process_time() - began)
-        give(orders, now)
+        start_transfers(orders, now)
     if any(tracker.lacks(f"n{number}") for number in range(nodes)):
-        raise RuntimeError("The tracker left something out.")
+        raise RuntimeError("The tracker did not deliver all pieces.")
     work = f"planner, {nodes} x {pieces}"
     results.add(work, "millrace", "ms an event, mean", statistics.mean(spent) * 1e3)
     results.add(work, "millrace", "ms an event, worst", max(spent) * 1e3)
 
 
-def run_small(results: Results) -> None:
-    """One file of 1 kB to 64 agents, all of them in this process."""
+def run_small_file(results: Results) -> None:
+    """Copy one file of 1 kB to 64 agents in this process."""
     count, key = 64, secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="millrace-swarm-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -271,24 +280,24 @@ def run_small(results: Results) -> None:
             )
         )
     if not all(node.ready for node in report.nodes):
-        raise RuntimeError(f"Not all are ready: {report.nodes}")
+        raise RuntimeError(f"Not all nodes are ready: {report.nodes}")
     results.add("1 kB to 64 nodes", "millrace", "s", report.seconds - report.startup)
     results.add("1 kB to 64 nodes", "millrace", "startup_s", report.startup)
 
 
 def report(results: Results) -> None:
-    """Print the figures of the parts that ran, and the ratios to the floor."""
+    """Print the figures of the parts that ran, and their ratios to the lower bounds."""
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
-    show_works(values)
-    show_shaped(values)
-    show_encryption(values)
+    print_works(values)
+    print_shaped(values)
+    print_encryption(values)
     for (work, _, metric), row in values.items():
         if work.startswith(("planner", "1 kB")):
             print(f"{work}: {row.value:.3f} {metric}")
 
 
-def show_works(values: Values) -> None:
-    """Print a line per work and system."""
+def print_works(values: Values) -> None:
+    """Print the table of the works and systems."""
     metrics = ("s", "startup_s", "peak_rss_MB", "store_bytes_ratio")
     lines: list[list[str]] = []
     for work in WORKS:
@@ -301,18 +310,18 @@ def show_works(values: Values) -> None:
             seconds = cells[0]
             if seconds is None:
                 continue
-            shown = [
+            formatted = [
                 f"{cell.value:.{digits}f}" if cell else ""
                 for cell, digits in zip(cells, (2, 2, 0, 2), strict=True)
             ]
             ratio = f"{seconds.value / floor:.2f}x"
-            lines.append([work.name, system, *shown, ratio, str(seconds.n)])
+            lines.append([work.name, system, *formatted, ratio, str(seconds.n)])
     print_table(["work", "system", *metrics, "/floor", "n"], lines)
     print()
 
 
-def show_shaped(values: Values) -> None:
-    """Print a line per metric of the rows whose links differ."""
+def print_shaped(values: Values) -> None:
+    """Print the table of the parts with links of different rates."""
     lines: list[list[str]] = []
     for row in values.values():
         if row.work in {"zones", "mixed"} and row.system == "millrace":
@@ -324,8 +333,8 @@ def show_shaped(values: Values) -> None:
         print()
 
 
-def show_encryption(values: Values) -> None:
-    """Print a line with encryption and one without."""
+def print_encryption(values: Values) -> None:
+    """Print the table of the runs with and without encryption."""
     if ("encryption", "floor", "s") not in values:
         return
     floor = values["encryption", "floor", "s"].value
@@ -349,13 +358,13 @@ PARTS: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Measure, print the table, and write the rows if asked."""
-    asked = parse_options("swarm", __doc__, parts=list(PARTS))
+    """Run the benchmark, print the tables, and write the rows as JSON if ``--json`` is set."""
+    options = parse_options("swarm", __doc__, parts=list(PARTS))
     results = Results("swarm")
-    for part in asked.only:
-        PARTS[part](results, quick=asked.quick)
+    for part in options.only:
+        PARTS[part](results, quick=options.quick)
     report(results)
-    results.save(asked.file)
+    results.save(options.file)
     return 0
 
 

@@ -91,6 +91,7 @@ class _NamespaceThread:
 
 
 def _unshare(namespaces: int) -> None:
+    """Move the calling thread into new namespaces."""
     # os.unshare needs Python 3.12.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(namespaces):
@@ -128,6 +129,7 @@ class Host:
             raise
 
     def _start_holder(self, limit: timedelta) -> subprocess.Popen[bytes]:
+        """Start the first process of the host, and wait for its imports."""
         socket.sethostname(self.name)
         command = [sys.executable, "-I", "-S", str(HOLDER), str(limit.total_seconds())]
         pipe = subprocess.PIPE
@@ -138,6 +140,7 @@ class Host:
         return holder
 
     def _mount_disk(self, size: int) -> None:
+        """Mount the file systems of the host, with the code and Python still visible."""
         tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "rig"]
         _run_command("mount", "--make-rprivate", "/")
         _run_command("mount", "-t", "proc", "proc", "/proc")
@@ -344,6 +347,7 @@ class Rig:
         return (*self.nodes, self.store)
 
     def _connect(self) -> None:
+        """Connect all hosts to the bridge."""
         lines = ["link add bridge type bridge", "link set bridge up"]
         for host in self.hosts:
             lines.append(f"link add {host.name} type veth peer name eth0 netns {host.holder}")
@@ -363,6 +367,7 @@ class Rig:
             call(_run_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
 
     def _connect_far(self, mbit: float) -> None:
+        """Move the hosts of the far zone to a second bridge, and connect both bridges."""
         lines = ["link add far type bridge", "link set far up"]
         lines.append(f"link add {TO_FAR} type veth peer name {TO_NEAR}")
         lines += [f"link set {TO_FAR} master bridge up", f"link set {TO_NEAR} master far up"]
@@ -447,14 +452,17 @@ def _read_payload_size(device: str) -> int:
 
 
 def _run_command(*words: str) -> None:
+    """Run a command."""
     _run_with_input(words, "")
 
 
 def _run_batch(tool: str, lines: Sequence[str]) -> None:
+    """Run a tool of iproute2 with lines of commands."""
     _run_with_input([tool, "-batch", "-"], "".join(f"{line}\n" for line in lines))
 
 
 def _run_with_input(words: Sequence[str], text: str) -> None:
+    """Run a command with a text as its standard input."""
     completed = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if completed.returncode:
         fault = completed.stderr.strip() or completed.returncode

@@ -122,6 +122,7 @@ class RayNodes:
 
 
 def _read_environment(pid: int) -> list[bytes]:
+    """Return the environment of a process, or nothing if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []

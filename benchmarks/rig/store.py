@@ -200,6 +200,7 @@ class Store:
 
 
 def _send_request(address: str, port: int, method: str, path: str, body: bytes) -> Any:
+    """Send a control request, and return the JSON of its response."""
     connection = http.client.HTTPConnection(address, port, timeout=RESPONSE_TIMEOUT)
     try:
         connection.request(method, path, body)

@@ -96,6 +96,7 @@ class Objects:
     def _write(
         self, key: str, blocks: Iterable[bytes], sha256: str, *, absent: bool
     ) -> StoredObject | None:
+        """Write blocks into a new file, and add it as an object."""
         with self._lock:
             path = self._folder / f".{next(self._numbers)}"
         md5 = hashlib.md5()
@@ -108,6 +109,7 @@ class Objects:
     def _add(
         self, key: str, path: Path, digest: str, sha256: str = "", *, absent: bool = False
     ) -> StoredObject | None:
+        """Add a file as an object. With ``absent``, return None if the key exists."""
         now = datetime.now(UTC).replace(microsecond=0)  # HTTP headers have whole seconds
         stored = StoredObject(path, path.stat().st_size, f'"{digest}"', now, sha256)
         with self._lock:
@@ -119,7 +121,7 @@ class Objects:
             path.unlink()
             return None
         if before is not None and before.path.name.startswith("."):
-            before.path.unlink()  # a reader has it open
+            before.path.unlink()  # readers have the file open
         return stored
 
     def list_page(self, prefix: str, delimiter: str, after: str, limit: int) -> Page:

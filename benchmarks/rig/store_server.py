@@ -184,9 +184,10 @@ class Handler(BaseHTTPRequestHandler):
             text = f"<Error><Code>{refused.code}</Code><Message>{escape(str(refused))}</Message>"
             self._send_response(refused.status, f"{text}</Error>".encode(), "application/xml")
 
-    # S3
+    # S3 requests
 
     def _handle_s3(self) -> None:
+        """Handle an S3 request."""
         path, _, query = self.path.partition("?")
         request = self._parse_request(path, dict(parse_qsl(query, keep_blank_values=True)))
         self.server.counters.add_request(request.operation, request.key)
@@ -209,6 +210,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise RefusedError(501, "NotImplemented")
 
     def _parse_request(self, path: str, query: Mapping[str, str]) -> ParsedRequest:
+        """Parse the operation, the key and the query of an S3 request."""
         bucket, _, key = unquote(path.removeprefix("/")).partition("/")
         if bucket != self.server.bucket:
             raise RefusedError(404, "NoSuchBucket")
@@ -262,11 +264,13 @@ class Handler(BaseHTTPRequestHandler):
             self._raise_fault(fault)
 
     def _raise_fault(self, fault: Fault) -> None:
+        """Raise the error of a fault."""
         if fault.kind is FaultKind.DENY:
             raise RefusedError(403, "AccessDenied", "This is an injected fault.")
         raise RefusedError(500, "InternalError", "This is an injected fault.")
 
     def _send_object(self, request: ParsedRequest) -> None:
+        """Respond to GetObject or HeadObject."""
         stored, file = self._open_object(request.key)
         try:
             self._check_etag(stored)
@@ -291,12 +295,14 @@ class Handler(BaseHTTPRequestHandler):
             os.close(file)
 
     def _open_object(self, key: str) -> tuple[StoredObject, int]:
+        """Return the current version of an object, and the descriptor of its open file."""
         while (stored := self.server.objects.get(key)) is not None:
             with contextlib.suppress(FileNotFoundError):  # replaced by another request
                 return stored, open_object(stored)
         raise RefusedError(404, "NoSuchKey")
 
     def _check_etag(self, stored: StoredObject) -> None:
+        """Check the header If-Match."""
         wanted = self.headers.get("If-Match", "*")
         if wanted != "*" and stored.etag not in [one.strip() for one in wanted.split(",")]:
             raise RefusedError(412, "PreconditionFailed")
@@ -304,9 +310,7 @@ class Handler(BaseHTTPRequestHandler):
     def _parse_range(self, stored: StoredObject) -> tuple[int, int, bool]:
         """Return the first byte, the end, and whether the request has a range."""
         match = RANGE.fullmatch(self.headers.get("Range", ""))
-        if match is None or not any(
-            match.groups()
-        ):  # no range or several ones: S3 returns the whole object
+        if match is None or not any(match.groups()):  # none or several: S3 returns all
             return 0, stored.size, False
         first, last = match.groups()
         if not first:
@@ -318,6 +322,7 @@ class Handler(BaseHTTPRequestHandler):
         return start, end, True
 
     def _send_body(self, body: "_BodySender", fault: Fault | None) -> None:
+        """Send a body, with a fault if there is one."""
         if fault is None:
             body.send(body.end)
             return
@@ -331,6 +336,7 @@ class Handler(BaseHTTPRequestHandler):
             body.send(body.end)
 
     def _inject_fault(self, fault: Fault, body: "_BodySender") -> None:
+        """Inject the fault at the current position of a body."""
         match fault.kind:
             case FaultKind.FLIP:
                 body.send_flipped()
@@ -340,6 +346,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.release.wait(fault.seconds)
 
     def _send_listing(self, query: Mapping[str, str]) -> None:
+        """Respond to ListObjectsV2."""
         limit = min(int(query.get("max-keys", 1000)), 1000)
         after = query.get("continuation-token") or query.get("start-after", "")
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -376,6 +383,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send_response(200, document.encode(), "application/xml")
 
     def _store_object(self, key: str) -> None:
+        """Respond to PutObject."""
         claimed = self.headers.get("x-amz-content-sha256", "")
         if claimed.startswith("STREAMING"):
             raise RefusedError(501, "NotImplemented", "Bodies in signed chunks are not read.")
@@ -398,6 +406,7 @@ class Handler(BaseHTTPRequestHandler):
     # Control requests
 
     def _handle_control(self) -> None:
+        """Handle a control request of `benchmarks.rig.store.Store`."""
         path, _, query = self.path.partition("?")
         server, body = self.server, self._read_body()
         match self.command, path:
@@ -424,6 +433,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise RefusedError(404, "NoSuchControl")
 
     def _send_head(self, stored: StoredObject | None) -> None:
+        """Send the size and the ETag of an object as JSON."""
         if stored is None:
             raise RefusedError(404, "NoSuchKey")
         self._send_json({"size": stored.size, "etag": stored.etag})
@@ -432,6 +442,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send_response(200, json.dumps(value).encode(), "application/json")
 
     def _read_body(self) -> bytes:
+        """Read the whole body of the request."""
         body = self.rfile.read(self._unread)
         if len(body) < self._unread:
             raise ConnectionAbortedError("The client closed while it was sending.")

@@ -1,5 +1,5 @@
-"""Peers of the swarm. `benchmarks.swarm_peers.run` runs them on a rig.
+"""Millrace and its peers, which copy objects to all nodes of a rig (see `run`).
 
-Each peer is a script of its own that is run in the rig's hosts, one of them by another Python:
-nothing is imported here.
+Each system is a separate script that runs on hosts of the rig. One of them needs another Python
+interpreter, so this module has no imports.
 """

@@ -1,4 +1,4 @@
-"""Every node reads the whole of every object from the store itself, by ranges, into its file."""
+"""Naive peer: each node reads all objects from the store in ranges."""
 
 import os
 import sys
@@ -7,40 +7,42 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 from obstore.store import S3Store
 
-from benchmarks.swarm_peers.order import Clock, Order, Times, answer, create, read_order
+from benchmarks.swarm_peers.order import Order, Timer, Times, create_file, print_times, read_order
 
 RANGE = 8 << 20  # bytes
-AT_ONCE = 4
+CONCURRENCY = 4
 
 
 def fetch(order: Order, store: S3Store) -> None:
-    """Bring all objects to this node."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    """Read all objects from the store, and write them into files."""
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
         for key in order.keys:
             size = obstore.head(store, key)["size"]
-            file = create(order.path(key), size)
+            file = create_file(order.make_path(key), size)
 
-            def part(start: int, *, key: str = key, size: int = size, file: int = file) -> None:
+            def read_range(
+                start: int, *, key: str = key, size: int = size, file: int = file
+            ) -> None:
                 body = obstore.get_range(store, key, start=start, end=min(start + RANGE, size))
                 os.pwrite(file, body, start)
 
             try:
-                list(pool.map(part, range(0, size, RANGE)))
+                list(pool.map(read_range, range(0, size, RANGE)))
             finally:
                 os.close(file)
 
 
 def main() -> None:
-    """Say that it is ready, wait for a line, fetch."""
-    clock = Clock()
+    """Print a line when ready, wait for a line, and read the objects."""
+    timer = Timer()
     order = read_order()
     store = S3Store(**order.store)
-    startup = clock.now()
+    startup = timer.read()
     print("ready", flush=True)
     sys.stdin.readline()
-    clock = Clock()
+    timer = Timer()
     fetch(order, store)
-    answer(Times(startup, clock.now()))
+    print_times(Times(startup, timer.read()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Order to a peer's script on its standard input, and its answer.
+"""Input of a peer's script and its output, as lines of JSON.
 
-Of the standard library only: a peer's own Python reads this too.
+This module imports only the standard library, since another Python interpreter imports it too.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order to a peer: objects, and their destination.
+    """Input of a peer's script: objects to copy to all nodes, and their destination.
 
     Attributes:
-        store: The arguments of an ``S3Store``.
-        keys: Of the objects.
-        destination: The folder, the same path on every node.
-        ray: The cluster's address; empty if there is none.
-        options: Of this peer.
+        store: Arguments of an ``S3Store``.
+        keys: Keys of the objects.
+        destination: Path of the destination folder, the same on every node.
+        ray: Address of the Ray cluster, or an empty string.
+        options: Options of this peer.
     """
 
     store: dict[str, Any]
@@ -30,22 +30,22 @@ class Order:
     ray: str
     options: dict[str, Any]
 
-    def said(self) -> str:
-        """As the script reads it."""
+    def format_line(self) -> str:
+        """Return the line for the standard input of the script."""
         return json.dumps(asdict(self)) + "\n"
 
-    def path(self, key: str) -> Path:
-        """Return the path of an object."""
+    def make_path(self, key: str) -> Path:
+        """Return the path of an object's file."""
         return Path(self.destination) / key
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times that a peer measured itself, in seconds.
+    """Times that a peer measured, in seconds.
 
     Attributes:
-        startup: Until the first byte was asked for: its processes started and connected.
-        transfer: From then until the last file was whole on the last node.
+        startup: Time until the first request for an object, in which processes start and connect.
+        transfer: Time from the first request until the last file is complete on the last node.
     """
 
     startup: float
@@ -53,31 +53,31 @@ class Times:
 
 
 def read_order() -> Order:
-    """Read the order from the standard input."""
+    """Read an order from the standard input."""
     return Order(**json.loads(sys.stdin.readline()))
 
 
-def answer(times: Times) -> None:
-    """Print what was measured, as the last line."""
+def print_times(times: Times) -> None:
+    """Print the times as the last line of the output."""
     print(json.dumps(asdict(times)), flush=True)
 
 
-def heard(line: str) -> Times:
-    """Read a peer's last line."""
+def parse_times(line: str) -> Times:
+    """Parse the last line of a peer's output."""
     return Times(**json.loads(line))
 
 
-def create(path: Path, size: int) -> int:
-    """Make a file of its full size; a descriptor that reads and writes it."""
+def create_file(path: Path, size: int) -> int:
+    """Create a file of its full size, and return a descriptor for reads and writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     os.ftruncate(file, size)
     return file
 
 
-def write(path: Path, body: memoryview) -> None:
+def write_file(path: Path, body: memoryview) -> None:
     """Write a whole file."""
-    file = create(path, len(body))
+    file = create_file(path, len(body))
     try:
         at = 0
         while at < len(body):
@@ -86,12 +86,12 @@ def write(path: Path, body: memoryview) -> None:
         os.close(file)
 
 
-class Clock:
-    """Seconds since it was made."""
+class Timer:
+    """Timer of the wall time since its creation."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
-    def now(self) -> float:
-        """Seconds."""
+    def read(self) -> float:
+        """Return the seconds since the timer was created."""
         return time.perf_counter() - self._began

@@ -1,4 +1,4 @@
-"""One node reads an object and puts it into Ray's object store; all others get it and write it."""
+"""Peer with Ray: one node reads an object and puts it into Ray's object store for all others."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,65 +9,66 @@ import ray
 from obstore.store import S3Store
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.swarm_peers.naive import AT_ONCE, RANGE
-from benchmarks.swarm_peers.order import Clock, Order, Times, answer, read_order, write
+from benchmarks.swarm_peers.naive import CONCURRENCY, RANGE
+from benchmarks.swarm_peers.order import Order, Timer, Times, print_times, read_order, write_file
 
 
 class Node:
-    """A process on one node."""
+    """Actor on one node."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._store = S3Store(**order.store)
 
-    def ready(self) -> None:
-        """Do nothing: who answers runs."""
+    def wait(self) -> None:
+        """Do nothing. The call returns when the actor has started."""
 
     def read(self, key: str) -> list[Any]:
-        """Read an object from the store and write it; a reference to it."""
+        """Read an object from the store, write its file, and return a reference to the object."""
         size = obstore.head(self._store, key)["size"]
-        whole = np.empty(size, dtype=np.uint8)  # others get it without a copy
+        whole = np.empty(size, dtype=np.uint8)  # Ray shares an array without a copy
 
-        def part(start: int) -> None:
+        def read_range(start: int) -> None:
             end = min(start + RANGE, size)
             body = obstore.get_range(self._store, key, start=start, end=end)
             whole.data[start:end] = memoryview(body)
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(part, range(0, size, RANGE)))
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            list(pool.map(read_range, range(0, size, RANGE)))
         reference = ray.put(whole)
-        write(self._order.path(key), whole.data)
+        write_file(self._order.make_path(key), whole.data)
         return [reference]
 
     def get(self, key: str, references: list[Any]) -> None:
-        """Get an object from the node that has it, and write it."""
+        """Get an object from the node that has it, and write its file."""
         whole: Any = ray.get(references[0])
-        write(self._order.path(key), whole.data)
+        write_file(self._order.make_path(key), whole.data)
 
 
 def main() -> None:
-    """Start an actor on every node, and let the first read for all."""
-    clock = Clock()
+    """Start an actor on every node, and read each object with the first actor."""
+    timer = Timer()
     order = read_order()
     ray.init(address=order.ray, log_to_driver=False)
-    places = [
+    strategies = [
         NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         for node in ray.nodes()
         if node["Alive"]
     ]
     actor: Any = ray.remote(Node)
     reader, *others = [
-        actor.options(num_cpus=0, scheduling_strategy=place).remote(order) for place in places
+        actor.options(num_cpus=0, scheduling_strategy=strategy).remote(order)
+        for strategy in strategies
     ]
-    ray.get([node.ready.remote() for node in (reader, *others)])
-    startup = clock.now()
-    clock = Clock()
-    waited: list[Any] = []
+    ray.get([node.wait.remote() for node in (reader, *others)])
+    startup = timer.read()
+    timer = Timer()
+    pending: list[Any] = []
     for key in order.keys:
         reference = reader.read.remote(key)
-        waited += [reference, *(node.get.remote(key, reference) for node in others)]
-    ray.get(waited)
-    answer(Times(startup, clock.now()))
+        pending += [reference, *(node.get.remote(key, reference) for node in others)]
+    ray.get(pending)
+    print_times(Times(startup, timer.read()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The store of a rig, as Millrace's settings name it."""
+"""Settings of Millrace for the store of a rig."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from pydantic import SecretStr
 from millrace.storage import Credentials, StoreSpec
 
 
-def spec_of(store: dict[str, Any]) -> StoreSpec:
+def make_spec(store: dict[str, Any]) -> StoreSpec:
     """Return the settings of a store from the arguments of an ``S3Store``."""
     return StoreSpec(
         url=f"s3://{store['bucket']}",

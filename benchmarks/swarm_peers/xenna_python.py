@@ -1,4 +1,4 @@
-"""A Python with cosmos-xenna: a virtual environment made on demand, beside our own packages."""
+"""A virtual environment with cosmos-xenna, which is separate from the packages of the project."""
 
 import os
 import re
@@ -10,28 +10,28 @@ from pathlib import Path
 
 XENNA = "0.5.12"
 RAY = "2.60.0"
-# It imports tqdm, and does not say so.
+# cosmos-xenna imports tqdm without a declared dependency.
 PACKAGES = (f"cosmos-xenna=={XENNA}", f"ray[default]=={RAY}", "tqdm")
 OLDEST = (3, 12)
-NAMED = re.compile(r"python3\.(\d+)")
+NAME = re.compile(r"python3\.(\d+)")
 INSTALL_TIMEOUT = 900.0  # seconds
 
 
 class NoXennaError(RuntimeError):
-    """It cannot run here; the sentence says why."""
+    """This machine cannot run cosmos-xenna. The message says why."""
 
 
-def xenna_python() -> Path:
-    """Return the interpreter; the first call makes it, in about half a minute.
+def ensure_xenna_python() -> Path:
+    """Return the path of the interpreter. The first call installs it in about half a minute.
 
     Raises:
-        NoXennaError: There is no Python that is new enough, or the packages cannot be had.
+        NoXennaError: No installed Python is new enough, or the packages could not be installed.
     """
     folder = Path(sys.prefix) / "peers" / f"cosmos-xenna-{XENNA}"
     python = folder / "bin" / "python"
-    if _imports(python):
+    if _has_xenna(python):
         return python
-    base = next(_pythons(), None)
+    base = next(_find_pythons(), None)
     if base is None:
         oldest = ".".join(map(str, OLDEST))
         raise NoXennaError(f"cosmos-xenna {XENNA} needs Python {oldest} or newer: none was found.")
@@ -41,8 +41,8 @@ def xenna_python() -> Path:
         _run(python, "-m", "pip", "install", "--quiet", *PACKAGES)
         _run(python, "-c", _PROBE)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        last = said.strip().splitlines()[-1:]
+        message = getattr(error, "stderr", None) or str(error)
+        last = message.strip().splitlines()[-1:]
         raise NoXennaError(f"cosmos-xenna {XENNA} cannot be installed: {''.join(last)}") from error
     return python
 
@@ -50,7 +50,8 @@ def xenna_python() -> Path:
 _PROBE = "import cosmos_xenna.file_distribution"
 
 
-def _imports(python: Path) -> bool:
+def _has_xenna(python: Path) -> bool:
+    """Decide whether an interpreter can import cosmos-xenna."""
     try:
         _run(python, "-c", _PROBE)
     except (OSError, subprocess.SubprocessError):
@@ -63,20 +64,24 @@ def _run(python: Path, *arguments: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
 
 
-def _pythons() -> Iterator[Path]:
-    """Those that are new enough, on the path and among pyenv's."""
+def _find_pythons() -> Iterator[Path]:
+    """Yield the interpreters on PATH and of pyenv that are new enough."""
     folders = [Path(entry) for entry in os.get_exec_path()]
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     folders += sorted(root.glob("versions/*/bin"))
     for folder in folders:
         for python in sorted(folder.glob("python3.*")):
-            named = NAMED.fullmatch(python.name)
-            if named is not None and (3, int(named[1])) >= OLDEST and _works(python):
+            match = NAME.fullmatch(python.name)
+            if (
+                match is not None
+                and (3, int(match[1])) >= OLDEST
+                and _can_create_environment(python)
+            ):
                 yield python
 
 
-def _works(python: Path) -> bool:
-    """Tell whether an interpreter runs at all: pyenv's stand-ins on the path need not."""
+def _can_create_environment(python: Path) -> bool:
+    """Decide whether an interpreter can create environments. Shims of pyenv may fail to start."""
     try:
         _run(python, "-c", "import venv, ensurepip")
     except (OSError, subprocess.SubprocessError):

@@ -1,6 +1,6 @@
-"""Millrace with agents that run already, told their zones; times by node, and processor time.
+"""Millrace with agents that are already running, in zones. It measures each node and the CPU time.
 
-As a script it drives the run, on the first node of a rig; it reads an `Order`.
+As a script, this module runs on the first node of a rig, and reads an `Order`.
 """
 
 import json
@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from benchmarks.rig import Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.order import Order, read_order
-from benchmarks.swarm_peers.spec import spec_of
+from benchmarks.swarm_peers.spec import make_spec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
 
 PORT = 7070
@@ -26,18 +26,18 @@ KEY = "MILLRACE_NODE_KEY"
 TIMEOUT = 600.0  # seconds
 NODE = "from millrace.cli import main; main()"
 UNENCRYPTED = "import millrace.swarm.tls as tls; tls.is_loopback = lambda host: True\n"
-"""Makes an agent take every connection for one of its own machine: there is no setting for it."""
+"""Code that disables encryption, which has no setting: all addresses count as loopback."""
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
-    """A run, node by node.
+class ZoneFigures:
+    """Figures of a run.
 
     Attributes:
-        seconds: Of each node, in the rig's order, from the first request to its last file.
-        store_bytes: Bodies that the store sent.
-        link_bytes: Payload that crossed the link between the zones, both ways.
-        cpu_seconds: Processor time of all agents in the run, without their start.
+        seconds: Time of each node in the order of the rig, from the first request to its last file.
+        store_bytes: Number of bytes of bodies that the store sent.
+        link_bytes: Number of bytes of payload on the link between the zones, in both directions.
+        cpu_seconds: CPU time of all agents during the run, without their start.
     """
 
     seconds: tuple[float, ...]
@@ -48,18 +48,18 @@ class Warmed:
 
 def run_zones(
     rig: Rig, store: Store, keys: Sequence[str], destination: Path, *, encrypted: bool = True
-) -> Warmed:
-    """Put objects on every node of a rig.
+) -> ZoneFigures:
+    """Copy objects to every node of a rig.
 
     Args:
-        rig: Its nodes.
-        store: Store in the rig; its counts begin anew.
+        rig: Rig with the nodes.
+        store: Store in the rig. Its counts are reset.
         keys: Keys of the objects.
-        destination: Folder, the same path on every node.
-        encrypted: Whether the connections between nodes are.
+        destination: Path of the destination folder, the same on every node.
+        encrypted: Whether the connections between nodes are encrypted.
 
     Raises:
-        RigError: It failed.
+        RigError: An agent did not start, or the run failed.
     """
     store.reset()
     secret = {KEY: secrets.token_hex(16)}
@@ -82,28 +82,28 @@ def run_zones(
         }
         options = {"nodes": nodes, "encrypted": encrypted}
         order = Order(store.make_config(), list(keys), str(destination), "", options)
-        spent = sum(_cpu_seconds(agent.pid) for agent in agents)
+        cpu_seconds = sum(_read_cpu_seconds(agent.pid) for agent in agents)
         command = [sys.executable, "-m", "benchmarks.swarm_peers.zones"]
-        said = rig.nodes[0].run(command, stdin=order.said(), env=secret, timeout=TIMEOUT)
+        output = rig.nodes[0].run(command, stdin=order.format_line(), env=secret, timeout=TIMEOUT)
         after = sum(rig.read_link_bytes()) if rig.far else 0
-        spent = sum(_cpu_seconds(agent.pid) for agent in agents) - spent
-    seconds = json.loads(said.splitlines()[-1])
-    return Warmed(
+        cpu_seconds = sum(_read_cpu_seconds(agent.pid) for agent in agents) - cpu_seconds
+    seconds = json.loads(output.splitlines()[-1])
+    return ZoneFigures(
         tuple(seconds[host.name] for host in rig.nodes),
         store.read_counts().bytes,
         after - before,
-        spent,
+        cpu_seconds,
     )
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return the processor time that a process has taken."""
+def _read_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a running process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """Warm every node, and say how long each took without the start of the run."""
+    """Copy the objects to all nodes, and print the time of each node without the startup."""
     order = read_order()
     if not order.options["encrypted"]:
         tls.is_loopback = lambda host: True
@@ -114,7 +114,7 @@ def main() -> None:
     report = prewarm(
         PrewarmSettings(
             requests=tuple(Request(key=key) for key in order.keys),
-            stores={"store": spec_of(order.store)},
+            stores={"store": make_spec(order.store)},
             root=Path(order.destination),
             nodes=Hosts(hosts=hosts, key=SecretStr(os.environ[KEY])),
         )
