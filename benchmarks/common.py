@@ -100,6 +100,7 @@ def measure_process(run: Callable[..., dict[str, float]], *arguments: Any) -> Me
 def _run_and_send(
     sender: Connection, run: Callable[..., dict[str, float]], arguments: tuple[Any, ...]
 ) -> None:
+    """Call a function, and send its result and an empty string, or its error."""
     try:
         sender.send((run(*arguments), ""))
     except BaseException as error:
@@ -148,6 +149,7 @@ def walk_process_tree(pid: int) -> Iterator[int]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
+    """Return the entries of a folder, or none if it does not exist."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -155,6 +157,7 @@ def _list_folder(folder: Path) -> list[Path]:
 
 
 def _read_resident_size(pid: int) -> int:
+    """Return the resident set of a process in bytes, or 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_SIZE
     except (OSError, IndexError):

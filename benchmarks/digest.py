@@ -136,11 +136,11 @@ def run_shard(spec: dict[str, Any], source: Path, size: int) -> dict[str, float]
 
 def run_save(spec: dict[str, Any], _: Path, size: int) -> dict[str, float]:
     """Save a state that is there already."""
-    from benchmarks.checkpoints import state_of
+    from benchmarks.checkpoints import make_state
     from millrace.checkpoints import Saver
     from millrace.storage import open_store
 
-    state = state_of(size, 0)
+    state = make_state(size, 0)
     with Saver(open_store(StoreSpec.model_validate(spec)), JOB) as saver:
         cpu = CpuTimer()
         saver.save(state, step=0).result()

@@ -1,16 +1,17 @@
-"""Time until a killed run goes on: Millrace, and the usual way of reading again and skipping.
+"""Measure the time until a killed run continues: Millrace, and a reader that skips rows.
 
 Run it with ``python -m benchmarks.resume [--quick] [--json FILE]``. One file of JSON lines is one
-partition, so that going on is a seek inside it. A run is killed with SIGKILL, worker and all, when
-it has committed 10, 50 and 90 % of the rows, and started again.
+partition, so that a run continues with a seek in the file. SIGKILL ends a run and its worker after
+10, 50 and 90 % of the rows are committed. Then it is started again.
 
-- ``millrace``: until ``shard.half`` is reported: 4 MiB of new samples are encoded, so the first
-  one is.
-- ``re-read and skip``: until the first new row is a sample: ``enumerate`` over the lines up to
-  where it had come, as a reader without a cursor does.
+- ``millrace``: the time until the event ``shard.half``, after which 4 MiB of new samples are
+  encoded.
+- ``re-read and skip``: the time until the first new row is encoded by a reader without a cursor,
+  which reads all lines before that row again.
 
-Two figures each: ``s`` from the start of the process, ``s_after_call`` without the interpreter's
-start and the imports. Once in a folder, once with source and shards on a Ceph RGW on loopback.
+``s`` is the time from the start of the process. ``s_after_call`` excludes the start of the
+interpreter and the imports. Source and shards are in a folder, and then in a Ceph RGW on the
+loopback interface.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from millrace.storage import StoreSpec, open_store, open_writer
 from millrace.testing.rgw import RGW
 
 FILE = "text.jsonl"
-CAPACITY = 12 << 30  # of the server's disk
+CAPACITY = 12 << 30  # size of the server's disk
 PERCENTS = (10, 50, 90)
 SYSTEMS = ("millrace", "re-read and skip")
 METRICS = ("s", "s_after_call")
@@ -41,7 +42,13 @@ PLACES = ("folder", "RGW")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Source and shards of a work: two store specs as plain JSON values."""
+    """Location of the source and the shards.
+
+    Attributes:
+        name: Name of the place.
+        source: Settings of the source's store as JSON values.
+        store: Settings of the shards' store as JSON values.
+    """
 
     name: str
     source: dict[str, Any]
@@ -49,12 +56,16 @@ class Place:
 
 
 class Run:
-    """A process of `benchmarks.resumed`, and what it says."""
+    """Process of `benchmarks.resume_process`. A ``with`` statement kills it at its end.
+
+    Attributes:
+        began: Time of the start of the process, from `time.perf_counter`.
+    """
 
     def __init__(self, system: str, place: Place, rows: int) -> None:
         self.began = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.resumed import main; main()"],
+            [sys.executable, "-c", "from benchmarks.resume_process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,16 +82,17 @@ class Run:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield what it reports.
+    def read_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the process, which waits until the next event is requested.
 
-        It waits while an event is looked at, and goes on with the next.
+        Raises:
+            RuntimeError: The process ended before its work.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            yield said
-            if said["event"] == "ended":
+            event = json.loads(line)
+            yield event
+            if event["event"] == "ended":
                 return
             self._write("")
         raise RuntimeError("the process ended before its work did")
@@ -92,7 +104,13 @@ class Run:
 
 
 class Bench:
-    """One invocation."""
+    """One invocation of the benchmark.
+
+    Attributes:
+        results: Results of the runs.
+        repeats: Number of measurements of each system.
+        size: Size of the source in bytes.
+    """
 
     def __init__(self, *, quick: bool) -> None:
         self.results = Results("resume")
@@ -100,14 +118,14 @@ class Bench:
         self.size = 100_000_000 if quick else 1_000_000_000
 
     def run(self, place: Place, rows: int) -> None:
-        """Kill one run three times, and measure how it goes on each time."""
+        """Kill a run three times, and measure the time until it continues each time."""
         done = 0
         for percent in PERCENTS:
             done = self._shard_until(place, done, rows * percent // 100)
             work = f"{place.name}, {percent} %"
             for repeat in range(self.repeats):
                 for system in rotate_systems(SYSTEMS, repeat):
-                    seconds = first_sample(system, place, done)
+                    seconds = measure_first_sample(system, place, done)
                     for metric, value in zip(METRICS, seconds, strict=True):
                         self.results.add(work, system, metric, value)
         done = self._shard_until(place, done, None)
@@ -116,9 +134,18 @@ class Bench:
 
     @staticmethod
     def _shard_until(place: Place, done: int, wanted: int | None) -> int:
-        """Go on with the run, and kill it when so many rows are committed, or let it end."""
+        """Continue a run until its end, or kill it after so many committed rows.
+
+        Args:
+            place: Location of the source and the shards.
+            done: Number of rows that are already committed.
+            wanted: Number of committed rows after which the run is killed, or None.
+
+        Returns:
+            Number of committed rows.
+        """
         with Run("millrace", place, done) as run:
-            for event in run.events():
+            for event in run.read_events():
                 if event["event"] == "shard.committed":
                     done += event["samples"]
                     if wanted is not None and done >= wanted:
@@ -126,23 +153,23 @@ class Bench:
         return done
 
 
-def first_sample(system: str, place: Place, rows: int) -> tuple[float, float]:
-    """Seconds until a new process has a new sample, from its start and from its call."""
+def measure_first_sample(system: str, place: Place, rows: int) -> tuple[float, float]:
+    """Return the seconds until the first new sample, from the start of the process and the call."""
     wanted = {"millrace": "shard.half", "re-read and skip": "sample"}[system]
     with Run(system, place, rows) as run:
-        for event in run.events():
+        for event in run.read_events():
             if event["event"] == wanted:
                 return time.perf_counter() - run.began, event["after_call"]
     raise RuntimeError(f"{system} ended without {wanted}")
 
 
-def folder_place(source: Path, store: Path) -> Place:
-    """Return the work in a folder."""
+def make_folder_place(source: Path, store: Path) -> Place:
+    """Return the place of two folders."""
     return Place("folder", {"url": source.as_uri()}, {"url": store.as_uri()})
 
 
-def rgw_place(rgw: RGW, file: Path) -> Place:
-    """Return the work on an S3 server: puts the source there."""
+def make_rgw_place(rgw: RGW, file: Path) -> Place:
+    """Create two buckets, upload the source, and return their place."""
     rgw.create_bucket("source")
     rgw.create_bucket("shards")
     credentials = {
@@ -163,7 +190,7 @@ def rgw_place(rgw: RGW, file: Path) -> Place:
 
 
 def report(results: Results) -> None:
-    """Print the figures, and how flat each line is."""
+    """Print the figures, and the ratio of the last position to the first."""
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for place in PLACES:
@@ -177,18 +204,18 @@ def report(results: Results) -> None:
 
 
 def main() -> int:
-    """Measure, print the table, and write the rows if asked."""
-    asked = parse_options("resume", __doc__)
-    bench = Bench(quick=asked.quick)
+    """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
+    options = parse_options("resume", __doc__)
+    bench = Bench(quick=options.quick)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         source = folder / "source" / FILE
         rows = write_jsonl(source, characters=1000, size=bench.size)
-        bench.run(folder_place(source.parent, folder / "store"), rows)
+        bench.run(make_folder_place(source.parent, folder / "store"), rows)
         with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
-            bench.run(rgw_place(rgw, source), rows)
+            bench.run(make_rgw_place(rgw, source), rows)
     report(bench.results)
-    bench.results.save(asked.file)
+    bench.results.save(options.file)
     return 0
 
 

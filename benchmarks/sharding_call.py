@@ -1,4 +1,4 @@
-"""One call of the sharding engine, or of its flow, in a process of its own: see `prefect.py`.
+"""Script for one call of the sharding engine or of its flow: see `benchmarks.prefect`.
 
 Usage: ``python -m benchmarks.sharding_call engine|flow PARAMETERS``, with the parameters as JSON.
 """
@@ -9,7 +9,7 @@ import time
 
 
 def main() -> None:
-    """Call the engine or the flow, and print the times as JSON."""
+    """Call the engine or the flow, and print its times in seconds as JSON."""
     system, parameters = sys.argv[1], json.loads(sys.argv[2])
     if system == "engine":
         from millrace.datasets import PipelineSettings, shard_dataset

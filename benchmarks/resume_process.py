@@ -1,7 +1,7 @@
-"""The process that `benchmarks.resume` starts, kills and starts again. It imports little.
+"""Process that `benchmarks.resume` starts and kills. It has few imports.
 
-It reads one line of JSON, what to do, and prints a line of JSON for each event; it goes on when
-it reads another line.
+It reads its job from a line of JSON. For each event, it prints a line of JSON, and then waits for
+another line.
 """
 
 import io
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SHARD = 8 << 20
+SHARD_BYTES = 8 << 20
 
 
-def shard_on(job: dict[str, Any]) -> None:
-    """Shard a dataset with Millrace, or go on with it where the ledger ends."""
+def shard_with_millrace(job: dict[str, Any]) -> None:
+    """Shard a dataset with Millrace, or continue after the last committed shard."""
     from pydantic import ByteSize
 
     from millrace.datasets import (
@@ -30,29 +30,31 @@ def shard_on(job: dict[str, Any]) -> None:
     from millrace.progress import Event
     from millrace.storage import StoreSpec
 
-    config = PipelineSettings(
+    settings = PipelineSettings(
         dataset="text",
         source=SourceLocation(**job["source"], columns={"txt": "text"}),
         store=StoreSpec(**job["store"]),
-        sharding=ShardingSettings(shard_bytes=ByteSize(SHARD), partition_bytes=ByteSize(1 << 40)),
+        sharding=ShardingSettings(
+            shard_bytes=ByteSize(SHARD_BYTES), partition_bytes=ByteSize(1 << 40)
+        ),
         execution=ExecutionSettings(workers=1),
     )
     called = time.perf_counter()
 
-    def progress(event: Event) -> None:
+    def report_progress(event: Event) -> None:
         samples = event.samples if isinstance(event, ShardCommitted) else 0
-        _say(event.kind, after_call=time.perf_counter() - called, samples=samples)
+        _report_event(event.kind, after_call=time.perf_counter() - called, samples=samples)
 
-    shard_dataset(config, progress=progress)
+    shard_dataset(settings, progress=report_progress)
 
 
-def skip_to(job: dict[str, Any]) -> None:
-    """Read a file of JSON lines again up to a row, and make a sample of that row."""
+def skip_rows(job: dict[str, Any]) -> None:
+    """Read a file of JSON lines from its beginning to a row, and encode a sample of that row."""
     spec = job["source"]
     if spec["url"].startswith("file://"):
         called = time.perf_counter()
         with (Path(spec["url"].removeprefix("file://")) / job["file"]).open("rb") as lines:
-            _first_from(lines, job["rows"])
+            _encode_row(lines, job["rows"])
     else:
         import boto3
 
@@ -66,27 +68,29 @@ def skip_to(job: dict[str, Any]) -> None:
         called = time.perf_counter()
         bucket = spec["url"].removeprefix("s3://")
         body: Any = client.get_object(Bucket=bucket, Key=job["file"])["Body"]
-        with io.BufferedReader(body, 1 << 20) as lines:  # its own iter_lines is far slower
-            _first_from(lines, job["rows"])
-    _say("sample", after_call=time.perf_counter() - called)
+        with io.BufferedReader(body, 1 << 20) as lines:  # boto3's iter_lines is far slower
+            _encode_row(lines, job["rows"])
+    _report_event("sample", after_call=time.perf_counter() - called)
 
 
-def _first_from(lines: Iterable[bytes | str], start: int) -> bytes:
+def _encode_row(lines: Iterable[bytes | str], number: int) -> bytes:
+    """Return the text of a row as bytes, after all rows before it were read."""
     for index, line in enumerate(lines):
-        if index < start:
+        if index < number:
             continue
         return json.loads(line)["text"].encode()
-    raise ValueError(f"there is no row {start}")
+    raise ValueError(f"there is no row {number}")
 
 
-def _say(name: str, **figures: Any) -> None:
+def _report_event(name: str, **figures: Any) -> None:
+    """Print an event, and wait for a line."""
     sys.stdout.write(json.dumps({"event": name, **figures}) + "\n")
     sys.stdout.flush()
     sys.stdin.readline()
 
 
 def main() -> None:
-    """Do what the first line says."""
+    """Read the job from the standard input, and run it."""
     job = json.loads(sys.stdin.readline())
-    {"millrace": shard_on, "re-read and skip": skip_to}[job["system"]](job)
-    _say("ended")
+    {"millrace": shard_with_millrace, "re-read and skip": skip_rows}[job["system"]](job)
+    _report_event("ended")
