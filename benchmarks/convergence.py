@@ -1,13 +1,17 @@
-"""Compare how a model learns from compressed gradients and from whole ones.
+"""Compare training with compressed gradients and training with whole gradients.
 
 Run it with ``python -m benchmarks.convergence [--quick] [--json FILE] [--plot FILE.svg]``. Eight
-workers train a small transformer on text (Python's own library), each on its own part, some steps a
-window. Then either their changes are averaged whole (``dense``), or each is encoded, put into a
-store, gathered, merged, committed to a chain and applied from it (``millrace``: 112 of 4096 values
-at two bits, with error feedback; no tensor is sent otherwise). The tokens are the same; the outer
-step of ``millrace`` is longer, for what the feedback forgets. ``loss`` is that on text which nobody
-has seen, at the end; ``times_smaller`` the bytes of all whole changes over those of all objects,
-listed from the store.
+workers train a small transformer on text (Python's standard library), each with its own part of the
+text, and with several steps per window. The change of a worker is the difference of its weights in
+a window.
+
+- ``dense``: the changes are averaged.
+- ``millrace``: each change is encoded, put into a store, gathered, merged, committed to a chain and
+  applied from it. 112 of 4096 values are sent with two bits, with error feedback. All tensors are
+  compressed. The outer learning rate is higher, since the error feedback decays.
+
+Both see the same tokens. ``loss`` is the loss on held-out text at the end. ``times_smaller`` is the
+size of all whole changes divided by the size of all objects in the store.
 """
 
 import math
@@ -50,7 +54,7 @@ SETTINGS = RunSettings(
 
 
 class Model(torch.nn.Module):
-    """A transformer that guesses the next character."""
+    """Transformer that predicts the next character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,66 +70,80 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """Eight workers with their text, the same for both ways.
+    """Training of eight workers with their parts of the text, the same for both systems.
+
+    Attributes:
+        initial: Model with the initial weights.
+        held_out: Tokens of the held-out text.
+        parts: Tokens of each worker.
+        generators: Random generator of each worker.
+        optimizers: Inner optimizer of each worker, or None before its first window.
 
     Args:
-        seed: Of the weights and of the order of the text.
-        steps: Of each in a window.
-        windows: After which the rate has fallen to nothing, along a cosine.
+        seed: Seed of the weights and of the order of the text.
+        steps: Number of steps of a worker in a window.
+        windows: Number of windows, over which the learning rate falls to zero along a cosine.
     """
 
     def __init__(self, seed: int, steps: int, windows: int) -> None:
-        torch.set_num_threads(1)  # another run has the other processor
+        torch.set_num_threads(1)  # two runs share two processors
         torch.manual_seed(seed)
         self._steps, self._windows = steps, windows
         self._done = [0] * WORKERS
-        self.first = Model()
+        self.initial = Model()
         whole = torch.tensor(list(read_text()[:4_000_000].encode("ascii", "replace")))
-        self.unseen, seen = whole[:200_000], whole[200_000:]
+        self.held_out, seen = whole[:200_000], whole[200_000:]
         self.parts = seen.chunk(WORKERS)
-        self.dice = [torch.Generator().manual_seed(100 * seed + n) for n in range(WORKERS)]
-        self.inner: list[torch.optim.Optimizer | None] = [None] * WORKERS
+        self.generators = [torch.Generator().manual_seed(100 * seed + n) for n in range(WORKERS)]
+        self.optimizers: list[torch.optim.Optimizer | None] = [None] * WORKERS
 
     def train(self, model: Model, worker: int) -> None:
-        """One worker's steps in a window; its optimizer remembers from window to window."""
-        state = self.inner[worker]
+        """Train a model with the steps of one worker in a window. The optimizer keeps its state."""
+        previous = self.optimizers[worker]
         optimizer = torch.optim.AdamW(model.parameters())
-        if state is not None:
-            optimizer.load_state_dict(state.state_dict())
-        share = self._done[worker] / self._windows
+        if previous is not None:
+            optimizer.load_state_dict(previous.state_dict())
+        progress = self._done[worker] / self._windows
         for group in optimizer.param_groups:
-            group["lr"] = RATE * (1 + math.cos(math.pi * share)) / 2
+            group["lr"] = RATE * (1 + math.cos(math.pi * progress)) / 2
         self._done[worker] += 1
         for _ in range(self._steps):
-            rows = drawn(self.parts[worker], ROWS, self.dice[worker])
+            rows = draw_rows(self.parts[worker], ROWS, self.generators[worker])
             optimizer.zero_grad()
-            loss_of(model, rows).backward()
+            compute_loss(model, rows).backward()
             optimizer.step()
-        self.inner[worker] = optimizer
+        self.optimizers[worker] = optimizer
 
-    def loss(self, model: Model) -> float:
-        """On text that nobody has seen."""
-        dice = torch.Generator().manual_seed(0)
+    def compute_loss(self, model: Model) -> float:
+        """Return the loss on held-out text."""
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            return sum(loss_of(model, drawn(self.unseen, 64, dice)).item() for _ in range(4)) / 4
+            return (
+                sum(
+                    compute_loss(model, draw_rows(self.held_out, 64, generator)).item()
+                    for _ in range(4)
+                )
+                / 4
+            )
 
 
-def drawn(words: torch.Tensor, rows: int, dice: torch.Generator) -> torch.Tensor:
-    """Rows of text from anywhere in it."""
-    starts = torch.randint(0, len(words) - LENGTH - 1, (rows,), generator=dice)
+def draw_rows(words: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return rows of text from random positions: (rows, 65)."""
+    starts = torch.randint(0, len(words) - LENGTH - 1, (rows,), generator=generator)
     return torch.stack([words[at : at + LENGTH + 1] for at in starts])
 
 
-def loss_of(model: Model, rows: torch.Tensor) -> torch.Tensor:
-    guessed = model(rows[:, :-1]).flatten(0, 1)
-    return torch.nn.functional.cross_entropy(guessed, rows[:, 1:].flatten())
+def compute_loss(model: Model, rows: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of the next characters."""
+    predictions = model(rows[:, :-1]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(predictions, rows[:, 1:].flatten())
 
 
-def dense(seed: int, windows: int) -> list[float]:
-    """Return the loss after each window, with the changes averaged whole."""
+def train_dense(seed: int, windows: int) -> list[float]:
+    """Train with the average of the whole changes, and return the loss after each window."""
     training = Training(seed, SETTINGS.steps, windows)
-    model = deepcopy(training.first)
-    losses = [training.loss(model)]
+    model = deepcopy(training.initial)
+    losses = [training.compute_loss(model)]
     for _ in range(windows):
         changes = [torch.zeros_like(weight) for weight in model.parameters()]
         for worker in range(WORKERS):
@@ -137,52 +155,52 @@ def dense(seed: int, windows: int) -> list[float]:
         with torch.no_grad():
             for weight, change in zip(model.parameters(), changes, strict=True):
                 weight.sub_(change)
-        losses.append(training.loss(model))
+        losses.append(training.compute_loss(model))
     return losses
 
 
-def compressed(
+def train_compressed(
     seed: int, windows: int, settings: RunSettings = SETTINGS
 ) -> tuple[list[float], float]:
-    """Return the loss after each window, by way of a store, and the ratio of compression."""
+    """Train through a store, and return the loss after each window and the compression ratio."""
     training = Training(seed, settings.steps, windows)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        begin_run(store, settings.chain, select_weights(training.first))
-        models = [deepcopy(training.first) for _ in range(WORKERS)]
-        everybody = [
+        begin_run(store, settings.chain, select_weights(training.initial))
+        models = [deepcopy(training.initial) for _ in range(WORKERS)]
+        participants = [
             Participant.join(settings, str(n), store, store, threads=1) for n in range(WORKERS)
         ]
         workers = [Sender(str(n), store) for n in range(WORKERS)]
         merged = merge_windows(
-            store, settings, workers, select_weights(training.first), until=windows
+            store, settings, workers, select_weights(training.initial), until=windows
         )
-        losses = [training.loss(training.first)]
+        losses = [training.compute_loss(training.initial)]
         for _ in range(windows):
-            for number, (participant, model) in enumerate(zip(everybody, models, strict=True)):
+            for number, (participant, model) in enumerate(zip(participants, models, strict=True)):
                 training.train(model, number)
                 participant.submit(model)
             next(merged)
-            for participant, model in zip(everybody, models, strict=True):
+            for participant, model in zip(participants, models, strict=True):
                 participant.apply(model)
-            losses.append(training.loss(models[0]))
-        keys = [stat for stat in list_objects(store, "run/") if settings.gradients.parse(stat.key)]
-        sent = sum(stat.size for stat in keys)
-    whole = sum(weight.numel() for weight in training.first.parameters()) * 4 * WORKERS * windows
+            losses.append(training.compute_loss(models[0]))
+        stats = [stat for stat in list_objects(store, "run/") if settings.gradients.parse(stat.key)]
+        sent = sum(stat.size for stat in stats)
+    whole = sum(weight.numel() for weight in training.initial.parameters()) * 4 * WORKERS * windows
     return losses, whole / sent
 
 
 def main() -> int:
-    """Train both ways, print the table, and write the rows and the picture if asked."""
-    asked = parse_options("convergence", __doc__, plot=True)
-    windows, seeds = (4, 1) if asked.quick else (200, 3)
+    """Run the benchmark, print the table, and write the requested files."""
+    options = parse_options("convergence", __doc__, plot=True)
+    windows, seeds = (4, 1) if options.quick else (200, 3)
     results = Results("convergence")
     curves: dict[str, list[list[float]]] = {"whole changes": [], "1/100 of them": []}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawn) as pool:
-        wholes = [pool.submit(dense, seed, windows) for seed in range(seeds)]
-        smalls = [pool.submit(compressed, seed, windows) for seed in range(seeds)]
-        for seed, (one, other) in enumerate(zip(wholes, smalls, strict=True)):
+        dense = [pool.submit(train_dense, seed, windows) for seed in range(seeds)]
+        compressed = [pool.submit(train_compressed, seed, windows) for seed in range(seeds)]
+        for seed, (one, other) in enumerate(zip(dense, compressed, strict=True)):
             whole, (small, times) = one.result(), other.result()
             curves["whole changes"].append(whole)
             curves["1/100 of them"].append(small)
@@ -199,10 +217,10 @@ def main() -> int:
     ends = (results.values["training", system, "loss"] for system in ("millrace", "dense"))
     worst = max(small / whole for small, whole in zip(*ends, strict=True))
     print(f"\nLoss over that of whole changes: {ratio:.4f} in the median, {worst:.4f} at worst.")
-    results.save(asked.file)
-    if asked.plot:
-        what = f"windows of {SETTINGS.steps} steps of {WORKERS} workers"
-        plot_losses(curves, asked.plot, what)
+    results.save(options.file)
+    if options.plot:
+        caption = f"windows of {SETTINGS.steps} steps of {WORKERS} workers"
+        plot_losses(curves, options.plot, caption)
     return 0
 
 

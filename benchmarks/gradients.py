@@ -1,26 +1,27 @@
-"""Gradients compressed, decompressed and merged: Millrace, the same in torch, and memory's rate.
+"""Compress, decompress and merge gradients: Millrace, a codec in PyTorch and a lower bound.
 
 Run it with ``python -m benchmarks.gradients [--quick] [--device cuda] [--json FILE]``. 64 of 4096
-values are sent, at two bits each. With ``--device`` the tensors that are encoded, and those that
-are decoded into, are there; the bytes are always in the processor's memory.
+values are sent with two bits each. ``--device`` is the device of the tensors that are encoded and
+of the decoded tensors. The compressed bytes are always in host memory.
 
-- ``gauss``, ``student`` (of three degrees of freedom), ``laplace`` and ``real``: ``ratio_fp32``,
-  how many times smaller than float32 the object in the store is, by its listing; ``rel_l2``, the
-  error of the values that were sent over their norm. ``real`` is the gradient of a transformer that
-  has learned from text (Python's own library) for a while. What torch sends is the bytes of its
-  tensors.
-- ``encode``, ``decode``: GB/s of float32, without a transform and with the DCT.
-- ``merge``: 20 workers' gradients into one, by the mean over those that sent each value, dense at
-  the end; GB/s of the float32 that they stand for. And the peak memory of the process that merges
-  20 gradients of a model of 124 million parameters, beside what 20 dense ones are.
-- ``update``: a window of 20 workers that send independent gradients of a model of 63 million
-  parameters. ``of_payloads`` is the size of the update in the store over that of the workers'
-  objects together; ``merge_cpu_s`` is the processor time of the aggregator, from the checked
-  gradients to the committed link, and ``follow_cpu_s`` that of a late worker, from the link to
-  weights with its digest. Both include the digests of the weights.
+- ``gauss``, ``student`` (three degrees of freedom), ``laplace`` and ``real`` are distributions.
+  ``ratio_fp32`` is the size of the float32 values divided by the size of the object in the store.
+  ``rel_l2`` is the norm of the error of the sent values divided by their norm. ``real`` is the
+  gradient of a transformer after some training on text (Python's standard library). The size of a
+  gradient in PyTorch is that of its tensors.
+- ``encode`` and ``decode`` are in GB/s of float32, without a transform and with the DCT.
+- ``merge`` merges the gradients of 20 workers into one dense tensor. Each value is the mean over
+  the workers that sent it. The unit is GB/s of the float32 values of all workers.
+- ``merge, 124M`` is the peak memory of a process that merges 20 gradients of a model with 124
+  million parameters. It is compared with the size of 20 dense gradients.
+- ``update`` is a window of 20 workers that send independent gradients of a model with 63 million
+  parameters. ``of_payloads`` is the size of the update in the store divided by the total size of
+  the workers' objects. ``merge_cpu_s`` is the CPU time of the aggregator from the checked gradients
+  to the committed link. ``follow_cpu_s`` is the CPU time of a late worker from the link to the
+  updated weights. Both include the digests of the weights.
 
-``floor`` is memory's own rate: a sum over the tensor for encoding, a fill for decoding, a fill of
-the merged tensor for merging. Medians of interleaved runs.
+The lower bound (``floor``) is the rate of the memory: a sum over the tensor for encoding, and a
+fill of the result for decoding and merging. The systems alternate, and the figures are medians.
 """
 
 import sys
@@ -70,7 +71,7 @@ from millrace.storage import list_objects, open_store, put
 CODEC = Codec()
 WORKERS = 20
 SYSTEMS = ("millrace", "torch", "floor")
-STILL = 0.3  # seconds until the threads of what ran before no longer spin
+PAUSE = 0.3  # seconds until the threads of the previous system have stopped spinning
 GPT2 = {
     "wte": (50257, 768),
     "wpe": (1024, 768),
@@ -84,12 +85,12 @@ GPT2 = {
 
 @dataclass(slots=True)
 class Bench:
-    """All that is measured.
+    """One invocation of the benchmark.
 
     Attributes:
-        quick: Less data, one run of each.
-        device: Where tensors are that are encoded, or decoded into.
-        results: What was measured.
+        quick: Whether to use less data and one run of each system.
+        device: Device of the tensors that are encoded, and of the decoded tensors.
+        results: Results of the runs.
     """
 
     quick: bool
@@ -98,33 +99,39 @@ class Bench:
 
     @property
     def repeats(self) -> int:
+        """Number of runs of each system."""
         return 1 if self.quick else 5
 
-    def sizes(self) -> None:
-        """Measure how small, and how near."""
+    def measure_sizes(self) -> None:
+        """Measure the compression ratios and the errors."""
         side = 512 if self.quick else 2048
-        for name, tensors in (*drawn(side), ("real", real(steps=2 if self.quick else 60))):
+        for name, tensors in (
+            *draw_tensors(side),
+            ("real", compute_real_gradient(steps=2 if self.quick else 60)),
+        ):
             whole = sum(tensor.numel() for tensor in tensors.values()) * 4
-            self.results.add(name, "millrace", "ratio_fp32", whole / stored(tensors))
-            self.results.add(name, "millrace", "rel_l2", off(tensors))
-            if name != "real":  # whose sides are no multiples of 64, which torch's way needs
+            self.results.add(name, "millrace", "ratio_fp32", whole / measure_stored_size(tensors))
+            self.results.add(name, "millrace", "rel_l2", compute_error(tensors))
+            if name != "real":  # its sides are not multiples of 64, as PyTorch's codec requires
                 sent = torch_codec.encode(tensors["w"], None)
                 self.results.add(name, "torch", "ratio_fp32", whole / sent.size)
-                self.results.add(name, "torch", "rel_l2", torch_off(tensors["w"], sent))
+                self.results.add(name, "torch", "rel_l2", compute_torch_error(tensors["w"], sent))
 
-    def speeds(self) -> None:
-        """Measure how quick."""
+    def measure_speeds(self) -> None:
+        """Measure the speeds of encoding and decoding."""
         side = 1024 if self.quick else 4096
-        tensor = next(drawn(side))[1]["w"].to(self.device)
+        tensor = next(draw_tensors(side))[1]["w"].to(self.device)
         for transform in Transform:
-            dct = torch_codec.basis().to(self.device) if transform is Transform.DCT else None
+            dct = (
+                torch_codec.make_dct_basis().to(self.device) if transform is Transform.DCT else None
+            )
             codec = Codec(transform=transform)
             encoder, decoder = GradientEncoder(codec), Decoder(codec)
-            ready = torch.empty(side, side, device=self.device)
+            out = torch.empty(side, side, device=self.device)
             body = encoder.encode(tensor)
             sent = torch_codec.encode(tensor, dct)
             suffix = "" if transform is Transform.NONE else ", dct"
-            self._timed(
+            self._time_systems(
                 f"encode{suffix}",
                 tensor.nbytes,
                 {
@@ -133,70 +140,72 @@ class Bench:
                     "floor": tensor.sum,
                 },
             )
-            self._timed(
+            self._time_systems(
                 f"decode{suffix}",
                 tensor.nbytes,
                 {
-                    "millrace": lambda body=body, decoder=decoder, ready=ready: decoder.decode(
-                        body, (side, side), out=ready
+                    "millrace": lambda body=body, decoder=decoder, out=out: decoder.decode(
+                        body, (side, side), out=out
                     ),
                     "torch": lambda sent=sent, dct=dct: torch_codec.decode(sent, dct),
-                    "floor": ready.zero_,
+                    "floor": out.zero_,
                 },
             )
 
-    def merges(self) -> None:
-        """Twenty into one."""
+    def measure_merges(self) -> None:
+        """Measure the speed and the memory of a merge of 20 gradients."""
         side = 512 if self.quick else 2048
         shape = (side, side)
-        dice = torch.Generator().manual_seed(0)
-        tensors = [torch.randn(shape, generator=dice) for _ in range(WORKERS)]
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=generator) for _ in range(WORKERS)]
         names = [f"w{n:02d}" for n in range(WORKERS)]
         payloads = {
-            name: payload_of({"w": tensor}, name)
+            name: make_payload({"w": tensor}, name)
             for name, tensor in zip(names, tensors, strict=True)
         }
         sent = [torch_codec.encode(tensor, None) for tensor in tensors]
-        how, out = MergeSettings(rule=MergeRule.SENDERS), np.empty(side * side, np.float32)
+        settings, out = MergeSettings(rule=MergeRule.SENDERS), np.empty(side * side, np.float32)
 
-        def ours() -> None:
-            for _, runs in merge(payloads, how, threads=2):
+        def merge_dense() -> None:
+            for _, runs in merge(payloads, settings, threads=2):
                 make_dense(runs, shape, out)
 
-        self._timed(
+        self._time_systems(
             "merge",
             WORKERS * tensors[0].nbytes,
             {
-                "millrace": ours,
+                "millrace": merge_dense,
                 "torch": lambda: torch_codec.merge(sent),
                 "floor": lambda: out.fill(0.0),
             },
         )
         if not self.quick:
-            self._memory()
+            self._measure_memory()
 
-    def _memory(self) -> None:
-        dice = torch.Generator().manual_seed(0)
-        tensors = {name: torch.randn(shape, generator=dice) for name, shape in GPT2.items()}
+    def _measure_memory(self) -> None:
+        """Measure the peak memory of a merge of a whole model."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in GPT2.items()}
         with tempfile.NamedTemporaryFile(prefix="millrace-bench-") as file:
-            file.write(object_of(tensors, "w")[0])
+            file.write(encode_object(tensors, "w")[0])
             file.flush()
-            run = measure_process(merge_of_a_model, file.name)
+            run = measure_process(merge_model, file.name)
         dense = WORKERS * sum(tensor.nbytes for tensor in tensors.values())
         self.results.add("merge, 124M", "millrace", "peak_rss_MB", run.peak_rss / 1e6)
         self.results.add("merge, 124M", "20 dense", "peak_rss_MB", dense / 1e6)
 
-    def updates(self) -> None:
-        """Measure the update of a window, its merge, and who follows."""
+    def measure_updates(self) -> None:
+        """Measure the size of an update, its merge, and its application by a late worker."""
         side, count = (512, 2) if self.quick else (2048, 15)
         small = {"w0": (64, 64)}
-        self._update(small, _draw_payloads(small), keep=False)  # compiled
+        self._measure_update(small, _draw_payloads(small), keep=False)  # compiles the kernels
         shapes = {f"w{n:02d}": (side, side) for n in range(count)}
         payloads = _draw_payloads(shapes)
         for _ in range(self.repeats):
-            self._update(shapes, payloads, keep=True)
+            self._measure_update(shapes, payloads, keep=True)
 
-    def _update(self, shapes: Shapes, payloads: dict[str, Payload], *, keep: bool) -> None:
+    def _measure_update(self, shapes: Shapes, payloads: dict[str, Payload], *, keep: bool) -> None:
+        """Measure the update of one window. Without ``keep``, no results are added."""
         settings = RunSettings(run="run")
         now = datetime.now(UTC)
         size = sum(payload.size for payload in payloads.values())
@@ -222,39 +231,40 @@ class Bench:
             self.results.add("update", "millrace", "merge_cpu_s", merged - began)
             self.results.add("update", "millrace", "follow_cpu_s", followed - merged)
 
-    def _timed(self, work: str, size: int, systems: dict[str, Callable[[], object]]) -> None:
+    def _time_systems(self, work: str, size: int, systems: dict[str, Callable[[], object]]) -> None:
+        """Measure the speed of each system over work on so many bytes."""
         for run in systems.values():
-            run()  # compiled, and its memory taken
+            run()  # compiles the kernels and allocates memory
         for repeat in range(self.repeats):
             for system in rotate_systems(SYSTEMS, repeat):
-                time.sleep(STILL)
-                best = median(seconds(systems[system]) for _ in range(3))
+                time.sleep(PAUSE)
+                best = median(time_call(systems[system]) for _ in range(3))
                 self.results.add(work, system, "GB/s", size / best / 1e9)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Time a call."""
+def time_call(call: Callable[[], object]) -> float:
+    """Call a function, and return its wall time in seconds."""
     began = time.perf_counter()
     call()
-    if torch.cuda.is_available():  # whose work goes on behind the call
+    if torch.cuda.is_available():  # kernels run after the call returns
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def drawn(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Draw a matrix of each distribution."""
-    dice = np.random.default_rng(0)
+def draw_tensors(side: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield a random square matrix of each distribution."""
+    generator = np.random.default_rng(0)
     shape = (side, side)
     for name, values in (
-        ("gauss", dice.standard_normal(shape)),
-        ("student", dice.standard_t(3, shape)),
-        ("laplace", dice.laplace(size=shape)),
+        ("gauss", generator.standard_normal(shape)),
+        ("student", generator.standard_t(3, shape)),
+        ("laplace", generator.laplace(size=shape)),
     ):
         yield name, {"w": torch.from_numpy(values.astype(np.float32))}
 
 
-def real(steps: int) -> dict[str, torch.Tensor]:
-    """Return the gradient of a small transformer on text, after some steps."""
+def compute_real_gradient(steps: int) -> dict[str, torch.Tensor]:
+    """Return the gradient of a small transformer after so many training steps on text."""
     torch.manual_seed(0)
     words = torch.tensor(list(read_text()[:400_000].encode("ascii", "replace")))
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
@@ -265,78 +275,80 @@ def real(steps: int) -> dict[str, torch.Tensor]:
     for _ in range(steps):
         starts = torch.randint(0, len(words) - 65, (16,))
         rows = torch.stack([words[at : at + 65] for at in starts])
-        guessed = model["head"](body(embed(rows[:, :-1]), mask=mask, is_causal=True))
+        predictions = model["head"](body(embed(rows[:, :-1]), mask=mask, is_causal=True))
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(guessed.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            predictions.flatten(0, 1), rows[:, 1:].flatten()
+        ).backward()
         optimizer.step()
     return {
         name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
     }
 
 
-def object_of(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, ExpectedGradient]:
-    """Return the object that a worker puts into the bucket, and what is expected of it."""
+def encode_object(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, ExpectedGradient]:
+    """Encode a worker's object, and return its bytes with the expected contents for its check."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
-    said = {"run": "run", "uid": uid, "window": 1, "base": 0}
-    body = encode_payload(bodies, shapes, CODEC, **said)  # pyright: ignore[reportArgumentType]
-    return body, ExpectedGradient(**said, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
+    fields = {"run": "run", "uid": uid, "window": 1, "base": 0}
+    body = encode_payload(bodies, shapes, CODEC, **fields)  # pyright: ignore[reportArgumentType]
+    return body, ExpectedGradient(**fields, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
 
 
-def payload_of(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
-    """Return a worker's gradient, as it is after every check."""
-    return check_payload(*object_of(tensors, uid))
+def make_payload(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
+    """Return a worker's gradient after all checks."""
+    return check_payload(*encode_object(tensors, uid))
 
 
 def _draw_payloads(shapes: Shapes) -> dict[str, Payload]:
-    """Return the gradients of workers that have nothing in common."""
-    found: dict[str, Payload] = {}
+    """Return independent random gradients of all workers."""
+    payloads: dict[str, Payload] = {}
     for number in range(WORKERS):
-        dice = torch.Generator().manual_seed(number)
-        tensors = {name: torch.randn(shape, generator=dice) for name, shape in shapes.items()}
-        found[f"w{number:02d}"] = payload_of(tensors, f"w{number:02d}")
-    return found
+        generator = torch.Generator().manual_seed(number)
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        payloads[f"w{number:02d}"] = make_payload(tensors, f"w{number:02d}")
+    return payloads
 
 
-def stored(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes of the object in a store, by its listing."""
+def measure_stored_size(tensors: dict[str, torch.Tensor]) -> int:
+    """Put an object into a store, and return its size from a listing in bytes."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
         put(
             store,
             GradientKeys("run", "1").make_gradient_key("one", 0),
-            object_of(tensors, "one")[0],
+            encode_object(tensors, "one")[0],
         )
         return sum(stat.size for stat in list_objects(store, "run/"))
 
 
-def off(tensors: dict[str, torch.Tensor]) -> float:
-    """Return the error of the sent values, over their norm."""
-    wrong = right = 0.0
+def compute_error(tensors: dict[str, torch.Tensor]) -> float:
+    """Return the norm of the error of the sent values divided by their norm."""
+    error = norm = 0.0
     for tensor in tensors.values():
         shape = tuple(tensor.shape)
         values = forward(tensor.contiguous(), CODEC.transform).numpy()
         for run in unpack_tensor(GradientEncoder(CODEC).encode(tensor), shape, CODEC):
             chunks = run.chunks
             table = values[chunks.first : chunks.first + chunks.values].reshape(-1, chunks.size)
-            true = np.take_along_axis(table, run.indices.astype(np.int64), axis=1)
-            wrong += float(np.square(decode_values(run, CODEC) - true, dtype=np.float64).sum())
-            right += float(np.square(true, dtype=np.float64).sum())
-    return (wrong / right) ** 0.5
+            exact = np.take_along_axis(table, run.indices.astype(np.int64), axis=1)
+            error += float(np.square(decode_values(run, CODEC) - exact, dtype=np.float64).sum())
+            norm += float(np.square(exact, dtype=np.float64).sum())
+    return (error / norm) ** 0.5
 
 
-def torch_off(tensor: torch.Tensor, sent: torch_codec.Sent) -> float:
-    """Return the same error of torch's codec."""
-    found = torch_codec.decode(sent, None)
-    places = torch.zeros_like(tensor, dtype=torch.bool).view(-1, torch_codec.CHUNK)
-    places.scatter_(1, torch_codec.places_of(sent), True)  # noqa: FBT003 - torch's own
-    chosen = places.view(tensor.shape)
-    return float((found - tensor)[chosen].norm() / tensor[chosen].norm())
+def compute_torch_error(tensor: torch.Tensor, sent: torch_codec.CompressedTensor) -> float:
+    """Return the error of `compute_error` for the codec in PyTorch."""
+    decoded = torch_codec.decode(sent, None)
+    mask = torch.zeros_like(tensor, dtype=torch.bool).view(-1, torch_codec.CHUNK)
+    mask.scatter_(1, torch_codec.unpack_indices(sent), True)  # noqa: FBT003 - API of PyTorch
+    selected = mask.view(tensor.shape)
+    return float((decoded - tensor)[selected].norm() / tensor[selected].norm())
 
 
-def merge_of_a_model(file: str) -> dict[str, float]:
-    """Merge an object 20 times with itself, tensor by tensor; in a process of its own."""
+def merge_model(file: str) -> dict[str, float]:
+    """Merge 20 copies of an object, tensor by tensor."""
     expected = ExpectedGradient(run="run", uid="w", window=1, base=0, codec=CODEC, shapes=GPT2)
     body = Path(file).read_bytes()
     payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
@@ -347,7 +359,7 @@ def merge_of_a_model(file: str) -> dict[str, float]:
 
 
 def report(results: Results) -> None:
-    """Print the figures."""
+    """Print the figures, and their ratios to the codec in PyTorch and to the lower bound."""
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for (work, system, metric), row in values.items():
@@ -361,15 +373,15 @@ def report(results: Results) -> None:
 
 
 def main() -> int:
-    """Measure, print the table, and write the rows if asked."""
-    asked = parse_options("gradients", __doc__, device=True)
-    bench = Bench(asked.quick, asked.device)
-    bench.sizes()
-    bench.speeds()
-    bench.merges()
-    bench.updates()
+    """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
+    options = parse_options("gradients", __doc__, device=True)
+    bench = Bench(options.quick, options.device)
+    bench.measure_sizes()
+    bench.measure_speeds()
+    bench.measure_merges()
+    bench.measure_updates()
     report(bench.results)
-    bench.results.save(asked.file)
+    bench.results.save(options.file)
     return 0
 
 

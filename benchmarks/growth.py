@@ -32,7 +32,7 @@ from benchmarks.cleanup import RULE
 from benchmarks.common import CpuTimer, Results, measure_process, parse_options, print_table
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
-from benchmarks.gradients import payload_of
+from benchmarks.gradients import make_payload
 from benchmarks.shards import run_planning
 from millrace.checkpoints import Saver, load
 from millrace.cleanup import CleanupSettings, make_plan
@@ -89,7 +89,7 @@ def plan_keys(endpoint: str) -> dict[str, float]:
 def measure_workers(count: int) -> dict[str, float]:
     """Merge so many gradients."""
     dice, shape = torch.Generator().manual_seed(0), (256, 256)
-    payload = payload_of({"t": torch.randn(shape, generator=dice)}, "w")
+    payload = make_payload({"t": torch.randn(shape, generator=dice)}, "w")
     payloads = {f"w{n:04d}": payload for n in range(count)}
     settings = MergeSettings(rule=MergeRule.SENDERS)
     list(merge({"w0000": payload}, settings))  # the kernels are compiled

@@ -44,7 +44,7 @@ def plot_losses(curves: dict[str, list[list[float]]], file: Path, caption: str) 
     ]
     elements.append(
         f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(caption)}, 0 to '
-        f"{longest}; loss on text that nobody has seen</text>"
+        f"{longest}; loss on held-out text</text>"
     )
     file.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
