@@ -27,10 +27,10 @@ from millrace.memory import map_anonymous, use_huge_pages
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.storage import Store
-from millrace.threads import count_processors
+from millrace.threads import choose_thread_count
 
-_LEAST_CONCURRENCY, _MOST_CONCURRENCY = 4, 16  # files that are read at once
-_MOST_CONCURRENCY_TO_GPU = 8  # of which each needs pinned memory
+_LEAST_THREADS, _MOST_THREADS = 4, 16  # of which each reads a file
+_MOST_THREADS_TO_GPU = 8  # of which each needs pinned memory
 _LEAST_DIRECT_SIZE = 16 << 10  # bytes of a tensor: smaller ones are copied from the file's buffer
 
 RowRanges = Mapping[str, tuple[int, int]]
@@ -207,8 +207,8 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
     largest = max((checkpoint.parts[number].size for number in by_part), default=0)
     to_gpu = any(read.tensor.is_cuda for reads in by_part.values() for read in reads)
     allocate = map_pinned if to_gpu else map_anonymous
-    count = min(_count_readers(to_gpu=to_gpu), len(by_part))
-    free = [memoryview(allocate(largest)) for _ in range(count)]
+    threads = choose_thread_count(_LEAST_THREADS, _MOST_THREADS_TO_GPU if to_gpu else _MOST_THREADS)
+    free = [memoryview(allocate(largest)) for _ in range(min(threads, len(by_part)))]
 
     def fill_from_part(number: int) -> None:
         # A copy from a reused buffer is faster than new memory that the tensors could keep.
@@ -223,14 +223,8 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
                 read.copy_from(content.body)
         free.append(buffer)
 
-    with ThreadPoolExecutor(max(count, 1), thread_name_prefix="part") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="part") as pool:
         list(pool.map(fill_from_part, sorted(by_part)))
-
-
-def _count_readers(*, to_gpu: bool) -> int:
-    """Return the number of files that are read at once, each by one thread."""
-    most = _MOST_CONCURRENCY_TO_GPU if to_gpu else _MOST_CONCURRENCY
-    return min(max(count_processors(), _LEAST_CONCURRENCY), most)
 
 
 @dataclass(frozen=True, slots=True)
