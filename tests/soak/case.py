@@ -84,12 +84,12 @@ class Case:
     def judge(self, reference: Mapping[str, str] | None) -> Verdict:
         """The oracle's verdict, and whether anything of the drivers was left on the machine."""
         verdict = self._look(reference)
-        if verdict.good and verdict.halves:
+        if verdict.is_correct and verdict.partial_files:
             self.run_undisturbed("collect")
-            halves = verdict.halves
+            halves = verdict.partial_files
             verdict = self._look(reference)
-            verdict.problems += [f"{half} was not collected" for half in verdict.halves]
-            verdict.halves = halves
+            verdict.problems += [f"{half} was not collected" for half in verdict.partial_files]
+            verdict.partial_files = halves
         for child in self.children:
             for pid in child.find_orphans():
                 verdict.problems.append(f"process {pid} outlived its driver")
@@ -144,7 +144,7 @@ class References:
             case = Case(material.name, material, self._place, self._folder / "runs", workers=1)
             case.run_undisturbed()
             verdict = case.judge(None)
-            if not verdict.good:
+            if not verdict.is_correct:
                 raise CaseError(f"{case}, never disturbed: {verdict}")
             self._known[material.name] = verdict.digests
         return self._known[material.name]

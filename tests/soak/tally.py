@@ -47,11 +47,11 @@ class Tally:
     def judge(self, case: Case, verdict: Verdict) -> None:
         """Add the verdict on a case."""
         self.cases += 1
-        self.halves += len(verdict.halves)
+        self.halves += len(verdict.partial_files)
         self.lost += verdict.lost
-        self.doubled += verdict.doubled
-        self.different += verdict.different
-        if not verdict.good:
+        self.doubled += verdict.duplicated
+        self.different += verdict.differing
+        if not verdict.is_correct:
             self.wrong.append(f"{case}: {verdict}")
 
     def fail(self, case: Case, error: Exception) -> None:

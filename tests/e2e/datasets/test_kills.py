@@ -116,7 +116,7 @@ def test_a_driver_gives_up_when_workers_keep_dying_over_a_partition_and_another_
     assert "3 workers in a row died over train-00000" in said.tail
     case.run_undisturbed()
     verdict = case.judge(references.compute_digests(case.material))
-    assert verdict.good, str(verdict)
+    assert verdict.is_correct, str(verdict)
 
 
 def test_the_slice_has_every_boundary() -> None:

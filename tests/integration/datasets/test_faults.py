@@ -42,7 +42,7 @@ def case(place: S3Place, materials: list[Material], tmp_path: Path) -> Case:
 
 def assert_right(case: Case, references: References) -> None:
     verdict = case.judge(references.compute_digests(case.material))
-    assert verdict.good, str(verdict)
+    assert verdict.is_correct, str(verdict)
 
 
 def test_every_kind_of_fault_on_5_percent_of_requests_changes_nothing(
