@@ -19,8 +19,8 @@ from millrace.deletion import ObjectsDeleted
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
 from tests.oracle import judge_checkpoints
-from tests.support.cleanup.judge import Judge, ListedBucket, Thing
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.judge import Judge, ListedBucket, ListedObject
+from tests.support.cleanup.material import BucketBuilder
 
 LARGE = 2**18  # repetitions of a text, whose file has several blocks
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
@@ -73,7 +73,7 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
     dice = random.Random(seed)
     unit = max(1, objects // 86)  # of all that is made below, about so many
     with ThreadPoolExecutor(16) as pool:
-        place = Place(store_of(), pool)
+        place = BucketBuilder(store_of(), pool)
         for version in VERSIONS:
             for run, share in (("run", 16), ("exp/run", 6)):
                 workers = [f"w{number}" for number in range(8)]
@@ -109,19 +109,19 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
                 ]
             )
             place.put(key)
-        place.settle()
+        place.wait_for_writes()
 
 
-def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[Thing]]:
+def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[ListedObject]]:
     """Return a function that lists all objects below a bucket's prefix, without Millrace."""
 
     def read(key: str) -> bytes:
         return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
 
-    def look() -> list[Thing]:
+    def look() -> list[ListedObject]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return [
-            Thing(key, stat["Size"], stat["LastModified"], partial(read, key))
+            ListedObject(key, stat["Size"], stat["LastModified"], partial(read, key))
             for page in pages
             for stat in page.get("Contents", [])
             for key in [stat["Key"].removeprefix(prefix)]
@@ -130,7 +130,9 @@ def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[Th
     return look
 
 
-def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, seed: int) -> Came:
+def clean(
+    spec: StoreSpec, list_all: Callable[[], list[ListedObject]], *, kills: int, seed: int
+) -> Came:
     """Plan, hold the plan against the oracle, execute it with kills, and look what is left.
 
     Args:
@@ -143,7 +145,7 @@ def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, s
     config = CleanupSettings(store=spec, rules=RULES)
     things = list_all()
     rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
-    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).list_taken()
+    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).list_deletions()
     plan = make_plan(config)
     with open_plan(open_store(spec), plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule_index for entry in entries}
