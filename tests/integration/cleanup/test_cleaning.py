@@ -30,8 +30,7 @@ from millrace.storage import (
     open_store,
     put,
 )
-from tests.soak.cleaning import clean, list_by_boto3
-from tests.soak.cleaning import fill as fill_bucket
+from tests.soak.cleaning import clean_with_kills, fill_bucket, list_by_boto3
 from tests.stores import make_spec
 from tests.support.cleanup.judge import Judge, ListedObject, read_time
 from tests.support.cleanup.material import BucketBuilder
@@ -220,7 +219,7 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
 def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
     spec = make_spec("rgw", request)
     fill_bucket(lambda: open_store(spec), 2500, seed=1)
-    came = clean(
+    came = clean_with_kills(
         spec, list_by_boto3(rgw.make_client(rgw.full), bucket, "below/here/"), kills=1, seed=1
     )
     assert came.objects > 2000
