@@ -19,7 +19,7 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, wait_until
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.flows.fixtures import MakeBlock
 
 RULES = [{"kinds": ["gradients"], "older_than": "0h", "keep_last": 1}]
@@ -38,7 +38,7 @@ def keys_of(store: Store) -> set[str]:
 
 
 def fill(store: Store) -> list[str]:
-    place = Place(store)
+    place = BucketBuilder(store)
     return [place.put_gradient("run", "w1", window, "0.2.1") for window in range(4)]
 
 
@@ -57,7 +57,7 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
     assert f"| `{keys[0]}` | 8 bytes |" in report
     assert keys_of(store) == set(keys)
     name = report.partition("Plan `")[2].partition("`")[0]
-    later = Place(store).put_gradient("run", "w1", 9, "0.2.1")
+    later = BucketBuilder(store).put_gradient("run", "w1", 9, "0.2.1")
 
     done = prefect_api.call(clean_bucket, **given, plan=name, dry_run=False)
     assert done.code == 0, done.output
@@ -147,7 +147,7 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
-    place = Place(store)
+    place = BucketBuilder(store)
     other = place.put_gradient("run", "w1", 1, "0.2.10")
     place.put_chain("run", "0.2.1", 3, {2: 0})
     place.put_lease(ChainKeys("run", "0.2.10").job, "aggregator")
