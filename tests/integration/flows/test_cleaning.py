@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -191,6 +192,37 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert done.output.startswith("Failed: ")
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
+
+
+def test_a_versioned_bucket_is_not_called_emptied(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    client = rgw.make_client(rgw.full)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for size in range(3):
+        client.put_object(Bucket=bucket, Key="one", Body=b"x" * size)
+    given = block(bucket, write=rgw.full)
+    dry = prefect_api.call(wipe_bucket, bucket=given)
+    assert dry.code == 0, dry.output
+    report = prefect_api.read_artifacts(dry.run)["cleaning"]
+    assert "and beside them 2 older versions (1 byte) and 0 delete markers" in report
+    assert "Older versions and delete markers stay, and are billed, unless" in report
+
+    def wipe(**settings: Any) -> str:
+        running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False, **settings)
+        prefect_api.wait(running.run, "Paused")
+        with prefect_api.make_client() as server:
+            server.resume_flow_run(running.run, run_input={"bucket_name": bucket})
+        done = running.wait_for_result()
+        assert done.code == 0, done.output
+        return prefect_api.read_artifacts(running.run)["cleaning"]
+
+    assert re.search(r"[0-9]+ older versions .* are left, and billed", wipe())
+    assert client.list_object_versions(Bucket=bucket)["Versions"]
+    assert "are left" not in wipe(delete_versions=True)
+    left = client.list_object_versions(Bucket=bucket)
+    assert "Versions" not in left
+    assert "DeleteMarkers" not in left
 
 
 def test_an_age_is_what_a_person_writes() -> None:
