@@ -73,6 +73,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.swarm
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.gradients
+	$(BIN)/python -m benchmarks.aggregator
 	$(BIN)/python -m benchmarks.cleanup
 	$(BIN)/python -m benchmarks.digest
 	$(BIN)/python -m benchmarks.prefect

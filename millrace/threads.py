@@ -120,3 +120,8 @@ os.register_at_fork(after_in_child=_get_shared_pool.cache_clear)  # a child has 
 def count_processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def choose_thread_count(least: int, most: int) -> int:
+    """Return the number of processors, or the nearest of two limits."""
+    return min(max(count_processors(), least), most)

@@ -1,7 +1,7 @@
-"""Oracle: judges the result of a run without a line of Millrace.
+"""Oracle: check the results of a run without code of Millrace.
 
-The bucket is listed with boto3 or the folder walked, shards are read by webdataset itself, records
-by json. Names and formats are those that the design promises, written down here a second time.
+boto3 lists a bucket, and `os.walk` a folder. webdataset reads the shards, and `json` the records.
+Names and formats are written down here a second time, as the documentation promises them.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from blake3 import blake3
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 BLOCK_SIZE = 2**20
-_HALF = re.compile(r"#\d+$")  # what a killed process leaves of a file; no store lists it
-_COMMIT = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
-_END = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
-_METADATA = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
-_BLOCK_LIST = re.compile(r".+/checkpoints/step_\d{9,}/block_digests/[^/]+")
+_PARTIAL_FILE = re.compile(r"#\d+$")  # unfinished file of a killed process; no store lists it
+_COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
+_PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
+_METADATA_NAME = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
+_BLOCK_LIST_NAME = re.compile(r".+/checkpoints/step_\d{9,}/block_digests/[^/]+")
 
 
 def compute_blake3(data: bytes) -> str:
-    """Return the digest that records have: BLAKE3, with a root if there are several blocks."""
+    """Return the digest of data as in records: BLAKE3; of several blocks, that of their list."""
     blocks = compute_block_list(data)
     if len(data) <= BLOCK_SIZE:
         return f"blake3:{blocks.hex()}"
@@ -47,17 +47,17 @@ class Bucket(Protocol):
     """Location of a dataset."""
 
     def list_names(self) -> list[str]:
-        """Every object there is."""
+        """Return the names of all objects."""
         ...
 
     def read(self, name: str) -> bytes:
-        """The whole of one."""
+        """Return the bytes of an object."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A bucket that is a folder."""
+    """Bucket in a folder."""
 
     root: Path
 
@@ -71,7 +71,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class S3Bucket:
-    """A prefix of a bucket behind boto3."""
+    """Prefix of a bucket, with a client of boto3."""
 
     client: Any
     bucket: str
@@ -85,41 +85,44 @@ class S3Bucket:
         return [key.removeprefix(f"{self.prefix}/") for key in found]
 
     def read(self, name: str) -> bytes:
-        answer = self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")
-        return answer["Body"].read()
+        response = self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")
+        return response["Body"].read()
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Faults of a dataset; all fields are empty if there are none.
+    """Faults of a dataset. A correct dataset has zero counts and no problems.
 
     Attributes:
-        lost: Rows of the source that no shard has.
-        doubled: Rows that are there once more than they should be; one nobody wrote counts too.
-        different: Shards that are missing, too many, or of other bytes than the reference's.
-        problems: Records and objects that do not agree, a sentence each.
-        digests: Digest of each shard.
-        halves: Unfinished files of killed processes, which readers of the store do not see.
+        lost: Number of rows of the source that no shard has.
+        duplicated: Number of surplus rows in the shards, with those that the source does not have.
+        differing: Number of shards that are missing, surplus, or of other bytes than in the
+            reference.
+        problems: Contradictions between records and objects, each a sentence.
+        digests: Digests of the shards by their names.
+        partial_files: Names of unfinished files of killed processes. Readers of the store do not
+            see them.
     """
 
     lost: int = 0
-    doubled: int = 0
-    different: int = 0
+    duplicated: int = 0
+    differing: int = 0
     problems: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    halves: list[str] = field(default_factory=list)
+    partial_files: list[str] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
-        return not (self.lost or self.doubled or self.different or self.problems)
+    def is_correct(self) -> bool:
+        """True if the dataset has no fault."""
+        return not (self.lost or self.duplicated or self.differing or self.problems)
 
     def __str__(self) -> str:
-        counts = f"lost {self.lost}, doubled {self.doubled}, different {self.different}"
+        counts = f"lost {self.lost}, duplicated {self.duplicated}, differing {self.differing}"
         return "; ".join([counts, *self.problems])
 
 
 def make_row_token(name: str, text: bytes) -> str:
-    """Identity of a row: its unique id, and its content."""
+    """Return a token that identifies a row by its unique id and its content."""
     return f"{name} {hashlib.sha256(text).hexdigest()}"
 
 
@@ -131,50 +134,53 @@ def judge(
     bad_rows: int,
     reference: Mapping[str, str] | None,
 ) -> Verdict:
-    """Hold a finished dataset against what went in.
+    """Compare a finished dataset with its source and with a reference.
 
     Args:
-        bucket: Where it is.
-        dataset: Its name.
-        rows: Tokens of the rows that went in.
-        bad_rows: How many rows went in that make no sample.
-        reference: Digest of each shard of a run that was never disturbed; None: this is it.
+        bucket: Location of the dataset.
+        dataset: Name of the dataset.
+        rows: Tokens of the valid rows of the source.
+        bad_rows: Number of rows of the source that make no sample.
+        reference: Digests of the shards of an undisturbed run by their names. None if this dataset
+            is the reference.
     """
     verdict = Verdict()
     names = []
     for name in bucket.list_names():
         if not name.startswith(f"{dataset}/"):
             verdict.problems.append(f"{name} is outside of the dataset")
-        elif _HALF.search(name):
-            verdict.halves.append(name)
+        elif _PARTIAL_FILE.search(name):
+            verdict.partial_files.append(name)
         else:
             names.append(name.removeprefix(f"{dataset}/"))
     with ThreadPoolExecutor(4) as pool:
-        wanted = [name for name in names if not name.startswith("lease/")]
-        read = pool.map(lambda name: (name, bucket.read(f"{dataset}/{name}")), wanted)
+        to_read = [name for name in names if not name.startswith("lease/")]
+        read = pool.map(lambda name: (name, bucket.read(f"{dataset}/{name}")), to_read)
         bodies = dict(read)
     shards = {name: body for name, body in bodies.items() if name.startswith("shards/")}
     verdict.digests = {name: compute_blake3(body) for name, body in shards.items()}
-    found = {name: list(_rows(name, body)) for name, body in shards.items()}
-    out = Counter(token for tokens in found.values() for token in tokens)
-    verdict.lost = (rows - out).total()
-    verdict.doubled = (out - rows).total()
+    found = {name: list(_iterate_row_tokens(name, body)) for name, body in shards.items()}
+    stored = Counter(token for tokens in found.values() for token in tokens)
+    verdict.lost = (rows - stored).total()
+    verdict.duplicated = (stored - rows).total()
     if reference is not None:
-        either = {*reference, *verdict.digests}
-        verdict.different = sum(reference.get(n) != verdict.digests.get(n) for n in either)
+        all_shards = {*reference, *verdict.digests}
+        verdict.differing = sum(reference.get(n) != verdict.digests.get(n) for n in all_shards)
     samples = {name: len(tokens) for name, tokens in found.items()}
-    verdict.problems += _records(dataset, bodies, shards, verdict.digests, samples, bad_rows)
+    verdict.problems += _find_record_faults(
+        dataset, bodies, shards, verdict.digests, samples, bad_rows
+    )
     return verdict
 
 
-def _rows(name: str, body: bytes) -> Iterator[str]:
+def _iterate_row_tokens(name: str, body: bytes) -> Iterator[str]:
     for sample in group_by_keys(tar_file_expander([{"url": name, "stream": io.BytesIO(body)}])):
         row = json.loads(sample["json"]) if "json" in sample else {}
         number = sample["id"].decode() if "id" in sample else row["id"]
         yield make_row_token(number, sample["txt"] if "txt" in sample else row["text"].encode())
 
 
-def _records(
+def _find_record_faults(
     dataset: str,
     bodies: dict[str, bytes],
     shards: dict[str, bytes],
@@ -182,47 +188,49 @@ def _records(
     samples: dict[str, int],
     bad_rows: int,
 ) -> Iterator[str]:
-    """Yield false statements of the plan, the ledger, the manifest and the index."""
+    """Yield the faults of the plan, the ledger, the manifest and the index, each a sentence."""
     missing = {"plan.json", "manifest.json", "index.json"} - set(bodies)
     if missing:
         yield f"there is no {', '.join(sorted(missing))}"
         return
-    there = {
+    actual = {
         n: {"size": len(b), "digest": digests[n], "samples": samples[n]} for n, b in shards.items()
     }
-    plan, manifest = (_record(bodies[f"{name}.json"]) for name in ("plan", "manifest"))
+    plan, manifest = (_parse_record(bodies[f"{name}.json"]) for name in ("plan", "manifest"))
 
     listed = Counter(shard["key"] for shard in manifest["shards"])
-    if listed != Counter(f"{dataset}/{name}" for name in there):
-        yield f"the manifest lists {len(listed)} shards, there are {len(there)}: not the same"
+    if listed != Counter(f"{dataset}/{name}" for name in actual):
+        yield f"the manifest lists {len(listed)} shards, there are {len(actual)}: not the same"
     for shard in manifest["shards"]:
-        what = there.get(shard["key"].removeprefix(f"{dataset}/"), {})
-        if any(shard[key] != value for key, value in what.items()):
+        expected = actual.get(shard["key"].removeprefix(f"{dataset}/"), {})
+        if any(shard[key] != value for key, value in expected.items()):
             yield f"the manifest is wrong about {shard['key']}"
     if sum(manifest["samples"].values()) != sum(samples.values()):
         yield f"the manifest counts {manifest['samples']}, there are {sum(samples.values())}"
 
     ordered = [shards.get(s["key"].removeprefix(f"{dataset}/"), b"") for s in manifest["shards"]]
-    yield from _block_digests(bodies.get("block_digests.bin"), ordered)
+    yield from _find_block_digest_faults(bodies.get("block_digests.bin"), ordered)
 
     index = json.loads(bodies["index.json"])["shardlist"]
     if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
-        (name, what["samples"], what["size"]) for name, what in there.items()
+        (name, stat["samples"], stat["size"]) for name, stat in actual.items()
     ):
         yield "the index does not list exactly the shards there are"
 
-    entries = [_record(body) for name, body in bodies.items() if _COMMIT.fullmatch(name)]
+    entries = [_parse_record(body) for name, body in bodies.items() if _COMMIT_NAME.fullmatch(name)]
     for entry in entries:
-        what = there.get(str(entry["key"]).removeprefix(f"{dataset}/"), {})
-        if any(entry[key] != value for key, value in what.items()):
+        expected = actual.get(str(entry["key"]).removeprefix(f"{dataset}/"), {})
+        if any(entry[key] != value for key, value in expected.items()):
             yield f"the ledger is wrong about {entry['key']}"
-    if Counter(e["key"] for e in entries if e["key"]) != Counter(f"{dataset}/{n}" for n in there):
+    if Counter(e["key"] for e in entries if e["key"]) != Counter(f"{dataset}/{n}" for n in actual):
         yield "the ledger does not name each shard exactly once"
-    yield from _ends(plan, entries, bodies)
+    yield from _find_partition_faults(plan, entries, bodies)
 
-    aside = {n: b.splitlines() for n, b in bodies.items() if n.startswith("quarantine/")}
-    counted = sum(len(lines) for lines in aside.values())
-    if {f"{dataset}/{name}" for name in aside} != {e["quarantine_key"] for e in entries} - {None}:
+    quarantined = {n: b.splitlines() for n, b in bodies.items() if n.startswith("quarantine/")}
+    counted = sum(len(lines) for lines in quarantined.values())
+    if {f"{dataset}/{name}" for name in quarantined} != {e["quarantine_key"] for e in entries} - {
+        None
+    }:
         yield "the ledger does not name exactly the quarantines there are"
     if not bad_rows == counted == manifest["quarantined"]:
         yield (
@@ -231,29 +239,38 @@ def _records(
         )
 
 
-def _block_digests(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:
+def _find_block_digest_faults(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:
     if joined is None:
         yield "there is no block_digests.bin"
     elif joined != b"".join(map(compute_block_list, ordered)):
         yield "block_digests.bin does not fit the shards"
 
 
-def _ends(
+def _find_partition_faults(
     plan: dict[str, Any], entries: list[dict[str, Any]], bodies: dict[str, bytes]
 ) -> Iterator[str]:
-    ends = {m["partition"]: _record(body) for n, body in bodies.items() if (m := _END.fullmatch(n))}
+    ends = {
+        match["partition"]: _parse_record(body)
+        for n, body in bodies.items()
+        if (match := _PARTITION_END_NAME.fullmatch(n))
+    }
     if sorted(ends) != [partition["name"] for partition in plan["partitions"]]:
         yield f"the plan has {len(plan['partitions'])} partitions, {len(ends)} have ended"
     for partition, end in ends.items():
-        own = sorted((e for e in entries if e["partition"] == partition), key=lambda e: e["number"])
-        if [e["number"] for e in own] != list(range(end["commits"])):
+        commits = sorted(
+            (e for e in entries if e["partition"] == partition), key=lambda e: e["number"]
+        )
+        if [e["number"] for e in commits] != list(range(end["commits"])):
             yield f"the commits of {partition} are not numbered from 0 to {end['commits']}"
-        if any(one["next_cursor"] != other["start_cursor"] for one, other in pairwise(own)):
+        if any(
+            previous["next_cursor"] != following["start_cursor"]
+            for previous, following in pairwise(commits)
+        ):
             yield f"the spans of {partition} do not meet"
 
 
 def judge_checkpoints(bucket: Bucket, job: str = "", *, is_cleaned: bool) -> list[str]:
-    """Hold complete checkpoints against their files and the lists of the files' blocks.
+    """Compare complete checkpoints with their files and the lists of the files' blocks.
 
     Args:
         bucket: Location of the checkpoints.
@@ -264,35 +281,41 @@ def judge_checkpoints(bucket: Bucket, job: str = "", *, is_cleaned: bool) -> lis
     Returns:
         A sentence for each fault.
     """
-    below = f"{job}/checkpoints/" if job else ""
-    names = {n for n in bucket.list_names() if n.startswith(below) and not _HALF.search(n)}
-    records = {name: match["below"] for name in names if (match := _METADATA.fullmatch(name))}
+    prefix = f"{job}/checkpoints/" if job else ""
+    names = {n for n in bucket.list_names() if n.startswith(prefix) and not _PARTIAL_FILE.search(n)}
+    records = {name: match["below"] for name in names if (match := _METADATA_NAME.fullmatch(name))}
     with ThreadPoolExecutor(4) as pool:
         bodies = list(pool.map(bucket.read, records))
         parts = {
             (f"{prefix}step_{part['step']:09d}/", part["digest"], part["size"])
             for prefix, body in zip(records.values(), bodies, strict=True)
-            for part in _record(body)["parts"]
+            for part in _parse_record(body)["parts"]
         }
-        found = list(pool.map(lambda part: _judge_file(bucket, names, *part), sorted(parts)))
-    needed = {_block_list_name(folder, digest) for folder, digest, size in parts if _is_large(size)}
-    strays = {name for name in names if _BLOCK_LIST.fullmatch(name)} - needed
+        found = list(pool.map(lambda part: _find_file_fault(bucket, names, *part), sorted(parts)))
+    needed = {
+        _make_block_list_name(folder, digest)
+        for folder, digest, size in parts
+        if _has_block_list(size)
+    }
+    unreferenced = {name for name in names if _BLOCK_LIST_NAME.fullmatch(name)} - needed
     faults = [fault for fault in found if fault]
     if is_cleaned:
-        faults += [f"no large file of a checkpoint has the list {name}" for name in sorted(strays)]
+        faults += [
+            f"no large file of a checkpoint has the list {name}" for name in sorted(unreferenced)
+        ]
     return faults
 
 
-def _judge_file(bucket: Bucket, names: set[str], folder: str, digest: str, size: int) -> str:
-    """Describe the fault of a file of a checkpoint, or of the list of its blocks."""
+def _find_file_fault(bucket: Bucket, names: set[str], folder: str, digest: str, size: int) -> str:
+    """Return the fault of a file of a checkpoint or of its block list; empty if it has none."""
     file = f"{folder}parts/{digest.removeprefix('blake3:')}.safetensors"
-    blocks = _block_list_name(folder, digest)
+    blocks = _make_block_list_name(folder, digest)
     if file not in names:
         return f"there is no {file}"
     body = bucket.read(file)
     if (len(body), compute_blake3(body)) != (size, digest):
         return f"{file} has other bytes than its checkpoint says"
-    if not _is_large(size):
+    if not _has_block_list(size):
         return ""
     if blocks not in names:
         return f"there is no {blocks}"
@@ -300,13 +323,13 @@ def _judge_file(bucket: Bucket, names: set[str], folder: str, digest: str, size:
     return "" if fits else f"{blocks} does not fit its file"
 
 
-def _block_list_name(folder: str, digest: str) -> str:
+def _make_block_list_name(folder: str, digest: str) -> str:
     return f"{folder}block_digests/{digest.removeprefix('blake3:')}.bin"
 
 
-def _is_large(size: int) -> bool:
+def _has_block_list(size: int) -> bool:
     return size > BLOCK_SIZE
 
 
-def _record(body: bytes) -> dict[str, Any]:
+def _parse_record(body: bytes) -> dict[str, Any]:
     return json.loads(body)["record"]

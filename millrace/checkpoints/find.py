@@ -17,8 +17,9 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
 from millrace.storage import Store, copy, create, delete, describe_difference, list_folders, read
+from millrace.threads import choose_thread_count
 
-_CONCURRENCY = 4
+_LEAST_THREADS, _MOST_THREADS = 4, 16  # of which each verifies a file
 
 
 class VerifyDepth(StrEnum):
@@ -189,7 +190,8 @@ def verify(
         blocks = read_block_list(store, CheckpointKeys(checkpoint.job), part)
         return _find_damage(store, checkpoint.job, part, check, blocks)
 
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="verify") as pool:
+    threads = choose_thread_count(_LEAST_THREADS, _MOST_THREADS)
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
         return {part.digest: damage for part, damage in found if damage}
 

@@ -27,8 +27,10 @@ from millrace.memory import map_anonymous, use_huge_pages
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Chunk, TensorRecord
 from millrace.storage import Store
+from millrace.threads import choose_thread_count
 
-_CONCURRENCY = 4
+_LEAST_THREADS, _MOST_THREADS = 4, 16  # of which each reads a file
+_MOST_THREADS_TO_GPU = 8  # of which each needs pinned memory
 _LEAST_DIRECT_SIZE = 16 << 10  # bytes of a tensor: smaller ones are copied from the file's buffer
 
 RowRanges = Mapping[str, tuple[int, int]]
@@ -63,7 +65,8 @@ def load(
 ) -> LoadedCheckpoint:
     """Load a checkpoint. Only files with selected tensors are read.
 
-    Memory is that of the tensors and of four files. Tensors that several ranks saved are whole.
+    Memory is that of the tensors and of a file for each thread: one thread for each processor, at
+    least 4 and at most 16. Tensors that several ranks saved are whole.
 
     Args:
         store: Store of the job.
@@ -204,7 +207,8 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
     largest = max((checkpoint.parts[number].size for number in by_part), default=0)
     to_gpu = any(read.tensor.is_cuda for reads in by_part.values() for read in reads)
     allocate = map_pinned if to_gpu else map_anonymous
-    free = [memoryview(allocate(largest)) for _ in range(min(_CONCURRENCY, len(by_part)))]
+    threads = choose_thread_count(_LEAST_THREADS, _MOST_THREADS_TO_GPU if to_gpu else _MOST_THREADS)
+    free = [memoryview(allocate(largest)) for _ in range(min(threads, len(by_part)))]
 
     def fill_from_part(number: int) -> None:
         # A copy from a reused buffer is faster than new memory that the tensors could keep.
@@ -219,7 +223,7 @@ def _fill_tensors(store: Store, checkpoint: Checkpoint, wanted: "Iterable[_Tenso
                 read.copy_from(content.body)
         free.append(buffer)
 
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="part") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="part") as pool:
         list(pool.map(fill_from_part, sorted(by_part)))
 
 

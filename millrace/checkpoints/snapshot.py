@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +20,8 @@ from millrace.digest import combine_blocks, hash_blocks
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.memory import map_anonymous
 from millrace.schemas.checkpoint import Chunk, Part, TensorRecord
-from millrace.threads import count_processors
+from millrace.threads import count_processors, map_slices
 
-_CONCURRENCY = 4
 _COPY_THREADS = 16  # more are limited by the bandwidth of the memory
 
 
@@ -48,10 +46,11 @@ class Snapshot:
             yield memoryview(buffer)[: layout.size]
 
     def make_content(self, step: int) -> Content:
-        """Return the content to save at a step. Hashes all files, four at a time."""
+        """Return the content to save at a step. Hashes all files on all processors."""
         files = tuple(self.files)
-        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="digest") as pool:
-            blocks = list(pool.map(hash_blocks, files))
+        blocks = map_slices(
+            lambda one: hash_blocks(files[one][0]), len(files), step=1, threads=count_processors()
+        )
         contents = tuple(map(PartContent, files, blocks))
         parts = tuple(
             Part(step=step, digest=combine_blocks(each.blocks), size=len(each.body))

@@ -6,7 +6,6 @@ library's matrix product does not guarantee.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +20,7 @@ from millrace.gradients.codec.merged_chunks import MergedChunks, make_dense
 from millrace.gradients.codec.transform import get_basis
 from millrace.schemas.chain import OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, Transform
-
-_AT_ONCE = 4
+from millrace.threads import count_processors, map_slices
 
 Array = npt.NDArray[np.float32]
 
@@ -83,8 +81,12 @@ class WeightState:
             for kind, held in (("weights", self.weights), ("moments", self.moments))
             for name in sorted(held)
         ]
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="digest") as pool:
-            digests = list(pool.map(_digest_tensor, [tensor for _, _, tensor in tensors]))
+        digests = map_slices(
+            lambda one: _digest_tensor(tensors[one][0][2]),
+            len(tensors),
+            step=1,
+            threads=count_processors(),
+        )
         names = (f"{kind}.{name}" for kind, name, _ in tensors)
         return dict(zip(names, digests, strict=True))
 

@@ -1,1 +1,1 @@
-"""The long kill and fault matrices: ``python -m tests.soak``. The tests run a slice of them."""
+"""Run the long kill and fault matrices: ``python -m tests.soak``. The tests run a slice of them."""

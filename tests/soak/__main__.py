@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: the whole of the kill and fault matrices, and their counts."""
+"""Run the kill and fault matrices, and print their counts: ``python -m tests.soak``."""
 
 import argparse
 import subprocess
@@ -20,38 +20,53 @@ from tests.integration.hostile.junk import Kind
 from tests.soak import races, report, windows
 from tests.soak.campaigns import run_campaigns
 from tests.soak.case import Case, References
-from tests.soak.cleaning import clean, fill, list_by_boto3
-from tests.soak.faults import bad_weather, outlast, r2_place, rgw_place, run_faults
+from tests.soak.cleaning import clean_with_kills, fill_bucket, list_by_boto3
+from tests.soak.concurrent_drivers import Resumption, run_concurrent_case, share_work, take_over
+from tests.soak.faults import (
+    make_faults,
+    make_r2_store,
+    make_rgw_store,
+    run_faults,
+    run_long_stalls,
+)
 from tests.soak.hostile import run_hostile
-from tests.soak.kills import Kills
-from tests.soak.material import make_all
-from tests.soak.place import LocalPlace, Place
+from tests.soak.kills import KillMatrix
 from tests.soak.races import run_races
+from tests.soak.shared_stores import FolderStore, SharedStore
+from tests.soak.source_data import make_all_sources
 from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
-from tests.soak.together import Wakes, meet, share, take_over
 from tests.support.demo import run_demo
 
-CASES = 6  # with faults
-OUTLASTS = 45.0  # seconds, more than a client waits for a byte
-SAVES = 60  # that are killed
-KILLED = 5  # processes that clean
-AT_LEAST = 20  # times that each kind of fault shall fire
+CASES = 6  # smallest number of cases with faults
+STALL_SECONDS = 45.0  # longer than the timeout of a client
+SAVES = 60  # number of saves with a kill
+CLEANING_KILLS = 5  # number of processes that are killed while they clean
+MIN_FAULTS = 20  # smallest number of injections of each kind of fault
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--kills", type=int, default=212, help="at least so many")
-    parser.add_argument("--races", type=int, default=300)
-    parser.add_argument("--windows", type=int, default=90, help="runs of gradients")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fuzz", type=int, default=100_000, help="gradients and updates, made up")
+    parser.add_argument("--kills", type=int, default=212, help="smallest number of kills")
+    parser.add_argument("--races", type=int, default=300, help="number of races")
+    parser.add_argument("--windows", type=int, default=90, help="number of runs of gradients")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument("--fuzz", type=int, default=100_000, help="number of fuzzed inputs")
     parser.add_argument(
-        "--objects", type=int, default=100_000, help="of the bucket that is cleaned"
+        "--objects",
+        type=int,
+        default=100_000,
+        help="number of objects in the bucket that is cleaned",
     )
-    parser.add_argument("--rentals", type=int, default=600, help="whose owners are killed")
-    parser.add_argument("--hostile", type=int, default=336, help="runs over hostile buckets")
-    parser.add_argument("--campaigns", type=int, default=3, help="whose leaders are killed")
+    parser.add_argument(
+        "--rentals", type=int, default=600, help="number of rentals with kills of owners"
+    )
+    parser.add_argument(
+        "--hostile", type=int, default=336, help="number of runs over hostile buckets"
+    )
+    parser.add_argument(
+        "--campaigns", type=int, default=3, help="number of campaigns with kills of leaders"
+    )
     parts = [
         "kills",
         "faults",
@@ -67,220 +82,251 @@ def main() -> int:
     ]
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
-    began = time.monotonic()
-    good: list[bool] = []
+    start = time.monotonic()
+    passed: list[bool] = []
     summary: list[str] = []
     if options.only in {None, "kills", "faults"}:
-        good, summary = _shards(options)
+        passed, summary = _run_shards(options)
     others = {
-        "races": _races, "windows": _windows, "fuzz": _fuzz, "cleaning": _cleaning,
-        "rentals": _rentals, "campaigns": _campaigns, "swarm": _swarm,
-        "hostile": _hostile, "demo": _demo,
+        "races": _run_races, "windows": _run_windows, "fuzz": _run_fuzz, "cleaning": _run_cleaning,
+        "rentals": _run_rentals, "campaigns": _run_campaigns, "swarm": _run_swarm,
+        "hostile": _run_hostile, "demo": _run_demo,
     }  # fmt: skip
-    for name, part in others.items():
+    for name, run_part in others.items():
         if options.only in {None, name}:
-            right, said = part(options)
-            good.append(right)
-            summary.append(said)
-    print(f"{time.monotonic() - began:.0f} s", *reversed(summary), sep="\n")
-    return 0 if all(good) else 1
+            is_correct, sentence = run_part(options)
+            passed.append(is_correct)
+            summary.append(sentence)
+    print(f"{time.monotonic() - start:.0f} s", *reversed(summary), sep="\n")
+    return 0 if all(passed) else 1
 
 
-def _races(options: argparse.Namespace) -> tuple[bool, str]:
-    """Ends of epochs and savers: in a folder, on RGW, and through a proxy that fails."""
-    with _everywhere(options.seed, "races") as (folder, places, proxy):
+def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
+    """Run races and saves in a folder, on RGW, and through a proxy that injects faults."""
+    with _start_stores(options.seed, "races") as (folder, stores, proxy):
         found = run_races(
-            places, folder, options.seed, races=options.races, saves=SAVES, tell=_tell
+            stores, folder, options.seed, races=options.races, saves=SAVES, report=_print_line
         )
         fired = proxy.count_fired()
-        print(*races.summary(found), f"faults {fired}", "", sep="\n")
-        often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in races.ALL) > 0
-        return often and not found.wrong, races.summary(found)[-1]
+        print(*races.format_summary(found), f"faults {fired}", "", sep="\n")
+        is_covered = (
+            min(fired.values()) >= MIN_FAULTS
+            and min(found.interruptions[at] for at in races.POINTS) > 0
+        )
+        return is_covered and not found.wrong, races.format_summary(found)[-1]
 
 
-def _windows(options: argparse.Namespace) -> tuple[bool, str]:
-    """Runs of gradients: in a folder, on RGW, and through a proxy that fails."""
-    with _everywhere(options.seed, "windows") as (folder, places, proxy):
-        specs = list(map(races.make_spec, places))
-        found = windows.run_windows(specs, folder, options.seed, runs=options.windows, tell=_tell)
+def _run_windows(options: argparse.Namespace) -> tuple[bool, str]:
+    """Aggregate runs of gradients in a folder, on RGW, and through a proxy that injects faults."""
+    with _start_stores(options.seed, "windows") as (folder, stores, proxy):
+        specs = list(map(races.make_spec, stores))
+        found = windows.run_windows(
+            specs, folder, options.seed, runs=options.windows, report=_print_line
+        )
         fired = proxy.count_fired()
-        print(*windows.summary(found), f"faults {fired}", "", sep="\n")
-        often = min(fired.values()) >= AT_LEAST and min(found.blows[at] for at in windows.ALL) > 0
-        often = often and found.stops > 0 and found.together > 0
-        return often and not found.wrong, windows.summary(found)[-1]
+        print(*windows.format_summary(found), f"faults {fired}", "", sep="\n")
+        is_covered = (
+            min(fired.values()) >= MIN_FAULTS
+            and min(found.interruptions[at] for at in windows.POINTS) > 0
+        )
+        is_covered = is_covered and found.stops > 0 and found.pairs > 0
+        return is_covered and not found.wrong, windows.format_summary(found)[-1]
 
 
-def _fuzz(options: argparse.Namespace) -> tuple[bool, str]:
-    """Bytes that no worker of ours would send; in a process of its own, as it may end with it."""
+def _run_fuzz(options: argparse.Namespace) -> tuple[bool, str]:
+    """Fuzz the parsers in a separate process, because a fault may end the process."""
     command = [sys.executable, "-m", "tests.soak.fuzz", str(options.fuzz), str(options.seed)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        print(done.stdout.decode(errors="replace"))
-    ended = "all refused or right" if not done.returncode else "wrong 1"
-    return not done.returncode, f"gradients and updates made up {options.fuzz}, {ended}"
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if process.returncode:
+        print(process.stdout.decode(errors="replace"))
+    outcome = "all refused or correct" if not process.returncode else "wrong 1"
+    return not process.returncode, f"gradients and updates fuzzed {options.fuzz}, {outcome}"
 
 
-def _cleaning(options: argparse.Namespace) -> tuple[bool, str]:
-    """A bucket of all roles, cleaned by processes that are killed."""
+def _run_cleaning(options: argparse.Namespace) -> tuple[bool, str]:
+    """Clean a bucket with the objects of all roles, with kills."""
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         RGW.start(Path(folder) / "rgw") as rgw,
     ):
-        spec = StoreSpec.model_validate(rgw_place(rgw, "cleaning").make_spec("below"))
-        fill(lambda: open_store(spec), options.objects, options.seed)
-        look = list_by_boto3(rgw.make_client(rgw.full), "cleaning", "below/")
-        came = clean(spec, look, kills=KILLED, seed=options.seed)
-    said = f"objects {came.objects}, planned {came.planned}, cleaning killed {came.killed}"
-    return not came.wrong and came.killed > 0, (
-        f"{said}, differing {came.differing}, lost {came.lost}, left {came.left}, "
-        f"unfit {len(came.unfit)}"
+        spec = StoreSpec.model_validate(make_rgw_store(rgw, "cleaning").make_spec("below"))
+        fill_bucket(lambda: open_store(spec), options.objects, options.seed)
+        list_all = list_by_boto3(rgw.make_client(rgw.full), "cleaning", "below/")
+        result = clean_with_kills(spec, list_all, kills=CLEANING_KILLS, seed=options.seed)
+    sentence = (
+        f"objects {result.objects}, planned {result.planned}, cleaning killed {result.killed}"
+    )
+    return not result.wrong and result.killed > 0, (
+        f"{sentence}, differing {result.differing}, lost {result.lost}, left {result.left}, "
+        f"faults {len(result.faults)}"
     )
 
 
-def _rentals(options: argparse.Namespace) -> tuple[bool, str]:
-    """Owners of rented machines that are killed; in a process of its own, as it forks."""
+def _run_rentals(options: argparse.Namespace) -> tuple[bool, str]:
+    """Run rentals with kills in a separate process, which forks."""
     command = [sys.executable, "-m", "tests.soak.rentals", f"{options.rentals}", f"{options.seed}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
-    print(done.stdout)
-    return not done.returncode, done.stdout.strip().rpartition("\n")[2]
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
+    print(process.stdout)
+    return not process.returncode, process.stdout.strip().rpartition("\n")[2]
 
 
-def _campaigns(options: argparse.Namespace) -> tuple[bool, str]:
-    """Campaigns whose leaders are killed."""
-    found = run_campaigns(options.campaigns, options.seed, _tell)
+def _run_campaigns(options: argparse.Namespace) -> tuple[bool, str]:
+    """Run campaigns whose leaders are killed."""
+    found = run_campaigns(options.campaigns, options.seed, _print_line)
     print(*found.wrong, sep="\n")
     return not found.wrong, found.format_sentence()
 
 
-def _swarm(_: argparse.Namespace) -> tuple[bool, str]:
-    """Nodes that warm each other, and are killed."""
-    cases, wrong = run_swarm(_tell)
+def _run_swarm(_: argparse.Namespace) -> tuple[bool, str]:
+    """Run the swarm with faults of nodes and of the store."""
+    cases, wrong = run_swarm(_print_line)
     return not wrong, f"swarm {cases}, wrong {wrong}"
 
 
-def _hostile(options: argparse.Namespace) -> tuple[bool, str]:
-    """Flows and commands over buckets that every principal has written to."""
+def _run_hostile(options: argparse.Namespace) -> tuple[bool, str]:
+    """Run flows and commands over buckets to which hostile principals have written."""
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         RGW.start(Path(folder) / "rgw") as rgw,
     ):
         found = run_hostile(
-            rgw, Path(folder) / "runs", runs=options.hostile, seed=options.seed, tell=_tell
+            rgw, Path(folder) / "runs", runs=options.hostile, seed=options.seed, report=_print_line
         )
     print(found.format_table(), *found.wrong, "", sep="\n")
-    never = [kind for kind in Kind if not found.read[kind] + found.listed[kind]]
-    return not found.wrong and not never, found.format_sentence()
+    missing_kinds = [kind for kind in Kind if not found.read[kind] + found.listed[kind]]
+    return not found.wrong and not missing_kinds, found.format_sentence()
 
 
-def _demo(_: argparse.Namespace) -> tuple[bool, str]:
-    """README's demo at its own size; the tests run a smaller one."""
+def _run_demo(_: argparse.Namespace) -> tuple[bool, str]:
+    """Run the demo of the README with its full size. The tests run a smaller one."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         try:
             run_demo(Path(folder) / "millrace", Size())
         except AssertionError as error:
             print(error)
             return False, "demo: wrong 1"
-    return True, "demo: right"
+    return True, "demo: correct"
 
 
 @contextmanager
-def _everywhere(seed: int, bucket: str) -> Iterator[tuple[Path, list[Place], R2Proxy]]:
-    """A folder, RGW, and RGW behind a proxy at which one request in twenty meets a fault.
+def _start_stores(seed: int, bucket: str) -> Iterator[tuple[Path, list[SharedStore], R2Proxy]]:
+    """Start a folder, RGW, and RGW behind a proxy that injects a fault in one of twenty requests.
 
-    One upload in thirty is damaged: a run has ten times fewer uploads than other requests.
+    One upload in thirty is damaged, since a run has ten times fewer uploads than other requests.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
         proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-        proxy.set_faults(bad_weather(seed, each=0.05 / len(Fault), damage=1 / 30))
-        places: list[Place] = [
-            LocalPlace(folder / "store"),
-            rgw_place(rgw, bucket),
-            r2_place(rgw, proxy, "failing"),
+        proxy.set_faults(make_faults(seed, probability=0.05 / len(Fault), damage=1 / 30))
+        stores: list[SharedStore] = [
+            FolderStore(folder / "store"),
+            make_rgw_store(rgw, bucket),
+            make_r2_store(rgw, proxy, "failing"),
         ]
-        yield folder, places, proxy
+        yield folder, stores, proxy
 
 
-def _shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
-    good: list[bool] = []
+def _run_shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
+    """Run the parts that make datasets."""
+    passed: list[bool] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
-        soak = _Soak(folder, rgw, options.seed)
+        soak = _ShardSoak(folder, rgw, options.seed)
         if options.only != "faults":
-            good += [soak.run_kills(options.kills), soak.run_meetings()]
+            passed += [soak.run_kills(options.kills), soak.run_concurrency()]
         if options.only != "kills":
             keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
             proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-            good.append(soak.run_faults(proxy))
-        return good, soak.summary
+            passed.append(soak.run_faults(proxy))
+        return passed, soak.summary
 
 
-class _Soak:
-    """The parts of a soak, each of which prints its counts and says whether all was right."""
+class _ShardSoak:
+    """Parts of a soak that make datasets.
+
+    Each part prints its counts, adds a line to the summary, and returns whether it passed.
+    """
 
     def __init__(self, folder: Path, rgw: RGW, seed: int) -> None:
         self._folder, self._rgw, self._seed = folder, rgw, seed
-        self._materials = make_all(folder / "material", seed)
+        self._sources = make_all_sources(folder / "material", seed)
         self._references = References(folder)
-        self._places: list[Place] = [LocalPlace(folder / "store"), rgw_place(rgw, "soak")]
+        self._stores: list[SharedStore] = [
+            FolderStore(folder / "store"),
+            make_rgw_store(rgw, "soak"),
+        ]
         self.summary: list[str] = []
 
     def run_kills(self, number: int) -> bool:
-        """SIGKILLs."""
-        tally = self._kills("kill", self._places).run(number, tell=_tell)
-        missing = report.never_fired(tally)
-        print(report.kill_table(tally), *(f"never fired: {m}" for m in missing), "", sep="\n")
-        self.summary.append(report.result(f"kills {tally.counted}", tally))
+        """Make datasets with kills of drivers and workers."""
+        tally = self._make_kill_matrix("kill", self._stores).run(number, report=_print_line)
+        missing = report.list_missing_kills(tally)
+        print(
+            report.format_kill_table(tally),
+            *(f"never killed: {combination}" for combination in missing),
+            "",
+            sep="\n",
+        )
+        self.summary.append(report.format_result(f"kills {tally.counted}", tally))
         return not tally.wrong and not missing and tally.counted >= number
 
-    def run_meetings(self) -> bool:
-        """Two drivers at once."""
-        dice = Random(f"{self._seed} meetings")
-        shared, taken = Tally(), Tally()
+    def run_concurrency(self) -> bool:
+        """Make datasets with two drivers at once."""
+        generator = Random(f"{self._seed} meetings")
+        shared, taken_over = Tally(), Tally()
         for number, workers in enumerate([1, 2, 0] * 2):
-            case = self._case(f"share-{number}", dice, workers)
-            meet(case, share, self._references, shared)
-            _tell(f"{case}: two drivers at once")
-        ways = [(wakes, too) for wakes in Wakes for too in (True, False)]
-        for number, (wakes, too) in enumerate(ways * 2):
-            case = self._case(f"take-{number}", dice, number % 3)
-            meet(case, partial(take_over, workers_too=too, wakes=wakes), self._references, taken)
-            _tell(f"{case}: stopped and taken over, goes on {wakes}")
-        print(*shared.wrong, *taken.wrong, sep="\n")
-        self.summary.append(report.result(f"two at once {shared.cases}", shared))
-        self.summary.append(report.result(f"taken over {taken.cases}", taken))
-        return not shared.wrong and not taken.wrong
+            case = self._make_case(f"share-{number}", generator, workers)
+            run_concurrent_case(case, share_work, self._references, shared)
+            _print_line(f"{case}: two drivers at once")
+        variants = [
+            (resumption, workers_too) for resumption in Resumption for workers_too in (True, False)
+        ]
+        for number, (resumption, workers_too) in enumerate(variants * 2):
+            case = self._make_case(f"take-{number}", generator, number % 3)
+            run_concurrent_case(
+                case,
+                partial(take_over, workers_too=workers_too, resumption=resumption),
+                self._references,
+                taken_over,
+            )
+            _print_line(f"{case}: stopped and taken over, resumed {resumption}")
+        print(*shared.wrong, *taken_over.wrong, sep="\n")
+        self.summary.append(report.format_result(f"two at once {shared.cases}", shared))
+        self.summary.append(report.format_result(f"taken over {taken_over.cases}", taken_over))
+        return not shared.wrong and not taken_over.wrong
 
     def run_faults(self, proxy: R2Proxy) -> bool:
-        """A store that fails."""
-        dice = Random(f"{self._seed} faults")
-        kills = self._kills("fault", [r2_place(self._rgw, proxy, "soak")])
-        fired = run_faults(kills, proxy, dice, cases=CASES, at_least=AT_LEAST, tell=_tell)
-        slow = outlast(kills, proxy, seconds=OUTLASTS)
-        _tell(f"stalls that the client has to end: {slow['stall']}")
-        print(report.fault_table(fired, kills.tally), "", sep="\n")
-        self.summary.append(report.result(f"faults {sum(fired.values())}", kills.tally))
-        return not kills.tally.wrong and min(fired.values()) >= AT_LEAST and slow["stall"] == 2
+        """Make datasets in a store that fails."""
+        generator = Random(f"{self._seed} faults")
+        kills = self._make_kill_matrix("fault", [make_r2_store(self._rgw, proxy, "soak")])
+        fired = run_faults(
+            kills, proxy, generator, cases=CASES, at_least=MIN_FAULTS, report=_print_line
+        )
+        stalls = run_long_stalls(kills, proxy, seconds=STALL_SECONDS)
+        _print_line(f"stalls that the client has to end: {stalls['stall']}")
+        print(report.format_fault_table(fired, kills.tally), "", sep="\n")
+        self.summary.append(report.format_result(f"faults {sum(fired.values())}", kills.tally))
+        return not kills.tally.wrong and min(fired.values()) >= MIN_FAULTS and stalls["stall"] == 2
 
-    def _kills(self, name: str, places: Sequence[Place]) -> Kills:
-        dice = Random(f"{self._seed} {name}")
+    def _make_kill_matrix(self, name: str, stores: Sequence[SharedStore]) -> KillMatrix:
+        generator = Random(f"{self._seed} {name}")
         runs = self._folder / "runs"
-        return Kills(self._materials, places, self._references, runs, dice, name=name)
+        return KillMatrix(self._sources, stores, self._references, runs, generator, name=name)
 
-    def _case(self, name: str, dice: Random, workers: int) -> Case:
+    def _make_case(self, name: str, generator: Random, workers: int) -> Case:
         return Case(
             name,
-            dice.choice(self._materials),
-            dice.choice(self._places),
+            generator.choice(self._sources),
+            generator.choice(self._stores),
             self._folder / "runs",
             workers=workers,
         )
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 

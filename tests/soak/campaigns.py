@@ -1,8 +1,8 @@
-"""Campaigns on rented machines whose leader is killed, again and again: ``NUMBER SEED``.
+"""Run campaigns on rented machines whose leaders are killed: ``NUMBER SEED``.
 
-The first is killed once in each stage, the others at boundaries that are drawn: before and after
-stages, at commits of shards, at machines that are rented or come up, at windows. Judged by the
-store and by the provider's books.
+The leader of the first campaign is killed once in each stage, those of the others at random
+boundaries: before and after stages, at commits of shards, at rentals of machines, and at merges of
+windows. The store and the provider's records show the faults.
 """
 
 import sys
@@ -27,18 +27,25 @@ BOUNDARIES = [
     "shard.committed 1", "shard.committed 2", "shard.committed 3", "rental.rented 1",
     "rental.rented 2", "window.merged 1", "window.merged 2",
 ]  # fmt: skip
-EACH_STAGE = [
+FIRST_BOUNDARIES = [
     "shard.committed 2", "rental.rented 1", "before prewarm", "window.merged 1",
     "before run_cooldown", "before release_machines", "before save_checkpoint",
     "before clean_bucket",
 ]  # fmt: skip
-"""The boundaries of the first campaign, which reaches all of them."""
-KILLS = 8  # of each other campaign
+"""Boundaries of the first campaign, which reaches all of them."""
+KILLS_PER_CAMPAIGN = 8  # number of kills in each other campaign
 
 
 @dataclass
-class Led:
-    """Results of all campaigns."""
+class Counts:
+    """Counts of all campaigns.
+
+    Attributes:
+        campaigns: Number of campaigns.
+        machines: Number of machines that were rented.
+        kills: Number of kills by boundary.
+        wrong: Descriptions of the faults.
+    """
 
     campaigns: int = 0
     machines: int = 0
@@ -46,15 +53,22 @@ class Led:
     wrong: list[str] = field(default_factory=list)
 
     def format_sentence(self) -> str:
+        """Return the counts as a sentence."""
         return (
             f"campaigns {self.campaigns} (leaders killed {self.kills.total()} times at "
             f"{len(self.kills)} boundaries, machines {self.machines}): wrong {len(self.wrong)}"
         )
 
 
-def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
-    """Run so many, one after the other."""
-    led = Led()
+def run_campaigns(number: int, seed: int, report: Callable[[str], None]) -> Counts:
+    """Run so many campaigns, one after another.
+
+    Args:
+        number: Number of campaigns.
+        seed: Seed of the boundaries.
+        report: Function that is called with a line of progress.
+    """
+    counts = Counts()
     with tempfile.TemporaryDirectory(prefix="millrace-campaigns-") as name:
         folder = Path(name)
         server = PrefectServer(folder / "prefect")
@@ -62,22 +76,24 @@ def run_campaigns(number: int, seed: int, tell: Callable[[str], None]) -> Led:
         try:
             with VastServer.start(folder / "vast") as vast, temporary_settings(settings):
                 repository = snapshot(folder / "repository")
-                for one in range(number):
-                    drawn = Random(seed * 1000 + one).sample(BOUNDARIES, KILLS)
-                    at = drawn if one else EACH_STAGE
-                    site = Site(server, vast, repository, folder / f"{one}", f"soak-{one}")
-                    killed = kill_and_go_on(site, at)
-                    led.campaigns += 1
-                    led.machines += killed.machines
-                    led.kills.update(killed.at)
-                    led.wrong += [f"campaign {one}: {what}" for what in killed.wrong]
-                    if missed := set() if one else set(at) - set(killed.at):
-                        led.wrong.append(f"campaign 0: was not killed at {sorted(missed)}")
-                    tell(led.format_sentence())
+                for campaign in range(number):
+                    drawn = Random(seed * 1000 + campaign).sample(BOUNDARIES, KILLS_PER_CAMPAIGN)
+                    boundaries = drawn if campaign else FIRST_BOUNDARIES
+                    site = Site(
+                        server, vast, repository, folder / f"{campaign}", f"soak-{campaign}"
+                    )
+                    killed = kill_and_go_on(site, boundaries)
+                    counts.campaigns += 1
+                    counts.machines += killed.machines
+                    counts.kills.update(killed.at)
+                    counts.wrong += [f"campaign {campaign}: {what}" for what in killed.wrong]
+                    if missed := set() if campaign else set(boundaries) - set(killed.at):
+                        counts.wrong.append(f"campaign 0: was not killed at {sorted(missed)}")
+                    report(counts.format_sentence())
                 vast.reset()
         finally:
             server.stop()
-    return led
+    return counts
 
 
 if __name__ == "__main__":

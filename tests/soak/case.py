@@ -1,4 +1,4 @@
-"""One case: a dataset made in a store of its own, by one driver after another, and then judged."""
+"""Make a dataset with one driver after another, and judge it with the oracle."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,34 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from tests.oracle import Verdict, judge
-from tests.soak.child import Child, Ended, Said
-from tests.soak.material import Material
-from tests.soak.place import LocalPlace, Place
+from tests.soak.child import Announcement, Child, DriverExit
+from tests.soak.shared_stores import FolderStore, SharedStore
+from tests.soak.source_data import SourceData
 
 DATASET = "data/corpus"
 
 
 class CaseError(Exception):
-    """A driver did not end as it should have."""
+    """A driver or a worker ended unexpectedly."""
 
 
 @dataclass(slots=True)
 class Case:
-    """Case: a dataset, its store, and the way in which it is made.
+    """Case of a soak: a dataset and the drivers that make it.
 
     Attributes:
-        name: Unique in the soak: a prefix of the place.
-        material: The source.
-        place: Where the shards go.
-        folder: For the children's working directories.
-        workers: Processes of each driver.
-        uploads: Of each worker.
-        store_source: Read the source from the place, not from its folder.
+        name: Name of the case and prefix in the store. Unique in the soak.
+        source: Source data of the dataset.
+        store: Store of the dataset.
+        folder: Folder for the working directories of the drivers.
+        workers: Number of workers of each driver.
+        uploads: Number of parallel uploads of each worker.
+        store_source: Whether the drivers read the source data from the store, not from its folder.
+        children: Drivers of the case, in the order of their starts.
     """
 
     name: str
-    material: Material
-    place: Place
+    source: SourceData
+    store: SharedStore
     folder: Path
     workers: int = 2
     uploads: int = 2
@@ -42,56 +43,63 @@ class Case:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.material.name} to {self.place.name}, "
+            f"{self.name}: {self.source.name} to {self.store.name}, "
             f"workers {self.workers}, uploads {self.uploads}"
         )
 
-    def make_config(self) -> dict[str, Any]:
-        """The pipeline's settings."""
+    def make_settings(self) -> dict[str, Any]:
+        """Return the settings of the pipeline."""
         if self.store_source:
-            source = self.place.make_source(self.material)
+            location = self.store.make_source(self.source)
         else:
-            source = {"url": self.material.folder.as_uri()}
+            location = {"url": self.source.folder.as_uri()}
         return {
             "dataset": DATASET,
-            "source": {**self.material.source, **source},
-            "store": self.place.make_spec(self.name),
-            "sharding": self.material.sharding,
+            "source": {**self.source.source, **location},
+            "store": self.store.make_spec(self.name),
+            "sharding": self.source.sharding,
             "execution": {
                 "workers": self.workers,
                 "uploads": self.uploads,
                 "lease_timeout": "3s",
-                "max_quarantined": 0.2,  # the material has bad rows on purpose
+                "max_quarantined": 0.2,  # the source data has bad rows
             },
         }
 
-    def start(self, do: str = "shard") -> Child:
-        """Another driver, with an empty working directory of its own."""
+    def start(self, command: str = "shard") -> Child:
+        """Start a driver with an empty working directory."""
         folder = self.folder / self.name / f"run-{len(self.children)}"
-        child = Child({"do": do, "config": self.make_config()}, folder)
+        child = Child({"do": command, "config": self.make_settings()}, folder)
         self.children.append(child)
         return child
 
-    def run_undisturbed(self, do: str = "shard") -> dict[str, Any]:
-        """A driver that is never killed; what it reports."""
-        with self.start(do) as child:
-            while not isinstance(heard := child.hear(), Ended):
-                assert heard is not None
-                nobody_died(child, heard)
-                child.go()
-        return finished(heard)
+    def run_undisturbed(self, command: str = "shard") -> dict[str, Any]:
+        """Run a driver to its end, and return its report.
+
+        Raises:
+            CaseError: The driver or a worker ended unexpectedly.
+        """
+        with self.start(command) as child:
+            while not isinstance(message := child.read_message(), DriverExit):
+                assert message is not None
+                check_worker_alive(child, message)
+                child.release()
+        return require_report(message)
 
     def judge(self, reference: Mapping[str, str] | None) -> Verdict:
-        """The oracle's verdict, and whether anything of the drivers was left on the machine."""
-        verdict = self._look(reference)
-        if verdict.good and verdict.halves:
+        """Return the verdict of the oracle, with processes and files that the drivers left.
+
+        Unfinished files are collected first, and must not remain.
+        """
+        verdict = self._compute_verdict(reference)
+        if verdict.is_correct and verdict.partial_files:
             self.run_undisturbed("collect")
-            halves = verdict.halves
-            verdict = self._look(reference)
-            verdict.problems += [f"{half} was not collected" for half in verdict.halves]
-            verdict.halves = halves
+            partial_files = verdict.partial_files
+            verdict = self._compute_verdict(reference)
+            verdict.problems += [f"{name} was not collected" for name in verdict.partial_files]
+            verdict.partial_files = partial_files
         for child in self.children:
-            for pid in child.find_orphans():
+            for pid in child.wait_for_orphans():
                 verdict.problems.append(f"process {pid} outlived its driver")
                 child.kill(pid)
             verdict.problems += [
@@ -99,52 +107,58 @@ class Case:
             ]
         return verdict
 
-    def _look(self, reference: Mapping[str, str] | None) -> Verdict:
+    def _compute_verdict(self, reference: Mapping[str, str] | None) -> Verdict:
         return judge(
-            self.place.open_bucket(self.name),
+            self.store.open_bucket(self.name),
             DATASET,
-            rows=self.material.rows,
-            bad_rows=self.material.bad_rows,
+            rows=self.source.rows,
+            bad_rows=self.source.bad_rows,
             reference=reference,
         )
 
 
-def nobody_died(child: Child, said: Said) -> None:
-    """Hold an event against the rule that workers only die when they are killed.
+def check_worker_alive(child: Child, announcement: Announcement) -> None:
+    """Check that an announcement is not the loss of a worker.
 
     Raises:
-        CaseError: One did, and nobody had.
+        CaseError: A worker that was not killed was lost.
     """
-    if said.kind == "worker.lost":
-        raise CaseError(f"worker {said.pid} was lost, and nobody killed it:\n{child.read_tail()}")
+    if announcement.kind == "worker.lost":
+        raise CaseError(
+            f"worker {announcement.pid} was lost, and was not killed:\n{child.read_tail()}"
+        )
 
 
-def finished(ended: Ended) -> dict[str, Any]:
+def require_report(driver_exit: DriverExit) -> dict[str, Any]:
     """Return the report of a driver that ended by itself.
 
     Raises:
-        CaseError: It did not.
+        CaseError: The driver failed or was killed.
     """
-    if ended.code != 0 or ended.report is None:
-        raise CaseError(f"a driver ended with code {ended.code}:\n{ended.tail}")
-    return ended.report
+    if driver_exit.code != 0 or driver_exit.report is None:
+        raise CaseError(f"a driver ended with code {driver_exit.code}:\n{driver_exit.tail}")
+    return driver_exit.report
 
 
 class References:
-    """The shards of each material, as a run makes them that nobody disturbs."""
+    """Digests of the shards that an undisturbed run makes of source data."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._place = LocalPlace(folder / "reference")
-        self._known: dict[str, dict[str, str]] = {}
+        self._store = FolderStore(folder / "reference")
+        self._digests: dict[str, dict[str, str]] = {}
 
-    def compute_digests(self, material: Material) -> dict[str, str]:
-        """SHA-256 of each shard."""
-        if material.name not in self._known:
-            case = Case(material.name, material, self._place, self._folder / "runs", workers=1)
+    def compute_digests(self, source: SourceData) -> dict[str, str]:
+        """Return the digests of the shards by their names. Makes the dataset at the first call.
+
+        Raises:
+            CaseError: The undisturbed run has a fault.
+        """
+        if source.name not in self._digests:
+            case = Case(source.name, source, self._store, self._folder / "runs", workers=1)
             case.run_undisturbed()
             verdict = case.judge(None)
-            if not verdict.good:
-                raise CaseError(f"{case}, never disturbed: {verdict}")
-            self._known[material.name] = verdict.digests
-        return self._known[material.name]
+            if not verdict.is_correct:
+                raise CaseError(f"{case}, undisturbed: {verdict}")
+            self._digests[source.name] = verdict.digests
+        return self._digests[source.name]

@@ -1,4 +1,4 @@
-"""The parent's end: starts a driver in a session of its own, hears its events, kills it."""
+"""Start drivers as child processes, read their events, and send signals to them."""
 
 import contextlib
 import json
@@ -15,22 +15,22 @@ from tests.support.fork_server import RUN_MODULE, get_fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTED = ("millrace.datasets", "millrace.datasets.pipeline", "millrace.storage")
-"""Modules that a driver needs."""
-HANGS = 120.0  # seconds without a word from a driver: it never comes
+"""Modules that the fork server imports for the drivers."""
+HANG_SECONDS = 120.0  # seconds without a message after which a driver hangs
 
 
 class HungError(Exception):
-    """A driver said nothing for too long."""
+    """A driver sent no message in time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An event that a driver announced; it waits for `Child.go`.
+class Announcement:
+    """Event that a driver announced. The process waits for `Child.release`.
 
     Attributes:
         kind: Kind of the event.
         partition: Name of the event's partition; empty if it has none.
-        pid: Process that the event came from, or that was lost.
+        pid: ID of the process that reported the event, or that was lost.
     """
 
     kind: str
@@ -39,13 +39,13 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A driver is no more.
+class DriverExit:
+    """End of a driver.
 
     Attributes:
-        code: Its exit code; -9 for a SIGKILL.
-        report: What it said at its end, if it came to that.
-        tail: The end of what it wrote to standard error.
+        code: Exit code; -9 after a SIGKILL.
+        report: Report of the driver; None if it did not send one.
+        tail: Last lines of the standard error.
     """
 
     code: int
@@ -54,11 +54,11 @@ class Ended:
 
 
 class Child:
-    """A driver, and whatever it starts: they share a session.
+    """Driver in a child process. The driver and its workers have a session of their own.
 
     Args:
-        settings: For ``tests.soak.driver``.
-        folder: Made for this child: its empty working directory, and its log beside that.
+        settings: Settings of ``tests.soak.driver``.
+        folder: New folder for the working directory and the log of the driver.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
@@ -85,7 +85,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
-        self._rest = b""
+        self._unread = b""
         self._report: dict[str, Any] | None = None
         self._send(json.dumps(settings).encode() + b"\n")
 
@@ -94,85 +94,90 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.kill_group()  # else what it left alive is for `find_orphans` to find
+            self.kill_group()  # without an error, `wait_for_orphans` checks the workers
         self._process.wait()
         self._in.close()
         self._out.close()
 
     @property
     def pid(self) -> int:
+        """ID of the driver's process, and of its session."""
         return self._process.pid
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when the driver has sent a line."""
         return self._out.fileno()
 
-    def hear(self, patience: float = HANGS) -> Said | Ended | None:
-        """Return the driver's next line or its end; None if nothing comes in time."""
-        deadline = time.monotonic() + patience
-        while b"\n" not in self._rest:
-            rest = max(0.0, deadline - time.monotonic())
-            if not select.select([self._out], [], [], rest)[0]:
-                if patience == HANGS:
-                    raise HungError(f"nothing was heard for {HANGS:g} s:\n{self.read_tail()}")
+    def read_message(self, timeout: float = HANG_SECONDS) -> Announcement | DriverExit | None:
+        """Return the next announcement of the driver, or its end. None if no message comes in time.
+
+        Raises:
+            HungError: No message came in `HANG_SECONDS`, and the timeout is the default.
+        """
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._unread:
+            remaining = max(0.0, deadline - time.monotonic())
+            if not select.select([self._out], [], [], remaining)[0]:
+                if timeout == HANG_SECONDS:
+                    raise HungError(f"no message came for {HANG_SECONDS:g} s:\n{self.read_tail()}")
                 return None
             data = os.read(self._out.fileno(), 65536)
             if not data:
-                return Ended(self._process.wait(), self._report, self.read_tail())
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+                return DriverExit(self._process.wait(), self._report, self.read_tail())
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
         message = json.loads(line)
         if "done" in message:
             self._report = message["done"]
-            return self.hear(patience)
-        return Said(**message)
+            return self.read_message(timeout)
+        return Announcement(**message)
 
-    def go(self) -> None:
-        """Let it go on after an event."""
+    def release(self) -> None:
+        """Let the process that announced an event continue."""
         self._send(b".")
 
     def kill(self, pid: int) -> None:
-        """SIGKILL for one process: the driver, or a worker of it."""
+        """Send SIGKILL to one process: the driver, or one of its workers."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
     def kill_group(self) -> None:
-        """SIGKILL for all of it."""
+        """Send SIGKILL to the driver and its workers."""
         self.signal_group(signal.SIGKILL)
 
     def stop(self, *, workers_too: bool) -> None:
-        """SIGSTOP for the driver, or all of it."""
+        """Send SIGSTOP to the driver, and to its workers if ``workers_too``."""
         if workers_too:
             self.signal_group(signal.SIGSTOP)
         else:
             os.kill(self.pid, signal.SIGSTOP)
 
-    def signal_group(self, number: signal.Signals) -> None:
+    def signal_group(self, signal_number: signal.Signals) -> None:
         """Send a signal to the driver and its workers."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, signal_number)
 
-    def find_orphans(self, patience: float = 10.0) -> list[int]:
-        """Processes of its session that still live, after some time to be gone by themselves."""
-        deadline = time.monotonic() + patience
-        while living := session(self.pid):
+    def wait_for_orphans(self, timeout: float = 10.0) -> list[int]:
+        """Return the IDs of the processes in the session that do not end within a timeout."""
+        deadline = time.monotonic() + timeout
+        while living := list_session(self.pid):
             for pid in living:
                 with contextlib.suppress(ProcessLookupError):
-                    watch = os.pidfd_open(pid)
+                    descriptor = os.pidfd_open(pid)
                     try:
-                        rest = max(0.0, deadline - time.monotonic())
-                        if not select.select([watch], [], [], rest)[0]:
+                        remaining = max(0.0, deadline - time.monotonic())
+                        if not select.select([descriptor], [], [], remaining)[0]:
                             return living
                     finally:
-                        os.close(watch)
+                        os.close(descriptor)
         return []
 
     def list_leftovers(self) -> list[str]:
-        """List the files that the process left on the machine's disk."""
+        """Return the names of the files that the driver left in its working directory."""
         return sorted(path.name for path in self.staging.iterdir())
 
     def read_tail(self) -> str:
-        """The end of what it, and its workers, wrote to standard error."""
+        """Return the last lines that the driver and its workers wrote to standard error."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
 
     def _send(self, data: bytes) -> None:
@@ -180,13 +185,13 @@ class Child:
             self._in.write(data)
 
 
-def session(leader: int) -> list[int]:
-    """The living processes of a session."""
+def list_session(leader: int) -> list[int]:
+    """Return the IDs of the living processes of a session."""
     living = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                state, _, _, its = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(its) == leader and state not in "ZX":
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == leader and state not in "ZX":
                     living.append(int(entry.name))
     return living

@@ -1,4 +1,4 @@
-"""Clean a bucket of all roles, killed in the middle: the oracle says what is to be left."""
+"""Clean a bucket with the objects of all roles, with kills, and compare it with the oracle."""
 
 import json
 import multiprocessing
@@ -19,40 +19,44 @@ from millrace.deletion import ObjectsDeleted
 from millrace.progress import Event
 from millrace.storage import StoreSpec, list_objects, open_store
 from tests.oracle import judge_checkpoints
-from tests.support.cleanup.judge import Judge, ListedBucket, Thing
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.judge import Judge, ListedBucket, ListedObject
+from tests.support.cleanup.material import BucketBuilder
 
-LARGE = 2**18  # repetitions of a text, whose file has several blocks
+LARGE = 2**18  # repetitions of a text, so that its file has several blocks
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
-NOW = timedelta(0)
+NO_AGE = timedelta(0)
 RULES = (
-    Rule(kinds=(CleanupKind.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NOW),
+    Rule(kinds=(CleanupKind.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NO_AGE),
     Rule(
-        kinds=(CleanupKind.GRADIENTS,), version="0.2.11", keep_every=4, keep_last=1, older_than=NOW
+        kinds=(CleanupKind.GRADIENTS,),
+        version="0.2.11",
+        keep_every=4,
+        keep_last=1,
+        older_than=NO_AGE,
     ),
-    Rule(kinds=(CleanupKind.START_WINDOWS,), version="!=0.2.11", older_than=NOW),
-    Rule(kinds=(CleanupKind.GATHERS,), keep_last=3, older_than=NOW),
-    Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=2, older_than=NOW),
+    Rule(kinds=(CleanupKind.START_WINDOWS,), version="!=0.2.11", older_than=NO_AGE),
+    Rule(kinds=(CleanupKind.GATHERS,), keep_last=3, older_than=NO_AGE),
+    Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=2, older_than=NO_AGE),
     Rule(
         kinds=(CleanupKind.CHECKPOINT_ORPHANS, CleanupKind.DATASET_ORPHANS, CleanupKind.TEMPORARY),
-        older_than=NOW,
+        older_than=NO_AGE,
     ),
-    Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NOW),
+    Rule(kinds=(CleanupKind.DATASETS,), name="old", older_than=NO_AGE),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class CleaningResult:
     """Result of a cleaning.
 
     Attributes:
-        objects: In the bucket before.
-        planned: Of them in the plan.
-        differing: Keys in which the plan and the oracle differ.
-        killed: Processes that were killed when they had deleted some of it and not all.
-        lost: Keys that are gone and should not be.
-        left: Keys that are there and should not be.
-        unfit: Faults of the checkpoints that are left.
+        objects: Number of objects before the cleaning.
+        planned: Number of objects in the plan.
+        differing: Number of keys in which the plan and the oracle differ.
+        killed: Number of processes that were killed after they had deleted a part of the plan.
+        lost: Number of objects that were deleted and should be left.
+        left: Number of objects that are left and should be deleted.
+        faults: Faults of the checkpoints that are left.
     """
 
     objects: int
@@ -61,45 +65,46 @@ class Came:
     killed: int
     lost: int
     left: int
-    unfit: tuple[str, ...]
+    faults: tuple[str, ...]
 
     @property
     def wrong(self) -> int:
-        return self.differing + self.lost + self.left + len(self.unfit)
+        """Number of all faults."""
+        return self.differing + self.lost + self.left + len(self.faults)
 
 
-def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
-    """About so many objects: of three versions, of all roles, and some that only look like ours."""
-    dice = random.Random(seed)
-    unit = max(1, objects // 86)  # of all that is made below, about so many
+def fill_bucket(make_store: Callable[[], Any], objects: int, seed: int) -> None:
+    """Write about so many objects: three versions, all roles, and unreferenced files."""
+    generator = random.Random(seed)
+    unit = max(1, objects // 86)  # the numbers below are multiples of it
     with ThreadPoolExecutor(16) as pool:
-        place = Place(store_of(), pool)
+        builder = BucketBuilder(make_store(), pool)
         for version in VERSIONS:
             for run, share in (("run", 16), ("exp/run", 6)):
                 workers = [f"w{number}" for number in range(8)]
                 for window in range(unit * share // len(workers)):
                     for uid in workers:
-                        place.put_gradient(run, uid, window, version)
+                        builder.put_gradient(run, uid, window, version)
                 for uid in workers:
-                    place.put_start_window(run, uid, 0, version)
+                    builder.put_start_window(run, uid, 0, version)
             windows = 3 * unit // 2
-            place.put_chain("run", version, windows, {windows // 2: 0, windows // 3: 0})
-        place.put_lease("exp/run/gathers/0.2.10", "aggregator")
-        place.put_lease("run/gathers/0.2.10", "aggregator", ended=True)
+            builder.put_chain("run", version, windows, {windows // 2: 0, windows // 3: 0})
+        builder.put_lease("exp/run/gathers/0.2.10", "aggregator")
+        builder.put_lease("run/gathers/0.2.10", "aggregator", ended=True)
         for job in ("job", "exp/job"):
             last = 1 + unit // 8
             for step in range(1, last + 1):
                 text = f"{job} {step}".encode()
-                place.put_checkpoint(
+                builder.put_checkpoint(
                     job, step, [text, *([text * LARGE] if step in {1, 2, last} else [])]
                 )
                 for stray in (f"parts/{step:064x}.safetensors", f"block_digests/{step:064x}.bin"):
-                    place.put(f"{job}/checkpoints/step_{step:09d}/{stray}")
-        place.put_pin("job", 1)
+                    builder.put(f"{job}/checkpoints/step_{step:09d}/{stray}")
+        builder.put_pin("job", 1)
         for name, share in (("words", 6), ("old", 5)):
-            place.put_dataset(name, unit * share // 2, orphans=unit // 10)
+            builder.put_dataset(name, unit * share // 2, orphans=unit // 10)
         for number in range(unit):
-            key = dice.choice(
+            key = generator.choice(
                 [
                     f"w1/gradient-{number:09d}-w1-v0.2.1.safetensors",
                     f"gathers/0.2.1/{number:09d}-{number:064x}.safetensors",
@@ -108,94 +113,104 @@ def fill(store_of: Callable[[], Any], objects: int, seed: int) -> None:
                     f"_probe-{number:08x}",
                 ]
             )
-            place.put(key)
-        place.settle()
+            builder.put(key)
+        builder.wait_for_writes()
 
 
-def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[Thing]]:
+def list_by_boto3(client: Any, bucket: str, prefix: str) -> Callable[[], list[ListedObject]]:
     """Return a function that lists all objects below a bucket's prefix, without Millrace."""
 
     def read(key: str) -> bytes:
         return client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
 
-    def look() -> list[Thing]:
+    def list_all() -> list[ListedObject]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return [
-            Thing(key, stat["Size"], stat["LastModified"], partial(read, key))
+            ListedObject(key, stat["Size"], stat["LastModified"], partial(read, key))
             for page in pages
             for stat in page.get("Contents", [])
             for key in [stat["Key"].removeprefix(prefix)]
         ]
 
-    return look
+    return list_all
 
 
-def clean(spec: StoreSpec, list_all: Callable[[], list[Thing]], *, kills: int, seed: int) -> Came:
-    """Plan, hold the plan against the oracle, execute it with kills, and look what is left.
+def clean_with_kills(
+    spec: StoreSpec, list_all: Callable[[], list[ListedObject]], *, kills: int, seed: int
+) -> CleaningResult:
+    """Plan a cleaning, execute it with kills, and compare the plan and the result with the oracle.
 
     Args:
-        spec: What is cleaned.
-        list_all: Lists it, without Millrace.
-        kills: How many processes are killed before one may end.
-        seed: Of when they are.
+        spec: Store to clean.
+        list_all: Function that lists the objects of the store without Millrace.
+        kills: Number of processes that are killed before one executes the rest.
+        seed: Seed of the times of the kills.
     """
-    dice = random.Random(seed)
-    config = CleanupSettings(store=spec, rules=RULES)
-    things = list_all()
+    generator = random.Random(seed)
+    settings = CleanupSettings(store=spec, rules=RULES)
+    objects = list_all()
     rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
-    expected = Judge(things, rules, datetime.now(UTC) + timedelta(minutes=5)).list_taken()
-    plan = make_plan(config)
+    expected = Judge(objects, rules, datetime.now(UTC) + timedelta(minutes=5)).list_deletions()
+    plan = make_plan(settings)
     with open_plan(open_store(spec), plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule_index for entry in entries}
-    every = found.keys() | expected.keys()
-    differing = [key for key in every if found.get(key) != expected.get(key)]
+    keys = found.keys() | expected.keys()
+    differing = [key for key in keys if found.get(key) != expected.get(key)]
     killed = 0
     for _ in range(kills):
-        before = _left(spec, found)
-        dead = _killed(config, plan.name, dice.randrange(1, 4 if kills == 1 else 12))
-        killed += dead and 0 < _left(spec, found) < before
-    execute(config, plan.name)
+        before = _count_left(spec, found)
+        was_killed = _execute_and_kill(
+            settings, plan.name, generator.randrange(1, 4 if kills == 1 else 12)
+        )
+        killed += was_killed and 0 < _count_left(spec, found) < before
+    execute(settings, plan.name)
     left = [thing for thing in list_all() if not thing.key.startswith("_clean/")]
     after = {thing.key for thing in left}
-    wanted = {thing.key for thing in things} - expected.keys()
-    return Came(
-        len(things), len(found), len(differing), killed, len(wanted - after), len(after - wanted),
+    expected_left = {thing.key for thing in objects} - expected.keys()
+    return CleaningResult(
+        len(objects), len(found), len(differing), killed,
+        len(expected_left - after), len(after - expected_left),
         tuple(judge_checkpoints(ListedBucket(left), is_cleaned=True)),
     )  # fmt: skip
 
 
-def _left(spec: StoreSpec, planned: dict[str, int]) -> int:
+def _count_left(spec: StoreSpec, planned: dict[str, int]) -> int:
     """Count the planned objects that still exist."""
     return sum(stat.key in planned for stat in list_objects(open_store(spec)))
 
 
-def _killed(config: CleanupSettings, plan: str, batches: int) -> bool:
-    """Have a process execute a plan, and kill it after so many batches; whether it was killed."""
+def _execute_and_kill(settings: CleanupSettings, plan: str, batches: int) -> bool:
+    """Execute a plan in a process, and kill it after so many batches.
+
+    Returns:
+        Whether it was killed before its end.
+    """
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    told = json.dumps({"spec": config.store.reveal_secrets(), "plan": plan})
-    process = spawn.Process(target=_execute, args=(theirs, told))
+    parent_end, child_end = spawn.Pipe()
+    arguments = json.dumps({"spec": settings.store.reveal_secrets(), "plan": plan})
+    process = spawn.Process(target=_execute, args=(child_end, arguments))
     process.start()
-    theirs.close()
-    said: Counter[str] = Counter()
+    child_end.close()
+    events: Counter[str] = Counter()
     try:
-        while said[ObjectsDeleted.kind] < batches:
-            said[ours.recv()] += 1
-    except EOFError:  # it had no more to do
+        while events[ObjectsDeleted.kind] < batches:
+            events[parent_end.recv()] += 1
+    except EOFError:  # the process has executed the whole plan
         process.join()
         return False
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    return process.exitcode == -signal.SIGKILL and said["done"] == 0
+    return process.exitcode == -signal.SIGKILL and events["done"] == 0
 
 
-def _execute(pipe: Any, told: str) -> None:
-    data = json.loads(told)
-    config = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
+def _execute(pipe: Any, arguments: str) -> None:
+    """Execute a plan in this process, and send the kinds of its events."""
+    data = json.loads(arguments)
+    settings = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
 
-    def tell(event: Event) -> None:
+    def send_event(event: Event) -> None:
         pipe.send(event.kind)
 
-    execute(config, data["plan"], progress=tell)
+    execute(settings, data["plan"], progress=send_event)
     pipe.send("done")

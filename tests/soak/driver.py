@@ -1,8 +1,8 @@
-"""A driver that announces every event and waits to be told to go on, or is killed waiting.
+"""Run a driver that announces every event, and continues when its parent process allows it.
 
-``python -m tests.soak.driver`` reads its settings from the first line of its standard input, writes
-a line of JSON for each event, and then reads one byte: the go-ahead. Its last line says how it
-ended.
+``python -m tests.soak.driver`` reads its settings from the first line of standard input. For each
+event, it writes a line of JSON and then reads one byte of standard input. Its last line is a
+report.
 """
 
 import json
@@ -18,13 +18,13 @@ from millrace.progress import Event
 from millrace.storage import open_store
 
 
-class Gate:
-    """Announces events, one at a time, also where several threads report."""
+class EventGate:
+    """Announce events from any thread, one at a time, and wait after each."""
 
     def __init__(self) -> None:
         self._outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)  # what a library prints must not look like an event
-        self._one = threading.Lock()
+        os.dup2(2, 1)  # keeps the output of libraries apart from the events
+        self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         partition, pid = "", os.getpid()
@@ -35,17 +35,18 @@ class Gate:
                 pid = event.pid
             case _:
                 pass
-        with self._one:
-            self.say({"kind": event.kind, "partition": partition, "pid": pid})
+        with self._lock:
+            self.send({"kind": event.kind, "partition": partition, "pid": pid})
             if not os.read(0, 1):
-                os._exit(3)  # the soak itself is gone
+                os._exit(3)  # the parent process has ended
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
+        """Write a message as a line of JSON."""
         self._outgoing.write(json.dumps(message).encode() + b"\n")
 
 
-def _settings() -> dict[str, Any]:
-    """The first line, and no byte more: what follows is for the gate."""
+def _read_settings() -> dict[str, Any]:
+    """Read the settings from the first line, and no further byte: the gate reads the others."""
     line = bytearray()
     while not line.endswith(b"\n"):
         line += os.read(0, 1)
@@ -53,17 +54,17 @@ def _settings() -> dict[str, Any]:
 
 
 def main() -> int:
-    settings = _settings()
-    gate = Gate()
+    settings = _read_settings()
+    gate = EventGate()
     config = PipelineSettings.model_validate(settings["config"])
     if settings["do"] == "collect":
         store = open_store(config.store)
-        done = delete_garbage(store, plan_garbage(store, config.dataset, min_age=timedelta(0)))
-        deleted = done.deletion.deleted_objects
-        gate.say({"done": {"deleted": deleted, "failures": len(done.failures)}})
+        outcome = delete_garbage(store, plan_garbage(store, config.dataset, min_age=timedelta(0)))
+        deleted = outcome.deletion.deleted_objects
+        gate.send({"done": {"deleted": deleted, "failures": len(outcome.failures)}})
         return 0
     report = shard_dataset(config, progress=gate)
-    gate.say({"done": {"made": report.new_shards, "samples": report.samples}})
+    gate.send({"done": {"made": report.new_shards, "samples": report.samples}})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The same cases with a store that fails: each kind of fault befalls 5 % of all requests."""
+"""Run the cases with a store that fails: each kind of fault is injected in 5 % of all requests."""
 
 from collections.abc import Callable
 from random import Random
@@ -7,126 +7,130 @@ from millrace.testing.faults import Fault, Faults
 from millrace.testing.key import Key
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
-from tests.soak.kills import Kills
-from tests.soak.place import S3Place
-from tests.soak.targets import COMPLETE, Target, Victim, combinations, target_at
-from tests.soak.together import meet, share
+from tests.soak.concurrent_drivers import run_concurrent_case, share_work
+from tests.soak.kills import KillMatrix
+from tests.soak.shared_stores import BucketStore
+from tests.soak.targets import COMPLETE, Target, Victim, list_combinations, make_target
 
-EACH = 0.05
-_MOST = 60  # cases
+PROBABILITY = 0.05
+_MAX_CASES = 60  # limit for faults that are injected too rarely
 
 
-def bad_weather(
+def make_faults(
     seed: int,
     *,
     retry_after: float | None = None,
     stall_seconds: float = 0.5,
-    each: float = EACH,
+    probability: float = PROBABILITY,
     damage: float | None = None,
 ) -> Faults:
-    """All kinds, each at 5 % of the requests. A stall ends when the proxy hangs up.
+    """Return faults of all kinds with equal probabilities.
 
     Args:
-        seed: Seed of all chance.
-        retry_after: Seconds that an error asks a client to wait.
-        stall_seconds: Seconds of a stall.
-        each: Probability of each kind.
-        damage: Probability of damage, which only uploads can meet; by default ``each``.
+        seed: Seed of the random choices.
+        retry_after: Seconds of the header ``Retry-After`` of errors. None for no header.
+        stall_seconds: Seconds after which the proxy closes a stalled connection.
+        probability: Probability of each kind.
+        damage: Probability of damage, which only uploads can have; by default ``probability``.
     """
-    chances = {kind.value: each for kind in Fault}
+    chances = {kind.value: probability for kind in Fault}
     if damage is not None:
         chances[Fault.DAMAGE.value] = damage
     return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)
 
 
 def run_faults(
-    kills: Kills,
+    matrix: KillMatrix,
     proxy: R2Proxy,
-    dice: Random,
+    generator: Random,
     *,
     cases: int,
     at_least: int,
-    tell: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Run cases until each kind of fault has fired often enough, two of three with kills.
+    """Run cases until each kind of fault was injected often enough. Two of three have kills.
 
-    In a last one two drivers meet.
+    In the last case, two drivers run at once.
 
     Args:
-        kills: Whose cases go through the proxy.
-        proxy: The proxy.
-        dice: All chance comes from it, save which request meets which fault first.
-        cases: At least so many.
-        at_least: How often each kind shall fire.
+        matrix: Kill matrix whose store is behind the proxy.
+        proxy: Proxy that injects the faults.
+        generator: Generator of all random choices. Which requests have a fault also depends on the
+            order in which they arrive.
+        cases: Smallest number of cases.
+        at_least: Smallest number of injections of each kind.
+        report: Function that is called with a line of progress.
 
     Returns:
-        How often each kind fired, by the proxy's own count.
+        Number of injections of each kind, as the proxy counts them.
     """
     proxy.reset()
     number = 0
-    waiting: dict[bool, list[Target]] = {True: [], False: []}
-    while (number < cases or min(proxy.count_fired().values()) < at_least) and number < _MOST:
-        chance, asked = dice.randrange(1 << 30), dice.choice([None, None, 1.0])
-        proxy.set_faults(bad_weather(chance, retry_after=asked))
-        case = kills.make_case(number % 4)
+    pending: dict[bool, list[Target]] = {True: [], False: []}
+    while (number < cases or min(proxy.count_fired().values()) < at_least) and number < _MAX_CASES:
+        seed, delay = generator.randrange(1 << 30), generator.choice([None, None, 1.0])
+        proxy.set_faults(make_faults(seed, retry_after=delay))
+        case = matrix.make_case(number % 4)
         case.store_source = True
-        alone = case.workers == 0
+        is_alone = case.workers == 0
         if number % 3:
-            waiting[alone] = kills.kill_in(case, waiting[alone] or _some(dice, alone=alone))
+            pending[is_alone] = matrix.run_case_with_kills(
+                case, pending[is_alone] or _draw_targets(generator, is_alone=is_alone)
+            )
         else:
-            kills.kill_in(case, [])
+            matrix.run_case_with_kills(case, [])
         number += 1
-        tell(f"{case}: {kills.tally.counted} kills, {proxy.count_fired()}")
-    proxy.set_faults(bad_weather(dice.randrange(1 << 30)))
-    case = kills.make_case(2)
+        report(f"{case}: {matrix.tally.counted} kills, {proxy.count_fired()}")
+    proxy.set_faults(make_faults(generator.randrange(1 << 30)))
+    case = matrix.make_case(2)
     case.store_source = True
-    meet(case, share, kills.references, kills.tally)
-    tell(f"{case}: two drivers at once, {proxy.count_fired()}")
+    run_concurrent_case(case, share_work, matrix.references, matrix.tally)
+    report(f"{case}: two drivers at once, {proxy.count_fired()}")
     fired = proxy.count_fired()
     proxy.reset()
     return fired
 
 
-def outlast(kills: Kills, proxy: R2Proxy, *, seconds: float) -> dict[str, int]:
-    """One case in which stalls last longer than a client waits for a byte.
+def run_long_stalls(matrix: KillMatrix, proxy: R2Proxy, *, seconds: float) -> dict[str, int]:
+    """Run a case with stalls that last longer than the timeout of a client.
 
     Returns:
-        How often each kind fired.
+        Number of injections of each kind.
     """
     proxy.reset()
     proxy.fail_next(Fault.STALL, 1, "PUT", "/shards/", stall_seconds=seconds)
     proxy.fail_next(Fault.STALL, 1, "GET", "/commits/", stall_seconds=seconds)
-    kills.kill_in(kills.make_case(1), [])
+    matrix.run_case_with_kills(matrix.make_case(1), [])
     fired = proxy.count_fired()
     proxy.reset()
     return fired
 
 
-def _some(dice: Random, *, alone: bool) -> list[Target]:
+def _draw_targets(generator: Random, *, is_alone: bool) -> list[Target]:
     pairs = [
         (boundary, victim)
-        for boundary, victim in combinations()
-        if boundary != COMPLETE and (victim is Victim.ALONE) == alone
+        for boundary, victim in list_combinations()
+        if boundary != COMPLETE and (victim is Victim.ALONE) == is_alone
     ]
-    return [target_at(dice, *pair) for pair in dice.sample(pairs, 4)]
+    return [make_target(generator, *pair) for pair in generator.sample(pairs, 4)]
 
 
-def rgw_place(rgw: RGW, bucket: str) -> S3Place:
-    """A bucket of RGW, spoken to directly."""
-    return _place("rgw", rgw.endpoint, rgw, bucket)
+def make_rgw_store(rgw: RGW, bucket: str) -> BucketStore:
+    """Return a new bucket of RGW, without a proxy."""
+    return _make_store("rgw", rgw.endpoint, rgw, bucket)
 
 
-def r2_place(rgw: RGW, proxy: R2Proxy, bucket: str) -> S3Place:
-    """The same through the proxy, over TLS and with R2's rules."""
-    place = _place("r2", proxy.endpoint, rgw, bucket)
-    place.region = "auto"
-    place.ca_file = proxy.ca_file
-    return place
+def make_r2_store(rgw: RGW, proxy: R2Proxy, bucket: str) -> BucketStore:
+    """Return a new bucket of RGW behind the proxy, with TLS and the rules of R2."""
+    store = _make_store("r2", proxy.endpoint, rgw, bucket)
+    store.region = "auto"
+    store.ca_file = proxy.ca_file
+    return store
 
 
-def _place(name: str, endpoint: str, rgw: RGW, bucket: str) -> S3Place:
+def _make_store(name: str, endpoint: str, rgw: RGW, bucket: str) -> BucketStore:
     key: Key = rgw.full
-    return S3Place(
+    return BucketStore(
         name,
         endpoint,
         key.access_key_id,

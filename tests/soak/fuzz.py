@@ -1,9 +1,8 @@
-"""Bytes that atheris finds, led by the branches that they reach: refused or right.
+"""Fuzz the parsers of gradients and updates with atheris: ``python -m tests.soak.fuzz RUNS SEED``.
 
-``python -m tests.soak.fuzz RUNS SEED``: gradients as they come, with some bytes in the place of
-others, with a tensor's codes replaced under a right digest, and as files of torch's; and updates of
-a chain, likewise. A crash, a hang of ten seconds, or more than a gigabyte of memory ends it with an
-error.
+Each input must be refused or read correctly. Inputs are random bytes, valid files with some bytes
+replaced, and valid files whose tensors have random bytes. Gradients are files of safetensors or of
+torch. A crash, a run of ten seconds, or a gigabyte of memory ends the process with an error.
 """
 
 import sys
@@ -21,53 +20,53 @@ from tests.unit.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, 
 from tests.unit.gradients.test_updates import Fuzzed
 
 STORE = open_store("memory://fuzz")
-PARTS, GOOD, TORCH = bodies(), made(), as_torch(made())
+PARTS, VALID, TORCH = bodies(), made(), as_torch(made())
 UPDATE = Fuzzed()
 
 
-def once(data: bytes) -> None:
-    """One object, written and read."""
-    said = atheris.FuzzedDataProvider(data)
-    if said.ConsumeIntInRange(0, 2) == 0:
-        once_update(said, len(data))
+def check_input(data: bytes) -> None:
+    """Check an update or a gradient that is made from the bytes of the fuzzer."""
+    provider = atheris.FuzzedDataProvider(data)
+    if provider.ConsumeIntInRange(0, 2) == 0:
+        check_update(provider, len(data))
     else:
-        once_gradient(said, data)
+        check_gradient(provider, data)
 
 
-def once_update(said: atheris.FuzzedDataProvider, size: int) -> None:
-    """One update, parsed and merged."""
-    kind = said.ConsumeIntInRange(0, 2)
+def check_update(provider: atheris.FuzzedDataProvider, size: int) -> None:
+    """Make an update, and check that it is refused or merged correctly."""
+    kind = provider.ConsumeIntInRange(0, 2)
     if kind == 0:
-        body = said.ConsumeBytes(size)
+        body = provider.ConsumeBytes(size)
     elif kind == 1:
-        body = replace_some(UPDATE.body, said)
+        body = replace_bytes(UPDATE.body, provider)
     else:
-        name = said.PickValueInList(sorted(UPDATE.tensors))
-        piece = replace_some(UPDATE.tensors[name], said)
+        name = provider.PickValueInList(sorted(UPDATE.tensors))
+        piece = replace_bytes(UPDATE.tensors[name], provider)
         body = encode_byte_tensors({**UPDATE.tensors, name: piece})
     UPDATE.check(body)
 
 
-def replace_some(origin: bytes, said: atheris.FuzzedDataProvider) -> bytes:
-    """Return bytes with others in the place of some of them."""
-    at = said.ConsumeIntInRange(0, len(origin))
-    some = said.ConsumeBytes(64)
-    return origin[:at] + some + origin[at + len(some) :]
+def replace_bytes(original: bytes, provider: atheris.FuzzedDataProvider) -> bytes:
+    """Return bytes of which up to 64 are replaced."""
+    start = provider.ConsumeIntInRange(0, len(original))
+    replacement = provider.ConsumeBytes(64)
+    return original[:start] + replacement + original[start + len(replacement) :]
 
 
-def once_gradient(said: atheris.FuzzedDataProvider, data: bytes) -> None:
-    """One gradient, written and read."""
-    kind, torch = said.ConsumeIntInRange(0, 2), said.ConsumeBool()
+def check_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
+    """Write a gradient, and check that it is refused or read completely."""
+    kind, is_torch = provider.ConsumeIntInRange(0, 2), provider.ConsumeBool()
     if kind == 0:
-        body = said.ConsumeBytes(len(data))
+        body = provider.ConsumeBytes(len(data))
     elif kind == 1:
-        body = replace_some(TORCH if torch else GOOD, said)
+        body = replace_bytes(TORCH if is_torch else VALID, provider)
     else:
-        name = said.PickValueInList(sorted(SHAPES))
-        body = made(bodies={**PARTS, name: said.ConsumeBytes(len(data))})
-        body = as_torch(body) if torch else body
+        name = provider.PickValueInList(sorted(SHAPES))
+        body = made(bodies={**PARTS, name: provider.ConsumeBytes(len(data))})
+        body = as_torch(body) if is_torch else body
     key = KEYS.make_gradient_key("7", 3)
-    key = key.replace(".safetensors", ".pt") if torch else key
+    key = key.replace(".safetensors", ".pt") if is_torch else key
     put(STORE, key, body)
     with suppress(PayloadError):
         found = read_payload(STORE, head(STORE, key), EXPECTED)
@@ -77,7 +76,7 @@ def once_gradient(said: atheris.FuzzedDataProvider, data: bytes) -> None:
 def main() -> None:
     runs, seed = sys.argv[1:]
     limits = ["-timeout=10", "-rss_limit_mb=1024", "-max_len=4096", "-verbosity=0"]
-    atheris.Setup([sys.argv[0], f"-runs={runs}", f"-seed={seed}", *limits], once)
+    atheris.Setup([sys.argv[0], f"-runs={runs}", f"-seed={seed}", *limits], check_input)
     atheris.Fuzz()
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL at every boundary that a driver announces, and between them; of whom is told apart."""
+"""Send SIGKILL to drivers and workers at every event that a driver announces, and between."""
 
 import signal
 import time
@@ -8,10 +8,10 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from tests.soak.case import Case, CaseError, References, finished, nobody_died
-from tests.soak.child import Child, Ended, HungError, Said
-from tests.soak.material import Material
-from tests.soak.place import Place
+from tests.soak.case import Case, CaseError, References, check_worker_alive, require_report
+from tests.soak.child import Announcement, Child, DriverExit, HungError
+from tests.soak.shared_stores import SharedStore
+from tests.soak.source_data import SourceData
 from tests.soak.tally import Tally
 from tests.soak.targets import (
     ANY,
@@ -20,216 +20,241 @@ from tests.soak.targets import (
     DRIVERS_LAST,
     Target,
     Victim,
-    draw,
-    in_order,
+    draw_targets,
+    order_targets,
 )
 
-_A_CASE = 6
-_DEATHS = 2  # of workers over one partition in a row; the third is the driver's end
+_TARGETS_PER_CASE = 6
+_MAX_DEATHS = 2  # of workers in a row on one partition; the third ends the driver
 
 
 def run_case(case: Case, targets: deque[Target], tally: Tally) -> list[Target]:
-    """Let drivers make a dataset, one after another, until one ends; kill what is to be killed.
+    """Run drivers one after another, with kills, until one of them ends by itself.
+
+    Args:
+        case: Case of the drivers.
+        targets: Planned kills in their order.
+        tally: Tally that counts the kills.
 
     Returns:
-        The targets whose boundary was not reached any more.
+        Targets that were not reached.
+
+    Raises:
+        CaseError: A driver failed, or a worker was lost that was not killed.
+        HungError: A driver sent no message in time.
     """
     missed: list[Target] = []
     while True:
         with case.start() as child:
-            ended = _Hunt(case, child, targets, missed, tally).run()
-        if ended.code != -signal.SIGKILL:
-            finished(ended)
+            driver_exit = _KillRun(case, child, targets, missed, tally).run()
+        if driver_exit.code != -signal.SIGKILL:
+            require_report(driver_exit)
             return [*missed, *targets]
 
 
-class _Hunt:
-    """One driver's run, up to its end or its death."""
+class _KillRun:
+    """Run of one driver until it ends or is killed."""
 
     def __init__(
         self, case: Case, child: Child, targets: deque[Target], missed: list[Target], tally: Tally
     ) -> None:
         self._case, self._child, self._targets, self._tally = case, child, targets, tally
         self._missed = missed
-        self._fitting = 0
-        self._complete = False
-        self._dead: dict[int, Target] = {}
+        self._matching = 0
+        self._is_complete = False
+        self._killed_workers: dict[int, Target] = {}
         self._deaths: Counter[str] = Counter()
-        self._of: dict[int, str] = {}
+        self._partitions: dict[int, str] = {}
 
-    def run(self) -> Ended:
+    def run(self) -> DriverExit:
+        """Read the driver's announcements, and kill at the targets."""
         child = self._child
         while True:
-            said = child.hear()
-            if isinstance(said, Ended):
-                self._missed += self._dead.values()  # they had ended before they were killed
-                return said
-            assert said is not None
-            self._note(said)
-            if not self._fits(said):
-                child.go()
+            message = child.read_message()
+            if isinstance(message, DriverExit):
+                self._missed += self._killed_workers.values()  # the workers ended before the signal
+                return message
+            assert message is not None
+            self._record(message)
+            if not self._matches_target(message):
+                child.release()
                 continue
             target = self._targets.popleft()
-            self._fitting = 0
-            if target.boundary == BETWEEN and (ended := self._let_work(target)) is not None:
+            self._matching = 0
+            if (
+                target.boundary == BETWEEN
+                and (driver_exit := self._release_for(target)) is not None
+            ):
                 self._missed.append(target)
-                return ended
+                return driver_exit
             if target.victim is Victim.WORKER:
-                self._dead[said.pid] = target  # counted when the driver says that it was lost
-                child.kill(said.pid)
+                # Counted when the driver reports the loss.
+                self._killed_workers[message.pid] = target
+                child.kill(message.pid)
                 if target.boundary != BETWEEN:
-                    child.go()
+                    child.release()
             else:
                 return self._kill_driver(target)
 
-    def _note(self, said: Said) -> None:
-        """Keep the driver's own count of deaths over a partition: it gives up at the third."""
-        self._complete |= said.kind == COMPLETE
-        if said.kind == "worker.lost":
-            self._deaths[self._of.pop(said.pid, "")] += 1
-            if said.pid not in self._dead:
-                nobody_died(self._child, said)
-            self._tally.kill(self._dead.pop(said.pid), self._case.place)
-        elif said.partition:
-            self._of[said.pid] = said.partition
-            if said.kind == "shard.committed":
-                self._deaths.pop(said.partition, None)
+    def _record(self, message: Announcement) -> None:
+        """Count the deaths of workers on each partition, as the driver does, and the kills."""
+        self._is_complete |= message.kind == COMPLETE
+        if message.kind == "worker.lost":
+            self._deaths[self._partitions.pop(message.pid, "")] += 1
+            if message.pid not in self._killed_workers:
+                check_worker_alive(self._child, message)
+            self._tally.count_kill(self._killed_workers.pop(message.pid), self._case.store)
+        elif message.partition:
+            self._partitions[message.pid] = message.partition
+            if message.kind == "shard.committed":
+                self._deaths.pop(message.partition, None)
 
-    def _fits(self, said: Said) -> bool:
-        self._skip_those_too_late(said)
+    def _matches_target(self, message: Announcement) -> bool:
+        """Decide whether the next target is killed at this event."""
+        self._skip_missed_targets(message)
         if not self._targets:
             return False
         target = self._targets[0]
         if target.boundary in {ANY, BETWEEN}:
-            fits = said.kind != COMPLETE
+            matches = message.kind != COMPLETE
         else:
-            fits = target.boundary == said.kind
+            matches = target.boundary == message.kind
         if target.victim is Victim.WORKER:
-            fits = fits and self._may_die(said)
+            matches = matches and self._may_kill_worker(message)
         elif target.boundary not in {ANY, BETWEEN}:
-            fits = fits and not self._dead  # else nobody would say of them that they were killed
-        self._fitting += fits
-        return fits and self._fitting >= target.nth
+            # The driver must report the losses of killed workers before it is killed.
+            matches = matches and not self._killed_workers
+        self._matching += matches
+        return matches and self._matching >= target.nth
 
-    def _may_die(self, said: Said) -> bool:
-        if said.pid in {self._child.pid, *self._dead} or said.kind == "worker.lost":
+    def _may_kill_worker(self, message: Announcement) -> bool:
+        """Decide whether a worker can be killed without ending the driver."""
+        if message.pid in {self._child.pid, *self._killed_workers} or message.kind == "worker.lost":
             return False
-        partition = self._of.get(said.pid, "")
-        dying = sum(self._of.get(pid) == partition for pid in self._dead)
-        return self._deaths[partition] + dying < _DEATHS
+        partition = self._partitions.get(message.pid, "")
+        dying = sum(self._partitions.get(pid) == partition for pid in self._killed_workers)
+        return self._deaths[partition] + dying < _MAX_DEATHS
 
-    def _skip_those_too_late(self, said: Said) -> None:
-        """Skip the boundaries of partitions when finalizing begins: all partitions have ended."""
-        if said.kind not in {*DRIVERS_LAST, COMPLETE}:
+    def _skip_missed_targets(self, message: Announcement) -> None:
+        """Skip the targets that the driver cannot reach any more once it finalizes the dataset."""
+        if message.kind not in {*DRIVERS_LAST, COMPLETE}:
             return
         order = (*DRIVERS_LAST, COMPLETE)
-        ahead = {*order[order.index(said.kind) :], ANY, BETWEEN}
+        reachable = {*order[order.index(message.kind) :], ANY, BETWEEN}
         while self._targets and (
-            self._targets[0].boundary not in ahead or self._targets[0].victim is Victim.WORKER
+            self._targets[0].boundary not in reachable or self._targets[0].victim is Victim.WORKER
         ):
             self._missed.append(self._targets.popleft())
-            self._fitting = 0
+            self._matching = 0
 
-    def _let_work(self, target: Target) -> Ended | None:
-        """Let it go on for the target's delay, hearing what it says meanwhile."""
-        self._child.go()
-        until = time.monotonic() + target.delay
-        while (rest := until - time.monotonic()) > 0:
-            said = self._child.hear(rest)
-            if isinstance(said, Ended):
-                return said
-            if said is not None:
-                self._note(said)
-                self._child.go()
+    def _release_for(self, target: Target) -> DriverExit | None:
+        """Let the driver work for the delay of a target. Returns its end if it ends before."""
+        self._child.release()
+        deadline = time.monotonic() + target.delay
+        while (remaining := deadline - time.monotonic()) > 0:
+            message = self._child.read_message(remaining)
+            if isinstance(message, DriverExit):
+                return message
+            if message is not None:
+                self._record(message)
+                self._child.release()
         return None
 
-    def _kill_driver(self, target: Target) -> Ended:
+    def _kill_driver(self, target: Target) -> DriverExit:
+        """Kill the driver, and count the kill if it was in time."""
         if target.victim is Victim.GROUP:
             self._child.kill_group()
         else:
             self._child.kill(self._child.pid)
-        while not isinstance(said := self._child.hear(), Ended):
-            if said is not None:
-                self._note(said)  # said before it died
-        self._missed += self._dead.values()
-        after_completion = self._complete and target.boundary != COMPLETE
-        if said.code == -signal.SIGKILL and said.report is None and not after_completion:
-            self._tally.kill(target, self._case.place)
+        while not isinstance(message := self._child.read_message(), DriverExit):
+            if message is not None:
+                self._record(message)  # sent before the signal
+        self._missed += self._killed_workers.values()
+        is_after_completion = self._is_complete and target.boundary != COMPLETE
+        if message.code == -signal.SIGKILL and message.report is None and not is_after_completion:
+            self._tally.count_kill(target, self._case.store)
         else:
             self._missed.append(target)
-        return said
+        return message
 
 
-class Kills:
-    """The matrix, case by case.
+class KillMatrix:
+    """Run cases with kills of drivers and workers.
 
     Args:
-        materials: The sources, taken in turn.
-        places: The stores: the first is for most cases, each further one for a sixth.
-        references: Undisturbed runs of the materials.
-        folder: For the children.
-        dice: All chance comes from it.
-        name: What the cases' names begin with.
+        sources: Source data, which the cases use in turn.
+        stores: Stores. The first has most of the cases, and each other a sixth.
+        references: Digests of undisturbed runs of the source data.
+        folder: Folder for the working directories of the drivers.
+        generator: Generator of all random choices.
+        name: Prefix of the names of the cases.
     """
 
     def __init__(
         self,
-        materials: Sequence[Material],
-        places: Sequence[Place],
+        sources: Sequence[SourceData],
+        stores: Sequence[SharedStore],
         references: References,
         folder: Path,
-        dice: Random,
+        generator: Random,
         *,
         name: str = "kill",
     ) -> None:
         self._name = name
-        self._materials, self._places = materials, places
+        self._sources, self._stores = sources, stores
         self.references = references
-        self._folder, self._dice = folder, dice
+        self._folder, self._generator = folder, generator
         self._numbers = count()
         self.tally = Tally()
 
-    def run(self, kills: int, *, tell: Callable[[str], None] = print) -> Tally:
-        """Kill at least so many times, at every boundary everybody who can be killed there."""
-        return self.kill_all(draw(self._dice, kills), tell=tell)
+    def run(self, kills: int, *, report: Callable[[str], None] = print) -> Tally:
+        """Kill at least so many times, with every combination of a boundary and a victim."""
+        return self.kill_all(draw_targets(self._generator, kills), report=report)
 
-    def kill_all(self, targets: Iterable[Target], *, tell: Callable[[str], None] = print) -> Tally:
-        """Kill at all these targets, about six in each case; one that is missed is tried again."""
+    def kill_all(
+        self, targets: Iterable[Target], *, report: Callable[[str], None] = print
+    ) -> Tally:
+        """Kill at all targets, up to six in each case. Missed targets are tried again."""
         pools: dict[bool, list[Target]] = {True: [], False: []}
         for target in targets:
             pools[target.victim is Victim.ALONE].append(target)
         limit = self.tally.cases + 4 + len(pools[True]) + len(pools[False])
         while any(pools.values()) and self.tally.cases < limit:
-            alone = self._dice.choices([True, False], [len(pools[True]), len(pools[False])])[0]
-            chosen, pools[alone] = pools[alone][:_A_CASE], pools[alone][_A_CASE:]
-            case = self.make_case(0 if alone else self._dice.randint(1, 3))
-            pools[alone] += self.kill_in(case, chosen)
-            tell(f"{case}: {len(chosen)} kills asked for, {self.tally.counted} so far")
+            is_alone = self._generator.choices(
+                [True, False], [len(pools[True]), len(pools[False])]
+            )[0]
+            chosen, pools[is_alone] = (
+                pools[is_alone][:_TARGETS_PER_CASE],
+                pools[is_alone][_TARGETS_PER_CASE:],
+            )
+            case = self.make_case(0 if is_alone else self._generator.randint(1, 3))
+            pools[is_alone] += self.run_case_with_kills(case, chosen)
+            report(f"{case}: {len(chosen)} kills planned, {self.tally.counted} done so far")
         return self.tally
 
-    def kill_in(self, case: Case, targets: Iterable[Target]) -> list[Target]:
-        """Run one case and judge it; returns the targets that were not reached."""
+    def run_case_with_kills(self, case: Case, targets: Iterable[Target]) -> list[Target]:
+        """Run a case with kills, judge it, and return the targets that were not reached."""
         try:
-            missed = run_case(case, in_order(self._dice, targets), self.tally)
-            verdict = case.judge(self.references.compute_digests(case.material))
+            missed = run_case(case, order_targets(self._generator, targets), self.tally)
+            verdict = case.judge(self.references.compute_digests(case.source))
         except (CaseError, HungError) as error:
-            self.tally.fail(case, error)
+            self.tally.add_failure(case, error)
             return []
-        self.tally.judge(case, verdict)
+        self.tally.add_verdict(case, verdict)
         return missed
 
     def make_case(self, workers: int) -> Case:
-        """The next case; all but its workers by chance."""
+        """Return the next case, with random settings except for its number of workers."""
         number = next(self._numbers)
-        place = self._places[0]
-        if self._dice.random() < (len(self._places) - 1) / 6:
-            place = self._dice.choice(self._places[1:])
+        store = self._stores[0]
+        if self._generator.random() < (len(self._stores) - 1) / 6:
+            store = self._generator.choice(self._stores[1:])
         return Case(
             f"{self._name}-{number:04d}",
-            self._materials[number % len(self._materials)],
-            place,
+            self._sources[number % len(self._sources)],
+            store,
             self._folder,
             workers=workers,
-            uploads=self._dice.randint(1, 3),
-            store_source=self._dice.random() < 0.5,
+            uploads=self._generator.randint(1, 3),
+            store_source=self._generator.random() < 0.5,
         )

@@ -1,7 +1,7 @@
-"""Ends of epochs, and savers, while members are killed, are stopped, and the store fails.
+"""End epochs and save checkpoints while processes are killed or stopped, and the store fails.
 
-Members are processes that race for the same content, each job has one epoch, and all chance comes
-from the seed, save what the machine's scheduling adds.
+The members of an epoch are processes that race to upload the same content. Each job has one epoch.
+All random choices follow from the seed. The scheduling of the processes does not.
 """
 
 import json
@@ -48,32 +48,44 @@ from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.oracle import judge_checkpoints
-from tests.soak.blows import ANYWHERE, Blow, Struck, runs, stopped
-from tests.soak.place import Place
+from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_running, is_stopped
+from tests.soak.shared_stores import SharedStore
 
-AT = ("cooldown.agreed", "cooldown.racing", "checkpoint.part", "cooldown.complete")
-SAVED = "checkpoint.saved"  # between the metadata and the epoch
-ALL = (*AT, SAVED, ANYWHERE)
-SHORT = SaveSettings(part_bytes=ByteSize(16_384))
-LARGE_SHAPE = (1, 300_000)  # of a tensor whose file has two blocks, since rows are not cut
-BELOW = "below"  # prefix in each place
+EVENTS = ("cooldown.agreed", "cooldown.racing", "checkpoint.part", "cooldown.complete")
+SAVED = "checkpoint.saved"  # after the metadata, before the record of the epoch
+POINTS = (*EVENTS, SAVED, ANY_MOMENT)
+SMALL_FILES = SaveSettings(part_bytes=ByteSize(16_384))
+LARGE_SHAPE = (1, 300_000)  # of a tensor whose file has two blocks, since a row is not split
+PREFIX = "below"  # prefix of the races in each store
 _TTL = timedelta(seconds=3)
-_HANGS = 180.0  # seconds
-_SIDE_BY_SIDE = 6
+_HANG_SECONDS = 180.0  # seconds
+_CONCURRENCY = 6
 _SOURCES = 4
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass
-class Found:
-    """Results of races and saves."""
+class Counts:
+    """Counts of races and saves.
+
+    Attributes:
+        races: Number of races.
+        interruptions: Number of interruptions by event.
+        stops: Number of interruptions with SIGSTOP.
+        all_killed: Number of races in which all members were killed.
+        with_owner: Number of races in which an owner committed for the members.
+        outcomes: Number of members by outcome.
+        saves: Number of saves.
+        save_kills: Number of savers that were killed.
+        wrong: Descriptions of the faults.
+    """
 
     races: int = 0
-    blows: Counter[str] = field(default_factory=Counter[str])
+    interruptions: Counter[str] = field(default_factory=Counter[str])
     stops: int = 0
     all_killed: int = 0
-    owned: int = 0
+    with_owner: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     saves: int = 0
     save_kills: int = 0
@@ -81,200 +93,215 @@ class Found:
 
 
 def run_races(
-    places: Sequence[Place], folder: Path, seed: int, *, races: int, saves: int, tell: Tell
-) -> Found:
-    """Race so often, and save so often, everywhere in turn.
+    stores: Sequence[SharedStore],
+    folder: Path,
+    seed: int,
+    *,
+    races: int,
+    saves: int,
+    report: Report,
+) -> Counts:
+    """Run so many races and saves, in each store in turn.
 
     Args:
-        places: Where to.
-        folder: For what the members have.
-        seed: Of all chance.
-        races: How many.
-        saves: How many savers are killed.
-        tell: Told a line now and then.
+        stores: Stores of the checkpoints.
+        folder: Folder for the source checkpoints and the results of the members.
+        seed: Seed of all random choices.
+        races: Number of races.
+        saves: Number of saves whose saver is killed.
+        report: Function that is called with a line of progress.
     """
-    found, lock = Found(), threading.Lock()
+    found, lock = Counts(), threading.Lock()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.soak.races", "torch", "millrace.checkpoints.saving"])
-    sources = _sources(folder, seed)
+    sources = _make_sources(folder, seed)
 
-    def one(number: int) -> None:
-        dice = Random(f"{seed} race {number}")
-        race = _Race(context, places[number % len(places)], sources, folder, number, dice)
+    def run_race(number: int) -> None:
+        generator = Random(f"{seed} race {number}")
+        race = _Race(context, stores[number % len(stores)], sources, folder, number, generator)
         race.run()
         with lock:
-            _add(found, race)
+            _add_race(found, race)
             if found.races % 50 == 0:
-                tell(f"races {found.races}, blows {found.blows.total()}, wrong {len(found.wrong)}")
+                total = found.interruptions.total()
+                report(f"races {found.races}, interruptions {total}, wrong {len(found.wrong)}")
 
     def save(number: int) -> None:
-        dice = Random(f"{seed} save {number}")
-        killed, wrong = _save(context, places[number % len(places)], number, dice)
+        generator = Random(f"{seed} save {number}")
+        killed, wrong = _save_with_kill(context, stores[number % len(stores)], number, generator)
         with lock:
             found.saves += 1
             found.save_kills += killed
             found.wrong += wrong
 
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        list(pool.map(one, range(races)))
+    with ThreadPoolExecutor(_CONCURRENCY) as pool:
+        list(pool.map(run_race, range(races)))
         list(pool.map(save, range(saves)))
     return found
 
 
-def make_spec(place: Place) -> StoreSpec:
-    """Return the store of the races in a place."""
-    return StoreSpec.model_validate(place.make_spec(BELOW))
+def make_spec(shared_store: SharedStore) -> StoreSpec:
+    """Return the settings of the races' prefix in a store."""
+    return StoreSpec.model_validate(shared_store.make_spec(PREFIX))
 
 
-def summary(found: Found) -> list[str]:
-    """Return the lines of the report."""
-    at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
+def format_summary(found: Counts) -> list[str]:
+    """Return the lines of the summary."""
+    points = ", ".join(f"{name} {count}" for name, count in sorted(found.interruptions.items()))
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.outcomes.items()))
     last = (
-        f"races {found.races}, killed {found.blows.total() - found.stops}, stopped {found.stops}, "
-        f"all killed {found.all_killed}, by an owner {found.owned}; "
+        f"races {found.races}, killed {found.interruptions.total() - found.stops}, "
+        f"stopped {found.stops}, "
+        f"all killed {found.all_killed}, with an owner {found.with_owner}; "
         f"savers killed {found.save_kills} of {found.saves}; wrong {len(found.wrong)}"
     )
-    return [f"blows at {at}", f"members' outcomes: {ends}", *found.wrong, last]
+    return [f"interruptions at {points}", f"members' outcomes: {ends}", *found.wrong, last]
 
 
-def _add(found: Found, race: "_Race") -> None:
+def _add_race(found: Counts, race: "_Race") -> None:
     found.races += 1
-    found.blows += Counter(blow.at for blow in race.struck)
-    found.stops += sum(not blow.kill for blow in race.struck)
+    found.interruptions += Counter(interruption.event for interruption in race.interrupted)
+    found.stops += sum(not interruption.is_kill for interruption in race.interrupted)
     found.all_killed += race.all_killed
-    found.owned += race.confined
+    found.with_owner += race.is_confined
     found.outcomes += Counter(race.outcomes)
     found.wrong += [f"{race.job}: {what}" for what in race.wrong]
 
 
-def _sources(folder: Path, seed: int) -> str:
-    """Contents to race for, each a step of one job in a folder."""
+def _make_sources(folder: Path, seed: int) -> str:
+    """Save the contents of the races in a folder, each as a step of one job, and return its URL."""
     import torch
 
     url = (folder / "sources").as_uri()
-    dice = torch.Generator().manual_seed(seed)
-    with Saver(open_store(url), "source", SHORT) as saver:
+    generator = torch.Generator().manual_seed(seed)
+    with Saver(open_store(url), "source", SMALL_FILES) as saver:
         for step in range(_SOURCES):
-            state = {f"w{i}": torch.randn(3000 + 500 * step, generator=dice) for i in range(7)}
-            state["large"] = torch.randn(LARGE_SHAPE, generator=dice)
+            state = {f"w{i}": torch.randn(3000 + 500 * step, generator=generator) for i in range(7)}
+            state["large"] = torch.randn(LARGE_SHAPE, generator=generator)
             saver.save(state, step=step).result()
     return url
 
 
 class _Race:
-    """One end of an epoch, and its recovery if nobody lived to see it."""
+    """End of an epoch, and a second attempt if no member committed it."""
 
     def __init__(
         self,
         context: Any,
-        place: Place,
+        shared_store: SharedStore,
         sources: str,
         folder: Path,
         number: int,
-        dice: Random,
+        generator: Random,
     ) -> None:
         self.job = f"races/r{number:04d}"
-        self._context, self._sources, self._dice = context, sources, dice
-        self._place, self._bucket = make_spec(place), place.open_bucket(BELOW)
+        self._context, self._sources, self._generator = context, sources, generator
+        self._spec, self._bucket = make_spec(shared_store), shared_store.open_bucket(PREFIX)
         self._folder = folder / self.job
         self._folder.mkdir(parents=True)
-        self._step = dice.randrange(_SOURCES)
-        self._names = [f"m{n}" for n in range(dice.randint(2, 5))]
-        self.confined = number // 3 % 2 == 1  # half of the races, in each kind of place
-        self._seed = dice.getrandbits(64)
-        # Confined members begin when their owner has seen them all: a member that is killed before
-        # would not be in the roster.
-        self._watched = context.Event() if self.confined else None
-        self.struck: list[Blow] = []
+        self._step = generator.randrange(_SOURCES)
+        self._names = [f"m{n}" for n in range(generator.randint(2, 5))]
+        self.is_confined = number // 3 % 2 == 1  # half of the races in each store
+        self._seed = generator.getrandbits(64)
+        # Confined members begin after their owner has seen all of them. A member that is killed
+        # before would be missing in the roster.
+        self._owner_ready = context.Event() if self.is_confined else None
+        self.interrupted: list[Interruption] = []
         self.all_killed = False
         self.outcomes: list[str] = []
         self.wrong: list[str] = []
 
     def run(self) -> None:
-        """Race; where members are confined, beside an owner that commits for them."""
-        if self._watched is None:
-            self._run()
+        """Run the race. Confined members have an owner, which commits for them."""
+        if self._owner_ready is None:
+            self._run_members()
             return
         with ThreadPoolExecutor(1) as pool:
-            owner = pool.submit(self._own, self._watched)
-            self._run()
+            owner = pool.submit(self._commit_as_owner, self._owner_ready)
+            self._run_members()
             owner.result()
 
-    def _own(self, watched: Any) -> None:
-        """Watch the epoch's end from the time when all members live, and let them begin then."""
-        store = open_store(self._place)
+    def _commit_as_owner(self, owner_ready: Any) -> None:
+        """Wait until all members are alive, let them begin, and commit the epoch for them."""
+        store = open_store(self._spec)
         clock = StoreClock.read(store, self.job, Holder.describe_this_process())
         census = make_census(store, self.job, clock)
-        deadline = time.monotonic() + _HANGS
+        deadline = time.monotonic() + _HANG_SECONDS
         while len(census.find_holders()) < len(self._names) and time.monotonic() < deadline:
             time.sleep(0.1)
-        watched.set()
-        timeout = timedelta(seconds=2 * _HANGS)
+        owner_ready.set()
+        timeout = timedelta(seconds=2 * _HANG_SECONDS)
         watch_epoch_end(store, self.job, 0, timeout=timeout, members=self._names, clock=clock)
 
-    def _run(self) -> None:
-        store = open_store(self._place)
-        blows = self._blows()
-        self._round(blows)
-        said = self._said()
-        self.all_killed = not said
-        self._look(store)
-        if not self._durable(store):  # whoever was killed comes back
-            self._round({})
-            said = self._said()
-        self._judge(store, said)
+    def _run_members(self) -> None:
+        store = open_store(self._spec)
+        interruptions = self._draw_interruptions()
+        self._race_members(interruptions)
+        results = self._read_results()
+        self.all_killed = not results
+        self._check_newest(store)
+        if not self._has_root(store):  # the killed members are started again
+            self._race_members({})
+            results = self._read_results()
+        self._judge(store, results)
 
-    def _blows(self) -> dict[str, Blow]:
-        dice = self._dice
-        way = dice.randrange(5)
-        if way == 0:
+    def _draw_interruptions(self) -> dict[str, Interruption]:
+        """Return random interruptions by the names of the members."""
+        generator = self._generator
+        choice = generator.randrange(5)
+        if choice == 0:
             return {}
-        victims = self._names if way == 1 else dice.sample(self._names, dice.randint(1, 2))
-        found: dict[str, Blow] = {}
+        victims = (
+            self._names if choice == 1 else generator.sample(self._names, generator.randint(1, 2))
+        )
+        found: dict[str, Interruption] = {}
         for name in victims:
-            at = dice.choice([*AT, SAVED, ANYWHERE, "checkpoint.part", "checkpoint.part"])
-            number = dice.randrange(1500) if at == ANYWHERE else 1
-            if at == "checkpoint.part":
-                number = dice.randint(1, 4)
-            found[name] = Blow(at, number, kill=way == 1 or dice.random() < 0.8)
+            event = generator.choice(
+                [*EVENTS, SAVED, ANY_MOMENT, "checkpoint.part", "checkpoint.part"]
+            )
+            number = generator.randrange(1500) if event == ANY_MOMENT else 1
+            if event == "checkpoint.part":
+                number = generator.randint(1, 4)
+            found[name] = Interruption(
+                event, number, is_kill=choice == 1 or generator.random() < 0.8
+            )
         return found
 
-    def _round(self, blows: dict[str, Blow]) -> None:
-        """All members race at once; whoever is stopped goes on when the others are through."""
+    def _race_members(self, interruptions: dict[str, Interruption]) -> None:
+        """Run all members at once. Stopped members continue after the others have ended."""
         running: dict[str, BaseProcess] = {}
-        gate = self._context.Barrier(len(self._names))
+        barrier = self._context.Barrier(len(self._names))
         for name in self._names:
             arguments = (
-                self._place.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
-                blows.get(name), str(self._folder / name), gate, self._watched,
+                self._spec.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
+                interruptions.get(name), str(self._folder / name), barrier, self._owner_ready,
             )  # fmt: skip
-            process = self._context.Process(target=_member, args=arguments)
+            process = self._context.Process(target=_run_member, args=arguments)
             process.start()
             running[name] = process
-        deadline = time.monotonic() + _HANGS
-        while any(runs(process) for process in running.values()):
+        deadline = time.monotonic() + _HANG_SECONDS
+        while any(is_running(process) for process in running.values()):
             if time.monotonic() > deadline:
                 self.wrong.append("a member hangs")
                 break
             for process in running.values():
                 process.join(0.02)
         for name, process in running.items():
-            if stopped(process):
+            if is_stopped(process):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGCONT)
-            process.join(_HANGS)
+            process.join(_HANG_SECONDS)
             if process.is_alive():
                 self.wrong.append(f"{name} does not end")
                 process.kill()
                 process.join()
-            if name in blows and (self._folder / f"{name}.struck").exists():
-                self.struck.append(blows[name])
+            if name in interruptions and (self._folder / f"{name}.interrupted").exists():
+                self.interrupted.append(interruptions[name])
             elif not (self._folder / f"{name}.json").exists():
                 self.wrong.append(f"{name} ended with {process.exitcode}")
 
-    def _said(self) -> dict[str, dict[str, Any]]:
-        """Return the output of each member that lived."""
+    def _read_results(self) -> dict[str, dict[str, Any]]:
+        """Return the result of each member that was not killed, by its name."""
         found: dict[str, dict[str, Any]] = {}
         for name in self._names:
             path = self._folder / f"{name}.json"
@@ -282,7 +309,8 @@ class _Race:
                 found[name] = json.loads(path.read_bytes())
         return found
 
-    def _durable(self, store: Store) -> bool:
+    def _has_root(self, store: Store) -> bool:
+        """Decide whether the epoch has a committed checkpoint."""
         try:
             return (
                 fetch(store, CheckpointKeys(self.job).make_epoch_key(0), EpochRecord).root
@@ -291,117 +319,130 @@ class _Race:
         except errors.NotFoundError:
             return False
 
-    def _look(self, store: Store) -> None:
-        """Right after the blows: something that is verified, or nothing."""
+    def _check_newest(self, store: Store) -> None:
+        """Check that the newest checkpoint, if there is one, is not damaged."""
         complete = find_newest(store, self.job)
         if complete is not None and verify(store, complete):
             self.wrong.append("a damaged checkpoint was committed")
 
-    def _judge(self, store: Store, said: dict[str, dict[str, Any]]) -> None:
-        self.outcomes = [one["outcome"] for one in said.values()]
+    def _judge(self, store: Store, results: dict[str, dict[str, Any]]) -> None:
+        self.outcomes = [each["outcome"] for each in results.values()]
         keys = CheckpointKeys(self.job)
-        if not self._durable(store):
-            self.wrong.append(f"no checkpoint: {said}")
+        if not self._has_root(store):
+            self.wrong.append(f"no checkpoint: {results}")
             return
         epoch = fetch(store, keys.make_epoch_key(0), EpochRecord)
         winners = [
-            name for name, one in said.items() if one["outcome"] == CooldownOutcome.COMMITTED
+            name for name, each in results.items() if each["outcome"] == CooldownOutcome.COMMITTED
         ]
         if winners and winners != [epoch.member]:
-            self.wrong.append(f"{winners} say that they have won, and {epoch.member} has")
-        astray = {name: one for name, one in said.items() if one["epoch"] != epoch.member}
-        if astray:
-            self.wrong.append(f"{epoch.member} has won, and others do not know: {astray}")
+            self.wrong.append(f"{winners} report that they have committed, but {epoch.member} has")
+        mistaken = {name: each for name, each in results.items() if each["epoch"] != epoch.member}
+        if mistaken:
+            self.wrong.append(f"{epoch.member} has committed, but others report: {mistaken}")
         apply_retention(
             store, plan_retention(store, self.job, RetentionSettings(grace=timedelta(0)))
         )
         found = find_newest_verified(store, self.job)
         if found is None or found.root != epoch.root:
-            self.wrong.append("what the epoch names cannot be found, or is damaged")
+            self.wrong.append("the checkpoint of the epoch cannot be found, or is damaged")
             return
         named = {keys.make_part_key(part.step, part.digest) for part in found.parts}
-        there = {stat.key for stat in list_objects(store, keys.make_parts_prefix(self._step))}
-        if there != named:
-            self.wrong.append(f"{len(there - named)} unnamed, {len(named - there)} missing")
+        stored = {stat.key for stat in list_objects(store, keys.make_parts_prefix(self._step))}
+        if stored != named:
+            self.wrong.append(f"{len(stored - named)} unnamed, {len(named - stored)} missing")
         self.wrong += judge_checkpoints(self._bucket, self.job, is_cleaned=True)
 
 
-def _member(
-    place: dict[str, Any],
+def _run_member(
+    spec: dict[str, Any],
     job: str,
     name: str,
     seed: int,
     sources: str,
     step: int,
-    blow: Blow | None,
-    result: str,
-    gate: Any,
-    watched: Any | None,
+    interruption: Interruption | None,
+    path_stem: str,
+    barrier: Any,
+    owner_ready: Any | None,
 ) -> None:
-    """A member, in a process of its own."""
+    """Run a member in this process, and write its result to a file."""
     source = open_store(sources)
     checkpoint = read_checkpoint(source, "source", step)
-    store = open_store(StoreSpec(**place))
-    reads = store if watched is not None else None
+    store = open_store(StoreSpec(**spec))
+    reads = store if owner_ready is not None else None
     with Membership(store, job, name, _TTL, reads=reads) as membership:
-        gate.wait(_HANGS)
-        if watched is not None:
-            watched.wait(_HANGS)
-        cooled = cool_down(
+        barrier.wait(_HANG_SECONDS)
+        if owner_ready is not None:
+            owner_ready.wait(_HANG_SECONDS)
+        result = cool_down(
             membership,
             open_content(source, checkpoint),
             epoch=0,
             position={"sample": step},
             seed=seed,
             settings=CooldownSettings(time=timedelta(minutes=5)),
-            progress=Struck(blow, Path(f"{result}.struck")),
+            progress=Interrupter(interruption, Path(f"{path_stem}.interrupted")),
         )
-    said = {
-        "outcome": cooled.outcome,
-        "reason": cooled.reason,
-        "epoch": cooled.epoch.member if cooled.epoch else None,
+    member_result = {
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "epoch": result.epoch.member if result.epoch else None,
     }
-    Path(f"{result}.json").write_text(json.dumps(said))
+    Path(f"{path_stem}.json").write_text(json.dumps(member_result))
 
 
-def _save(context: Any, place: Place, number: int, dice: Random) -> tuple[int, list[str]]:
-    """Kill a saver of a second step; the next one finishes it. How often killed, what is wrong."""
+def _save_with_kill(
+    context: Any, shared_store: SharedStore, number: int, generator: Random
+) -> tuple[int, list[str]]:
+    """Kill a saver, let a second one save the same step, and judge the checkpoint.
+
+    Returns:
+        Number of savers that were killed, and the faults.
+    """
     job = f"saves/s{number:04d}"
-    spec = make_spec(place)
+    spec = make_spec(shared_store)
     store = open_store(spec)
     keys = CheckpointKeys(job)
-    blow = dice.choice(
+    interruption = generator.choice(
         [
-            Blow("checkpoint.part", dice.randint(1, 8)),
-            Blow("checkpoint.part", 9),  # all of them, and the metadata is next
-            Blow(ANYWHERE, dice.randrange(60)),
+            Interruption("checkpoint.part", generator.randint(1, 8)),
+            Interruption("checkpoint.part", 9),  # the last part before the metadata
+            Interruption(ANY_MOMENT, generator.randrange(60)),
         ]
     )
     killed = 0
-    for one in (blow, None):
-        process = context.Process(target=_saver, args=(spec.reveal_secrets(), job, number, one))
+    for each in (interruption, None):
+        process = context.Process(
+            target=_run_saver, args=(spec.reveal_secrets(), job, number, each)
+        )
         process.start()
-        process.join(_HANGS)
+        process.join(_HANG_SECONDS)
         killed += process.exitcode == -signal.SIGKILL
         found = find_newest_verified(store, job)
         if found is not None and found.step != 1:
-            return killed, [f"{job}: step {found.step} is there"]
+            return killed, [f"{job}: step {found.step} exists"]
     wrong: list[str] = []
     if load(store, job).state["step"] != number:
-        wrong.append(f"{job}: another state")
-    there = {stat.key for stat in list_objects(store, keys.make_parts_prefix(1))}
+        wrong.append(f"{job}: different state")
+    stored = {stat.key for stat in list_objects(store, keys.make_parts_prefix(1))}
     final = find_newest(store, job)
-    if final is None or there != {keys.make_part_key(1, part.digest) for part in final.parts}:
-        wrong.append(f"{job}: files that no checkpoint names, or missing ones")
-    return killed, wrong + judge_checkpoints(place.open_bucket(BELOW), job, is_cleaned=True)
+    if final is None or stored != {keys.make_part_key(1, part.digest) for part in final.parts}:
+        wrong.append(f"{job}: files are unreferenced or missing")
+    return killed, wrong + judge_checkpoints(shared_store.open_bucket(PREFIX), job, is_cleaned=True)
 
 
-def _saver(place: dict[str, Any], job: str, number: int, blow: Blow | None) -> None:
+def _run_saver(
+    spec: dict[str, Any], job: str, number: int, interruption: Interruption | None
+) -> None:
+    """Save a checkpoint in this process."""
     import torch
 
-    dice = torch.Generator().manual_seed(number)
-    state = {f"w{i}": torch.randn(4000, generator=dice) for i in range(7)} | {"step": number}
-    state["large"] = torch.randn(LARGE_SHAPE, generator=dice)
-    store = open_store(StoreSpec(**place))
-    with Saver(store, job, SHORT, progress=Struck(blow, Path(os.devnull))) as saver:
+    generator = torch.Generator().manual_seed(number)
+    state = {f"w{i}": torch.randn(4000, generator=generator) for i in range(7)} | {"step": number}
+    state["large"] = torch.randn(LARGE_SHAPE, generator=generator)
+    store = open_store(StoreSpec(**spec))
+    with Saver(
+        store, job, SMALL_FILES, progress=Interrupter(interruption, Path(os.devnull))
+    ) as saver:
         saver.save(state, step=1).result()

@@ -1,7 +1,7 @@
-"""Rentals whose owners are killed anywhere, at an API that fails: what is left, by its own books.
+"""Rent machines from an API that fails, while owners are killed, and count what is left.
 
-Each owner, and each reaper, is a process of its own. It is forked from this one, which therefore
-opens no store: that would start threads.
+The records of the stand-in for Vast.ai are the reference. Each owner and each reaper is a process
+that is forked from this one. This process therefore opens no store, because stores start threads.
 """
 
 import json
@@ -51,165 +51,188 @@ FAULTS = {
     "bare list": 0.005,
 }  # fmt: skip
 LEASE = 180.0
-REAPED = 900.0  # seconds between two reapers
+REAP_INTERVAL = 900.0  # interval between two reapers in seconds
 BOUNDARIES = [
-    f"{when} {what}"
+    f"{when} {request}"
     for when in ("before", "after")
-    for what in ("search", "create", "list", "destroy", "Intent", "Contract", "ReleaseRecord")
+    for request in ("search", "create", "list", "destroy", "Intent", "Contract", "ReleaseRecord")
 ]
 REQUESTS = {"search_offers": "search", "create_instance": "create", "_list_pages": "list",
             "destroy_instance": "destroy"}  # fmt: skip
-OFTEN = {"list": 40}  # of the others about so many: 4
+MANY_TIMES = {"list": 40}  # largest number of a boundary by request; of the others, 4
 FOREIGN = ("", "somebody's", "millrace/ffffffffffff/fleet/000000/9999999999", "millrace/fleet")
 
 
 @dataclass(slots=True)
-class Came:
-    """Results of all runs.
+class Counts:
+    """Counts of all runs.
 
     Attributes:
-        runs: How many.
-        killed: Owners that were.
-        boundaries: At which they were.
-        again: Rentals that a second owner went on with.
-        fired: Faults of the API.
-        rented: Machines.
-        alive: Machines of ours that were left, after the reaper.
-        late: Machines that were billed longer than the owner's lease and a reaper allow, after
-            the listing showed them.
-        foreign: Machines of others that are gone.
-        overspent: Rentals that nobody killed, and whose machines that a listing has shown in time
-            cost more than was granted.
-        strange: Owners and reapers that ended as they never should.
+        runs: Number of runs.
+        killed: Number of owners that were killed.
+        boundaries: Number of kills by boundary.
+        continued: Number of rentals that a second owner continued.
+        fired: Number of injected faults of the API by kind.
+        rented: Number of machines that were rented.
+        left: Number of own machines that were left after the reapers.
+        billed_late: Number of machines that were billed for longer than the owner's lease and the
+            interval between reapers, counted from their first listing.
+        lost_foreign: Number of machines of other users that were destroyed.
+        overspent: Number of rentals whose owner was not killed, and whose machines cost more than
+            the limit. Machines that were listed too late do not count.
+        unexpected: Unexpected ends of owners and reapers.
     """
 
     runs: int = 0
     killed: int = 0
     boundaries: Counter[str] = field(default_factory=Counter[str])
-    again: int = 0
+    continued: int = 0
     fired: Counter[str] = field(default_factory=Counter[str])
     rented: int = 0
-    alive: int = 0
-    late: int = 0
-    foreign: int = 0
+    left: int = 0
+    billed_late: int = 0
+    lost_foreign: int = 0
     overspent: int = 0
-    strange: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
 
     @property
     def wrong(self) -> int:
-        return self.alive + self.late + self.foreign + self.overspent + len(self.strange)
+        """Number of all faults."""
+        return (
+            self.left + self.billed_late + self.lost_foreign + self.overspent + len(self.unexpected)
+        )
 
     def __str__(self) -> str:
         return (
-            f"rentals {self.runs} (killed {self.killed}, gone on with {self.again}), machines "
-            f"{self.rented}: left {self.alive}, billed late {self.late}, others' {self.foreign}, "
-            f"overspent {self.overspent}, strange {len(self.strange)}"
+            f"rentals {self.runs} (killed {self.killed}, continued {self.continued}), machines "
+            f"{self.rented}: left {self.left}, billed late {self.billed_late}, "
+            f"foreign {self.lost_foreign}, overspent {self.overspent}, "
+            f"unexpected {len(self.unexpected)}"
         )
 
 
 def run_rentals(
-    server: VastServer, folder: Path, *, runs: int, seed: int, tell: Callable[[str], None]
-) -> Came:
-    """Rent, be killed, and count what is left.
+    server: VastServer, folder: Path, *, runs: int, seed: int, report: Callable[[str], None]
+) -> Counts:
+    """Run so many rentals with kills, and count the faults.
 
     Args:
-        server: The stand-in: its books are the judge.
-        folder: Where stores are made.
-        runs: How many.
-        seed: Of all that is drawn.
-        tell: Told how far it is.
+        server: Stand-in for Vast.ai.
+        folder: Folder of the stores.
+        runs: Number of rentals.
+        seed: Seed of all random choices.
+        report: Function that is called with a line of progress.
     """
-    came = Came()
+    counts = Counts()
     for number in range(runs):
-        _run(server, folder / "store", random.Random(f"{seed} {number}"), came)
+        _run_rental(server, folder / "store", random.Random(f"{seed} {number}"), counts)
         if (number + 1) % 50 == 0:
-            tell(str(came))
-    return came
+            report(str(counts))
+    return counts
 
 
-def _run(server: VastServer, store: Path, dice: random.Random, came: Came) -> None:
+def _run_rental(server: VastServer, store: Path, generator: random.Random, counts: Counts) -> None:
+    """Run a rental with up to two kills of owners, then reapers, and count the faults."""
     store.mkdir()
     key = server.reset(
-        seed=dice.randrange(1 << 30), machines=20, fates=FATES, faults=FAULTS,
-        program=dice.uniform(100, 900), lag=dice.choice([0.0, 0.0, 20.0]),
-        late=dice.choice([90.0, 400.0, 900.0]),
+        seed=generator.randrange(1 << 30), machines=20, fates=FATES, faults=FAULTS,
+        program=generator.uniform(100, 900), lag=generator.choice([0.0, 0.0, 20.0]),
+        late=generator.choice([90.0, 400.0, 900.0]),
     )  # fmt: skip
     planted = [server.plant(label) for label in FOREIGN]
-    told = json.dumps(
+    text = json.dumps(
         {
             "key": key,
             "url": server.url,
             "store": store.as_uri(),
-            "count": dice.choice([1, 1, 2, 3]),
-            "interruptible": dice.random() < 0.4,
-            "max_total": dice.choice([0.2, 1.0, 20.0]),
+            "count": generator.choice([1, 1, 2, 3]),
+            "interruptible": generator.random() < 0.4,
+            "max_total": generator.choice([0.2, 1.0, 20.0]),
         }
     )
-    kills = [_boundary(dice)] if dice.random() < 0.9 else []
-    if kills and dice.random() < 0.3:
-        kills.append(_boundary(dice))
-        came.again += 1
-    killed = _owners(server, told, kills, store, came)
-    died = server.read_time()
-    server.advance(dice.uniform(0, REAPED))
+    kills = [_draw_boundary(generator)] if generator.random() < 0.9 else []
+    if kills and generator.random() < 0.3:
+        kills.append(_draw_boundary(generator))
+        counts.continued += 1
+    killed = _run_owners(server, text, kills, store, counts)
+    killed_at = server.read_time()
+    server.advance(generator.uniform(0, REAP_INTERVAL))
     for _ in range(8):
-        code = _forked(lambda: _reap(server, told), store)
+        code = _run_in_fork(lambda: _reap_machines(server, text), store)
         if code not in {0, 3}:
-            came.strange.append(f"a reaper ended with {code}:\n{(store / 'said').read_text()}")
-        if not _ours(server):
+            counts.unexpected.append(
+                f"a reaper ended with {code}:\n{(store / 'error').read_text()}"
+            )
+        if not _list_own_machines(server):
             break
-        server.advance(REAPED)
-    _judge(server, came, planted, json.loads(told), died if killed else None)
-    came.runs += 1
-    came.fired += server.count_fired()
+        server.advance(REAP_INTERVAL)
+    _count_faults(server, counts, planted, json.loads(text), killed_at if killed else None)
+    counts.runs += 1
+    counts.fired += server.count_fired()
     shutil.rmtree(store)
 
 
-def _boundary(dice: random.Random) -> tuple[str, int]:
-    """A boundary, and at which of its kind."""
-    name = dice.choice(BOUNDARIES)
-    return name, dice.randrange(1, 1 + OFTEN.get(name.partition(" ")[2], 4))
+def _draw_boundary(generator: random.Random) -> tuple[str, int]:
+    """Return a random boundary, and the number of its occurrence at which the owner is killed."""
+    name = generator.choice(BOUNDARIES)
+    return name, generator.randrange(1, 1 + MANY_TIMES.get(name.partition(" ")[2], 4))
 
 
-def _owners(
-    server: VastServer, told: str, kills: list[tuple[str, int]], store: Path, came: Came
+def _run_owners(
+    server: VastServer, text: str, kills: list[tuple[str, int]], store: Path, counts: Counts
 ) -> bool:
-    """Have owners rent, one after the other; whether the last one was killed."""
-    for at in kills or [("", 0)]:
-        code = _forked(lambda at=at: _own(server, told, *at), store)
+    """Run owners one after another. Returns whether the last one was killed."""
+    for boundary in kills or [("", 0)]:
+        code = _run_in_fork(lambda boundary=boundary: _rent(server, text, *boundary), store)
         if code == -signal.SIGKILL:
-            came.killed += 1
-            came.boundaries[at[0]] += 1
+            counts.killed += 1
+            counts.boundaries[boundary[0]] += 1
         elif code not in {0, 3}:
-            came.strange.append(f"an owner ended with {code}:\n{(store / 'said').read_text()}")
+            counts.unexpected.append(
+                f"an owner ended with {code}:\n{(store / 'error').read_text()}"
+            )
         else:
             return False
     return bool(kills)
 
 
-def _ours(server: VastServer) -> list[dict[str, Any]]:
-    return [one for one in server.list_alive() if one["label"] not in FOREIGN]
+def _list_own_machines(server: VastServer) -> list[dict[str, Any]]:
+    return [machine for machine in server.list_alive() if machine["label"] not in FOREIGN]
 
 
-def _judge(
-    server: VastServer, came: Came, planted: list[int], told: dict[str, Any], died: float | None
+def _count_faults(
+    server: VastServer,
+    counts: Counts,
+    planted: list[int],
+    arguments: dict[str, Any],
+    killed_at: float | None,
 ) -> None:
-    books = server.list_machines()
-    ours = [one for one in books if one["label"] not in FOREIGN]
-    came.rented += len(ours)
-    came.alive += len(_ours(server))
-    came.foreign += sum(one["destroyed"] is not None for one in books if one["id"] in planted)
-    if died is None:  # what no listing shows, no owner can count
-        seen = [one["cost"] for one in ours if one["listed"] - one["created"] <= LISTING_LAG]
-        came.overspent += sum(seen) > told["max_total"]
+    machines = server.list_machines()
+    own_machines = [machine for machine in machines if machine["label"] not in FOREIGN]
+    counts.rented += len(own_machines)
+    counts.left += len(_list_own_machines(server))
+    counts.lost_foreign += sum(
+        machine["destroyed"] is not None for machine in machines if machine["id"] in planted
+    )
+    if killed_at is None:  # an owner only knows the costs of listed machines
+        costs = [
+            machine["cost"]
+            for machine in own_machines
+            if machine["listed"] - machine["created"] <= LISTING_LAG
+        ]
+        counts.overspent += sum(costs) > arguments["max_total"]
     else:
-        for one in ours:
-            end = max(died, one["listed"]) + LEASE + REAPED
-            came.late += (one["destroyed"] or end + 1) > end
+        for machine in own_machines:
+            end = max(killed_at, machine["listed"]) + LEASE + REAP_INTERVAL
+            counts.billed_late += (machine["destroyed"] or end + 1) > end
 
 
-def _forked(work: Callable[[], None], store: Path) -> int:
-    """Do work in a process of its own; its exit code: 3 if it was refused, 1 for a bug."""
+def _run_in_fork(work: Callable[[], None], store: Path) -> int:
+    """Do work in a forked process.
+
+    Returns:
+        Exit code of the process: 3 after an expected error, 1 after any other.
+    """
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -220,71 +243,74 @@ def _forked(work: Callable[[], None], store: Path) -> int:
         code = 0
     except (errors.BudgetError, errors.MachineError, errors.NotFoundError, errors.UnavailableError):
         code = 3
-    except BaseException:  # noqa: BLE001 - it is told to the parent
-        (store / "said").write_text(traceback.format_exc())
+    except BaseException:  # noqa: BLE001 - the parent process reports it
+        (store / "error").write_text(traceback.format_exc())
     os._exit(code)
 
 
-def _vast(server: VastServer, told: dict[str, Any]) -> VastClient:
-    return VastClient(SecretStr(told["key"]), told["url"], clock=StandInClock(server))
+def _make_client(server: VastServer, arguments: dict[str, Any]) -> VastClient:
+    return VastClient(SecretStr(arguments["key"]), arguments["url"], clock=StandInClock(server))
 
 
-def _own(server: VastServer, text: str, boundary: str, at: int) -> None:
-    """Rent until all programs have ended, or be killed at a boundary."""
-    told = json.loads(text)
-    _kill_at(boundary, at)
+def _rent(server: VastServer, text: str, boundary: str, number: int) -> None:
+    """Rent machines until all programs have ended, or until the kill at a boundary."""
+    arguments = json.loads(text)
+    _install_kill(boundary, number)
     settings = RentalSettings(
         name="fleet",
-        store=StoreSpec(url=told["store"]),
-        account=VastAccount(api_key=SecretStr(told["key"]), server_url=told["url"]),
+        store=StoreSpec(url=arguments["store"]),
+        account=VastAccount(api_key=SecretStr(arguments["key"]), server_url=arguments["url"]),
         request=OfferRequest(
-            max_hourly=2.0, max_total=told["max_total"], interruptible=told["interruptible"]
+            max_hourly=2.0,
+            max_total=arguments["max_total"],
+            interruptible=arguments["interruptible"],
         ),
         program=Program(repo_url="https://example.org/x", command=("true",)),
-        machines=told["count"],
+        machines=arguments["count"],
         timeouts=RentalTimeouts(
             startup_timeout=timedelta(minutes=5), poll_interval=timedelta(seconds=30)
         ),
     )
-    with Rental(settings, vast=_vast(server, told)) as rental:
+    with Rental(settings, vast=_make_client(server, arguments)) as rental:
         rental.wait_until_done()
 
 
-def _reap(server: VastServer, text: str) -> None:
-    told = json.loads(text)
-    account = VastAccount(api_key=SecretStr(told["key"]), server_url=told["url"])
-    settings = LedgerSettings(store=StoreSpec(url=told["store"]), account=account)
-    reap(settings, vast=_vast(server, told))
+def _reap_machines(server: VastServer, text: str) -> None:
+    """Destroy the machines whose owner is dead."""
+    arguments = json.loads(text)
+    account = VastAccount(api_key=SecretStr(arguments["key"]), server_url=arguments["url"])
+    settings = LedgerSettings(store=StoreSpec(url=arguments["store"]), account=account)
+    reap(settings, vast=_make_client(server, arguments))
 
 
-def _kill_at(which: str, at: int) -> None:
-    """Have this process killed right before, or after, one of its requests or commits."""
-    passed = Counter[str]()
+def _install_kill(boundary: str, number: int) -> None:
+    """Patch requests and commits so that one of them kills this process before or after itself."""
+    reached = Counter[str]()
 
-    def boundary(name: str) -> None:
-        passed[name] += 1
-        if name == which and passed[name] == at:
+    def reach_boundary(name: str) -> None:
+        reached[name] += 1
+        if name == boundary and reached[name] == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    asked, commit = VastClient._send_once, machine_starter.commit_once
+    send_once, commit_once = VastClient._send_once, machine_starter.commit_once
 
-    def ask(vast: VastClient, work: Any) -> Any:
+    def send_at_boundaries(vast: VastClient, work: Any) -> Any:
         method = work.__qualname__.split(".")[1]
-        what = REQUESTS.get(method, method)
-        boundary(f"before {what}")
+        request = REQUESTS.get(method, method)
+        reach_boundary(f"before {request}")
         try:
-            return asked(vast, work)
+            return send_once(vast, work)
         finally:
-            boundary(f"after {what}")
+            reach_boundary(f"after {request}")
 
-    def committed(store: Any, key: str, record: Any) -> Any:
-        boundary(f"before {type(record).__name__}")
-        done = commit(store, key, record)
-        boundary(f"after {type(record).__name__}")
-        return done
+    def commit_at_boundaries(store: Any, key: str, record: Any) -> Any:
+        reach_boundary(f"before {type(record).__name__}")
+        result = commit_once(store, key, record)
+        reach_boundary(f"after {type(record).__name__}")
+        return result
 
-    VastClient._send_once = ask  # type: ignore[method-assign]
-    machine_starter.commit_once = destroy.commit_once = committed  # type: ignore[assignment]
+    VastClient._send_once = send_at_boundaries  # type: ignore[method-assign]
+    machine_starter.commit_once = destroy.commit_once = commit_at_boundaries  # type: ignore[assignment]
 
 
 def main(runs: int, seed: int) -> int:
@@ -292,13 +318,13 @@ def main(runs: int, seed: int) -> int:
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         VastServer.start(Path(folder) / "vast") as server,
     ):
-        came = run_rentals(
-            server, Path(folder), runs=runs, seed=seed, tell=lambda line: print(line, flush=True)
+        counts = run_rentals(
+            server, Path(folder), runs=runs, seed=seed, report=lambda line: print(line, flush=True)
         )
-    never = set(BOUNDARIES) - came.boundaries.keys() if runs >= 300 else set()
-    print(*came.strange[:3], f"boundaries {dict(came.boundaries)}", f"faults {dict(came.fired)}",
-          f"never killed at {never}", came, sep="\n")  # fmt: skip
-    return 1 if came.wrong or never or not came.killed else 0
+    never = set(BOUNDARIES) - counts.boundaries.keys() if runs >= 300 else set()
+    print(*counts.unexpected[:3], f"boundaries {dict(counts.boundaries)}",
+          f"faults {dict(counts.fired)}", f"never killed at {never}", counts, sep="\n")  # fmt: skip
+    return 1 if counts.wrong or never or not counts.killed else 0
 
 
 if __name__ == "__main__":

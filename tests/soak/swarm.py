@@ -1,4 +1,4 @@
-"""The swarm on a rig of real hosts, while nodes die, lie and crawl, and the store fails."""
+"""Run the swarm on hosts of a rig, with killed, malicious and slow nodes, and a failing store."""
 
 import hashlib
 import json
@@ -27,37 +27,44 @@ class Outcome:
     """Result of one run.
 
     Attributes:
-        seconds: From the start of the driver to its last line.
-        report: What it reported; empty if it raised.
-        error: What it raised, and what that says.
-        names: Kinds of the events that it told.
+        seconds: Seconds from the start of the driver to its end.
+        report: Report of the driver; empty after an error.
+        error: Class and message of the driver's error; empty if it had none.
+        event_names: Kinds of the driver's events.
     """
 
     seconds: float = 0.0
     report: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    names: set[str] = field(default_factory=set)
+    event_names: set[str] = field(default_factory=set)
 
     def find_node(self, host: Host) -> dict[str, Any]:
+        """Return the report of a host's node."""
         return next(n for n in self.report["nodes"] if n["name"] == host.name)
 
     def list_ready(self) -> list[str]:
+        """Return the names of the nodes that have all files."""
         return [node["name"] for node in self.report.get("nodes", []) if node["ready"]]
 
 
 class Swarm:
-    """A rig with agents, a store, and a driver on its first host."""
+    """Rig with agents, a store, and a driver on the first host.
+
+    Args:
+        rig: Rig of the hosts.
+        store: Store of the object that the nodes copy.
+    """
 
     def __init__(self, rig: Rig, store: Store) -> None:
         self.rig, self.store = rig, store
         self.hosts = list(rig.nodes[:NODES])
-        self.late = rig.nodes[NODES]
+        self.late_host = rig.nodes[NODES]
         self.root = DISK / "none"
         self.seconds = 0.0
         self._runs = 0
 
     def start_agent(self, host: Host, script: str = NODE) -> None:
-        """Start the agent of a host; it ends with the host's processes."""
+        """Start the agent of a host. The agent ends with the host's processes."""
         command = [sys.executable, "-c", script, "swarm", "node", "--root", str(self.root)]
         command += ["--host", host.address, "--port", str(PORT)]
         agent = host.popen(command, env={"MILLRACE_NODE_KEY": KEY}, stdout=subprocess.PIPE)
@@ -65,29 +72,35 @@ class Swarm:
         assert agent.stdout.readline(), f"the agent of {host.name} did not start"
 
     @contextmanager
-    def start_afresh(self, *, lies: Host | None = None) -> Iterator[None]:
-        """Agents with empty roots, and an object that none of them has."""
+    def start_agents(self, *, liar: Host | None = None) -> Iterator[None]:
+        """Start agents with empty folders, and write a new object to the store.
+
+        Args:
+            liar: Host whose agent sends wrong bytes to its peers.
+        """
         self._runs += 1
         self.root = DISK / f"warm-{self._runs}"
         self.store.reset()
         self.store.generate("object", SIZE, seed=self._runs)
         self.store.reset()
         for host in self.hosts:
-            self.start_agent(host, f"{LIE}\n{NODE}" if host is lies else NODE)
+            self.start_agent(host, f"{LIE}\n{NODE}" if host is liar else NODE)
         try:
             yield
         finally:
             for host in self.rig.nodes:
                 self.rig.shape(host, MBIT)
                 host.kill()
-                host.call(_empty, self.root)
+                host.call(_remove_folder, self.root)
 
     def compute_sha256(self) -> str:
-        return self.rig.store.call(_newest, DISK / "objects")
+        """Return the SHA-256 of the newest object of the store."""
+        return self.rig.store.call(_compute_newest_sha256, DISK / "objects")
 
-    def make_settings(self, hosts: list[Host], **more: Any) -> dict[str, Any]:
+    def make_settings(self, hosts: list[Host], **extra: Any) -> dict[str, Any]:
+        """Return the settings of a driver."""
         return {
-            "requests": [{"key": "object", "sha256": more.pop("sha256", None)}],
+            "requests": [{"key": "object", "sha256": extra.pop("sha256", None)}],
             "stores": {
                 "store": {
                     "url": f"s3://{self.store.bucket}",
@@ -107,18 +120,25 @@ class Swarm:
                     {"url": f"http://{host.address}:{PORT}", "name": host.name} for host in hosts
                 ],
             },
-            **more,
+            **extra,
         }
 
     def run(
         self,
         hosts: list[Host] | None = None,
         *,
-        at: float = 2.0,
-        act: Callable[[subprocess.Popen[str]], None] | None = None,
+        fraction: float = 2.0,
+        action: Callable[[subprocess.Popen[str]], None] | None = None,
         **settings: Any,
     ) -> Outcome:
-        """Run a driver on the first host; at a share of the bytes, do something to it."""
+        """Run a driver on the first host.
+
+        Args:
+            hosts: Hosts of the nodes. None for all that `start_agents` started.
+            fraction: Fraction of the bytes after which the action is done.
+            action: Function that is called once with the driver.
+            **settings: Further settings of the driver.
+        """
         command = [sys.executable, "-m", "tests.soak.warm"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         outcome, began = Outcome(), time.monotonic()
@@ -130,40 +150,42 @@ class Swarm:
             )
             driver.stdin.flush()
             for line in driver.stdout:
-                told = json.loads(line)
-                match told.pop("kind"):
+                message = json.loads(line)
+                match message.pop("kind"):
                     case "report":
-                        outcome.report = told
+                        outcome.report = message
                     case "error":
-                        outcome.error = f"{told['error']}: {told['says']}"
+                        outcome.error = f"{message['error']}: {message['says']}"
                     case _:
-                        outcome.names.add(told["name"])
-                        fields = told["fields"]
+                        outcome.event_names.add(message["name"])
+                        fields = message["fields"]
                         if (
-                            act
+                            action
                             and fields.get("total")
-                            and fields["present"] >= at * fields["total"]
+                            and fields["present"] >= fraction * fields["total"]
                         ):
-                            act(driver)
-                            act = None
+                            action(driver)
+                            action = None
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def is_whole(self, hosts: list[Host]) -> bool:
-        """Decide whether each of these hosts has the object, byte by byte."""
-        due = self.compute_sha256()
-        return all(host.call(_sha256, self.root / "object") == due for host in hosts)
+    def has_object(self, hosts: list[Host]) -> bool:
+        """Decide whether each of these hosts has the bytes of the object."""
+        expected = self.compute_sha256()
+        return all(host.call(_compute_sha256, self.root / "object") == expected for host in hosts)
 
     def compute_store_ratio(self) -> float:
+        """Return the bytes that the store sent, relative to the size of the object."""
         return self.store.read_counts().bytes / SIZE
 
 
-def _newest(folder: Path) -> str:
-    """The SHA-256 of the file that the store made last."""
-    return _sha256(max(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns))
+def _compute_newest_sha256(folder: Path) -> str:
+    """Return the SHA-256 of the newest file in a folder."""
+    return _compute_sha256(max(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns))
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, or the error message if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -171,107 +193,136 @@ def _sha256(path: Path) -> str:
         return str(error)
 
 
-def _empty(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def calm(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.start_afresh():
-        out = swarm.run()
-        swarm.seconds = out.report["seconds"]
-        good = swarm.is_whole(swarm.hosts) and swarm.compute_store_ratio() == 1.0
-        return good, f"{swarm.seconds:.1f} s"
+def run_undisturbed(swarm: Swarm) -> tuple[bool, str]:
+    """Run without a disturbance, and keep the time as the reference.
+
+    Returns:
+        Whether the result is correct, and its measurements. The other cases return the same.
+    """
+    with swarm.start_agents():
+        outcome = swarm.run()
+        swarm.seconds = outcome.report["seconds"]
+        is_correct = swarm.has_object(swarm.hosts) and swarm.compute_store_ratio() == 1.0
+        return is_correct, f"{swarm.seconds:.1f} s"
 
 
-def node_killed(swarm: Swarm) -> tuple[bool, str]:
+def kill_node(swarm: Swarm) -> tuple[bool, str]:
     victim, others = swarm.hosts[2], [h for h in swarm.hosts if h is not swarm.hosts[2]]
-    with swarm.start_afresh():
-        out = swarm.run(at=0.5, act=lambda _: victim.kill())
-        more = out.report["seconds"] - swarm.seconds
+    with swarm.start_agents():
+        outcome = swarm.run(fraction=0.5, action=lambda _: victim.kill())
+        extra = outcome.report["seconds"] - swarm.seconds
         allowed = swarm.seconds / NODES + 2
-        good = swarm.is_whole(others) and not out.find_node(victim)["ready"] and more <= allowed
+        is_correct = (
+            swarm.has_object(others) and not outcome.find_node(victim)["ready"] and extra <= allowed
+        )
         return (
-            good,
-            f"{more:+.1f} s of {allowed:.1f} allowed, store {swarm.compute_store_ratio():.2f}x",
+            is_correct,
+            f"{extra:+.1f} s of {allowed:.1f} allowed, store {swarm.compute_store_ratio():.2f}x",
         )
 
 
-def peer_lies(swarm: Swarm) -> tuple[bool, str]:
+def run_with_liar(swarm: Swarm) -> tuple[bool, str]:
     liar, others = swarm.hosts[1], [h for h in swarm.hosts if h is not swarm.hosts[1]]
-    with swarm.start_afresh(lies=liar):
-        out = swarm.run()
-        good = swarm.is_whole(others) and not out.find_node(liar)["trusted"]
-        return good, f"{out.report['seconds']:.1f} s, store {swarm.compute_store_ratio():.2f}x"
+    with swarm.start_agents(liar=liar):
+        outcome = swarm.run()
+        is_correct = swarm.has_object(others) and not outcome.find_node(liar)["trusted"]
+        return (
+            is_correct,
+            f"{outcome.report['seconds']:.1f} s, store {swarm.compute_store_ratio():.2f}x",
+        )
 
 
-def peer_crawls(swarm: Swarm) -> tuple[bool, str]:
+def run_with_slow_peer(swarm: Swarm) -> tuple[bool, str]:
     slow, others = swarm.hosts[3], swarm.hosts[:3]
-    with swarm.start_afresh():
-        out = swarm.run(at=0.3, act=lambda _: swarm.rig.shape(slow, 0.008))
-        took = max(out.find_node(host)["seconds"] for host in others)
-        good = swarm.is_whole(others) and not out.find_node(slow)["ready"]
-        return good, f"the others {took:.1f} s, it was given up after {out.seconds:.1f} s"
+    with swarm.start_agents():
+        outcome = swarm.run(fraction=0.3, action=lambda _: swarm.rig.shape(slow, 0.008))
+        took = max(outcome.find_node(host)["seconds"] for host in others)
+        is_correct = swarm.has_object(others) and not outcome.find_node(slow)["ready"]
+        return (
+            is_correct,
+            f"the others {took:.1f} s, the slow node was given up after {outcome.seconds:.1f} s",
+        )
 
 
-def store_fault(fault: Fault, *, digest: bool = False) -> Callable[[Swarm], tuple[bool, str]]:
+def make_store_fault_case(
+    fault: Fault, *, digest: bool = False
+) -> Callable[[Swarm], tuple[bool, str]]:
+    """Return a case with a fault of the store.
+
+    Args:
+        fault: Fault of the store.
+        digest: Whether the driver knows the SHA-256 of the object, and must report a mismatch.
+    """
+
     def run(swarm: Swarm) -> tuple[bool, str]:
-        with swarm.start_afresh():
+        with swarm.start_agents():
             known = swarm.compute_sha256() if digest else None
             swarm.store.inject_fault(fault)
-            out = swarm.run(sha256=known)
+            outcome = swarm.run(sha256=known)
             fired = swarm.store.read_counts().fired.get(fault.kind, 0)
-            good = swarm.is_whole(swarm.hosts) and fired > 0
-            good &= not digest or "file.mismatch" in out.names
+            is_correct = swarm.has_object(swarm.hosts) and fired > 0
+            is_correct &= not digest or "file.mismatch" in outcome.event_names
             return (
-                good,
-                f"{out.seconds:.1f} s, fired {fired}, store {swarm.compute_store_ratio():.2f}x",
+                is_correct,
+                f"{outcome.seconds:.1f} s, fired {fired}, store {swarm.compute_store_ratio():.2f}x",
             )
 
     return run
 
 
-def replaced(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.start_afresh():
-        out = swarm.run(
-            at=0.3, act=lambda _: void(swarm.store.generate("object", SIZE, seed=99_999))
+def replace_object(swarm: Swarm) -> tuple[bool, str]:
+    with swarm.start_agents():
+        outcome = swarm.run(
+            fraction=0.3,
+            action=lambda _: discard(swarm.store.generate("object", SIZE, seed=99_999)),
         )
-        nothing = [h.call(_sha256, swarm.root / "object") for h in swarm.hosts]
-        good = "ChangedError" in out.error and all("No such file" in said for said in nothing)
-        return good, out.error[:60]
+        nothing = [h.call(_compute_sha256, swarm.root / "object") for h in swarm.hosts]
+        is_correct = "ChangedError" in outcome.error and all(
+            "No such file" in text for text in nothing
+        )
+        return is_correct, outcome.error[:60]
 
 
-def late_node(swarm: Swarm) -> tuple[bool, str]:
-    hosts = [*swarm.hosts, swarm.late]
-    with swarm.start_afresh():
-        out = swarm.run(hosts, at=0.5, act=lambda _: swarm.start_agent(swarm.late))
-        good = swarm.is_whole(hosts) and swarm.compute_store_ratio() == 1.0
-        return good, f"{out.report['seconds']:.1f} s"
+def add_late_node(swarm: Swarm) -> tuple[bool, str]:
+    hosts = [*swarm.hosts, swarm.late_host]
+    with swarm.start_agents():
+        outcome = swarm.run(
+            hosts, fraction=0.5, action=lambda _: swarm.start_agent(swarm.late_host)
+        )
+        is_correct = swarm.has_object(hosts) and swarm.compute_store_ratio() == 1.0
+        return is_correct, f"{outcome.report['seconds']:.1f} s"
 
 
-def driver_killed(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.start_afresh():
-        swarm.run(at=0.5, act=lambda driver: driver.kill())
+def kill_driver(swarm: Swarm) -> tuple[bool, str]:
+    with swarm.start_agents():
+        swarm.run(fraction=0.5, action=lambda driver: driver.kill())
         first = swarm.compute_store_ratio()
-        out = swarm.run()
-        cached = min(node["cached"] for node in out.report["nodes"]) / SIZE
-        good = swarm.is_whole(swarm.hosts) and swarm.compute_store_ratio() < 1.2 and cached > 0.3
+        outcome = swarm.run()
+        cached = min(node["cached"] for node in outcome.report["nodes"]) / SIZE
+        is_correct = (
+            swarm.has_object(swarm.hosts) and swarm.compute_store_ratio() < 1.2 and cached > 0.3
+        )
         return (
-            good,
-            f"store {first:.2f}x, then {swarm.compute_store_ratio():.2f}x; had {cached:.0%}",
+            is_correct,
+            f"store {first:.2f}x, then {swarm.compute_store_ratio():.2f}x; cached {cached:.0%}",
         )
 
 
-def cache_damaged(swarm: Swarm) -> tuple[bool, str]:
-    with swarm.start_afresh():
+def damage_cache(swarm: Swarm) -> tuple[bool, str]:
+    with swarm.start_agents():
         swarm.run()
         swarm.store.reset()
-        swarm.hosts[0].call(_damage, swarm.root / "object")
-        out = swarm.run(check="full")
-        moved = sum(n["from_peers"] + n["from_store"] for n in out.report["nodes"])
-        return swarm.is_whole(swarm.hosts) and moved == MIB, f"{moved} bytes moved"
+        swarm.hosts[0].call(_flip_bit, swarm.root / "object")
+        outcome = swarm.run(check="full")
+        moved = sum(n["from_peers"] + n["from_store"] for n in outcome.report["nodes"])
+        return swarm.has_object(swarm.hosts) and moved == MIB, f"{moved} bytes moved"
 
 
-def _damage(path: Path) -> None:
+def _flip_bit(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(SIZE // 2)
         byte = file.read(1)[0]
@@ -279,19 +330,19 @@ def _damage(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def disk_full(swarm: Swarm) -> tuple[bool, str]:
+def fill_disk(swarm: Swarm) -> tuple[bool, str]:
     full, others = swarm.hosts[2], [h for h in swarm.hosts if h is not swarm.hosts[2]]
-    with swarm.start_afresh():
-        full.call(_fill)
+    with swarm.start_agents():
+        full.call(_fill_with_file)
         try:
-            out = swarm.run()
+            outcome = swarm.run()
         finally:
             full.call((DISK / "filler").unlink)
-        good = swarm.is_whole(others) and not out.find_node(full)["ready"]
-        return good, out.find_node(full)["why"][-60:]
+        is_correct = swarm.has_object(others) and not outcome.find_node(full)["ready"]
+        return is_correct, outcome.find_node(full)["why"][-60:]
 
 
-def _fill() -> None:
+def _fill_with_file() -> None:
     with (DISK / "filler").open("wb") as file:
         try:
             while file.write(bytes(MIB)):
@@ -300,36 +351,44 @@ def _fill() -> None:
             pass
 
 
-def void(_: object) -> None:
-    """Nothing."""
+def discard(_: object) -> None:
+    """Ignore a value."""
 
 
 MATRIX: dict[str, Callable[[Swarm], tuple[bool, str]]] = {
-    "calm": calm,
-    "one node of four SIGKILLed at 50 %": node_killed,
-    "a peer gives flipped bits": peer_lies,
-    "a peer at 1 KB/s": peer_crawls,
-    "the store flips a bit of an object with a digest": store_fault(
+    "undisturbed": run_undisturbed,
+    "one node of four SIGKILLed at 50 %": kill_node,
+    "a peer sends flipped bits": run_with_liar,
+    "a peer at 1 KB/s": run_with_slow_peer,
+    "the store flips a bit of an object with a digest": make_store_fault_case(
         Fault(FaultKind.FLIP, offset=SIZE // 3), digest=True
     ),
-    "the store truncates bodies": store_fault(Fault(FaultKind.TRUNCATE, times=10)),
-    "the store says 403 twice": store_fault(Fault(FaultKind.DENY, times=2)),
-    "the store says 500 to a fifth": store_fault(
+    "the store truncates bodies": make_store_fault_case(Fault(FaultKind.TRUNCATE, times=10)),
+    "the store answers 403 twice": make_store_fault_case(Fault(FaultKind.DENY, times=2)),
+    "the store answers 500 to a fifth of the requests": make_store_fault_case(
         Fault(FaultKind.ERROR, times=None, share=0.2, seed=5)
     ),
-    "the store stalls for 30 s": store_fault(
+    "the store stalls for 30 s": make_store_fault_case(
         Fault(FaultKind.STALL, offset=SIZE // 2, seconds=30.0)
     ),
-    "the object is replaced meanwhile": replaced,
-    "a fifth node comes late": late_node,
-    "the driver is killed and run again": driver_killed,
-    "a cache is damaged": cache_damaged,
-    "the disk of a node is full": disk_full,
+    "the object is replaced during the run": replace_object,
+    "a fifth node starts late": add_late_node,
+    "the driver is killed and run again": kill_driver,
+    "a cache is damaged": damage_cache,
+    "the disk of a node is full": fill_disk,
 }
 
 
-def run_swarm(tell: Callable[[str], None], only: str = "") -> tuple[int, int]:
-    """Run the matrix; how many cases there were, and how many went wrong."""
+def run_swarm(report: Callable[[str], None], only: str = "") -> tuple[int, int]:
+    """Run the cases of the matrix.
+
+    Args:
+        report: Function that is called with a line for each case.
+        only: Text that the name of a case must contain. The undisturbed case always runs.
+
+    Returns:
+        Number of cases, and number of cases with a wrong result.
+    """
     wrong = count = 0
     with (
         Rig.start(nodes=NODES + 1, rate_mbit=MBIT, store_mbit=MBIT, disk_bytes=4 * SIZE) as rig,
@@ -337,13 +396,13 @@ def run_swarm(tell: Callable[[str], None], only: str = "") -> tuple[int, int]:
     ):
         swarm = Swarm(rig, store)
         for name, case in MATRIX.items():
-            if only and only not in name and case is not calm:
+            if only and only not in name and case is not run_undisturbed:
                 continue
             count += 1
             try:
-                good, said = case(swarm)
-            except Exception as error:  # noqa: BLE001 - the other cases shall still run
-                good, said = False, f"{type(error).__name__}: {error}"
-            wrong += not good
-            tell(f"swarm: {name}: {'right' if good else 'WRONG'}, {said}")
+                is_correct, text = case(swarm)
+            except Exception as error:  # noqa: BLE001 - the other cases still run
+                is_correct, text = False, f"{type(error).__name__}: {error}"
+            wrong += not is_correct
+            report(f"swarm: {name}: {'right' if is_correct else 'WRONG'}, {text}")
     return count, wrong

@@ -1,8 +1,8 @@
-"""Boundaries at which a driver, a worker or all of them can be killed.
+"""Choose the boundaries at which a driver, a worker, or a driver with its workers is killed.
 
-A boundary is an event that the killed process waits in: it cannot be elsewhere. Besides those,
-processes are killed at an event counted from the start, whichever it is (``any event``), and a few
-milliseconds after one, anywhere in the work (``between``).
+A boundary is a kind of event. The process waits at the event until it is killed. Two further
+boundaries are not kinds of events: ``any event`` is an event of any kind, and ``between`` is a few
+milliseconds after such an event.
 """
 
 from collections import deque
@@ -23,29 +23,29 @@ PARTITIONS = (
     "partition.ended",
 )
 DRIVERS_LAST = ("manifest.sealing", "index.put")
-COMPLETE = "manifest.sealed"  # from here on the dataset is complete: such a kill is not counted
+COMPLETE = "manifest.sealed"  # the dataset is complete, so that kills at this event are not counted
 BOUNDARIES = (*DRIVERS_FIRST, *PARTITIONS, *DRIVERS_LAST, ANY, BETWEEN)
 
 
 class Victim(StrEnum):
-    """Process that is killed."""
+    """Processes that are killed."""
 
     DRIVER = "driver"
     WORKER = "worker"
     GROUP = "group"
     ALONE = "alone"
-    """A driver that has no workers and does their work itself."""
+    """Driver without workers, which makes the shards itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kill to come.
+    """Planned kill.
 
     Attributes:
         boundary: Kind of an event, `ANY` or `BETWEEN`.
-        victim: Who.
-        nth: At which of the events that fit.
-        delay: For `BETWEEN`: seconds after it.
+        victim: Processes that are killed.
+        nth: Number of the event among those that match, from 1.
+        delay: Seconds between the event and the kill, for `BETWEEN`.
     """
 
     boundary: str
@@ -54,8 +54,8 @@ class Target:
     delay: float = 0.0
 
 
-def combinations() -> list[tuple[str, Victim]]:
-    """Every boundary with everybody who can be killed there."""
+def list_combinations() -> list[tuple[str, Victim]]:
+    """Return all pairs of a boundary and the processes that can be killed there."""
     return [
         (boundary, victim)
         for boundary in (*BOUNDARIES, COMPLETE)
@@ -64,39 +64,42 @@ def combinations() -> list[tuple[str, Victim]]:
     ]
 
 
-def draw(dice: Random, kills: int) -> list[Target]:
-    """Targets for at least so many counted kills, all combinations in turn."""
-    pairs = combinations()
+def draw_targets(generator: Random, kills: int) -> list[Target]:
+    """Return targets for at least so many counted kills, with every combination."""
+    pairs = list_combinations()
     counted = [pair for pair in pairs if pair[0] != COMPLETE]
     chosen = list(pairs)
     while len(chosen) < kills + len(pairs) - len(counted):
-        chosen += dice.sample(counted, len(counted))
+        chosen += generator.sample(counted, len(counted))
     chosen = chosen[: max(len(pairs), kills + len(pairs) - len(counted))]
-    dice.shuffle(chosen)
-    return [target_at(dice, boundary, victim) for boundary, victim in chosen]
+    generator.shuffle(chosen)
+    return [make_target(generator, boundary, victim) for boundary, victim in chosen]
 
 
-def target_at(dice: Random, boundary: str, victim: Victim) -> Target:
-    """A kill at a boundary: which of the events, and how long after it, by chance."""
+def make_target(generator: Random, boundary: str, victim: Victim) -> Target:
+    """Return a target at a boundary, with a random number of the event and a random delay."""
     match boundary:
         case "partition.opened":
-            return Target(boundary, victim, dice.randint(1, 2))
+            return Target(boundary, victim, generator.randint(1, 2))
         case "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
-            return Target(boundary, victim, dice.randint(1, 5))
+            return Target(boundary, victim, generator.randint(1, 5))
         case _ if boundary == ANY:
-            return Target(boundary, victim, dice.randint(1, 12))
+            return Target(boundary, victim, generator.randint(1, 12))
         case _ if boundary == BETWEEN:
-            return Target(boundary, victim, dice.randint(1, 9), dice.choice([0, 1, 2, 4, 8]) / 1000)
+            return Target(
+                boundary, victim, generator.randint(1, 9), generator.choice([0, 1, 2, 4, 8]) / 1000
+            )
         case _:
             return Target(boundary, victim)
 
 
-def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
-    """Those of one case, in an order in which all can happen.
+def order_targets(generator: Random, targets: Iterable[Target]) -> deque[Target]:
+    """Return the targets of a case in a random order in which all of them can be reached.
 
-    Kills at finalizing come last; where a driver begins, one must have been killed before, or none.
+    Kills while the dataset is finalized come last. A kill at the start of a driver comes first, or
+    after the kill of another driver.
     """
-    at: dict[int, list[Target]] = {0: [], 1: [], 2: [], 3: []}
+    stages: dict[int, list[Target]] = {0: [], 1: [], 2: [], 3: []}
     for target in targets:
         stage = 1
         if target.boundary in DRIVERS_FIRST:
@@ -105,9 +108,9 @@ def in_order(dice: Random, targets: Iterable[Target]) -> deque[Target]:
             stage = 2
         elif target.boundary == COMPLETE:
             stage = 3
-        at[stage].append(target)
-    order = dice.sample(at[1], len(at[1]))
-    for target in at[0]:
-        deaths = [i + 1 for i, one in enumerate(order) if one.victim is not Victim.WORKER]
-        order.insert(dice.choice([0, *deaths]), target)
-    return deque([*order, *at[2], *at[3]])
+        stages[stage].append(target)
+    order = generator.sample(stages[1], len(stages[1]))
+    for target in stages[0]:
+        deaths = [i + 1 for i, other in enumerate(order) if other.victim is not Victim.WORKER]
+        order.insert(generator.choice([0, *deaths]), target)
+    return deque([*order, *stages[2], *stages[3]])

@@ -1,4 +1,4 @@
-"""Warm nodes, and tell what happens: a line of JSON an event, the report last."""
+"""Warm nodes, and print a line of JSON for each event. The last line is the report."""
 
 import json
 import sys
@@ -9,22 +9,24 @@ from millrace.progress import Event
 from millrace.swarm import PrewarmSettings, prewarm
 
 
-def tell(kind: str, **what: object) -> None:
-    print(json.dumps({"kind": kind, **what}), flush=True)
+def print_event(kind: str, **fields: object) -> None:
+    """Print a line of JSON."""
+    print(json.dumps({"kind": kind, **fields}), flush=True)
 
 
-def heard(event: Event) -> None:
-    tell("event", name=event.kind, fields=asdict(event))
+def print_progress(event: Event) -> None:
+    """Print a line of JSON for an event."""
+    print_event("event", name=event.kind, fields=asdict(event))
 
 
 def main() -> None:
     settings = PrewarmSettings.model_validate_json(sys.stdin.readline())
     try:
-        report = prewarm(settings, progress=heard)
+        report = prewarm(settings, progress=print_progress)
     except MillraceError as error:
-        tell("error", error=type(error).__name__, says=str(error))
+        print_event("error", error=type(error).__name__, says=str(error))
     else:
-        tell("report", **asdict(report))
+        print_event("report", **asdict(report))
 
 
 if __name__ == "__main__":

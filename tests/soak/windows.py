@@ -1,8 +1,8 @@
-"""Runs of gradients while their aggregator is killed or stopped, and the store fails.
+"""Aggregate runs of gradients while aggregators are killed or stopped, and the store fails.
 
-Aggregators are processes; the workers' side is here. What the workers send follows from the seed
-and the weights alone, so that each run must come to the same weights, window by window, as one
-that nothing befell.
+The aggregators are processes. The workers run in this process. Their gradients follow from the
+window, the worker and the weights alone. Each run must therefore have the same weights after each
+window as an undisturbed run.
 """
 
 import json
@@ -46,139 +46,159 @@ from millrace.gradients import (
 from millrace.gradients.sync.aggregator import load_or_begin_run
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from tests.soak.blows import ANYWHERE, Blow, Struck, stopped
+from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_stopped
 
-AT = ("gradient.taken", "update.stored", "window.merged", "checkpoint.part", "checkpoint.saved")
-AGAIN = "chain.applied"  # only one that was started again replays
-ALL = (*AT, AGAIN, ANYWHERE)
+EVENTS = ("gradient.taken", "update.stored", "window.merged", "checkpoint.part", "checkpoint.saved")
+REPLAYED = "chain.applied"  # event of an aggregator that continues a run
+POINTS = (*EVENTS, REPLAYED, ANY_MOMENT)
 UIDS = ("a", "b", "c")
 WINDOWS = 4
-_HANGS = 180.0  # seconds
-_SIDE_BY_SIDE = 4
-_FREE = 0.3  # seconds to the next look
+_HANG_SECONDS = 180.0  # seconds
+_CONCURRENCY = 4
+_POLL_SECONDS = 0.3  # interval between two checks
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass
-class Found:
-    """Results of the runs."""
+class Counts:
+    """Counts of the runs.
+
+    Attributes:
+        runs: Number of runs.
+        interruptions: Number of interruptions by event.
+        stops: Number of interruptions with SIGSTOP.
+        pairs: Number of runs with two aggregators at once.
+        ends: Number of aggregators by the reason of their end.
+        wrong: Descriptions of the faults.
+    """
 
     runs: int = 0
-    blows: Counter[str] = field(default_factory=Counter[str])
+    interruptions: Counter[str] = field(default_factory=Counter[str])
     stops: int = 0
-    together: int = 0
+    pairs: int = 0
     ends: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
 
 
 def run_windows(
-    places: Sequence[StoreSpec], folder: Path, seed: int, *, runs: int, tell: Tell
-) -> Found:
-    """Aggregate so many runs, everywhere in turn.
+    specs: Sequence[StoreSpec], folder: Path, seed: int, *, runs: int, report: Report
+) -> Counts:
+    """Aggregate so many runs, in each store in turn.
 
     Args:
-        places: Where to.
-        folder: For what they begin with, and what the aggregators say.
-        seed: Of all chance.
-        runs: How many.
-        tell: Told a line now and then.
+        specs: Settings of the stores of the runs.
+        folder: Folder for the initial weights and the results of the aggregators.
+        seed: Seed of all random choices.
+        runs: Number of runs.
+        report: Function that is called with a line of progress.
     """
-    found, lock = Found(), threading.Lock()
+    found, lock = Counts(), threading.Lock()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.soak.windows"])
-    begin = _begin(folder)
-    clean = _Run(context, StoreSpec(url=(folder / "clean").as_uri()), begin, folder, 0, [])
-    clean.run()
-    wanted = clean.states
-    if clean.wrong:
-        found.wrong += [f"without any blow: {what}" for what in clean.wrong]
+    initial_weights = _save_initial_weights(folder)
+    undisturbed = _Run(
+        context, StoreSpec(url=(folder / "clean").as_uri()), initial_weights, folder, 0, []
+    )
+    undisturbed.run()
+    expected = undisturbed.states
+    if undisturbed.wrong:
+        found.wrong += [f"undisturbed: {what}" for what in undisturbed.wrong]
         return found
 
-    def one(number: int) -> None:
-        dice = Random(f"{seed} windows {number}")
-        place = places[number % len(places)]
-        run = _Run(context, place, begin, folder, number, _blows(dice))
+    def run_aggregation(number: int) -> None:
+        generator = Random(f"{seed} windows {number}")
+        spec = specs[number % len(specs)]
+        run = _Run(context, spec, initial_weights, folder, number, _draw_interruptions(generator))
         try:
             run.run()
         except TimeoutError as error:
             run.wrong.append(str(error))
         else:
-            if run.states != wanted:
-                run.wrong.append(f"other weights than without any blow: {run.states}")
+            if run.states != expected:
+                run.wrong.append(f"weights differ from the undisturbed run: {run.states}")
         finally:
             run.kill()
         with lock:
             found.runs += 1
-            found.blows += Counter(blow.at for blow in run.struck)
-            found.stops += sum(not blow.kill for blow in run.struck)
-            found.together += run.together
+            found.interruptions += Counter(interruption.event for interruption in run.interrupted)
+            found.stops += sum(not interruption.is_kill for interruption in run.interrupted)
+            found.pairs += run.is_pair
             found.ends += run.ends
             found.wrong += [f"{run.settings.run.name}: {what}" for what in run.wrong]
             if found.runs % 20 == 0:
-                blows = found.blows.total()
-                tell(f"runs {found.runs}, blows {blows}, wrong {len(found.wrong)}")
+                total = found.interruptions.total()
+                report(f"runs {found.runs}, interruptions {total}, wrong {len(found.wrong)}")
 
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        list(pool.map(one, range(1, runs + 1)))
+    with ThreadPoolExecutor(_CONCURRENCY) as pool:
+        list(pool.map(run_aggregation, range(1, runs + 1)))
     return found
 
 
-def summary(found: Found) -> list[str]:
-    """Return the lines of the report."""
-    at = ", ".join(f"{name} {count}" for name, count in sorted(found.blows.items()))
+def format_summary(found: Counts) -> list[str]:
+    """Return the lines of the summary."""
+    points = ", ".join(f"{name} {count}" for name, count in sorted(found.interruptions.items()))
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.ends.items()))
     last = (
-        f"runs of gradients {found.runs}, aggregators killed {found.blows.total() - found.stops}, "
-        f"stopped {found.stops}, two at once {found.together}; wrong {len(found.wrong)}"
+        f"runs of gradients {found.runs}, "
+        f"aggregators killed {found.interruptions.total() - found.stops}, "
+        f"stopped {found.stops}, two at once {found.pairs}; wrong {len(found.wrong)}"
     )
-    return [f"blows at {at}", f"aggregators ended by {ends}", *found.wrong, last]
+    return [f"interruptions at {points}", f"aggregators ended by {ends}", *found.wrong, last]
 
 
-def _blows(dice: Random) -> list[Blow]:
-    """Return the blows for the first aggregator of a run, and perhaps the next; none for two."""
-    way = dice.randrange(8)
-    if way == 0:
+def _draw_interruptions(generator: Random) -> list[Interruption]:
+    """Return the interruptions of the first aggregators of a run. None for two at once."""
+    choice = generator.randrange(8)
+    if choice == 0:
         return []
-    first = _blow(dice, dice.choice([*AT, ANYWHERE]), kill=way > 1)
-    if way % 2 == 0:
+    first = _draw_interruption(
+        generator, generator.choice([*EVENTS, ANY_MOMENT]), is_kill=choice > 1
+    )
+    if choice % 2 == 0:
         return [first]
-    return [first, _blow(dice, dice.choice([*AT, AGAIN, AGAIN, ANYWHERE]), kill=True)]
+    return [
+        first,
+        _draw_interruption(
+            generator, generator.choice([*EVENTS, REPLAYED, REPLAYED, ANY_MOMENT]), is_kill=True
+        ),
+    ]
 
 
-def _blow(dice: Random, at: str, *, kill: bool) -> Blow:
-    if at == ANYWHERE:
-        return Blow(at, dice.randrange(3000), kill=kill)
-    most = {"gradient.taken": len(UIDS) * WINDOWS, AGAIN: 1, "checkpoint.saved": 2}
-    return Blow(at, dice.randint(1, most.get(at, WINDOWS)), kill=kill)
+def _draw_interruption(generator: Random, event: str, *, is_kill: bool) -> Interruption:
+    if event == ANY_MOMENT:
+        return Interruption(event, generator.randrange(3000), is_kill=is_kill)
+    largest = {"gradient.taken": len(UIDS) * WINDOWS, REPLAYED: 1, "checkpoint.saved": 2}
+    return Interruption(event, generator.randint(1, largest.get(event, WINDOWS)), is_kill=is_kill)
 
 
-def _model() -> torch.nn.Module:
+def _make_model() -> torch.nn.Module:
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 10))
 
 
-_FIRST = _model()
+_INITIAL_MODEL = _make_model()
 
 
-def _begin(folder: Path) -> InitialWeights:
+def _save_initial_weights(folder: Path) -> InitialWeights:
+    """Save the initial weights of all runs in a folder."""
     store = open_store((folder / "begin").as_uri())
     with Saver(store, "trained") as saver:
-        saver.save(dict(_FIRST.named_parameters()), step=7).result()
+        saver.save(dict(_INITIAL_MODEL.named_parameters()), step=7).result()
     return InitialWeights(**dict(store.spec), job="trained")
 
 
 class _Run:
-    """A run, from its beginning to its last window, by as many aggregators as it takes."""
+    """Run of gradients, with its workers and as many aggregators as it needs."""
 
     def __init__(
         self,
         context: Any,
-        place: StoreSpec,
-        begin: InitialWeights,
+        spec: StoreSpec,
+        initial_weights: InitialWeights,
         folder: Path,
         number: int,
-        blows: list[Blow],
+        interruptions: list[Interruption],
     ) -> None:
         run = RunSettings(
             run=f"windows/w{number:04d}",
@@ -189,89 +209,94 @@ class _Run:
             steps=5,
         )
         self.settings = AggregatorSettings(
-            run=run, store=place, workers=UIDS, initial_weights=begin, until=WINDOWS, every=2,
-            lease=timedelta(seconds=3),
+            run=run, store=spec, workers=UIDS, initial_weights=initial_weights, until=WINDOWS,
+            every=2, lease=timedelta(seconds=3),
         )  # fmt: skip
-        self._context, self._blows = context, blows
-        self.together = number > 0 and not blows
-        self._folder = folder / f"said-{number:04d}"
+        self._context, self._interruptions = context, interruptions
+        self.is_pair = number > 0 and not interruptions
+        self._folder = folder / f"results-{number:04d}"
         self._folder.mkdir()
-        self._started: list[tuple[BaseProcess, Blow | None]] = []
-        self.struck: list[Blow] = []
+        self._started: list[tuple[BaseProcess, Interruption | None]] = []
+        self.interrupted: list[Interruption] = []
         self.states: list[str] = []
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
 
     def run(self) -> None:
+        """Run the workers for all windows, and judge the chain.
+
+        Raises:
+            TimeoutError: A window was not merged in time.
+        """
         store, keys = open_store(self.settings.store), self.settings.run.chain
-        self._until(lambda: find_newest_window(store, keys) >= 0)
-        everybody = [Participant.join(self.settings.run, uid, store, store) for uid in UIDS]
-        models = [_model() for _ in UIDS]
+        self._aggregate_until(lambda: find_newest_window(store, keys) >= 0)
+        participants = [Participant.join(self.settings.run, uid, store, store) for uid in UIDS]
+        models = [_make_model() for _ in UIDS]
         for window in range(1, WINDOWS + 1):
-            for uid, participant, model in zip(UIDS, everybody, models, strict=True):
+            for uid, participant, model in zip(UIDS, participants, models, strict=True):
                 next(participant.iterate_windows())
                 participant.load(model)
-                _change(model, window, uid)
+                _change_model(model, window, uid)
                 participant.submit(model)
-            self._until(lambda window=window: find_newest_window(store, keys) >= window)
-        for participant, model in zip(everybody, models, strict=True):
+            self._aggregate_until(lambda window=window: find_newest_window(store, keys) >= window)
+        for participant, model in zip(participants, models, strict=True):
             participant.catch_up()
             participant.load(model)
-        self._end()
+        self._wait_for_aggregators()
         self._judge(store, models)
 
     def kill(self) -> None:
-        """Kill the aggregators that are left, also those that are stopped."""
+        """Kill the remaining aggregators, also stopped ones."""
         for process, _ in self._started:
             process.kill()
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        """See to it that somebody aggregates, until it is done."""
-        deadline = time.monotonic() + _HANGS
+    def _aggregate_until(self, done: Callable[[], bool]) -> None:
+        """Start aggregators whenever none is running, until a condition is true."""
+        deadline = time.monotonic() + _HANG_SECONDS
         while not done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.settings.run.name} hangs")
-            at_work = sum(
-                process.is_alive() and not stopped(process) for process, _ in self._started
+            running = sum(
+                process.is_alive() and not is_stopped(process) for process, _ in self._started
             )
-            if not at_work:
-                for _ in range(2 if self.together else 1):
-                    self._start()
-            time.sleep(_FREE)
+            if not running:
+                for _ in range(2 if self.is_pair else 1):
+                    self._start_aggregator()
+            time.sleep(_POLL_SECONDS)
 
-    def _start(self) -> None:
+    def _start_aggregator(self) -> None:
         number = len(self._started)
-        blow = self._blows[number] if number < len(self._blows) else None
-        said = str(self._folder / str(number))
+        interruption = self._interruptions[number] if number < len(self._interruptions) else None
+        path_stem = str(self._folder / str(number))
         process = self._context.Process(
             target=_aggregate,
             args=(
                 self.settings.model_dump_json(),
                 self.settings.store.reveal_secrets(),
-                blow,
-                said,
+                interruption,
+                path_stem,
             ),
-            kwargs={"alone": not self.together},
+            kwargs={"with_lease": not self.is_pair},
         )
         process.start()
-        self._started.append((process, blow))
+        self._started.append((process, interruption))
 
-    def _end(self) -> None:
-        """Let those go on that were stopped, and wait for all."""
-        for number, (process, blow) in enumerate(self._started):
-            if stopped(process):
+    def _wait_for_aggregators(self) -> None:
+        """Resume the stopped aggregators, wait for all, and read their results."""
+        for number, (process, interruption) in enumerate(self._started):
+            if is_stopped(process):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGCONT)
-            process.join(_HANGS)
+            process.join(_HANG_SECONDS)
             if process.is_alive():
                 self.wrong.append("an aggregator does not end")
                 process.kill()
                 process.join()
-            if blow is not None and (self._folder / f"{number}.struck").exists():
-                self.struck.append(blow)
-            said = self._folder / f"{number}.json"
-            if said.exists():
-                self.ends[json.loads(said.read_bytes())] += 1
+            if interruption is not None and (self._folder / f"{number}.interrupted").exists():
+                self.interrupted.append(interruption)
+            result = self._folder / f"{number}.json"
+            if result.exists():
+                self.ends[json.loads(result.read_bytes())] += 1
             elif process.exitcode != -signal.SIGKILL:
                 self.wrong.append(f"an aggregator ended with {process.exitcode}")
 
@@ -284,47 +309,54 @@ class _Run:
         for link in chain:
             if set(link.taken) != set(UIDS):
                 self.wrong.append(f"window {link.window} is without {link.excluded}")
-        beside = (stat.key for stat in list_objects(store, keys.prefix))
-        updates = {key for key in beside if "/" not in key.removeprefix(keys.prefix)}
+        keys_in_prefix = (stat.key for stat in list_objects(store, keys.prefix))
+        updates = {key for key in keys_in_prefix if "/" not in key.removeprefix(keys.prefix)}
         if updates != {update.key for link in chain for update in link.updates}:
-            self.wrong.append(f"{len(updates)} updates of {len(chain)} windows")
+            self.wrong.append(f"{len(updates)} updates for {len(chain)} windows")
         state, window = load_newest_state(store, keys)
         catch_up(store, keys, state, after=window)
         trained = {copy_state(dict(model.named_parameters())).digest() for model in models}
-        live = {copy_state(state.weights).digest()}
-        if state.digest() != chain[-1].state or trained != live:
-            self.wrong.append(f"from window {window} on there are other weights than live")
+        expected_digests = {copy_state(state.weights).digest()}
+        if state.digest() != chain[-1].state or trained != expected_digests:
+            self.wrong.append(
+                f"the weights from window {window} on differ from those of the workers"
+            )
 
 
-def _change(model: torch.nn.Module, window: int, uid: str) -> None:
-    """Change a model as a worker's training would."""
-    dice = torch.Generator().manual_seed(1000 * window + ord(uid))
+def _change_model(model: torch.nn.Module, window: int, uid: str) -> None:
+    """Change the weights of a model as the training of a worker does."""
+    generator = torch.Generator().manual_seed(1000 * window + ord(uid))
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.01)
 
 
 def _aggregate(
-    settings: str, place: dict[str, Any], blow: Blow | None, said: str, *, alone: bool
+    settings: str,
+    spec: dict[str, Any],
+    interruption: Interruption | None,
+    path_stem: str,
+    *,
+    with_lease: bool,
 ) -> None:
-    """An aggregator, in a process of its own; without a lease, if it is not to be alone."""
+    """Aggregate in this process, with or without a lease, and write the reason of the end."""
     torch.set_num_threads(1)
-    whole = AggregatorSettings.model_validate_json(settings)
-    whole = whole.model_copy(update={"store": StoreSpec(**place)})
-    struck = Struck(blow, Path(f"{said}.struck"))
+    aggregator_settings = AggregatorSettings.model_validate_json(settings)
+    aggregator_settings = aggregator_settings.model_copy(update={"store": StoreSpec(**spec)})
+    interrupted = Interrupter(interruption, Path(f"{path_stem}.interrupted"))
     try:
-        if alone:
-            list(aggregate_run(whole, progress=struck))
+        if with_lease:
+            list(aggregate_run(aggregator_settings, progress=interrupted))
         else:
-            list(_without_lease(whole))
+            list(_merge_without_lease(aggregator_settings))
         end = "its end"
     except (errors.HeldError, errors.ConflictError) as error:
         end = type(error).__name__
-    Path(f"{said}.json").write_text(json.dumps(end))
+    Path(f"{path_stem}.json").write_text(json.dumps(end))
 
 
-def _without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
-    """As if the lease had let two through."""
+def _merge_without_lease(settings: AggregatorSettings) -> Iterator[ChainLink]:
+    """Merge windows without a lease, so that two aggregators can work at once."""
     store, run = open_store(settings.store), settings.run
     state, after = load_or_begin_run(settings, store)
     workers = [Sender(uid, store) for uid in settings.workers]

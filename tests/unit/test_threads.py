@@ -43,6 +43,7 @@ def test_the_error_of_the_first_slice_is_raised():
         map_slices(process, 4, step=1, threads=2)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")  # from Python 3.12 on
 def test_a_child_of_a_fork_starts_its_own_threads():
     map_slices(lambda one: one, 4, step=1, threads=2)
     child = os.fork()

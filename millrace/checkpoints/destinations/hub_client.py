@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,22 +102,28 @@ class HubClient:
 
         Raises:
             NotFoundError: There is no such file.
-            CorruptError: The file is larger.
+            CorruptError: The file is larger. Nothing of it was read.
         """
         with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
             # The library resumes an interrupted download only into a file.
-            path = self._call_with_retries(
+            get = partial(
+                self._api.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
+                self.spec.repo,
                 key,
-                lambda: self._api.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
-                    self.spec.repo, key, revision=head, local_dir=folder
-                ),
+                revision=head,
+                local_dir=folder,
             )
-            if (size := Path(path).stat().st_size) > largest:
+            size = self._call_with_retries(key, lambda: get(dry_run=True)).file_size
+            if size is None:
+                raise errors.UnavailableError(
+                    f"{self.make_url(key)}: the Hub does not name the file's size. Try again later."
+                )
+            if size > largest:
                 raise errors.CorruptError(
                     f"{self.make_url(key)} has {size:,} bytes, more than the {largest:,} that are "
                     "expected."
                 )
-            return Path(path).read_bytes()
+            return Path(self._call_with_retries(key, lambda: get(dry_run=False))).read_bytes()
 
     def upload(self, key: str, bodies: Mapping[str, bytes]) -> list[CommitOperationAdd]:
         """Upload files for a later commit, and return their operations.

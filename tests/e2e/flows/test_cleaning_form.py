@@ -15,7 +15,7 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, Worker
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.flows.browser import (
     find_field,
     open_artifact,
@@ -94,7 +94,7 @@ def open_form(server: PrefectServer, page: Page, name: str) -> Started:
 def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     deployed: PrefectServer, worker: Worker, store: Store, given: str, page: Page
 ) -> None:
-    keys = {Place(store).put_gradient("run", "w1", window, "0.2.1") for window in range(3)}
+    keys = {BucketBuilder(store).put_gradient("run", "w1", window, "0.2.1") for window in range(3)}
     started = open_form(deployed, page, "clean-bucket")
     expect(find_field(page, "Dry run")).to_contain_text("Only show what would be deleted")
     expect(find_field(page, "Kinds")).to_contain_text("links and updates of an aggregator")
@@ -117,7 +117,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
 def test_a_bucket_is_wiped_once_its_name_was_typed(
     deployed: PrefectServer, worker: Worker, store: Store, bucket: str, given: str, page: Page
 ) -> None:
-    Place(store).put_gradient("run", "w1", 1, "0.2.1")
+    BucketBuilder(store).put_gradient("run", "w1", 1, "0.2.1")
     started = open_form(deployed, page, "wipe-bucket")
     find_field(page, "Bucket").get_by_role("button", name="Name or URL", exact=True).click()
     find_field(page, "Bucket").get_by_role("textbox").fill(given)

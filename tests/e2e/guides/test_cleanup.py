@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.storage import open_store
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.guides import follow
 
 OLD = timedelta(days=30) / timedelta(hours=1)
@@ -17,15 +17,15 @@ def test_every_block_of_the_guide_to_cleanup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients, aggregates, other = (tmp_path / name for name in ("gradients", "aggregates", "x"))
-    place = Place(open_store(gradients.as_uri()))
-    Place(open_store(aggregates.as_uri())).put("anything")
+    place = BucketBuilder(open_store(gradients.as_uri()))
+    BucketBuilder(open_store(aggregates.as_uri())).put("anything")
     gone = [place.put_gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 4)]
     gone.append(place.put("runs/one/worker-1/rubbish.bin", hours=OLD))
     kept = [
         place.put_gradient("runs/one", "worker-1", 4, "1"),
         place.put_gradient("runs/paper", "worker-1", 1, "1", OLD),
     ]
-    Place(open_store(other.as_uri())).put("data.bin")
+    BucketBuilder(open_store(other.as_uri())).put("data.bin")
     unfinished = other / "large.bin#1"  # as a process leaves it that is killed while it writes
     unfinished.write_bytes(b"half")
     os.utime(unfinished, (0, 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from pydantic import SecretStr
 
 from millrace import errors
@@ -26,6 +26,7 @@ from millrace.checkpoints import (
     open_destination,
 )
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
+from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
 from millrace.keys.checkpoints import CheckpointKeys
@@ -125,6 +126,29 @@ def test_a_checkpoint_is_brought_there_once_and_back(place: Place, source: Sourc
     loaded = load(back.store, "again").state
     assert loaded["lr"] == 0.1
     assert all(torch.equal(loaded["model"][name], state["model"][name]) for name in state["model"])
+
+
+def test_a_file_of_the_hub_that_is_larger_than_expected_is_not_read(
+    hub: HubServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = hub_spec(hub, hub.make_repo())
+    found = copy_checkpoint(source.here, source.save(1), open_destination(spec), JOB)
+    client, key = HubClient(spec), KEYS.make_part_key(5, found.parts[0].digest)
+    is_dry: list[bool] = []
+    download = HfApi.hf_hub_download
+
+    def watch(*arguments: object, dry_run: bool, **settings: object) -> object:
+        is_dry.append(dry_run)
+        return download(*arguments, dry_run=dry_run, **settings)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", watch)
+    size = found.parts[0].size
+    with pytest.raises(
+        errors.CorruptError, match=f"has {size:,} bytes, more than the {size - 1:,}"
+    ):
+        client.download(key, client.read_head(), size - 1)
+    assert is_dry == [True]
+    assert len(client.download(key, client.read_head(), size)) == size
 
 
 def test_a_step_has_one_content(place: Place, source: Source) -> None:

@@ -30,32 +30,31 @@ from millrace.storage import (
     open_store,
     put,
 )
-from tests.soak.cleaning import clean, list_by_boto3
-from tests.soak.cleaning import fill as fill_bucket
+from tests.soak.cleaning import clean_with_kills, fill_bucket, list_by_boto3
 from tests.stores import make_spec
-from tests.support.cleanup.judge import Judge, Thing, read_time
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.judge import Judge, ListedObject, read_time
+from tests.support.cleanup.material import BucketBuilder
 
 RUNS = ("run", "run/a", "exp-1")
 VERSIONS = ("0.2.1", "0.2.10", "0.3", "dev")
 NOW = timedelta(0)
 
 
-def files(folder: Path) -> list[Thing]:
+def files(folder: Path) -> list[ListedObject]:
     """Return the files of a folder."""
-    found: list[Thing] = []
+    found: list[ListedObject] = []
     for path in folder.rglob("*"):
         if path.is_file():
             stat = path.stat()
             written = datetime.fromtimestamp(stat.st_mtime, UTC)
             key = path.relative_to(folder).as_posix()
-            found.append(Thing(key, stat.st_size, written, path.read_bytes))
+            found.append(ListedObject(key, stat.st_size, written, path.read_bytes))
     return found
 
 
-def folder_place(folder: Path) -> Place:
+def folder_place(folder: Path) -> BucketBuilder:
     folder.mkdir(parents=True, exist_ok=True)
-    return Place(open_store(folder.as_uri()))
+    return BucketBuilder(open_store(folder.as_uri()))
 
 
 def as_json(rule: Rule) -> dict[str, Any]:
@@ -64,14 +63,14 @@ def as_json(rule: Rule) -> dict[str, Any]:
     return {**rule.model_dump(mode="json", exclude={"older_than"}), "older_than": hours}
 
 
-def keys_of(place: Place) -> set[str]:
+def keys_of(place: BucketBuilder) -> set[str]:
     return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
 
 
 class Filling:
     """Everything that there can be, of several ages."""
 
-    def __init__(self, place: Place, seed: int) -> None:
+    def __init__(self, place: BucketBuilder, seed: int) -> None:
         self.place, self.dice = place, random.Random(seed)
         for run in RUNS:
             self.fill_run(run)
@@ -201,7 +200,7 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     things = files(folder)
     expected = Judge(
         things, [as_json(rule) for rule in some], read_time(), pinned=pinned
-    ).list_taken()
+    ).list_deletions()
     config = CleanupSettings(store=place.store.spec, rules=tuple(some), pins=tuple(pinned))
     plan = make_plan(config)
     with open_plan(place.store, plan.name) as (_, entries):
@@ -220,7 +219,7 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
 def test_a_bucket_of_all_roles_is_cleaned_and_goes_on_after_a_kill(rgw, bucket, request):
     spec = make_spec("rgw", request)
     fill_bucket(lambda: open_store(spec), 2500, seed=1)
-    came = clean(
+    came = clean_with_kills(
         spec, list_by_boto3(rgw.make_client(rgw.full), bucket, "below/here/"), kills=1, seed=1
     )
     assert came.objects > 2000

@@ -54,8 +54,8 @@ from millrace.testing.credentials import make_credentials
 from millrace.testing.process import find_free_ports
 from tasks.cleaning import describe_cleaning, describe_plan
 from tests.stores import make_spec
-from tests.support.cleanup.judge import find_kind
-from tests.support.cleanup.material import Place, compute_hex_digest
+from tests.support.cleanup.judge import parse_key
+from tests.support.cleanup.material import BucketBuilder, compute_hex_digest
 
 NOW = timedelta(0)
 ALL = Rule(
@@ -75,20 +75,20 @@ BEFORE = "objects that have to be deleted before it are still there"
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
-def place(request: pytest.FixtureRequest) -> Place:
-    return Place(open_store(make_spec(request.param, request)))
+def place(request: pytest.FixtureRequest) -> BucketBuilder:
+    return BucketBuilder(open_store(make_spec(request.param, request)))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Place:
-    return Place(open_store((tmp_path / "bucket").as_uri()))
+def folder(tmp_path: Path) -> BucketBuilder:
+    return BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
 
 
-def config_of(place: Place, *some: Any, **more: Any) -> CleanupSettings:
+def config_of(place: BucketBuilder, *some: Any, **more: Any) -> CleanupSettings:
     return CleanupSettings(store=place.store.spec, rules=some or (ALL,), **more)
 
 
-def keys_of(place: Place) -> set[str]:
+def keys_of(place: BucketBuilder) -> set[str]:
     return {stat.key for stat in list_objects(place.store) if not stat.key.startswith("_clean/")}
 
 
@@ -173,7 +173,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
 
 
 def test_a_run_that_is_live_in_another_bucket_is_so_here(folder, tmp_path):
-    beside = Place(open_store((tmp_path / "aggregator").as_uri()))
+    beside = BucketBuilder(open_store((tmp_path / "aggregator").as_uri()))
     mine = folder.put_gradient("run", "w1", 0, "1")
     other = folder.put_gradient("run", "w1", 0, "2")
     beside.put_lease(ChainKeys("run", "1").job, "aggregator")
@@ -259,7 +259,7 @@ def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
 
 
 def test_a_key_that_cannot_be_deleted_is_said_and_the_others_go(rgw, bucket, request):
-    place = Place(open_store(make_spec("rgw", request)))
+    place = BucketBuilder(open_store(make_spec("rgw", request)))
     keys = [place.put_gradient("run", "w1", window, "1") for window in range(5)]
     place.put_checkpoint("job", 1, [b"1"])
     place.put_checkpoint("job", 2, [b"2"])
@@ -284,7 +284,7 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
     ttl = timedelta(minutes=15)
     # A session's policy makes RGW refuse DeleteObjects.
     mine = open_scoped_store(open_store(key), "mine/", ttl, access=Right.WRITE, role_arn=role).spec
-    place = Place(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
+    place = BucketBuilder(open_store(mine.model_copy(update={"url": f"s3://{bucket}/mine"})))
     for window in range(12):
         place.put_gradient("run", "w1", window, "1")
     done = execute(config_of(place), make_plan(config_of(place)).name)
@@ -294,10 +294,10 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
 
 def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, request):
     with ThreadPoolExecutor(16) as pool:
-        place = Place(open_store(make_spec("rgw", request)), pool)
+        place = BucketBuilder(open_store(make_spec("rgw", request)), pool)
         for window in range(1500):
             place.put_gradient("run", "w1", window, "1")
-        place.settle()
+        place.wait_for_writes()
     denied(rgw, bucket, "run/*")
     plan = make_plan(config_of(place))
     done = execute(config_of(place), plan.name)
@@ -309,12 +309,12 @@ def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, reques
 def test_gathers_since_the_newest_good_checkpoint_stay(folder):
     folder.put_chain("run", "1", 6, {2: 0, 4: 0})
     gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
-    assert sorted(find_kind(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
+    assert sorted(parse_key(key).number for key in gone) == [1, 1, 2, 2, 3, 3, 4]
     job = ChainKeys("run", "1").job
     weights = next(key for key in keys_of(folder) if f"{job}/checkpoints/step_000000004/p" in key)
     folder.put(weights, b"damaged")
     gone = planned(config_of(folder, DeleteGatherPreset(version="1")))
-    assert sorted(find_kind(key).number for key in gone) == [1, 1, 2]
+    assert sorted(parse_key(key).number for key in gone) == [1, 1, 2]
 
 
 def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
@@ -323,7 +323,7 @@ def test_the_execution_of_what_is_no_plan_deletes_nothing(folder, tmp_path):
     with pytest.raises(errors.NotFoundError):
         execute(config, "none")
     plan = make_plan(config)
-    other = Place(open_store((tmp_path / "other").as_uri()))
+    other = BucketBuilder(open_store((tmp_path / "other").as_uri()))
     put(other.store, plan.key, read(folder.store, plan.key))
     with pytest.raises(errors.ConfigurationError, match="was copied here"):
         execute(config_of(other), plan.name)
@@ -391,7 +391,7 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
 
 
 def test_the_command_says_what_could_not_be_deleted(rgw, bucket, request, tmp_path):
-    place = Place(open_store(make_spec("rgw", request)))
+    place = BucketBuilder(open_store(make_spec("rgw", request)))
     key = place.put_gradient("run", "w1", 0, "1")
     denied(rgw, bucket, key)
     file = tmp_path / "clean.yaml"
@@ -462,7 +462,7 @@ def test_a_file_of_a_step_that_is_being_saved_again_is_not_old(folder):
 
 
 def test_a_plan_that_was_made_with_another_place_beside_it_asks_for_that(folder, tmp_path):
-    beside = Place(open_store((tmp_path / "aggregator").as_uri()))
+    beside = BucketBuilder(open_store((tmp_path / "aggregator").as_uri()))
     folder.put_gradient("run", "w1", 0, "1")
     plan = make_plan(config_of(folder, related_stores=(beside.store.spec,)))
     with pytest.raises(errors.ConfigurationError, match=r"related stores .*aggregator, whose"):
@@ -496,7 +496,7 @@ def test_a_pin_holds_what_is_below_it(folder):
         config_of(folder, pins=("/run",))
 
 
-def many(place: Place, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - one for each kind
+def many(place: BucketBuilder, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - one for each kind
     """Fill a place with more than two batches; the rule that takes them, and a lease's names."""
     match kind:
         case "gradients":
@@ -597,7 +597,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_deleting(folder, monk
 def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
     for name in ("words", "others"):
         folder.put_dataset(name, 2)
-    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
     rule = Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)
     for place, campaign in ((folder, "exp/small"), (beside, "large")):
         pin_training(place.store.spec, trained_on("words", campaign))
@@ -618,7 +618,7 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
 
 
 def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, request):
-    place = Place(open_store(make_spec("rgw", request)))
+    place = BucketBuilder(open_store(make_spec("rgw", request)))
     place.put_dataset("words", 2)
     there = keys_of(place)
     shard = DatasetKeys("words").make_shard_key(ShardName("train-00000", 0), "tar")
@@ -636,13 +636,13 @@ def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, re
 STEPS = Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=1, older_than=NOW)
 
 
-def checkpoints_of(place: Place, *jobs: str) -> None:
+def checkpoints_of(place: BucketBuilder, *jobs: str) -> None:
     for job in jobs:
         for step in (1, 2, 3):
             place.put_checkpoint(job, step, [f"{job} {step}".encode()])
 
 
-def steps_taken(place: Place) -> set[str]:
+def steps_taken(place: BucketBuilder) -> set[str]:
     """The checkpoints that the rule `STEPS` takes, by their folders."""
     return {
         key.removesuffix("/metadata.json").replace("/checkpoints/step_00000000", " ")
@@ -693,7 +693,7 @@ def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
     folder, tmp_path, elsewhere
 ):
     checkpoints_of(folder, "job")
-    place = Place(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
+    place = BucketBuilder(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
     pin_training(place.store.spec, trained_on("words"))
     place.put(ChainKeys(CampaignKeys("small").run, "1").make_link_key(0), b"nonsense")
     config = config_of(folder, STEPS, related_stores=(place.store.spec,) if elsewhere else ())
@@ -740,7 +740,7 @@ def test_a_workers_junk_goes_from_every_store_and_is_counted(place):
 
 
 def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, request):
-    place = Place(open_store(make_spec("rgw", request)))
+    place = BucketBuilder(open_store(make_spec("rgw", request)))
     place.put_start_window("run", "w1", 0, "1")
     odd = ["run/w1//x", "run/w1/a//b", "run/w1/../y", "run/w1/\x01", "run/w1/z/"]
     client = rgw.make_client(rgw.full)
@@ -753,7 +753,7 @@ def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, re
 
 
 def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(folder, tmp_path):
-    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
     pin_training(beside.store.spec, trained_on("words"))
     junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").list_write_prefixes(3)}
     folder.put("small/run/worker-x/x")
@@ -765,7 +765,7 @@ def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(f
 def test_junk_stays_while_its_run_is_worked_on_is_pinned_or_is_young(folder, tmp_path, where):
     folder.put_start_window("run", "w1", 0, "1")
     key, young = folder.put("run/w1/x", hours=5), folder.put("run/w1/y")
-    beside = Place(open_store((tmp_path / "beside").as_uri()))
+    beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
     of_chain = folder if where == "here" else beside
     of_chain.put_chain("run", "2", 0, {})
     old = Rule(kinds=(CleanupKind.JUNK,), older_than=timedelta(hours=2))

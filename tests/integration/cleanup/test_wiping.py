@@ -36,22 +36,22 @@ from millrace.storage import (
 from millrace.testing.credentials import make_credentials
 from millrace.testing.key import Key
 from tests.stores import make_spec
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 
 NOW = timedelta(0)
 OLD = timedelta(seconds=-60)
 
 
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
-def place(request: pytest.FixtureRequest) -> Place:
-    return Place(open_store(make_spec(request.param, request)))
+def place(request: pytest.FixtureRequest) -> BucketBuilder:
+    return BucketBuilder(open_store(make_spec(request.param, request)))
 
 
-def keys_of(place: Place) -> set[str]:
+def keys_of(place: BucketBuilder) -> set[str]:
     return {stat.key for stat in list_objects(place.store)}
 
 
-def fill(place: Place) -> set[str]:
+def fill(place: BucketBuilder) -> set[str]:
     place.put_gradient("run", "w1", 0, "1")
     place.put_checkpoint("job", 1, [b"1"])
     place.put_pin("job", 1)
@@ -135,7 +135,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monk
     monkeypatch.setattr(
         deletion, "_MAX_BATCHES", 1
     )  # each batch is settled before the next is chosen
-    place = Place(open_store((tmp_path / "bucket").as_uri()))
+    place = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
     place.put("another.txt")
     for window in range(30):
         place.put_gradient("run", "w1", window, "1")
@@ -159,7 +159,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_wiping(tmp_path, monk
 
 def test_the_command_asks_for_the_name(tmp_path: Path):
     folder = tmp_path / "bucket"
-    place = Place(open_store(folder.as_uri()))
+    place = BucketBuilder(open_store(folder.as_uri()))
     there = fill(place)
     for confirm in (["--confirm", "wrong"], ["--confirm", ""]):
         told = CliRunner().invoke(main, ["bucket", "wipe", str(folder), *confirm])
@@ -179,7 +179,7 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
 
 
 def test_an_object_that_appears_after_the_question_is_not_wiped(tmp_path: Path, monkeypatch):
-    place = Place(open_store((tmp_path / "bucket").as_uri()))
+    place = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
     there = fill(place)
 
     def type_name(question: str, *, err: bool) -> str:
@@ -195,11 +195,11 @@ def test_an_object_that_appears_after_the_question_is_not_wiped(tmp_path: Path, 
 
 def test_a_dry_run_of_wiping_writes_nothing(rgw, bucket, request, tmp_path):
     spec = make_spec("rgw", request)
-    fill(Place(open_store(spec)))
+    fill(BucketBuilder(open_store(spec)))
     before = len(rgw.list_requests())
     found = survey_wipe(spec)
     assert (found.objects, found.versions) == (
-        len(keys_of(Place(open_store(spec)))),
+        len(keys_of(BucketBuilder(open_store(spec)))),
         VersionCount(),
     )
     settings = settings_file(tmp_path, spec, rgw.full)

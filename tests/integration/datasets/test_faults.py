@@ -1,4 +1,4 @@
-"""A slice of the soak: a store that fails, and what comes out all the same. See `tests.soak`."""
+"""Run a slice of the soak: datasets in a store that fails. See `tests.soak`."""
 
 from pathlib import Path
 from random import Random
@@ -9,18 +9,18 @@ from millrace.testing.faults import Fault
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
 from tests.soak.case import Case, References
-from tests.soak.faults import bad_weather, r2_place
-from tests.soak.kills import Kills
-from tests.soak.material import Material, make_all
-from tests.soak.place import S3Place
+from tests.soak.faults import make_faults, make_r2_store
+from tests.soak.kills import KillMatrix
+from tests.soak.shared_stores import BucketStore
+from tests.soak.source_data import SourceData, make_all_sources
 from tests.soak.targets import Target, Victim
 
 SEED = 21
 
 
 @pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> list[Material]:
-    return make_all(tmp_path_factory.mktemp("sources"), SEED)
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceData]:
+    return make_all_sources(tmp_path_factory.mktemp("sources"), SEED)
 
 
 @pytest.fixture(scope="module")
@@ -29,37 +29,37 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.fixture
-def place(rgw: RGW, r2: R2Proxy, bucket: str) -> S3Place:
+def store(rgw: RGW, r2: R2Proxy, bucket: str) -> BucketStore:
     # A lost answer costs a second where a key takes one write a second: that is for the soak.
     r2.set_rules(write_interval=0.05)
-    return r2_place(rgw, r2, bucket)
+    return make_r2_store(rgw, r2, bucket)
 
 
 @pytest.fixture
-def case(place: S3Place, materials: list[Material], tmp_path: Path) -> Case:
-    return Case("case", materials[0], place, tmp_path, workers=1, store_source=True)
+def case(store: BucketStore, sources: list[SourceData], tmp_path: Path) -> Case:
+    return Case("case", sources[0], store, tmp_path, workers=1, store_source=True)
 
 
-def assert_right(case: Case, references: References) -> None:
-    verdict = case.judge(references.compute_digests(case.material))
-    assert verdict.good, str(verdict)
+def assert_correct(case: Case, references: References) -> None:
+    verdict = case.judge(references.compute_digests(case.source))
+    assert verdict.is_correct, str(verdict)
 
 
 def test_every_kind_of_fault_on_5_percent_of_requests_changes_nothing(
     case: Case, r2: R2Proxy, references: References
 ) -> None:
-    r2.set_faults(bad_weather(SEED, stall_seconds=0.2))
+    r2.set_faults(make_faults(SEED, stall_seconds=0.2))
     case.run_undisturbed()
     fired = r2.count_fired()
     r2.reset()
-    assert_right(case, references)
+    assert_correct(case, references)
     assert all(fired.values()), fired
 
 
-def test_a_kill_in_bad_weather_changes_nothing(
-    place: S3Place,
+def test_a_kill_while_the_store_fails_changes_nothing(
+    store: BucketStore,
     r2: R2Proxy,
-    materials: list[Material],
+    sources: list[SourceData],
     references: References,
     tmp_path: Path,
 ) -> None:
@@ -68,14 +68,14 @@ def test_a_kill_in_bad_weather_changes_nothing(
         Target("shard.put", Victim.WORKER, 2),
         Target("shard.committed", Victim.DRIVER, 2),
     ]
-    kills = Kills(materials, [place], references, tmp_path, Random(SEED))
-    case = kills.make_case(2)
-    r2.set_faults(bad_weather(SEED, stall_seconds=0.2))
-    missed = kills.kill_in(case, targets)
+    matrix = KillMatrix(sources, [store], references, tmp_path, Random(SEED))
+    case = matrix.make_case(2)
+    r2.set_faults(make_faults(SEED, stall_seconds=0.2))
+    missed = matrix.run_case_with_kills(case, targets)
     fired = r2.count_fired()
-    assert kills.tally.wrong == []
+    assert matrix.tally.wrong == []
     assert missed == []
-    assert kills.tally.counted == len(targets)
+    assert matrix.tally.counted == len(targets)
     assert sum(fired.values()) > 0
 
 
@@ -87,7 +87,7 @@ def test_a_write_whose_answer_is_lost_is_written_once(
         r2.fail_next(Fault.LOST, 1, "PUT", key)
     case.run_undisturbed()
     assert r2.count_fired()["lost"] == len(written)
-    assert_right(case, references)
+    assert_correct(case, references)
 
 
 def test_a_listing_that_is_cut_off_is_asked_for_again(
@@ -97,4 +97,4 @@ def test_a_listing_that_is_cut_off_is_asked_for_again(
     case.run_undisturbed()
     cut = [request["operation"] for request in r2.list_requests() if request["fault"] == "cut"]
     assert cut == ["ListObjectsV2"] * 3
-    assert_right(case, references)
+    assert_correct(case, references)

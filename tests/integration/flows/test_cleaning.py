@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, wait_until
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.flows.fixtures import MakeBlock
 
 RULES = [{"kinds": ["gradients"], "older_than": "0h", "keep_last": 1}]
@@ -38,7 +39,7 @@ def keys_of(store: Store) -> set[str]:
 
 
 def fill(store: Store) -> list[str]:
-    place = Place(store)
+    place = BucketBuilder(store)
     return [place.put_gradient("run", "w1", window, "0.2.1") for window in range(4)]
 
 
@@ -57,7 +58,7 @@ def test_a_dry_run_shows_the_plan_and_that_very_plan_is_executed(
     assert f"| `{keys[0]}` | 8 bytes |" in report
     assert keys_of(store) == set(keys)
     name = report.partition("Plan `")[2].partition("`")[0]
-    later = Place(store).put_gradient("run", "w1", 9, "0.2.1")
+    later = BucketBuilder(store).put_gradient("run", "w1", 9, "0.2.1")
 
     done = prefect_api.call(clean_bucket, **given, plan=name, dry_run=False)
     assert done.code == 0, done.output
@@ -147,7 +148,7 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
     keys = fill(store)
-    place = Place(store)
+    place = BucketBuilder(store)
     other = place.put_gradient("run", "w1", 1, "0.2.10")
     place.put_chain("run", "0.2.1", 3, {2: 0})
     place.put_lease(ChainKeys("run", "0.2.10").job, "aggregator")
@@ -191,6 +192,37 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert done.output.startswith("Failed: ")
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
+
+
+def test_a_versioned_bucket_is_not_called_emptied(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
+) -> None:
+    client = rgw.make_client(rgw.full)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for size in range(3):
+        client.put_object(Bucket=bucket, Key="one", Body=b"x" * size)
+    given = block(bucket, write=rgw.full)
+    dry = prefect_api.call(wipe_bucket, bucket=given)
+    assert dry.code == 0, dry.output
+    report = prefect_api.read_artifacts(dry.run)["cleaning"]
+    assert "and beside them 2 older versions (1 byte) and 0 delete markers" in report
+    assert "Older versions and delete markers stay, and are billed, unless" in report
+
+    def wipe(**settings: Any) -> str:
+        running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False, **settings)
+        prefect_api.wait(running.run, "Paused")
+        with prefect_api.make_client() as server:
+            server.resume_flow_run(running.run, run_input={"bucket_name": bucket})
+        done = running.wait_for_result()
+        assert done.code == 0, done.output
+        return prefect_api.read_artifacts(running.run)["cleaning"]
+
+    assert re.search(r"[0-9]+ older versions .* are left, and billed", wipe())
+    assert client.list_object_versions(Bucket=bucket)["Versions"]
+    assert "are left" not in wipe(delete_versions=True)
+    left = client.list_object_versions(Bucket=bucket)
+    assert "Versions" not in left
+    assert "DeleteMarkers" not in left
 
 
 def test_an_age_is_what_a_person_writes() -> None:

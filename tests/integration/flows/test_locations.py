@@ -6,6 +6,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -15,7 +16,7 @@ import torch
 import yaml
 from prefect import Flow, flow
 from prefect.exceptions import ParameterTypeError
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocks import Bucket, BucketRole
 from flows.abort_uploads import abort_uploads
@@ -181,6 +182,21 @@ def test_every_flow_takes_locations_of_one_type(name: str) -> None:
     hints.pop("return", None)
     loose = [found for field, hint in hints.items() for found in bare(hint, field, set())]
     assert loose == []
+
+
+def test_a_bare_number_is_no_duration_in_any_flow() -> None:
+    """So that `48` means neither seconds nor hours."""
+    durations = {
+        (name, parameter): hint
+        for name, flow in entrypoints().items()
+        for parameter, hint in typing.get_type_hints(flow.fn, include_extras=True).items()
+        if "timedelta" in str(hint)
+    }
+    assert {name for name, _ in durations} >= {"abort-uploads", "clean-versions", "cooldown"}
+    for hint in durations.values():
+        with pytest.raises(ValidationError, match="unit"):
+            TypeAdapter(hint).validate_python(48)
+        assert TypeAdapter(hint).validate_python("48h") == timedelta(hours=48)
 
 
 def test_the_form_offers_a_picker_of_blocks_and_a_text(prefect_api: PrefectServer) -> None:

@@ -93,7 +93,7 @@ from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
 from tests.integration.hostile.site import Flow, Site
 from tests.oracle import compute_blake3
-from tests.support.cleanup.material import Place
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.swarm.swarms import (
     LIE,
     Agent,
@@ -233,7 +233,7 @@ CHECKPOINTS = Reach(
 
 def _bucket(site: Site) -> None:
     with ThreadPoolExecutor(16) as pool:
-        place = Place(site.open_store(), pool)
+        place = BucketBuilder(site.open_store(), pool)
         for version in ("0.2.1", "0.2.11"):
             for window in range(4):
                 for uid in ("w0", "w1"):
@@ -247,7 +247,7 @@ def _bucket(site: Site) -> None:
         place.put_dataset("words", 3, orphans=1)
         place.put_dataset("old", 2)
         place.put("mine/x.txt")
-        place.settle()
+        place.wait_for_writes()
 
 
 RULES = (

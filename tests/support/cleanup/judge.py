@@ -1,7 +1,7 @@
-"""Judge of cleanup rules: the objects that they take, without a line of Millrace.
+"""Find the objects that cleanup rules delete, without code of Millrace.
 
-The names, and what is stronger than a rule, are written down here a second time, from the
-documentation; the bucket is listed by whoever asks, and records are read by json.
+Names of objects, and what protects them from rules, are written down here a second time, as the
+documentation describes them. The caller lists the bucket. `json` reads the records.
 """
 
 import heapq
@@ -15,13 +15,20 @@ from typing import Any
 
 from tests.oracle import compute_blake3
 
-DATASET = {"shards", "commits", "partitions", "quarantine", "lease"}
-WORKERS = DATASET | {"checkpoints", "gathers", "epochs"}
+DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "lease"}
+RESERVED_FOLDERS = DATASET_FOLDERS | {"checkpoints", "gathers", "epochs"}
 
 
 @dataclass(frozen=True)
-class Thing:
-    """An object: its key, its age, how to read it."""
+class ListedObject:
+    """Object of a bucket, as a listing describes it.
+
+    Attributes:
+        key: Key of the object.
+        size: Size of the object in bytes.
+        modified: Time of the last write.
+        read: Function that returns the bytes of the object.
+    """
 
     key: str
     size: int
@@ -29,6 +36,7 @@ class Thing:
     read: Callable[[], bytes]
 
     def read_record(self) -> dict[str, Any]:
+        """Return the content of a record; empty if the object is not JSON."""
         try:
             return json.loads(self.read())["record"]
         except ValueError:
@@ -36,133 +44,162 @@ class Thing:
 
 
 class ListedBucket:
-    """Bucket of listed objects, as the oracle reads it."""
+    """Bucket of listed objects, which the oracle can read."""
 
-    def __init__(self, things: Iterable[Thing]) -> None:
-        self._things = {thing.key: thing for thing in things}
+    def __init__(self, objects: Iterable[ListedObject]) -> None:
+        self._objects = {listed.key: listed for listed in objects}
 
     def list_names(self) -> list[str]:
-        return sorted(self._things)
+        return sorted(self._objects)
 
     def read(self, name: str) -> bytes:
-        return self._things[name].read()
+        return self._objects[name].read()
 
 
 @dataclass(frozen=True)
-class What:
+class ParsedKey:
+    """Contents of the key of an object.
+
+    Attributes:
+        kind: Kind of the object.
+        scope: Name of the run, the job or the dataset of the object.
+        version: Version of the run; empty if the object has none.
+        number: Number of the window or the step; -1 if the object has none.
+    """
+
     kind: str
     scope: str
     version: str = ""
     number: int = -1
 
 
-def is_good_name(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
+    """Decide whether Millrace accepts a name of a run, a job, a version or a dataset."""
     parts = name.split("/")
     return all(part and part[0].isalnum() and re.sub(r"[\w.-]", "", part) == "" for part in parts)
 
 
 def get_hex_digits(digest: str) -> str:
+    """Return the hexadecimal digits of a digest."""
     return digest.removeprefix("blake3:")
 
 
 def parse_digits(text: str, least: int) -> int | None:
+    """Return a number of at least so many ASCII digits; None if the text is none."""
     return int(text) if len(text) >= least and text.isascii() and text.isdigit() else None
 
 
-def find_kind(key: str) -> What | None:
-    """Find the kind of an object by its name, taken apart at its slashes."""
-    finders = (_of_worker, _of_gathers, _of_checkpoints, _temporary, _record, _of_dataset)
-    return next((found for finder in finders if (found := finder(key))), None)
+def parse_key(key: str) -> ParsedKey | None:
+    """Return the contents of a key; None if no kind of object has such keys."""
+    matchers = (
+        _match_worker_object,
+        _match_gather_object,
+        _match_checkpoint_object,
+        _match_temporary_object,
+        _match_record,
+        _match_dataset_object,
+    )
+    return next((found for matcher in matchers if (found := matcher(key))), None)
 
 
-def _of_worker(key: str) -> What | None:
+def _match_worker_object(key: str) -> ParsedKey | None:
     match = re.fullmatch(r"(.+)/([^/]+)/(gradient|start_window)-(\d{9,})-(.+)\.(\w+)", key)
-    if match is None or not is_good_name(match[1]) or match[2] in WORKERS:
+    if match is None or not is_valid_name(match[1]) or match[2] in RESERVED_FOLDERS:
         return None
-    run, uid, what, number, rest, ending = match.groups()
+    run, uid, stem, number, rest, ending = match.groups()
     version = rest.removeprefix(f"{uid}-v")
-    endings = {"gradient": ("safetensors", "pt"), "start_window": ("json",)}[what]
-    if rest != f"{uid}-v{version}" or not is_good_name(version) or ending not in endings:
+    endings = {"gradient": ("safetensors", "pt"), "start_window": ("json",)}[stem]
+    if rest != f"{uid}-v{version}" or not is_valid_name(version) or ending not in endings:
         return None
-    kind = {"gradient": "gradients", "start_window": "start windows"}[what]
-    return What(kind, run, version, int(number))
+    kind = {"gradient": "gradients", "start_window": "start windows"}[stem]
+    return ParsedKey(kind, run, version, int(number))
 
 
-def _of_gathers(key: str) -> What | None:
+def _match_gather_object(key: str) -> ParsedKey | None:
     match = re.fullmatch(
         r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.(?:npz|safetensors))", key
     )
-    if match is None or not is_good_name(match[1]) or not is_good_name(match[2]):
+    if match is None or not is_valid_name(match[1]) or not is_valid_name(match[2]):
         return None
     kind, number = ("link", match[4]) if match[3] else ("update", match[5])
-    return What(kind, match[1], match[2], int(number))
+    return ParsedKey(kind, match[1], match[2], int(number))
 
 
-def _of_checkpoints(key: str) -> What | None:
+def _match_checkpoint_object(key: str) -> ParsedKey | None:
     match = re.fullmatch(r"(.+?)/checkpoints/step_(\d{9,})/.+", key)
     return (
-        What("checkpoints", match[1], "", int(match[2]))
-        if match and is_good_name(match[1])
+        ParsedKey("checkpoints", match[1], "", int(match[2]))
+        if match and is_valid_name(match[1])
         else None
     )
 
 
-def _temporary(key: str) -> What | None:
+def _match_temporary_object(key: str) -> ParsedKey | None:
     folder, _, leaf = key.rpartition("/")
     nonce = "[0-9a-f]" * 16
     if re.fullmatch(rf"_probe-{nonce}(\.bin)?|_audit-{nonce}-[a-z]+", leaf):
-        return What("temporary", folder)
+        return ParsedKey("temporary", folder)
     if folder.endswith("/lease/clock") and re.fullmatch(nonce, leaf):
-        return What("temporary", folder.removesuffix("/lease/clock"))
+        return ParsedKey("temporary", folder.removesuffix("/lease/clock"))
     if machine := re.fullmatch(r"_machines/(.+)/\d{6,}/.+", key):
-        return What("temporary", f"_rentals/{machine[1]}") if is_good_name(machine[1]) else None
+        return (
+            ParsedKey("temporary", f"_rentals/{machine[1]}") if is_valid_name(machine[1]) else None
+        )
     plan = r"_clean/\d+T\d+-\w{8}/(plan\.jsonl|outcome\.json)"
-    return What("temporary", "") if re.fullmatch(plan, key) else None
+    return ParsedKey("temporary", "") if re.fullmatch(plan, key) else None
 
 
-def _record(key: str) -> What | None:
-    for word in ("/lease/", "/epochs/"):
-        if word in key:
-            return What("record", key.partition(word)[0])
+def _match_record(key: str) -> ParsedKey | None:
+    for marker in ("/lease/", "/epochs/"):
+        if marker in key:
+            return ParsedKey("record", key.partition(marker)[0])
     return None
 
 
-def _of_dataset(key: str) -> What | None:
+def _match_dataset_object(key: str) -> ParsedKey | None:
     *folders, leaf = key.split("/")
     inner = leaf not in {"plan.json", "manifest.json", "index.json", "block_digests.bin"}
-    if inner and (not folders or folders.pop() not in DATASET):
+    if inner and (not folders or folders.pop() not in DATASET_FOLDERS):
         return None
-    if not folders or DATASET & set(folders) or not is_good_name("/".join(folders)):
+    if not folders or DATASET_FOLDERS & set(folders) or not is_valid_name("/".join(folders)):
         return None
-    return What("dataset", "/".join(folders))
+    return ParsedKey("dataset", "/".join(folders))
 
 
-def parse_numbers(version: str) -> tuple[int, ...] | None:
+def parse_version(version: str) -> tuple[int, ...] | None:
+    """Return four numbers of a version; None if it does not consist of numbers and dots."""
     parts = version.split(".")
     if not all(part.isdigit() for part in parts):
         return None
     return tuple(int(part) for part in [*parts, "0", "0", "0"][:4])
 
 
-def is_in_range(version: str, wanted: str) -> bool:
-    """Return the sort key of a version, which may have numbers and dots or other text."""
-    mine = parse_numbers(version)
-    for clause in wanted.split(","):
+def is_in_version_range(version: str, specifiers: str) -> bool:
+    """Decide whether a version fulfils all of the comma-separated specifiers.
+
+    A version that does not consist of numbers and dots is only compared for equality.
+    """
+    version_numbers = parse_version(version)
+    for clause in specifiers.split(","):
         sign = re.match(r"[<>=!]*", clause)
         assert sign is not None
         other = clause.removeprefix(sign[0])
-        theirs = parse_numbers(other)
+        other_numbers = parse_version(other)
         if sign[0] in {"", "==", "!="}:
-            same = version == other or (mine is not None and theirs is not None and mine == theirs)
-            holds = same is (sign[0] != "!=")
-        elif mine is None or theirs is None:
+            is_equal = version == other or (
+                version_numbers is not None
+                and other_numbers is not None
+                and version_numbers == other_numbers
+            )
+            holds = is_equal is (sign[0] != "!=")
+        elif version_numbers is None or other_numbers is None:
             holds = False
         else:
             holds = {
-                "<": mine < theirs,
-                ">": mine > theirs,
-                "<=": mine <= theirs,
-                ">=": mine >= theirs,
+                "<": version_numbers < other_numbers,
+                ">": version_numbers > other_numbers,
+                "<=": version_numbers <= other_numbers,
+                ">=": version_numbers >= other_numbers,
             }[sign[0]]
         if not holds:
             return False
@@ -170,281 +207,312 @@ def is_in_range(version: str, wanted: str) -> bool:
 
 
 class Judge:
-    """Says what rules take.
+    """Find the objects of a bucket that cleanup rules delete.
 
     Args:
-        things: All objects.
-        rules: As JSON has them, with `older_than` in hours.
-        now: By the store's clock.
-        pinned: Keys and folders.
-        beside: Objects of places beside it.
+        objects: All objects of the bucket.
+        rules: Rules as in JSON, with `older_than` in hours.
+        now: Time of the store's clock.
+        pinned: Keys and folders that no rule deletes.
+        other_stores: Objects of the other stores that are searched for leases and references.
     """
 
     def __init__(
         self,
-        things: Iterable[Thing],
+        objects: Iterable[ListedObject],
         rules: list[dict[str, Any]],
         now: datetime,
         *,
         pinned: Iterable[str] = (),
-        beside: Iterable[Thing] = (),
+        other_stores: Iterable[ListedObject] = (),
     ) -> None:
-        self.things = {thing.key: thing for thing in things}
-        self.what = {key: find_kind(key) for key in self.things}
+        self.objects = {listed.key: listed for listed in objects}
+        self.parsed = {key: parse_key(key) for key in self.objects}
         self.rules, self.now, self.pinned = rules, now, list(pinned)
-        self.everywhere = [*self.things.values(), *beside]
+        self.all_objects = [*self.objects.values(), *other_stores]
         self.numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-        for what in filter(None, self.what.values()):
-            self.numbers[what.kind, what.scope, what.version].add(what.number)
+        for parsed in filter(None, self.parsed.values()):
+            self.numbers[parsed.kind, parsed.scope, parsed.version].add(parsed.number)
         self.heads: dict[tuple[str, str], tuple[int, int] | None] = {}
-        self.held = set(self._held())
+        self.leased_scopes = set(self._find_leased_scopes())
         if any("junk" in rule["kinds"] for rule in rules):
-            self._tell_junk()
+            self._find_junk()
 
-    def _tell_junk(self) -> None:
-        """Tell what workers have left below folders that hold their gradients."""
-        own: dict[str, str] = {}
-        for thing in self.everywhere:
-            what = find_kind(thing.key)
-            if what and what.kind in {"gradients", "start windows"}:
-                own[thing.key.rpartition("/")[0] + "/"] = what.scope
-        for key, what in self.what.items():
-            above = sorted(folder for folder in own if key.startswith(folder))
-            if what is None and above:
-                self.what[key] = What("junk", own[above[0]])
+    def _find_junk(self) -> None:
+        """Mark objects of unknown kinds in the folders of workers' gradients as junk."""
+        scopes: dict[str, str] = {}
+        for listed in self.all_objects:
+            parsed = parse_key(listed.key)
+            if parsed and parsed.kind in {"gradients", "start windows"}:
+                scopes[listed.key.rpartition("/")[0] + "/"] = parsed.scope
+        for key, parsed in self.parsed.items():
+            folders = sorted(folder for folder in scopes if key.startswith(folder))
+            if parsed is None and folders:
+                self.parsed[key] = ParsedKey("junk", scopes[folders[0]])
 
-    def _aggregated(self, run: str) -> bool:
-        """Decide whether an aggregator works on any version of a run."""
+    def _is_aggregated(self, run: str) -> bool:
+        """Decide whether an aggregator holds a lease of any version of a run."""
         versions = {
             match[1]
-            for thing in self.everywhere
-            if (match := re.fullmatch(rf"{re.escape(run)}/gathers/([^/]+)/chain/.+", thing.key))
+            for listed in self.all_objects
+            if (match := re.fullmatch(rf"{re.escape(run)}/gathers/([^/]+)/chain/.+", listed.key))
         }
-        return any(self._live(f"{run}/gathers/{version}") for version in versions)
+        return any(self._is_leased(f"{run}/gathers/{version}") for version in versions)
 
-    def list_taken(self) -> dict[str, int]:
-        """Each key that goes, and the place of the rule that takes it."""
+    def list_deletions(self) -> dict[str, int]:
+        """Return the keys that are deleted, with the index of the rule that deletes each."""
         found: dict[str, int] = {}
-        for key, is_what in self.what.items():
-            what = is_what or What("other", key.rpartition("/")[0])
-            if what.kind in {"checkpoints", "dataset", "record"}:
+        for key, known in self.parsed.items():
+            parsed = known or ParsedKey("other", key.rpartition("/")[0])
+            if parsed.kind in {"checkpoints", "dataset", "record"}:
                 continue
-            place = self._first(self._about(what), key, what)
-            if what.kind == "junk":
-                other = self._first("other", key, what)
-                place = min((one for one in (place, other) if one is not None), default=None)
-            if place is not None and not self._stays(key, what):
-                found[key] = place
-        scopes = {(what.kind, what.scope) for what in self.what.values() if what}
+            rule_index = self._find_first_rule(self._get_rule_kind(parsed), key, parsed)
+            if parsed.kind == "junk":
+                other = self._find_first_rule("other", key, parsed)
+                rule_index = min(
+                    (one for one in (rule_index, other) if one is not None), default=None
+                )
+            if rule_index is not None and not self._is_protected(key, parsed):
+                found[key] = rule_index
+        scopes = {(parsed.kind, parsed.scope) for parsed in self.parsed.values() if parsed}
         for kind, scope in scopes:
             if kind == "checkpoints":
-                found |= self._of_job(scope)
+                found |= self._list_job_deletions(scope)
             if kind == "dataset":
-                found |= self._of_dataset(scope)
+                found |= self._list_dataset_deletions(scope)
         return found
 
-    def _held(self) -> Iterable[str]:
+    def _find_leased_scopes(self) -> Iterable[str]:
+        """Yield the scopes that have a lease which its holder has not ended."""
         groups: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        for thing in self.everywhere:
-            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", thing.key)
-            if match and "/lease/" in thing.key:
+        for listed in self.all_objects:
+            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", listed.key)
+            if match and "/lease/" in listed.key:
                 groups[match[1]][int(match[2])].add(match[3])
         for prefix, epochs in groups.items():
             newest = epochs[max(epochs)]
-            if "json" in newest and "end" not in newest:  # all of the tests' last for an hour
+            if "json" in newest and "end" not in newest:  # leases of the tests last for an hour
                 yield prefix.partition("/lease/")[0]
 
-    def _live(self, scope: str) -> bool:
-        return any(scope == held or scope.startswith(f"{held}/") for held in self.held)
+    def _is_leased(self, scope: str) -> bool:
+        """Decide whether a scope, or one above it, has a lease."""
+        return any(
+            scope == leased or scope.startswith(f"{leased}/") for leased in self.leased_scopes
+        )
 
     @staticmethod
-    def _about(what: What) -> str:
-        return "gathers" if what.kind in {"link", "update"} else what.kind
+    def _get_rule_kind(parsed: ParsedKey) -> str:
+        return "gathers" if parsed.kind in {"link", "update"} else parsed.kind
 
-    def _old(self, rule: dict[str, Any], key: str) -> bool:
+    def _is_old_enough(self, rule: dict[str, Any], key: str) -> bool:
         hours = rule.get("older_than", 48)
-        return hours == 0 or self.things[key].modified < self.now - timedelta(hours=hours)
+        return hours == 0 or self.objects[key].modified < self.now - timedelta(hours=hours)
 
-    def _fits(self, rule: dict[str, Any], key: str, scope: str) -> bool:
+    def _matches_rule(self, rule: dict[str, Any], key: str, scope: str) -> bool:
         return (
-            self._old(rule, key)
+            self._is_old_enough(rule, key)
             and key.startswith(rule.get("prefix", ""))
             and key.endswith(rule.get("suffix", ""))
             and rule.get("name", "") in {"", scope}
         )
 
-    def _first(self, about: str, key: str, what: What) -> int | None:
-        for place, rule in enumerate(self.rules):
-            name = "" if about == "other" else what.scope
-            if about not in rule["kinds"] or not self._fits(rule, key, name):
+    def _find_first_rule(self, rule_kind: str, key: str, parsed: ParsedKey) -> int | None:
+        """Return the index of the first rule for a kind that matches an object."""
+        for rule_index, rule in enumerate(self.rules):
+            name = "" if rule_kind == "other" else parsed.scope
+            if rule_kind not in rule["kinds"] or not self._matches_rule(rule, key, name):
                 continue
-            if rule.get("version") and not is_in_range(what.version, rule["version"]):
+            if rule.get("version") and not is_in_version_range(parsed.version, rule["version"]):
                 continue
-            if rule.get("keep_every") and what.number % rule["keep_every"] == 0:
+            if rule.get("keep_every") and parsed.number % rule["keep_every"] == 0:
                 continue
             keep = rule.get("keep_last", 0)
-            alike = self.numbers[what.kind, what.scope, what.version]
-            last = heapq.nlargest(keep, alike) if keep else []
-            if what.number not in last:
-                return place
+            numbers = self.numbers[parsed.kind, parsed.scope, parsed.version]
+            last = heapq.nlargest(keep, numbers) if keep else []
+            if parsed.number not in last:
+                return rule_index
         return None
 
-    def _pins(self, key: str) -> bool:
+    def _is_pinned(self, key: str) -> bool:
         return any(f"{key}/".startswith(f"{pin.rstrip('/')}/") for pin in self.pinned)
 
-    def _pins_in(self, folder: str) -> bool:
+    def _has_pins(self, folder: str) -> bool:
         return any(
             pin.startswith(folder) or folder.startswith(f"{pin.rstrip('/')}/")
             for pin in self.pinned
         )
 
-    def _stays(self, key: str, what: What) -> bool:
-        scope = f"{what.scope}/gathers/{what.version}" if what.version else what.scope
-        if self._pins(key) or self._live(scope):
+    def _is_protected(self, key: str, parsed: ParsedKey) -> bool:
+        """Decide whether a pin, a lease or the chain of updates protects an object from rules."""
+        scope = f"{parsed.scope}/gathers/{parsed.version}" if parsed.version else parsed.scope
+        if self._is_pinned(key) or self._is_leased(scope):
             return True
-        if what.kind == "junk" and self._aggregated(what.scope):
+        if parsed.kind == "junk" and self._is_aggregated(parsed.scope):
             return True
-        if what.kind not in {"link", "update"}:
+        if parsed.kind not in {"link", "update"}:
             return False
-        if what.kind == "link" and what.number == 0:
+        if parsed.kind == "link" and parsed.number == 0:
             return True
-        chain = what.scope, what.version
+        chain = parsed.scope, parsed.version
         if chain not in self.heads:
-            self.heads[chain] = self._head(*chain)
+            self.heads[chain] = self._find_head(*chain)
         head = self.heads[chain]
         if head is None:
             return True
         step, window = head
-        return what.number > step if what.kind == "update" else what.number >= window
+        return parsed.number > step if parsed.kind == "update" else parsed.number >= window
 
-    def _head(self, run: str, version: str) -> tuple[int, int] | None:
+    def _find_head(self, run: str, version: str) -> tuple[int, int] | None:
+        """Return the step and the window of the newest intact checkpoint of a chain."""
         job = f"{run}/gathers/{version}"
-        for step, record in sorted(self._checkpoints(job).items(), reverse=True):
+        for step, record in sorted(self._read_checkpoints(job).items(), reverse=True):
             window = record["position"].get("window")
-            link = self.things.get(f"{job}/chain/{window:09d}.json") if window is not None else None
-            if link and link.read_record()["step"] == step and self._whole(job, record):
+            link = (
+                self.objects.get(f"{job}/chain/{window:09d}.json") if window is not None else None
+            )
+            if link and link.read_record()["step"] == step and self._is_intact(job, record):
                 return step, window
         return None
 
-    def _checkpoints(self, job: str) -> dict[int, dict[str, Any]]:
+    def _read_checkpoints(self, job: str) -> dict[int, dict[str, Any]]:
+        """Return the records of a job's checkpoints by their steps."""
         found: dict[int, dict[str, Any]] = {}
-        for key in self.things:
+        for key in self.objects:
             match = re.fullmatch(re.escape(job) + r"/checkpoints/step_(\d{9})/metadata.json", key)
             if match:
-                found[int(match[1])] = self.things[key].read_record()
+                found[int(match[1])] = self.objects[key].read_record()
         return found
 
-    def _files(self, job: str, record: dict[str, Any]) -> set[str]:
+    def _list_files(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
             f"{job}/checkpoints/step_{part['step']:09d}/parts/{get_hex_digits(part['digest'])}.safetensors"
             for part in record["parts"]
         }
 
-    def _lists(self, job: str, record: dict[str, Any]) -> set[str]:
+    def _list_block_lists(self, job: str, record: dict[str, Any]) -> set[str]:
         return {
             f"{job}/checkpoints/step_{part['step']:09d}/block_digests/{get_hex_digits(part['digest'])}.bin"
             for part in record["parts"]
             if part["size"] > 2**20
         }
 
-    def _whole(self, job: str, record: dict[str, Any]) -> bool:
+    def _is_intact(self, job: str, record: dict[str, Any]) -> bool:
+        """Decide whether all files of a checkpoint exist and have their digests."""
         return all(
-            key in self.things and get_hex_digits(compute_blake3(self.things[key].read())) in key
-            for key in self._files(job, record)
+            key in self.objects and get_hex_digits(compute_blake3(self.objects[key].read())) in key
+            for key in self._list_files(job, record)
         )
 
-    def _of_job(self, job: str) -> dict[str, int]:
-        if self._live(job):
+    def _list_job_deletions(self, job: str) -> dict[str, int]:
+        """Return the objects of a job's checkpoints that are deleted, with their rules."""
+        if self._is_leased(job):
             return {}
-        found = self._checkpoints(job)
-        stays = {
-            thing.read_record()["step"]
-            for thing in self.everywhere
-            if re.fullmatch(re.escape(job) + r"/epochs/\d+\.json", thing.key)
-            or (thing.key.endswith("/chain/000000000.json") and thing.read_record()["job"] == job)
+        found = self._read_checkpoints(job)
+        protected_steps = {
+            listed.read_record()["step"]
+            for listed in self.all_objects
+            if re.fullmatch(re.escape(job) + r"/epochs/\d+\.json", listed.key)
+            or (listed.key.endswith("/chain/000000000.json") and listed.read_record()["job"] == job)
         }
         for step in sorted(found, reverse=True):
-            stays.add(step)
-            if self._whole(job, found[step]):
+            protected_steps.add(step)
+            if self._is_intact(job, found[step]):
                 break
-        going: dict[int, int] = {}
+        deleted_steps: dict[int, int] = {}
         for rank, step in enumerate(sorted(found, reverse=True)):
-            place = None if step in stays else self._taking_step(job, rank, step)
-            if place is not None:
-                going[step] = place
-        objects = {s: self._files(job, found[s]) | self._lists(job, found[s]) for s in found}
-        kept = set().union(*(objects[s] for s in found if s not in going))
+            rule_index = None if step in protected_steps else self._find_step_rule(job, rank, step)
+            if rule_index is not None:
+                deleted_steps[step] = rule_index
+        objects = {
+            s: self._list_files(job, found[s]) | self._list_block_lists(job, found[s])
+            for s in found
+        }
+        kept = set().union(*(objects[s] for s in found if s not in deleted_steps))
         named = set().union(*objects.values())
-        taken = {f"{job}/checkpoints/step_{s:09d}/metadata.json": p for s, p in going.items()}
-        for key, what in self.what.items():
-            if not (what and what.kind == "checkpoints" and what.scope == job) or self._pins(key):
+        deletions = {
+            f"{job}/checkpoints/step_{s:09d}/metadata.json": p for s, p in deleted_steps.items()
+        }
+        for key, parsed in self.parsed.items():
+            if not (
+                parsed and parsed.kind == "checkpoints" and parsed.scope == job
+            ) or self._is_pinned(key):
                 continue
             if key in named - kept:
-                taken[key] = min(going.values())
+                deletions[key] = min(deleted_steps.values())
             elif re.search("/(parts|block_digests)/", key) and key not in named:
                 folder = re.split("/(?:parts|block_digests)/", key)[0]
-                beside = [other for other in self.things if other.startswith(f"{folder}/")]
-                for place, rule in enumerate(self.rules):
-                    young = not all(self._old(rule, other) for other in beside)
+                neighbours = [other for other in self.objects if other.startswith(f"{folder}/")]
+                for rule_index, rule in enumerate(self.rules):
+                    is_young = not all(self._is_old_enough(rule, other) for other in neighbours)
                     if (
                         "checkpoint orphans" in rule["kinds"]
-                        and self._fits(rule, key, job)
-                        and not young
+                        and self._matches_rule(rule, key, job)
+                        and not is_young
                     ):
-                        taken[key] = place
+                        deletions[key] = rule_index
                         break
-        return taken
+        return deletions
 
-    def _taking_step(self, job: str, rank: int, step: int) -> int | None:
+    def _find_step_rule(self, job: str, rank: int, step: int) -> int | None:
+        """Return the index of the first rule that deletes a checkpoint.
+
+        Args:
+            job: Name of the job.
+            rank: Number of newer checkpoints.
+            step: Step of the checkpoint.
+        """
         folder = f"{job}/checkpoints/step_{step:09d}/"
-        if f"{folder}pin.json" in self.things or self._pins_in(folder):
+        if f"{folder}pin.json" in self.objects or self._has_pins(folder):
             return None
-        for place, rule in enumerate(self.rules):
+        for rule_index, rule in enumerate(self.rules):
             every = rule.get("keep_every")
             if (
                 "checkpoints" in rule["kinds"]
-                and self._fits(rule, f"{folder}metadata.json", job)
+                and self._matches_rule(rule, f"{folder}metadata.json", job)
                 and rank >= rule.get("keep_last", 0)
                 and not (every and step % every == 0)
             ):
-                return place
+                return rule_index
         return None
 
-    def _of_dataset(self, name: str) -> dict[str, int]:
-        own = [key for key, what in self.what.items() if what == What("dataset", name)]
-        own += [key for key in self.things if key.startswith(f"{name}/lease/")]
-        plan = self.things.get(f"{name}/plan.json")
-        if plan is None or self._live(name) or plan.read_record().get("dataset") != name:
+    def _list_dataset_deletions(self, name: str) -> dict[str, int]:
+        """Return the objects of a dataset that are deleted, with their rules."""
+        own_keys = [
+            key for key, parsed in self.parsed.items() if parsed == ParsedKey("dataset", name)
+        ]
+        own_keys += [key for key in self.objects if key.startswith(f"{name}/lease/")]
+        plan = self.objects.get(f"{name}/plan.json")
+        if plan is None or self._is_leased(name) or plan.read_record().get("dataset") != name:
             return {}
-        for place, rule in enumerate(self.rules):
+        for rule_index, rule in enumerate(self.rules):
             if (
                 "datasets" in rule["kinds"]
                 and rule.get("name", "") in {"", name}
                 and f"{name}/".startswith(rule.get("prefix", ""))
-                and all(self._old(rule, key) for key in own)
+                and all(self._is_old_enough(rule, key) for key in own_keys)
             ):
-                if not self._pins_in(f"{name}/"):
-                    return dict.fromkeys(own, place)
+                if not self._has_pins(f"{name}/"):
+                    return dict.fromkeys(own_keys, rule_index)
                 break
-        if f"{name}/manifest.json" not in self.things:
+        if f"{name}/manifest.json" not in self.objects:
             return {}
         named = {
-            self.things[key].read_record()["key"]
-            for key in own
+            self.objects[key].read_record()["key"]
+            for key in own_keys
             if re.search(r"/commits/\w+-\d+-\d+\.json$", key)
         }
-        taken: dict[str, int] = {}
-        for key in own:
+        deletions: dict[str, int] = {}
+        for key in own_keys:
             if key.split("/")[-2] not in {"shards", "quarantine", "partitions"} or key in named:
                 continue
-            for place, rule in enumerate(self.rules):
-                if "dataset orphans" in rule["kinds"] and self._fits(rule, key, name):
-                    if not self._pins(key):
-                        taken[key] = place
+            for rule_index, rule in enumerate(self.rules):
+                if "dataset orphans" in rule["kinds"] and self._matches_rule(rule, key, name):
+                    if not self._is_pinned(key):
+                        deletions[key] = rule_index
                     break
-        return taken
+        return deletions
 
 
 def read_time() -> datetime:
-    """Return the time by this machine's clock, which is that of a folder."""
+    """Return the time of this machine's clock, which dates the files of a folder."""
     return datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Buckets to clean: every kind of object, written as those who use them would."""
+"""Build buckets to clean, with every kind of object as Millrace writes it."""
 
 import os
 from concurrent.futures import Executor, Future
@@ -21,47 +21,51 @@ from millrace.schemas.gradient import Codec
 from millrace.schemas.merge import MergeSettings
 from millrace.storage import Store, put
 
-ELSEWHERE = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
+OTHER_HOLDER = Holder(id="elsewhere", host="elsewhere", machine="elsewhere", pid=1, started="1")
 
 
 def compute_hex_digest(body: bytes) -> str:
+    """Return the hexadecimal digits of the digest of some bytes."""
     return get_hex(compute_digest(body))
 
 
 @dataclass
-class Place:
-    """A store that is filled, each object with its age where the store is a folder.
+class BucketBuilder:
+    """Write objects to a store. In a folder, each object can have an age in hours.
 
     Attributes:
-        store: Which.
-        pool: Where there are many objects: threads that write them.
+        store: Store of the objects.
+        pool: Threads that write the objects, which then have no ages. None to write at once.
     """
 
     store: Store
     pool: Executor | None = None
-    _writing: list[Future[None]] = field(default_factory=list)
+    _writes: list[Future[None]] = field(default_factory=list)
 
     def put(self, key: str, body: bytes = b"x", *, hours: float = 0) -> str:
+        """Write an object, and return its key."""
         if self.pool is not None:
-            self._writing.append(self.pool.submit(put, self.store, key, body))
+            self._writes.append(self.pool.submit(put, self.store, key, body))
             return key
         put(self.store, key, body)
         return self.set_age(key, hours)
 
-    def settle(self) -> None:
-        """Wait until all is written."""
-        for one in self._writing:
-            one.result()
-        self._writing.clear()
+    def wait_for_writes(self) -> None:
+        """Wait until all objects are written."""
+        for write in self._writes:
+            write.result()
+        self._writes.clear()
 
     def put_record(self, key: str, record, *, hours: float = 0) -> str:
+        """Write a record, and return its key."""
         return self.put(key, encode_record(record, "nonce"), hours=hours)
 
     def set_age(self, key: str, hours: float) -> str:
+        """Date the last write of an object back, and return its key. Needs a folder."""
         if hours:
             path = Path(self.store.location.bucket) / key
-            then = (datetime.now(UTC) - timedelta(hours=hours)).timestamp()
-            os.utime(path, (then, then))
+            modified = (datetime.now(UTC) - timedelta(hours=hours)).timestamp()
+            os.utime(path, (modified, modified))
         return key
 
     def put_gradient(self, run: str, uid: str, window: int, version: str, hours: float = 0) -> str:
@@ -76,9 +80,9 @@ class Place:
         )
 
     def put_lease(self, scope: str, name: str, *, ended: bool = False) -> None:
-        """A lease that another machine holds for an hour from now, or has given back."""
+        """Write a lease that another machine holds for an hour from now, or has ended."""
         keys = LeaseKeys(scope, name)
-        term = LeaseTerm(holder=ELSEWHERE, ttl=timedelta(hours=1))
+        term = LeaseTerm(holder=OTHER_HOLDER, ttl=timedelta(hours=1))
         commit_once(self.store, keys.make_term_key(0), term)
         put(self.store, keys.make_beat_key(0), b"elsewhere")
         if ended:
@@ -95,7 +99,17 @@ class Place:
         hours: float = 0,
         missing: int | None = None,
     ) -> None:
-        """A checkpoint of files; those of `homes` lie in an earlier step's folder."""
+        """Write a checkpoint.
+
+        Args:
+            job: Name of the job.
+            step: Step of the checkpoint.
+            bodies: Bytes of the files.
+            homes: Earlier steps in whose folders files are stored, by the bytes of the files.
+            window: Window of the checkpoint, if it is one of a run of gradients.
+            hours: Age of the objects.
+            missing: Index of a file that is not written.
+        """
         keys = CheckpointKeys(job)
         parts: list[Part] = []
         for number, body in enumerate(bodies):
@@ -107,12 +121,12 @@ class Place:
                 blocks = keys.make_block_list_key(home, compute_digest(body))
                 self.put(blocks, hash_blocks(body), hours=hours)
         position = {} if window is None else {"window": window}
-        made = Checkpoint(
+        checkpoint = Checkpoint(
             job=job, step=step, run="", position=position, notes={},
             saved=datetime(2026, 1, 1, tzinfo=UTC), root=compute_root(parts, {}),
             parts=tuple(parts), tensors={},
         )  # fmt: skip
-        self.put_record(keys.make_metadata_key(step), add_digest(made), hours=hours)
+        self.put_record(keys.make_metadata_key(step), add_digest(checkpoint), hours=hours)
 
     def put_pin(self, job: str, step: int) -> None:
         self.put_record(CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, why="mine"))
@@ -126,7 +140,15 @@ class Place:
     def put_chain(
         self, run: str, version: str, windows: int, heads: dict[int, float], hours: float = 0
     ) -> None:
-        """A run of so many windows, with checkpoints after some of them; `heads`: their ages."""
+        """Write the chain of a run, and checkpoints of some windows.
+
+        Args:
+            run: Name of the run.
+            version: Version of the run.
+            windows: Number of windows.
+            heads: Ages of the checkpoints in hours by their windows.
+            hours: Age of the links and updates.
+        """
         keys = ChainKeys(run, version)
         start = ChainStart(run=run, job=keys.job, step=0, root="", state="")
         self.put_record(keys.make_link_key(0), start, hours=hours)
@@ -164,14 +186,16 @@ class Place:
         )  # fmt: skip
         self.put_record(keys.plan, plan, hours=hours)
         digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
-        for n in range(shards + orphans):
-            shard = ShardName("train-00000", n)
-            key = self.put(keys.make_shard_key(shard, "tar"), f"{name} {n}".encode(), hours=hours)
-            if n < shards:
+        for number in range(shards + orphans):
+            shard = ShardName("train-00000", number)
+            key = self.put(
+                keys.make_shard_key(shard, "tar"), f"{name} {number}".encode(), hours=hours
+            )
+            if number < shards:
                 entry = ShardCommit(
-                    partition="train-00000", number=n, key=key, size=1,
-                    digest=compute_digest(b"x"), samples=1, start_cursor=n, next_cursor=n + 1,
-                    plan_digest=digest,
+                    partition="train-00000", number=number, key=key, size=1,
+                    digest=compute_digest(b"x"), samples=1, start_cursor=number,
+                    next_cursor=number + 1, plan_digest=digest,
                 )  # fmt: skip
                 self.put_record(keys.make_commit_key(shard), entry, hours=hours)
         if is_complete:

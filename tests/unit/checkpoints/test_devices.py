@@ -3,6 +3,7 @@
 Tests run on the processor, and on a GPU too where there is one.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from millrace.checkpoints import Saver, SaveSettings, load, load_into
-from millrace.checkpoints.pinned_memory import PinnedMemory
+from millrace.checkpoints.pinned_memory import PinnedMemory, map_pinned
 from millrace.checkpoints.snapshot import lay_out_state
 from millrace.storage import Store, open_store
 
@@ -89,3 +90,36 @@ def test_memory_for_a_gpu_is_pinned_as_long_as_it_exists(device):
             memory.pin()  # CUDA refuses to pin it twice
             assert torch.ones(3, device=device).sum() == 3
         del memory
+
+
+class Runtime:
+    """Stand-in of CUDA's runtime: the memory that is pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")  # from Python 3.12 on
+def test_memory_is_unpinned_by_its_process_only(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr("millrace.checkpoints.pinned_memory._get_runtime", lambda: runtime)
+    memory = map_pinned(5_000_000)
+    memory[:3] = b"abc"
+    assert list(runtime.pinned.values()) == [5_000_000]
+    child = os.fork()
+    if not child:
+        zeros = memory[:3] == bytes(3)
+        del memory
+        os._exit(0 if zeros and runtime.pinned else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert memory[:3] == b"abc"
+    del memory
+    assert not runtime.pinned

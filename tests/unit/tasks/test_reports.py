@@ -44,6 +44,16 @@ def test_a_run_that_found_all_done_says_so_without_a_picture() -> None:
     assert "data:image" not in text
 
 
+def test_an_empty_dataset_is_reported_as_one_that_was_allowed() -> None:
+    made = report(new_shards=0, new_samples=0, new_bytes=0)
+    empty = made.manifest.model_copy(update={"shards": (), "samples": {"train": 0}, "size": 0})
+    nothing = report(manifest=empty, new_shards=0, new_samples=0, new_bytes=0)
+    text = sharding.describe_shards(ShardingResult(nothing, {}))
+    assert text.startswith("**words** is complete: 0 samples in 0 shards, 0 bytes.")
+    assert "The dataset was allowed to be empty." in text
+    assert "before this run" not in text
+
+
 def test_a_verification_names_each_shard_at_fault() -> None:
     found = {
         "words": Verification(

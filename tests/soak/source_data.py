@@ -1,4 +1,4 @@
-"""Sources of the soak: small ones whose rows each have a unique id."""
+"""Make small source data for the soak. Each row has a unique id."""
 
 import json
 import random
@@ -13,16 +13,16 @@ _WORDS = ("mill", "race", "wheel", "sluice", "weir", "grain", "stone", "flour", 
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
-    """A source, and the truth about it.
+class SourceData:
+    """Files of a source, and the rows that the oracle expects of them.
 
     Attributes:
-        name: Of this material.
-        folder: Where its files are.
-        source: How it is read: settings of a source, less its store.
+        name: Name of the source data.
+        folder: Folder of the files.
+        source: Settings of the source, without its store.
         sharding: Settings of the sharding.
-        rows: The tokens of its rows.
-        bad_rows: How many of its rows make no sample.
+        rows: Tokens of the valid rows.
+        bad_rows: Number of rows that make no sample.
     """
 
     name: str
@@ -33,25 +33,29 @@ class Material:
     bad_rows: int = 0
 
 
-def make_all(folder: Path, seed: int) -> list[Material]:
-    """Every kind of source, about 1 MiB each: four or five partitions, about twenty shards."""
+def make_all_sources(folder: Path, seed: int) -> list[SourceData]:
+    """Make source data of every kind.
+
+    Each has about 1 MiB, which makes four or five partitions and about twenty shards.
+    """
     return [
-        make(folder / make.__name__, random.Random(f"{seed} {make.__name__}")) for make in KINDS
+        make_source(folder / name, random.Random(f"{seed} {name}"))
+        for name, make_source in KINDS.items()
     ]
 
 
-def lines(folder: Path, dice: random.Random) -> Material:
-    """JSON lines kept whole, in three files."""
+def make_lines(folder: Path, generator: random.Random) -> SourceData:
+    """Make three files of JSON lines, which are kept whole."""
     folder.mkdir(parents=True)
     rows: Counter[str] = Counter()
     for number in range(3):
         written = []
         for i in range(220):
-            name, text = f"{number}-{i}", _text(dice, 200, 2600)
+            name, text = f"{number}-{i}", _make_text(generator, 200, 2600)
             rows[make_row_token(name, text.encode())] += 1
             written.append(json.dumps({"id": name, "text": text}))
         (folder / f"part-{number}.jsonl").write_text("\n".join(written) + "\n")
-    return Material(
+    return SourceData(
         "lines",
         folder,
         {"kind": "jsonl"},
@@ -60,25 +64,25 @@ def lines(folder: Path, dice: random.Random) -> Material:
     )
 
 
-def columns(folder: Path, dice: random.Random) -> Material:
-    """JSON lines of which two columns are taken, with bad rows among them, and a held-out share."""
+def make_columns(folder: Path, generator: random.Random) -> SourceData:
+    """Make JSON lines of which two columns are taken, with bad rows and a held-out share."""
     folder.mkdir(parents=True)
     rows: Counter[str] = Counter()
-    written, bad = [], 0
+    written, bad_rows = [], 0
     for i in range(500):
-        name, text = f"row-{i}", _text(dice, 100, 3200)
-        match dice.randrange(25):
+        name, text = f"row-{i}", _make_text(generator, 100, 3200)
+        match generator.randrange(25):
             case 0:
                 written.append('{"id": "' + name)
-                bad += 1
+                bad_rows += 1
             case 1:
                 written.append(json.dumps({"id": name}))
-                bad += 1
+                bad_rows += 1
             case _:
                 rows[make_row_token(name, text.encode())] += 1
                 written.append(json.dumps({"id": name, "text": text, "more": i}))
     (folder / "all.jsonl").write_text("\n".join(written))  # the last row has no newline
-    return Material(
+    return SourceData(
         "columns",
         folder,
         {"kind": "jsonl", "columns": {"txt": "text", "id": "id"}},
@@ -89,21 +93,21 @@ def columns(folder: Path, dice: random.Random) -> Material:
             "holdout": 0.15,
         },
         rows,
-        bad,
+        bad_rows,
     )
 
 
-def files(folder: Path, dice: random.Random) -> Material:
-    """Two files a sample, in folders."""
+def make_files(folder: Path, generator: random.Random) -> SourceData:
+    """Make folders with two files for each sample."""
     rows: Counter[str] = Counter()
     for i in range(220):
-        name, text = f"{i:04d}", _text(dice, 800, 8000).encode()
+        name, text = f"{i:04d}", _make_text(generator, 800, 8000).encode()
         at = folder / f"group-{i % 7}"
         at.mkdir(parents=True, exist_ok=True)
         rows[make_row_token(name, text)] += 1
         (at / f"{name}.txt").write_bytes(text)
         (at / f"{name}.json").write_text(json.dumps({"id": name}))
-    return Material(
+    return SourceData(
         "files",
         folder,
         {"kind": "files"},
@@ -112,9 +116,9 @@ def files(folder: Path, dice: random.Random) -> Material:
     )
 
 
-KINDS = (lines, columns, files)
+KINDS = {"lines": make_lines, "columns": make_columns, "files": make_files}
 
 
-def _text(dice: random.Random, least: int, most: int) -> str:
-    size = dice.randint(least, most)
-    return " ".join(dice.choices(_WORDS, k=size // 6 + 1))[:size]
+def _make_text(generator: random.Random, min_size: int, max_size: int) -> str:
+    size = generator.randint(min_size, max_size)
+    return " ".join(generator.choices(_WORDS, k=size // 6 + 1))[:size]

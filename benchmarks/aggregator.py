@@ -1,0 +1,168 @@
+"""An aggregator's memory and time for one window: 20 workers, models up to a billion parameters.
+
+The first process writes the bucket (a folder): the weights of the run, and a gradient of each
+worker. Each measured process is an aggregator after a restart. It loads the weights, reads the
+gradients, merges and applies them, commits the link, and saves a checkpoint. It is the only system.
+
+The peaks of memory include the libraries. Dense gradients of 20 workers, in float32, would take 20
+times the memory of the weights.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.common import Results, measure_process, parse_options, print_table
+from millrace.gradients import (
+    ChainStep,
+    Codec,
+    GatheredWindow,
+    GatherWindow,
+    GradientEncoder,
+    Payload,
+    RunSettings,
+    WeightState,
+    aggregate,
+    begin_run,
+    encode_payload,
+)
+from millrace.gradients.backends.local import allocate_locally
+from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.sync.chain import read_link
+from millrace.gradients.weights import load_newest_weights
+from millrace.storage import head, open_store, put
+
+CODEC = Codec()
+SETTINGS = RunSettings(run="run")
+WORKERS = 20
+STAGES = ("load", "read", "merge", "save")
+MODELS = {"124M": (768, 18), "303M": (1024, 24), "1B": (2048, 20)}
+"""Width and number of the layers of each model. Embeddings are left out."""
+
+
+def make_shapes(width: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a transformer: 12 times the squared width a layer."""
+    return {
+        name: shape
+        for layer in range(layers)
+        for name, shape in (
+            (f"layers.{layer:02d}.attention", (width, 3 * width)),
+            (f"layers.{layer:02d}.projection", (width, width)),
+            (f"layers.{layer:02d}.up", (width, 4 * width)),
+            (f"layers.{layer:02d}.down", (4 * width, width)),
+        )
+    }
+
+
+def make_window(shapes: Shapes) -> GatherWindow:
+    """Return the first window of the run."""
+    now = datetime.now(UTC)
+    return GatherWindow(SETTINGS.gradients, 1, 0, CODEC, shapes, opens=now, closes=now)
+
+
+def write_bucket(folder: str, width: int, layers: int) -> dict[str, float]:
+    """Begin the run, and write a gradient of each worker with independent values."""
+    store, shapes = open_store(Path(folder).as_uri()), make_shapes(width, layers)
+    zeros = WeightState({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    begin_run(store, SETTINGS.chain, zeros)
+    del zeros
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4 * width * width + WORKERS * layers, generator=generator)
+    encoder, window = GradientEncoder(CODEC), make_window(shapes)
+    for number in range(WORKERS):
+        bodies: dict[str, bytes] = {}
+        for layer, (name, shape) in enumerate(shapes.items()):
+            first = number * layers + layer // 4
+            size = shape[0] * shape[1]
+            bodies[name] = encoder.encode(values[first : first + size].view(shape))
+        uid = f"w{number:02d}"
+        body = encode_payload(bodies, shapes, CODEC, run=window.keys.run, uid=uid, window=1, base=0)
+        put(store, window.keys.make_gradient_key(uid, 1), body)
+    return {}
+
+
+def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
+    """Merge the window as an aggregator does after a restart, and return seconds of each stage."""
+    store, figures = open_store(Path(folder).as_uri()), dict[str, float]()
+    with _time_stage(figures, "load"):
+        weights, _ = load_newest_weights(store, SETTINGS.chain, allocate_locally())
+    window = make_window(make_shapes(width, layers))
+    weights.open(window)
+    payloads = dict[str, Payload]()
+    with _time_stage(figures, "read"):
+        for number in range(WORKERS):
+            expected = window.make_expected(f"w{number:02d}")
+            found = head(store, window.keys.make_gradient_key(expected.uid, 1))
+            payloads[expected.uid] = weights.read(expected.uid, store, found, expected)
+    size = sum(payload.size for payload in payloads.values())
+    gathered = GatheredWindow(payloads, {}, (), size, 0.0)
+    step = ChainStep(
+        read_link(store, SETTINGS.chain, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
+    )
+    with _time_stage(figures, "merge"):
+        aggregate(store, window, gathered, step, weights)
+    figures["peak before the save"] = _read_peak()
+    with _time_stage(figures, "save"):
+        weights.save(store, SETTINGS.chain.job, step=SETTINGS.steps, window=1)
+        weights.wait_for_save()
+    weights.close()
+    figures["peak"] = _read_peak()
+    return figures
+
+
+@contextmanager
+def _time_stage(figures: dict[str, float], stage: str) -> Iterator[None]:
+    began, cpu = time.perf_counter(), time.process_time()
+    yield
+    figures[f"{stage}, s"] = time.perf_counter() - began
+    figures[f"{stage}, CPU s"] = time.process_time() - cpu
+
+
+def _read_peak() -> float:
+    """Return the largest resident set of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def report(results: Results) -> None:
+    """Print the figures of each model."""
+    values = {(row.work, row.metric): row for row in results.compute_rows()}
+    lines: list[list[str]] = []
+    for model, (width, layers) in MODELS.items():
+        if (model, "peak") in values:
+            size = 4 * 12 * width * width * layers / 1e6
+            cells = [f"{values[model, f'{stage}, CPU s'].value:.1f}" for stage in STAGES]
+            cells += [f"{values[model, f'{stage}, s'].value:.1f}" for stage in STAGES]
+            peaks = [
+                f"{values[model, name].value:.0f}" for name in ("peak before the save", "peak")
+            ]
+            lines.append([model, f"{size:.0f}", *peaks, *cells, str(values[model, "peak"].n)])
+    stages = [*(f"{stage}, CPU s" for stage in STAGES), *(f"{stage}, s" for stage in STAGES)]
+    print_table(["model", "weights, MB", "peak before the save", "peak, MB", *stages, "n"], lines)
+
+
+def main() -> int:
+    """Measure, print the table, and write the rows if asked."""
+    asked = parse_options("aggregator", __doc__, parts=list(MODELS))
+    results = Results("aggregator")
+    for model in list(MODELS)[:1] if asked.quick else asked.only:
+        for _ in range(1 if asked.quick else 3):
+            with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+                measure_process(write_bucket, folder, *MODELS[model])
+                found = measure_process(run_aggregator, folder, *MODELS[model])
+            for metric, value in found.figures.items():
+                results.add(model, "millrace", metric, value)
+    report(results)
+    results.save(asked.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
