@@ -37,7 +37,10 @@ def wait_for_path(path: Path | str, *, timeout: timedelta | None = None) -> Path
         events.register(descriptor, select.POLLIN)
         while not path.exists():
             folder = _find_nearest_folder(path)
-            watch = _call_libc("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
+            try:
+                watch = _call_libc("inotify_add_watch", descriptor, os.fsencode(folder), _WATCHED)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # the folder was removed before the watch
             if path.exists() or _find_nearest_folder(path) != folder:
                 continue  # the path appeared before the watch
             rest = None if end is None else 1000 * (end - time.monotonic())

@@ -9,7 +9,8 @@ Sources: https://docs.vast.ai/api-reference, and observed answers of the API.
 import random
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -54,6 +55,7 @@ _INTERVALS = {  # seconds between two requests, by the thresholds of the API
     RequestKind.DESTROY: 3.0,
     RequestKind.USER: 1.0,
 }
+_LONGEST_TURN = 30.0  # seconds that a request without an answer holds up others of its kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,27 @@ class _RequestPacer:
     clock: Clock
     next_times: dict[RequestKind, float] = field(default_factory=dict[RequestKind, float])
     lock: threading.Lock = field(default_factory=threading.Lock)
+    turns: dict[RequestKind, threading.Lock] = field(
+        default_factory=lambda: {kind: threading.Lock() for kind in RequestKind}
+    )
 
-    def wait(self, kind: RequestKind) -> None:
+    @contextmanager
+    def hold_turn(self, kind: RequestKind) -> Generator[None]:
+        """Wait until a request of a kind may be sent, and keep the interval after its answer.
+
+        The API may receive a request just before its answer. So the next one, of any thread, waits
+        for the answer, but not for longer than `_LONGEST_TURN`.
+        """
+        is_held = self.turns[kind].acquire(timeout=_LONGEST_TURN)
+        try:
+            self._wait(kind)
+            yield
+        finally:
+            self.delay(kind, _INTERVALS[kind])
+            if is_held:
+                self.turns[kind].release()
+
+    def _wait(self, kind: RequestKind) -> None:
         with self.lock:
             now = self.clock.monotonic()
             send_at = max(now, self.next_times.get(kind, now))
@@ -332,20 +353,17 @@ class VastClient:
         end = self.clock.monotonic() + self._retry_timeout
         pause = _INTERVALS[kind]
         while True:
-            self._pacer.wait(kind)
-            try:
-                return self._send_once(send)
-            except _RetryableError as error:
-                remaining = end - self.clock.monotonic()
-                if remaining <= 0 or (error.may_have_succeeded and not is_idempotent):
-                    raise errors.UnavailableError(
-                        f"Vast.ai does not answer to {kind}: {error}."
-                    ) from error.__cause__
-                self._pacer.delay(kind, min(remaining, pause * random.uniform(0.5, 1.0)))
-                pause *= 2
-            finally:
-                # The API may have received the request just before its answer.
-                self._pacer.delay(kind, _INTERVALS[kind])
+            with self._pacer.hold_turn(kind):
+                try:
+                    return self._send_once(send)
+                except _RetryableError as error:
+                    remaining = end - self.clock.monotonic()
+                    if remaining <= 0 or (error.may_have_succeeded and not is_idempotent):
+                        raise errors.UnavailableError(
+                            f"Vast.ai does not answer to {kind}: {error}."
+                        ) from error.__cause__
+                    self._pacer.delay(kind, min(remaining, pause * random.uniform(0.5, 1.0)))
+                    pause *= 2
 
     def _send_once(self, send: Callable[[], T]) -> T:
         """Send a request once."""

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from pydantic import SecretStr
 
-from millrace.rentals.vast.api import VastClient
+from millrace.rentals.vast.api import RequestKind, VastClient, _RequestPacer
 from tests.support.rentals.parts import ManualClock
 
 
@@ -37,3 +37,20 @@ def test_the_interval_counts_from_the_answer_since_a_request_may_arrive_late() -
             server.shutdown()
             thread.join()
     assert arrivals == [1005.0, 1006.0]
+
+
+def test_the_next_request_of_another_thread_waits_for_the_answer() -> None:
+    clock, sent = ManualClock(), list[float]()
+    pacer = _RequestPacer(clock)
+
+    def send() -> None:
+        with pacer.hold_turn(RequestKind.LIST):
+            sent.append(clock.elapsed)
+
+    with pacer.hold_turn(RequestKind.LIST):
+        other = threading.Thread(target=send)
+        other.start()
+        with pacer.hold_turn(RequestKind.DESTROY):  # another kind waits for nothing
+            clock.elapsed += 5
+    other.join()
+    assert sent == [1006.0]
