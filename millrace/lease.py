@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.keys.leases import LeaseKeys, make_clock_probe_key, make_lease_prefix, parse_lease
@@ -86,7 +86,7 @@ class LeaseTerm(Record):
     record_kind: ClassVar[str] = "lease"
 
     holder: Holder
-    ttl: Duration
+    ttl: Annotated[Duration, Field(ge=MIN_TTL)]
 
 
 @dataclass(slots=True)

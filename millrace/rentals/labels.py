@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from millrace.errors import ConfigurationError
+from millrace.keys.names import is_valid_name
+from millrace.keys.rentals import RentalKeys
 
 _MAX_LENGTH = 256  # characters; limit of the API
 _PREFIX = "millrace"
@@ -41,7 +43,7 @@ class Label:
             return None
         rental, _, rest = text.removeprefix(make_label_prefix(installation)).rpartition("/")
         rental, _, attempt = rental.rpartition("/")
-        if not (rental and attempt.isdecimal() and rest.isdecimal()):
+        if not (is_valid_name(RentalKeys, rental) and attempt.isdecimal() and rest.isdecimal()):
             return None
         try:
             return cls(installation, rental, int(attempt), datetime.fromtimestamp(int(rest), UTC))

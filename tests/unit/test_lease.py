@@ -1,3 +1,4 @@
+import json
 import secrets
 import subprocess
 import sys
@@ -139,6 +140,20 @@ def test_a_lease_that_cannot_be_read_is_over_when_the_longest_one_is(store, cloc
     with pytest.raises(errors.CorruptError):
         Census(store, "job", "", clock).find_holders()
     assert Census(store, "job", "", later(clock, 3700)).find_holders() == {}
+
+
+@pytest.mark.parametrize("ttl", ["-P999999999D", "-PT1S", "PT0S", "P999999999D"])
+def test_a_lease_of_any_duration_stops_no_census(store, clock, ttl):
+    """Also with a duration that no date can be added to."""
+    mine = acquire(store, LeaseKeys("run", "mine"), Holder.describe_this_process(), TTL, clock)
+    record = {"holder": {"id": "a", "host": "h", "machine": "", "pid": 1, "started": ""}}
+    body = {"kind": "lease", "version": 1, "nonce": "", "record": record | {"ttl": ttl}}
+    put(store, LeaseKeys("run", "theirs").make_term_key(0), json.dumps(body).encode())
+    holders = Census(store, "run", "", clock, strict=False).find_holders()
+    assert holders["mine"].holder == mine.holder
+    assert ("theirs" in holders) == (not ttl.startswith(("-", "PT0")))
+    end = clock.base + timedelta(days=365)
+    assert all(lease.until < end for lease in holders.values())
 
 
 def test_a_member_with_many_objects_makes_the_census_no_longer(store, clock, monkeypatch):

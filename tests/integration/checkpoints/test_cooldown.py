@@ -325,6 +325,17 @@ def test_an_unreadable_claim_stops_nobody(folder, members) -> None:
     assert CooldownOutcome.COMMITTED in {cooled["a"].outcome, cooled["c"].outcome}
 
 
+def test_a_member_with_a_lease_of_an_impossible_duration_stops_nobody(folder, members) -> None:
+    made = members(folder, ["a", "b", "c"])
+    record = {"holder": {"id": "a", "host": "h", "machine": "", "pid": 1, "started": ""}}
+    body = {"kind": "lease", "version": 1, "nonce": "", "record": record | {"ttl": "-P999999999D"}}
+    put(folder, make_member_lease(JOB, "d").make_term_key(0), dump_canonical_json(body))
+    cooled = made.end()
+    assert sorted(outcomes(cooled).values()).count(CooldownOutcome.COMMITTED) == 1
+    seen = watch_epoch_end(folder, JOB, 0, timeout=timedelta(minutes=1), members=["a", "b", "c"])
+    assert seen.epoch is not None
+
+
 def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members) -> None:
     names = ["a", "b", "c", "d", "e"]
     made = members(folder, names)

@@ -76,12 +76,18 @@ def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:
         f"millrace/{mine}x/fleet/000000/1",
     ]  # fmt: skip
     planted = [account.server.plant(label) for label in others]
-    strange = account.server.plant(f"millrace/{mine}/what is this")
+    strange = [
+        account.server.plant(f"millrace/{mine}/{rest}")
+        for rest in ("what is this", "a b/000001/2000000000", "../x/000001/2000000000")
+    ]
     orphan = account.server.plant(f"millrace/{mine}/lost/000007/9999999999")
     done = reap(account.make_ledger_settings(), vast=account.vast)
     assert [one.instance.id for one in done.released] == [orphan]
-    assert [one.instance.id for one in done.kept] == [strange]
-    assert {one["id"] for one in account.server.list_alive()} == {*planted, strange}
+    assert [one.instance.id for one in done.kept] == strange
+    assert {one["id"] for one in account.server.list_alive()} == {*planted, *strange}
+    assert not any(
+        one.owner for one in list_rentals(account.make_ledger_settings(), vast=account.vast)
+    )
 
 
 def test_two_installations_with_one_account_leave_each_others_alone(
