@@ -17,6 +17,7 @@ from millrace.swarm.transfer import FINAL_STATUSES, FetchError
 
 _DENIED_STATUSES = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 _SAMPLE_BYTES = 16 << 20  # bytes of objects without a digest that the driver reads at most
+_OWN_SHARE = 0.25  # of the timeout of the store: reads of the driver itself fail for so long
 
 
 class PieceChecks:
@@ -40,6 +41,7 @@ class PieceChecks:
         self._store_timeout, self._request = store_timeout, request
         self._sample: set[int] = set()
         self._failing: dict[int, float] = {}  # piece → time of the first failed read in a row
+        self._own_failing: dict[int, float] = {}  # the same of the driver's own reads
         self._reports: dict[int, dict[str, str]] = {}  # piece → node → its reason for a failed read
         self._doubters: dict[int, set[str]] = {}  # piece → nodes that read other bytes
         self._intact: set[int] = set()  # pieces that have the expected digest in the store
@@ -115,6 +117,7 @@ class PieceChecks:
         state = self._state
         with state.news:
             self._failing.pop(number, None)
+            self._own_failing.pop(number, None)
             if digest != (self.get_expected(number) or digest):
                 origins = self._describe_origins(number)
                 state.fatal = make_corruption_error(origins, self.get_expected(number))
@@ -159,7 +162,8 @@ class PieceChecks:
             )
         now = time.monotonic()
         since = self._failing.setdefault(number, now)
-        if now - since <= self._store_timeout:
+        own = self._own_failing.setdefault(number, now)  # a node may report anything
+        if now - since <= self._store_timeout or now - own <= _OWN_SHARE * self._store_timeout:
             return None
         kind = errors.DeniedError if status in _DENIED_STATUSES else errors.UnavailableError
         return kind(

@@ -81,6 +81,22 @@ def test_a_store_that_fails_for_longer_than_patience_ends_the_run(status, kind):
     assert isinstance(run.state.fatal, kind)
 
 
+def test_what_a_node_says_of_the_store_does_not_shorten_the_patience_of_the_driver(monkeypatch):
+    """A single failed read of the driver, after the reports of a node, ends no run."""
+    run, now = Run("ab"), [1000.0]
+    monkeypatch.setattr("millrace.swarm.driving.piece_checks.time.monotonic", lambda: now[0])
+    pieces, requested = make_piece_checks(run, store_timeout=60.0)
+    pieces.note_failure(run["a"], 1, 500, "error")
+    now[0] += 61
+    pieces.note_failure(run["a"], 1, 500, "error")
+    assert requested == [1]
+    pieces.handle_failure(1, FetchError("busy", 503))
+    assert run.state.fatal is None
+    now[0] += 16
+    pieces.handle_failure(1, FetchError("busy", 503))
+    assert isinstance(run.state.fatal, errors.UnavailableError)
+
+
 def test_a_node_whose_read_the_driver_finds_right_in_the_store_is_named_and_then_lost():
     run = Run("ab", expected={0: RIGHT})
     pieces, requested = make_piece_checks(run)
