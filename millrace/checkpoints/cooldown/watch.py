@@ -26,6 +26,7 @@ from millrace.schemas.checkpoint import Checkpoint, CooldownRecord, EpochRecord,
 from millrace.storage import Store, list_objects
 
 _POLL_INTERVAL = 1.0  # seconds
+_RESULT_WAIT = 30.0  # seconds for the results of living members after a checkpoint is committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,9 @@ def watch_epoch_end(
 ) -> EpochStatus:
     """Wait until an epoch has ended and its members have results.
 
+    If the epoch has a checkpoint, living members have half a minute for their results: a member
+    that never writes one holds up nobody for longer.
+
     If all members died between the commits of the checkpoint and of the epoch, this function
     commits the epoch, with the content that most members voted for.
 
@@ -81,14 +85,17 @@ def watch_epoch_end(
     Raises:
         UnavailableError: The store does not answer.
     """
-    began = time.monotonic()
+    began, ended = time.monotonic(), None
     watched = _EpochWatcher(store, job, epoch, clock or StoreClock.read_machine_clock(), members)
     while True:
         spent = time.monotonic() - began
         seen = watched.poll(spent, last=spent > timeout.total_seconds())
         there, of = watched.measure_progress()
         progress(CooldownProgressed(job=job, stored=there, size=of, members=len(seen.ended)))
+        if seen.epoch is not None and seen.epoch.root is not None:
+            ended = spent if ended is None else ended
         over = seen.epoch is not None and not seen.living
+        over = over or (ended is not None and spent - ended >= _RESULT_WAIT)
         if over or spent > timeout.total_seconds():
             watched.delete_uploads()
             return seen

@@ -336,6 +336,19 @@ def test_a_member_with_a_lease_of_an_impossible_duration_stops_nobody(folder, me
     assert seen.epoch is not None
 
 
+def test_a_living_member_without_a_result_holds_up_nobody(folder, members, monkeypatch) -> None:
+    made = members(folder, ["a", "b", "c"])
+    made.end()
+    delete(folder, [CooldownKeys(JOB, 0).make_result_key("c")])
+    monkeypatch.setattr("millrace.checkpoints.cooldown.watch._RESULT_WAIT", 0.0)
+    polls: list[object] = []
+    timeout = timedelta(seconds=10)  # which is reached without the limit
+    seen = watch_epoch_end(folder, JOB, 0, timeout=timeout, progress=polls.append)
+    assert len(polls) == 1
+    assert seen.checkpoint is not None
+    assert (set(seen.living), set(seen.ended)) == ({"c"}, {"a", "b"})
+
+
 def test_votes_of_names_that_are_not_in_the_roster_do_not_count(folder, members) -> None:
     names = ["a", "b", "c", "d", "e"]
     made = members(folder, names)
