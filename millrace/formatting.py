@@ -24,7 +24,9 @@ def format_size(size: float) -> str:
     """Return a number of bytes with its unit: ``23.4 GB``."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+            if unit != "bytes":
+                return f"{size:.1f} {unit}"
+            return "1 byte" if f"{size:.0f}" == "1" else f"{size:.0f} bytes"
         size /= 1000
     return f"{size:.1f} PB"
 
