@@ -22,13 +22,13 @@ def format_count(number: int, noun: str) -> str:
 
 def format_size(size: float) -> str:
     """Return a number of bytes with its unit: ``23.4 GB``."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if size < 1000:
-            if unit != "bytes":
-                return f"{size:.1f} {unit}"
-            return "1 byte" if f"{size:.0f}" == "1" else f"{size:.0f} bytes"
+    if size < 1000:
+        return format_count(round(size), "byte")
+    for unit in ("kB", "MB", "GB", "TB"):
         size /= 1000
-    return f"{size:.1f} PB"
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} PB"
 
 
 def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:

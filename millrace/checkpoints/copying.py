@@ -39,14 +39,16 @@ def copy_files(
     """
     copied = _CopiedFiles(on_copied)
     copies: list[tuple[_FileCopy, BytesCopy]] = []
-    devices = {piece.local.device for piece in pieces.values() if piece.local.is_cuda}
+    gpus = set[torch.device]()
     try:
         for layout, buffer in files:
+            its_gpus = find_gpus(pieces[box.tensor] for box in layout.boxes)
+            gpus |= its_gpus
             buffer[: len(layout.head)] = layout.head
             its = [copy for box in layout.boxes for copy in _start_copy(pieces, box, buffer)]
             file = _FileCopy(
                 memoryview(buffer)[: layout.size],
-                [_record_event(device) for device in devices],
+                [_record_event(gpu) for gpu in its_gpus],
                 len(its),
             )
             copied.add(file)
@@ -60,8 +62,18 @@ def copy_files(
         map_slices(run_copies, len(copies), step=1, threads=threads)
         copied.wait()
     finally:
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_gpus(gpus)
+
+
+def find_gpus(pieces: Iterable[TensorShard]) -> set[torch.device]:
+    """Return the GPUs that have some of the tensors."""
+    return {piece.local.device for piece in pieces if piece.local.is_cuda}
+
+
+def wait_for_gpus(gpus: Iterable[torch.device]) -> None:
+    """Wait for the computations and the copies in the streams that this thread uses."""
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +138,10 @@ class _CopiedFiles:
         self._on_copied(self._waiting.popleft().body)
 
 
-def _record_event(device: torch.device) -> torch.cuda.Event:
+def _record_event(gpu: torch.device) -> torch.cuda.Event:
     """Record the end of the copies from a GPU that this thread has begun."""
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(gpu))
     return event
 
 

@@ -1,7 +1,7 @@
 """Copies of a state, as the bytes of the files that are saved."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, PartContent, make_content
-from millrace.checkpoints.copying import copy_files
+from millrace.checkpoints.copying import copy_files, find_gpus, wait_for_gpus
 from millrace.checkpoints.parts import PartLayout, get_dtype_name, lay_out_parts, read_boxes
 from millrace.checkpoints.pinned_memory import map_pinned
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
@@ -67,11 +67,13 @@ class StateLayout:
         layouts: Layouts of the files.
         tensors: Descriptions of the tensors by their names, with their positions in the files.
         pieces: Tensors to copy by their names.
+        gpus: GPUs that have some of them.
     """
 
     layouts: tuple[PartLayout, ...]
     tensors: dict[str, TensorRecord]
     pieces: Mapping[str, TensorShard] = field(repr=False)
+    gpus: Set[torch.device]
 
     def check_head(self, layout: PartLayout, buffer: mmap) -> None:
         """Write the header of a file into a buffer, and read it back as `load` does.
@@ -82,19 +84,9 @@ class StateLayout:
         buffer[: len(layout.head)] = layout.head
         _check_readable(layout, memoryview(buffer)[: layout.size])
 
-    @property
-    def devices(self) -> set[torch.device]:
-        """GPUs that have tensors of the state."""
-        return {piece.local.device for piece in self.pieces.values() if piece.local.is_cuda}
-
     def allocate(self, size: int) -> mmap:
         """Allocate memory for files of the state."""
-        return map_pinned(size) if self.devices else map_anonymous(size)
-
-    def wait_for_devices(self) -> None:
-        """Wait until the GPUs have computed the state, in the streams of this thread."""
-        for device in self.devices:
-            torch.cuda.current_stream(device).synchronize()
+        return map_pinned(size) if self.gpus else map_anonymous(size)
 
     def copy_file(self, layout: PartLayout, buffer: mmap) -> memoryview:
         """Copy a file of the state into a buffer on one thread, and return its bytes."""
@@ -178,7 +170,7 @@ class SnapshotBuffers:
         self._buffers = kept + [plan.allocate(largest) for _ in range(count - len(kept))]
         for layout in plan.layouts:
             plan.check_head(layout, self._buffers[0])
-        plan.wait_for_devices()  # other threads, with other streams, make the copies
+        wait_for_gpus(plan.gpus)  # other threads, with other streams, make the copies
         free = deque(self._buffers)
 
         @contextmanager
@@ -220,7 +212,8 @@ def lay_out_state(
     small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
     large = {name: piece for name, piece in pieces.items() if name not in small}
     layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
-    return StateLayout(layouts, _make_tensor_records(layouts, held), pieces)
+    records = _make_tensor_records(layouts, held)
+    return StateLayout(layouts, records, pieces, find_gpus(pieces.values()))
 
 
 def _select_shard(

@@ -92,8 +92,8 @@ def watch_epoch_end(
         seen = watched.poll(spent, last=spent > timeout.total_seconds())
         there, of = watched.measure_progress()
         progress(CooldownProgressed(job=job, stored=there, size=of, members=len(seen.ended)))
-        if seen.epoch is not None and seen.epoch.root is not None:
-            ended = spent if ended is None else ended
+        if ended is None and seen.epoch is not None and seen.epoch.root is not None:
+            ended = spent
         over = seen.epoch is not None and not seen.living
         over = over or (ended is not None and spent - ended >= _RESULT_WAIT)
         if over or spent > timeout.total_seconds():

@@ -19,7 +19,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
-from tests.prefect_server import PrefectServer, wait_until
+from tests.prefect_server import PrefectServer, Started, wait_until
 from tests.support.cleanup.material import BucketBuilder
 from tests.support.flows.fixtures import MakeBlock
 
@@ -175,6 +175,15 @@ def test_versions_gathers_and_uploads_are_cleaned_by_flows_of_their_own(
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
 
 
+def wipe(server: PrefectServer, given: Any, name: str, **settings: Any) -> Started:
+    """Wipe a bucket, with the name that a person types."""
+    running = server.begin(wipe_bucket, bucket=given, dry_run=False, **settings)
+    server.wait(running.run, "Paused")
+    with server.make_client() as client:
+        client.resume_flow_run(running.run, run_input={"bucket_name": name})
+    return running.wait_for_result()
+
+
 def test_a_wiping_that_nobody_confirms_deletes_nothing(
     prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:
@@ -184,11 +193,7 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert dry.code == 0, dry.output
     assert "**Nothing was deleted.**" in prefect_api.read_artifacts(dry.run)["cleaning"]
     assert "holds 4 objects" in prefect_api.read_artifacts(dry.run)["cleaning"]
-    running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False)
-    prefect_api.wait(running.run, "Paused")
-    with prefect_api.make_client() as client:
-        client.resume_flow_run(running.run, run_input={"bucket_name": f"{bucket}x"})
-    done = running.wait_for_result()
+    done = wipe(prefect_api, given, f"{bucket}x")
     assert done.output.startswith("Failed: ")
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
@@ -208,18 +213,14 @@ def test_a_versioned_bucket_is_not_called_emptied(
     assert "and beside them 2 older versions (1 byte) and 0 delete markers" in report
     assert "Older versions and delete markers stay, and are billed, unless" in report
 
-    def wipe(**settings: Any) -> str:
-        running = prefect_api.begin(wipe_bucket, bucket=given, dry_run=False, **settings)
-        prefect_api.wait(running.run, "Paused")
-        with prefect_api.make_client() as server:
-            server.resume_flow_run(running.run, run_input={"bucket_name": bucket})
-        done = running.wait_for_result()
-        assert done.code == 0, done.output
-        return prefect_api.read_artifacts(running.run)["cleaning"]
-
-    assert re.search(r"[0-9]+ older versions .* are left, and billed", wipe())
+    done = wipe(prefect_api, given, bucket)
+    assert done.code == 0, done.output
+    report = prefect_api.read_artifacts(done.run)["cleaning"]
+    assert re.search(r"[0-9]+ older versions .* are left, and billed", report)
     assert client.list_object_versions(Bucket=bucket)["Versions"]
-    assert "are left" not in wipe(delete_versions=True)
+    done = wipe(prefect_api, given, bucket, delete_versions=True)
+    assert done.code == 0, done.output
+    assert "are left" not in prefect_api.read_artifacts(done.run)["cleaning"]
     left = client.list_object_versions(Bucket=bucket)
     assert "Versions" not in left
     assert "DeleteMarkers" not in left
