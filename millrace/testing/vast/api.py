@@ -31,14 +31,14 @@ class VastApplication:
 
     Attributes:
         books: State behind the API.
-        last: Time of the last admitted request of each kind.
+        last: Time of the last admitted request of each key and kind.
         log: Requests since the last reset.
         counted: Number of injections of each fault.
         failing: Faults of the next requests.
     """
 
     books: MachineBooks
-    last: dict[str, float] = field(default_factory=dict)
+    last: dict[tuple[str, str], float] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     counted: Counter[str] = field(default_factory=Counter)
     failing: list[dict[str, Any]] = field(default_factory=list)
@@ -143,7 +143,7 @@ class VastApplication:
         self, fault: str, request: web.Request, handler: Any, call: str
     ) -> web.Response | None:
         """Answer, with a fault or without; None: the connection is closed."""
-        self._check_pace(call)
+        self._check_pace(request, call)
         if fault in REFUSALS:
             raise VastRefusedError(*REFUSALS[fault])
         if fault == "cut":
@@ -195,14 +195,15 @@ class VastApplication:
             drawn -= likely
         return ""
 
-    def _check_pace(self, call: str) -> None:
+    def _check_pace(self, request: web.Request, call: str) -> None:
         name = {"delete": "destroy", "change": "label"}.get(call, call)
         interval = INTERVALS.get(name, 0.0)
-        before = self.last.get(name, float("-inf"))
+        kind = (request.headers.get("Authorization", ""), name)
+        before = self.last.get(kind, float("-inf"))
         if self.books.world.strict and self.books.now - before < interval - 0.01:
             self.counted["too frequent"] += 1
             raise VastRefusedError(429, f"API requests too frequent endpoint threshold={interval}")
-        self.last[name] = self.books.now
+        self.last[kind] = self.books.now
 
     def _identify_caller(self, request: web.Request) -> str:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -128,11 +128,8 @@ def test_a_bucket_is_wiped_once_its_name_was_typed(
     (run,) = started.runs
     deployed.wait(run, "Paused")
     resume = page.get_by_role("button", name="Resume")
-    open_run(deployed, page, run, resume)
-    resume.click()
-    expect(
-        page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
-    ).to_be_visible()
+    warning = page.get_by_text(f"All 1 object of s3://{bucket}, 8 bytes, will be deleted")
+    open_run(deployed, page, run, resume, warning)
     assert keys_of(store)
     find_field(page, "Bucket name").get_by_role("textbox").fill(bucket)
     press(page, "Submit", lambda: started.resumed, started.refused)

@@ -46,10 +46,10 @@ def open_form(server: PrefectServer, page: Page, name: str) -> None:
     page.goto(f"{_address(server, name)}/run")
 
 
-def open_run(server: PrefectServer, page: Page, run: UUID, awaited: Locator) -> None:
-    """Open the page of a run until it shows `awaited`; again if it stays empty.
+def open_run(server: PrefectServer, page: Page, run: UUID, button: Locator, seen: Locator) -> None:
+    """Open the page of a run and press a button, until the page shows what is behind it.
 
-    The page shows nothing of a run that the server, its SQLite locked, could not read at first.
+    The page asks once, and shows nothing of what the server, its SQLite locked, could not read.
     """
     failed: list[str] = []
 
@@ -62,7 +62,8 @@ def open_run(server: PrefectServer, page: Page, run: UUID, awaited: Locator) -> 
     for _ in range(3):
         page.goto(f"{server.url.removesuffix('/api')}/runs/flow-run/{run}")
         try:
-            awaited.wait_for(timeout=PATIENCE / 2)
+            button.click(timeout=PATIENCE / 2)
+            seen.wait_for(timeout=PATIENCE / 2)
         except Timeout:
             continue
         return
@@ -71,10 +72,9 @@ def open_run(server: PrefectServer, page: Page, run: UUID, awaited: Locator) -> 
 
 def open_artifact(server: PrefectServer, page: Page, run: UUID, title: str) -> None:
     """Open an artifact of a run, from the page of the run."""
-    tab = page.get_by_text("Artifacts", exact=True)
-    open_run(server, page, run, tab)
-    tab.click()
-    page.locator("a", has_text=title).first.click()
+    artifact = page.locator("a", has_text=title).first
+    open_run(server, page, run, page.get_by_text("Artifacts", exact=True), artifact)
+    artifact.click()
 
 
 def _address(server: PrefectServer, name: str) -> str:
