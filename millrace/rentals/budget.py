@@ -29,11 +29,6 @@ class Budget:
         self._settings, self._request = settings, settings.request
         self._is_detached = is_detached
 
-    @property
-    def share(self) -> float:
-        """Dollars that one machine may cost if all machines cost the same."""
-        return self._request.max_total / self._settings.machines
-
     def compute_deadline(self, offer: Offer, started_at: datetime) -> datetime:
         """Return the deadline of a machine.
 
@@ -50,7 +45,7 @@ class Budget:
                 self._request.download * offer.download_dollars_per_gb
                 + self._request.upload * offer.upload_dollars_per_gb
             )
-            affordable_hours = max(0.0, self.share - traffic) / max(
+            affordable_hours = max(0.0, self._settings.share - traffic) / max(
                 offer.dollars_per_hour, _MIN_PRICE
             )
             lifetime = min(lifetime, timedelta(hours=min(affordable_hours, _MAX_HOURS)))
@@ -99,7 +94,7 @@ class Budget:
         if (
             self._is_detached
             and dollars_per_hour > intent.dollars_per_hour * PRICE_TOLERANCE
-            and dollars_per_hour * lifetime_hours > self.share
+            and dollars_per_hour * lifetime_hours > self._settings.share
         ):
             return f"{message}: detached until its deadline, it would cost more than its share"
         return ""
@@ -124,6 +119,6 @@ class Budget:
             )
         rent_cost = attempt.compute_cost(now, dollars_per_hour=machine.dollars_per_hour)
         traffic_cost = machine.compute_cost(now) - rent_cost
-        if self._settings.machines > 1 and traffic_cost > self.share:
+        if self._settings.machines > 1 and traffic_cost > self._settings.share:
             return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
         return ""

@@ -13,6 +13,9 @@ from millrace.rentals.settings import RentalSettings
 from millrace.rentals.vast.api import VastClient
 from millrace.storage import Store
 
+_TRAFFIC_TOLERANCE = 1.1
+"""Multiple of a machine's share that its traffic counts as at most: it is released at its share."""
+
 
 @dataclass(frozen=True, slots=True)
 class RentalContext:
@@ -47,7 +50,16 @@ class RentalContext:
         return self.clock.now()
 
     def make_machine(self, attempt: Attempt) -> Machine:
-        """Return the machine of an attempt, without reports yet."""
+        """Return the machine of an attempt, without reports yet.
+
+        The traffic of one of several machines counts little more than its share of the money,
+        since the machine's own host reports it.
+        """
         keys = MachineKeys(self.keys.make_machine_prefix(attempt.number))
         now = self.clock.monotonic()
-        return Machine(attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now)
+        machine = Machine(
+            attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now
+        )
+        if self.settings.machines > 1:
+            machine.max_traffic_cost = _TRAFFIC_TOLERANCE * self.settings.share
+        return machine

@@ -1,5 +1,6 @@
 """Ledger of rentals: identity of the installation, and records of all attempts."""
 
+import math
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Attempt:
         dollars_per_hour: float | None = None,
         received_bytes: int = 0,
         sent_bytes: int = 0,
+        max_traffic_cost: float = math.inf,
     ) -> float:
         """Compute the dollars that the machine has cost: until its release, or until now.
 
@@ -69,6 +71,7 @@ class Attempt:
             dollars_per_hour: Price in dollars an hour; by default that of the intent.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
+            max_traffic_cost: Dollars that its traffic counts as at most.
         """
         if self.release_record is not None:
             return self.release_record.cost
@@ -78,10 +81,9 @@ class Attempt:
             min(received_bytes, down) * self.intent.download_dollars_per_gb
             + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
-        return (
-            hours * (self.intent.dollars_per_hour if dollars_per_hour is None else dollars_per_hour)
-            + traffic / 1e9
-        )
+        return hours * (
+            self.intent.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
+        ) + min(traffic / 1e9, max_traffic_cost)
 
     def compute_lost_cost(self, now: datetime) -> float:
         """Compute the most dollars that a machine has cost that no listing shows any more.

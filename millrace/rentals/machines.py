@@ -1,5 +1,6 @@
 """Rented machines as their owner knows them, and decisions to release them."""
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -18,6 +19,7 @@ class Machine:
         reports: Reports of the machine.
         rented_at: Time by `Clock.monotonic` when the machine was rented, or taken over.
         last_report_at: Time by `Clock.monotonic` of the last report.
+        max_traffic_cost: Dollars that its traffic counts as at most, whatever it reports.
         instance: Description in the last listing; None before the first listing.
         is_ready: Whether the program runs.
         reported_price: Raised price that was last reported, in dollars an hour.
@@ -27,6 +29,7 @@ class Machine:
     reports: MachineReports
     rented_at: float
     last_report_at: float
+    max_traffic_cost: float = math.inf
     instance: Instance | None = None
     is_ready: bool = False
     reported_price: float = 0.0
@@ -61,6 +64,7 @@ class Machine:
             dollars_per_hour=self.dollars_per_hour,
             received_bytes=received,
             sent_bytes=sent,
+            max_traffic_cost=self.max_traffic_cost,
         )
 
 

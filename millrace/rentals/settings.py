@@ -217,6 +217,11 @@ class RentalSettings(RentSettings):
         return cls(name=name, store=ledger.store, account=ledger.account, **dict(settings))
 
     @property
+    def share(self) -> float:
+        """Dollars that one machine may cost if all machines cost the same."""
+        return self.request.max_total / self.machines
+
+    @property
     def ledger(self) -> LedgerSettings:
         """Store of the ledger, and the account."""
         return LedgerSettings(store=self.store, account=self.account)

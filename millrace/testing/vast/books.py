@@ -10,7 +10,7 @@ from typing import Any
 from millrace.testing.process import find_free_ports
 from millrace.testing.vast.clock import ClockFile
 from millrace.testing.vast.faults import FAULTS
-from millrace.testing.vast.machines import StandInInstance, StandInMachine
+from millrace.testing.vast.machines import HOUR, StandInInstance, StandInMachine
 from millrace.testing.vast.running import end_process, run_onstart, write_report
 from millrace.testing.vast.world import World
 
@@ -101,8 +101,13 @@ class MachineBooks:
         if not one.beats:  # what it says that it has moved, a GB and a tenth of one
             one.cost += one.machine.down_cost + one.machine.up_cost / 10
         one.beats += 1
-        lies = one.fate == "lying"
-        moved = {"received": 10**15, "sent": 10**15} if lies else {"received": 10**9, "sent": 10**8}
+        received, sent = 10**9, 10**8
+        if one.fate == "lying":
+            received = sent = 10**15
+        elif one.fate == "lying late":
+            elapsed = now - one.running
+            received, sent = (int(elapsed * 4 * 800e6 / 8) if elapsed > HOUR else 0), 0
+        moved = {"received": received, "sent": sent}
         write_report(one, "beat.json", {"number": one.beats, **moved})
         if now >= one.running + self.world.program:
             one.ended = True

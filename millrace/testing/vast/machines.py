@@ -73,7 +73,8 @@ class StandInInstance:
         fate: What becomes of it: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
             ``outbid``, ``silent`` (it runs, and says nothing), ``failing`` (its program does),
             ``broken`` (nothing can be installed), ``raised`` (it costs half as much again as was
-            offered), ``dearer``, ``vanished``, ``lying`` (about what it has moved); empty: nothing.
+            offered), ``dearer``, ``vanished``, ``lying`` (about what it has moved), ``lying late``
+            (an hour of zeros, then what four times its speed could have moved); empty: nothing.
         lag: Seconds after its creation in which the listing does not show it.
     """
 

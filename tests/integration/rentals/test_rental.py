@@ -394,6 +394,22 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
     assert rental.cost < 5.0
 
 
+def test_a_late_lie_about_traffic_costs_the_share_of_its_machine(world: Reset) -> None:
+    account = world(program=7200.0, first="lying late")
+    settings = account.make_settings(machines=4, request={"max_total": 12.0})
+    with Rental(settings, vast=account.vast) as rental:
+        rental.wait_until_done()
+    reasons = endings(account)
+    assert reasons.count(ReleaseReason.DONE) == 4
+    (liar,) = [
+        one.release_record
+        for one in list_attempts(open_store(account.store), "fleet")
+        if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
+    ]
+    assert liar.message == "the traffic of the machine has cost $3.30, more than its share"
+    assert 3.3 < liar.cost < 4.0
+
+
 def test_machines_are_released_side_by_side(world: Reset) -> None:
     account = world()
     with Rental(account.make_settings(machines=8), vast=account.vast) as rental:
