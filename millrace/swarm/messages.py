@@ -5,10 +5,20 @@ names its class, and the other members are the fields of the class. Agents impor
 needs only the standard library.
 """
 
+import hashlib
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from millrace.swarm.protocol import Endpoint
+
+
+def commit_to_digest(digest: str) -> str:
+    """Return a commitment to a digest: its SHA-256; empty if the digest is empty.
+
+    A node compares the commitment with that of the bytes that it has received. The node cannot
+    compute the digest from the commitment. So the digest in its report shows that it has the bytes.
+    """
+    return hashlib.sha256(digest.encode()).hexdigest() if digest else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +28,13 @@ class FetchPiece:
     Attributes:
         piece: Number of the piece.
         source: Node that sends the piece; empty for the store.
-        digest: Digest that the piece must have; empty for a read from the store of a piece whose
-            digest is not known.
+        commitment: Commitment to the digest that the piece must have (`commit_to_digest`); empty
+            for a read from the store of a piece whose digest is not known.
     """
 
     piece: int
     source: str
-    digest: str
+    commitment: str
 
 
 @dataclass(frozen=True, slots=True)

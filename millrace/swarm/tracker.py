@@ -181,6 +181,18 @@ class Tracker:
         """Tell whether a node lacks a piece."""
         return self._nodes[node].missing > 0
 
+    def measure_confirmed(self, node: str) -> int:
+        """Return the bytes of a node's pieces whose digests the driver or another node has, too.
+
+        A node can state such a digest only if it has the bytes, or if another node tells it: the
+        orders have no digest (`FetchPiece.commitment`). The cost is that of a look at each piece.
+        """
+        return self._copies.measure_confirmed(self._nodes[node])
+
+    def measure_incoming(self, node: str) -> int:
+        """Return the bytes of the pieces that a node is receiving."""
+        return self._copies.measure_incoming(self._nodes[node])
+
     def has(self, node: str, piece: int) -> bool:
         """Tell whether a node has a piece."""
         return bool(self._nodes[node].have[piece])

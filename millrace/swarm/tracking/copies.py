@@ -103,6 +103,14 @@ class CopyTable:
         nodes = self._nodes
         return any(not nodes[name].pace.is_slow for name in self.pieces[number].holders)
 
+    def measure_confirmed(self, node: NodeState) -> int:
+        """Return the bytes of the copies of a node that others confirm, in all pieces."""
+        return sum(piece.size for piece in self.pieces if piece.votes.is_confirmed(node.name))
+
+    def measure_incoming(self, node: NodeState) -> int:
+        """Return the bytes of the pieces that a node is receiving."""
+        return sum(self.pieces[number].size for number in node.transfers.incoming)
+
     def queue_for_new_node(self, node: NodeState) -> None:
         """Add the pieces that have holders to the queue of a new node, and request reads."""
         for number, piece in enumerate(self.pieces):

@@ -42,6 +42,13 @@ class PieceVotes:
         self.voters.discard(name)
         return self.digests.pop(name, None) is not None
 
+    def is_confirmed(self, name: str) -> bool:
+        """Tell whether the driver, or another node, has the digest of a node's copy."""
+        digest = self.digests.get(name)
+        if digest is None or (self.is_settled and digest == self.digest):
+            return digest is not None
+        return any(found == digest for other, found in self.digests.items() if other != name)
+
     def list_voters(self, is_trusted: Callable[[str], bool]) -> list[str]:
         """Return the voters that are trusted, whose votes count."""
         return [name for name in self.voters if is_trusted(name)]

@@ -24,6 +24,7 @@ from millrace.swarm.messages import (
     PieceWritten,
     ReadRetried,
     VoidDigest,
+    commit_to_digest,
     decode_order,
     encode_message,
 )
@@ -33,7 +34,7 @@ from millrace.swarm.settings import PrewarmSettings
 
 DIGEST = f"blake3:{0:064x}"
 ORDERS = (
-    FetchPiece(3, "node-b", DIGEST),
+    FetchPiece(3, "node-b", commit_to_digest(DIGEST)),
     DropPiece(3),
     VoidDigest(1),
     AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", "0" * 64)),
@@ -120,7 +121,7 @@ def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     body = make_body()
     monkeypatch.undo()
     with pytest.raises(
-        ProtocolVersionError, match=r"driver speaks version 3 .* and this Millrace version"
+        ProtocolVersionError, match=r"driver speaks version 4 .* and this Millrace version"
     ):
         decode_start_body(body)
 

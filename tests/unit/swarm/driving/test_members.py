@@ -112,6 +112,76 @@ def test_a_node_that_goes_on_for_ever_is_a_straggler():
     assert why.startswith("it was not ready 1000000 s after the start")
 
 
+class Straggling:
+    """A run of three nodes and many pieces: `a` and `b` are ready, and `c` receives the pieces."""
+
+    pieces = 200
+
+    def __init__(self) -> None:
+        self.run = Run("abc", pieces=self.pieces)
+        state = self.run.state
+        state.dispatch(state.tracker.begin(0.0))
+        for name in "ab":
+            member = self.run[name]
+            member.ready, member.seconds = True, 2.0
+            member.files.update({0, 1})
+            member.counts.from_store = SIZE * self.pieces
+            for number in range(self.pieces):
+                self.write(name, number, f"digest of {number}", "")
+        self.finder = StragglerFinder(state, 2, SIZE * self.pieces, 10.0, 0.0)
+
+    def write(self, name: str, number: int, digest: str, source: str = "id-a") -> None:
+        tracker = self.run.state.tracker
+        self.run.state.dispatch(
+            tracker.complete_transfer(f"id-{name}", number, source, digest, 2.0)
+        )
+
+    def find(self, now: float) -> list[str]:
+        """Let `c` report bytes, and return the reasons not to wait for it."""
+        self.run["c"].last_progress = now
+        return [why for _, why in self.finder.find(now)]
+
+
+def test_a_node_that_only_says_that_it_receives_is_waited_for_briefly():
+    straggling = Straggling()
+    reasons = {now: straggling.find(float(now)) for now in range(3, 120)}
+    given_up = min(now for now, why in reasons.items() if why)
+    # The stall timeout, and the time of the pieces under way at the lowest rate.
+    assert 13 < given_up < 13 + 10 * SIZE / 100e3
+    (why,) = reasons[given_up]
+    assert why.startswith(f"it was not ready {given_up} s after the start, ")
+    assert "0 bytes of 209.7 MB are confirmed" in why
+
+
+def test_made_up_digests_are_no_progress():
+    straggling = Straggling()
+    assert straggling.find(3.0) == []
+    for number in range(straggling.pieces // 2):
+        straggling.run.state.tracker.tick(3.0)
+        straggling.write("c", number, "digest of nothing", "")
+    assert straggling.find(150.0) != []
+
+
+def test_a_slow_node_is_waited_for_while_others_confirm_its_pieces():
+    straggling = Straggling()
+    reasons: list[str] = []
+    seconds_per_piece = SIZE / 1.1e6  # a hundredth of the others' 100 MiB a second, and some more
+    for number in range(straggling.pieces):
+        reasons += straggling.find(3.0 + number * seconds_per_piece)
+        straggling.write("c", number, f"digest of {number}")
+    assert reasons == []
+
+
+def test_a_node_with_all_pieces_that_finishes_one_file_after_another_is_not_waited_for_long():
+    straggling = Straggling()
+    for number in range(straggling.pieces):
+        straggling.write("c", number, f"digest of {number}")
+    disk = SIZE * straggling.pieces / 10e6
+    assert straggling.find(3.0) == []
+    assert straggling.find(2.0 + disk) == []
+    assert straggling.find(4.0 + disk) != []
+
+
 def test_nobody_is_a_straggler_while_half_of_the_nodes_go_on():
     run = Run("abc")
     finder = straggling(run, 0.0)

@@ -17,6 +17,7 @@ from millrace.swarm.messages import (
     PieceWritten,
     ReadRetried,
     VoidDigest,
+    commit_to_digest,
 )
 from millrace.swarm.nodes import AbsentNode
 from millrace.swarm.progress_events import (
@@ -228,10 +229,25 @@ def test_an_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
     wrong = PieceFailed(0, f"id-{reader}", "", is_wrong=True)
     told: list[tuple[str, str]] = []
     for name in set("abc") - {reader}:
-        assert FetchPiece(0, f"id-{reader}", RIGHT) in run.take_orders(name)
+        assert FetchPiece(0, f"id-{reader}", commit_to_digest(RIGHT)) in run.take_orders(name)
         handler.handle(run[name], wrong)
         told += run.take_events()
     assert told == [(NodeAccused, reader)] * 2 + [(NodeUntrusted, reader)]
+
+
+def test_an_order_does_not_tell_the_digest_of_a_piece():
+    run = Run("ab", pieces=1, expected={0: RIGHT})
+    handler, state = make_handler(run), run.state
+    state.dispatch(state.tracker.begin(0.0))
+    orders = {name: run.take_orders(name) for name in "ab"}
+    reader = next(name for name in "ab" if orders[name])
+    handler.handle(run[reader], PieceWritten(0, "", RIGHT, SIZE))
+    other = "b" if reader == "a" else "a"
+    told = [*orders[reader], *run.take_orders(other)]
+    assert told == [
+        FetchPiece(0, source, commit_to_digest(RIGHT)) for source in ("", f"id-{reader}")
+    ]
+    assert RIGHT.removeprefix("blake3:") not in repr(told)
 
 
 def test_reports_name_every_node_and_the_bytes_that_all_have():
