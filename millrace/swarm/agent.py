@@ -33,6 +33,7 @@ from millrace.swarm.run_spec import decode_start_body
 from millrace.swarm.server import BusyAgentError, listen
 
 _ORPHAN_TIMEOUT = 120.0  # seconds without a request of the driver after which a run is ended
+_MAX_PEER_SIGNATURES = 50_000  # that are kept, so that a node of the run cannot fill the memory
 
 
 class Agent:
@@ -54,7 +55,8 @@ class Agent:
         root.mkdir(parents=True, exist_ok=True)
         self.root, self._control = root, control
         self.identity = secrets.token_hex(8)
-        self._signatures = SignatureChecker(self.identity)
+        self._driver_signatures = SignatureChecker(self.identity)
+        self._peer_signatures = SignatureChecker(self.identity, _MAX_PEER_SIGNATURES)
         self._run: Run | None = None
         self._starting = False
         self._lock = threading.Lock()
@@ -163,7 +165,7 @@ class Agent:
         Raises:
             SignatureError: The request is not signed with the control key for this agent.
         """
-        return self._signatures.check(self._control, header, method, path)
+        return self._driver_signatures.check(self._control, header, method, path)
 
     def check_peer(self, run: Run, header: str | None, path: str) -> None:
         """Check the signature of a request of another node.
@@ -171,7 +173,7 @@ class Agent:
         Raises:
             SignatureError: The request is not signed with the key of the run for this agent.
         """
-        self._signatures.check(run.key, header, "GET", path)
+        self._peer_signatures.check(run.key, header, "GET", path)
 
     def introduce(self, header: str | None, path: str, *, encrypted: bool) -> dict[str, Any]:
         """Return version and identity, and a proof of the identity if the request has a nonce.

@@ -161,10 +161,12 @@ class SignatureChecker:
 
     Args:
         to: Identity of the agent.
+        max_kept: Number of signatures that are kept at least, and twice as many at most. An older
+            signature would be accepted again. None keeps all that are valid.
     """
 
-    def __init__(self, to: str) -> None:
-        self._to = to
+    def __init__(self, to: str, max_kept: int | None = None) -> None:
+        self._to, self._max_kept = to, max_kept
         self._seen: set[bytes] = set()
         self._older: set[bytes] = set()
         self._since = time.monotonic()
@@ -180,7 +182,8 @@ class SignatureChecker:
         mac = bytes.fromhex((header or "").rpartition(":")[2])[:16]
         with self._lock:
             # After this time, the older signatures are no longer valid.
-            if time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW:
+            is_old = time.monotonic() - self._since > 2 * MAX_CLOCK_SKEW
+            if is_old or len(self._seen) == self._max_kept:
                 self._older, self._seen, self._since = self._seen, set(), time.monotonic()
             if mac in self._seen or mac in self._older:
                 raise SignatureError("the signature was used before: sign each request anew")
@@ -389,7 +392,7 @@ class ConnectionPool:
             if (now := time.monotonic() - began) - checked >= _CHECK_INTERVAL or at >= due:
                 if is_over():
                     raise http.client.HTTPException("another source was faster")
-                _check_rate(at, began)
+                check_rate(at, began)
                 checked, due = now, at + _BODY_SIZE
             size = min(_BODY_SIZE, len(into) - at)
             got = sock.recv_into(into[at : at + size], size)
@@ -517,7 +520,7 @@ def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
     while (end := found.find(b"\r\n\r\n", 0, rules.max_size)) < 0:
         if len(found) >= rules.max_size:
             raise HeadError(f"the head is too large: more than {rules.max_size} bytes")
-        _check_rate(len(found), began)
+        check_rate(len(found), began)
         got = sock.recv(_HEAD_SIZE)
         if not got:
             raise http.client.RemoteDisconnected(
@@ -527,8 +530,12 @@ def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
     return found[:end], found[end + 4 :]
 
 
-def _check_rate(received: int, began: float) -> None:
-    """Check that an answer arrives at `_LEAST_RATE` or faster.
+def check_rate(received: int, began: float) -> None:
+    """Check that an answer is transferred at `_LEAST_RATE` or faster.
+
+    Args:
+        received: Bytes that were transferred.
+        began: Time of the first byte.
 
     Raises:
         TimeoutError: The answer is slower, after `_GRACE`.

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
 from millrace.swarm.heads import HeadError, RequestHead, get_length, keeps_alive, read_request
-from millrace.swarm.protocol import AUTH_HEADER, ProtocolVersionError, SignatureError
+from millrace.swarm.protocol import AUTH_HEADER, ProtocolVersionError, SignatureError, check_rate
 from millrace.swarm.run import Run, describe_error
+from millrace.swarm.uploads import UploadLimiter
 
 if TYPE_CHECKING:
     from millrace.swarm.agent import Agent
@@ -42,7 +43,12 @@ class BusyAgentError(HeldError):
 
 
 class AgentServer(ThreadingHTTPServer):
-    """Server that closes the oldest idle connection if there are too many."""
+    """Server that closes the oldest idle connection if there are too many.
+
+    Attributes:
+        agent: Agent that answers the requests.
+        uploads: Limit on the uploads.
+    """
 
     daemon_threads = True
     request_queue_size = _BACKLOG
@@ -53,6 +59,7 @@ class AgentServer(ThreadingHTTPServer):
         self._idle: dict[socket.socket, None] = {}  # connections without a request, oldest first
         self._most_idle = min(_MAX_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._lock = threading.Lock()
+        self.uploads = UploadLimiter()
         super().__init__(address, AgentRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -298,7 +305,11 @@ class AgentRequestHandler(StreamRequestHandler):
         if not 0 <= number < len(run.assembler):
             self._send(http.client.NOT_FOUND)
             return
-        with run.assembler.open_piece(number) as segments:
+        uploads, address = cast("AgentServer", self.server).uploads, str(self.client_address[0])
+        with (
+            run.assembler.open_piece(number) as segments,
+            uploads.track(self.connection, address, len(segments)),
+        ):
             try:
                 self._send_head(http.client.OK, sum(size for _, _, size in segments))
                 for descriptor, start, size in segments:
@@ -330,7 +341,7 @@ def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> Non
         tls.send_file(to, descriptor, start, size)
         to.settimeout(AgentRequestHandler.timeout)
         return
-    end, room = start + size, select.poll()
+    end, room, first, began = start + size, select.poll(), start, time.monotonic()
     room.register(to, select.POLLOUT)
     while start < end:
         try:
@@ -338,6 +349,7 @@ def _send_file(to: socket.socket, descriptor: int, start: int, size: int) -> Non
         except BlockingIOError:  # the socket has a timeout, so it does not block
             if not room.poll(_STALL_TIMEOUT * 1000):
                 raise
+            check_rate(start - first, began)
             continue
         if not sent:
             raise OSError("The file is shorter than the piece.")
