@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RETRY_TIMEOUT = timedelta(minutes=2)
-_REQUEST_TIMEOUT = 60.0  # seconds until a request without an answer fails
+_REQUEST_TIMEOUT = 60.0  # seconds until a request without a complete answer fails
 _DESTROY_TIMEOUT = 20.0  # shorter for destroy requests, so that one does not delay the others
 _MAX_TEXT_LENGTH = 500  # characters of an answer in an error
 _MAX_PAGES = 400  # of a listing, of 25 machines each
+_LISTING_TIMEOUT = 900.0  # seconds until a listing whose pages go on counts as incomplete
 _PARTIAL_LIST_DELAY = 5.0  # seconds until an incomplete list is requested again
 _CREDIT_PATTERN = re.compile(r"credit|billing|balance", re.IGNORECASE)
 
@@ -147,6 +148,22 @@ def make_sdk_client(key: SecretStr, url: str | None, **options: Any) -> "VastAI"
     return VastAI(api_key=key.get_secret_value(), server_url=url, **options)
 
 
+def _make_bounded_sdk_client(key: SecretStr, url: str | None, timeout: float) -> Any:
+    """Return an SDK client that sends each request once, with a deadline.
+
+    Args:
+        key: API key of the account.
+        url: URL of the API; by default Vast's.
+        timeout: Seconds after which a request without a complete answer fails.
+    """
+    sdk: Any = make_sdk_client(key, url, retry=1, quiet=True)
+    # After the check that the SDK is installed.
+    from millrace.rentals.vast.bounded_requests import BoundedSender  # noqa: PLC0415
+
+    sdk.client._request = BoundedSender(sdk.client.server_url, timeout).send  # noqa: SLF001
+    return sdk
+
+
 class VastClient:
     """Client of an account at Vast.ai.
 
@@ -169,10 +186,8 @@ class VastClient:
         retry_timeout: timedelta = _RETRY_TIMEOUT,
     ) -> None:
         self._key = key
-        self._sdk: Any = make_sdk_client(key, url, retry=1, quiet=True)
-        self._sdk.client.timeout = _REQUEST_TIMEOUT
-        self._destroy_sdk: Any = make_sdk_client(key, url, retry=1, quiet=True)
-        self._destroy_sdk.client.timeout = _DESTROY_TIMEOUT
+        self._sdk: Any = _make_bounded_sdk_client(key, url, _REQUEST_TIMEOUT)
+        self._destroy_sdk: Any = _make_bounded_sdk_client(key, url, _DESTROY_TIMEOUT)
         self._identity = ""
         self.url: str = self._sdk.client.server_url
         """URL of the API, which machines also use."""
@@ -279,6 +294,7 @@ class VastClient:
     def _list_pages(self) -> list[Instance] | None:
         """Return the machines of all pages; None if some are missing, or the pages do not end."""
         found: dict[int, Instance] = {}
+        end = self.clock.monotonic() + _LISTING_TIMEOUT
         token = ""
         for _ in range(_MAX_PAGES):
             known = len(found)
@@ -290,8 +306,8 @@ class VastClient:
             if not token:
                 is_complete = len(found) >= page["total"]
                 return list(found.values()) if is_complete else None
-            if len(found) == known:
-                return None  # the pages form a cycle, or go on without machines
+            if len(found) == known or self.clock.monotonic() >= end:
+                return None  # the pages form a cycle, or go on without machines, or for too long
         return None
 
     def _fetch_page(self, token: str) -> dict[str, Any]:
@@ -369,6 +385,8 @@ class VastClient:
         """Send a request once."""
         import requests  # noqa: PLC0415
 
+        from millrace.rentals.vast.bounded_requests import LimitExceededError  # noqa: PLC0415
+
         try:
             return send()
         except requests.HTTPError as error:
@@ -378,10 +396,9 @@ class VastClient:
             )
         except requests.RequestException as error:
             # The API may have executed the request, since its answer may be lost.
-            raise _RetryableError(
-                self._redact(type(error).__name__), may_have_succeeded=True
-            ) from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = str(error) if isinstance(error, LimitExceededError) else type(error).__name__
+            raise _RetryableError(self._redact(message), may_have_succeeded=True) from error
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise _RetryableError(
                 f"its answer cannot be read ({type(error).__name__})", may_have_succeeded=True
             ) from error
@@ -436,7 +453,7 @@ def _read_body(error: Any) -> Any:
         return ""
     try:
         return error.response.json()
-    except ValueError:
+    except (RecursionError, ValueError):
         return error.response.text
 
 

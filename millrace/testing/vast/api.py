@@ -141,7 +141,7 @@ class VastApplication:
 
     async def _answer_with_fault(
         self, fault: str, request: web.Request, handler: Any, call: str
-    ) -> web.Response | None:
+    ) -> web.StreamResponse | None:
         """Answer, with a fault or without; None: the connection is closed."""
         self._check_pace(request, call)
         if fault in REFUSALS:
@@ -160,7 +160,7 @@ class VastApplication:
 
     async def _answer_changed(
         self, fault: str, request: web.Request, handler: Any, call: str
-    ) -> web.Response:
+    ) -> web.StreamResponse:
         """Answer otherwise than without the fault."""
         match fault:
             case "refused" if call in {"delete", "create"}:
@@ -181,6 +181,8 @@ class VastApplication:
                 return web.json_response(page)
             case "slow":
                 self.books.pass_time(40.0)
+            case "trickle":
+                return await trickle(request, await handler(request))
         return await handler(request)
 
     def _draw_fault(self, call: str) -> str:
@@ -325,6 +327,18 @@ def make_response(refused: VastRefusedError) -> web.Response:
     if isinstance(refused.body, str):
         return web.Response(status=refused.status, text=refused.body)
     return web.json_response(refused.body, status=refused.status)
+
+
+async def trickle(request: web.Request, answer: web.Response) -> web.StreamResponse:
+    """Send an answer after very many spaces, one after another, while the client listens."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1000):
+            await response.write(b" ")
+            await asyncio.sleep(0.02)
+        await response.write(answer.body)
+    return response
 
 
 def is_match(offer: dict[str, Any], name: str, conditions: dict[str, Any]) -> bool:

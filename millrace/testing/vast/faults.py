@@ -22,8 +22,8 @@ LISTS: dict[str, Any] = {  # what a list of instances is answered with, with sta
     "bare list": [],
 }  # fmt: skip
 FAULTS = {
-    *REFUSALS, *LISTS, "lost", "lost, listed late", "cut", "slow", "refused", "part", "gone",
-    "low bid", "low bid, 400",
+    *REFUSALS, *LISTS, "lost", "lost, listed late", "cut", "slow", "trickle", "refused", "part",
+    "gone", "low bid", "low bid, 400",
 }  # fmt: skip
 
 

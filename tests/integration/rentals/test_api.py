@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from millrace import errors
 from millrace.rentals import Instance, Offer, OfferRequest, Rental, VastClient, find_offers
 from millrace.rentals.destroy import destroy_machines
+from millrace.rentals.vast import api
 from millrace.testing.vast import LISTS, StandInClock
 from tests.support.rentals.account import Reset
 
@@ -69,9 +70,13 @@ def test_a_listing_goes_over_its_pages(world: Reset) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["error500", "error502", "text429", "json429", "lost", "cut", "slow"]
+    "fault", ["error500", "error502", "text429", "json429", "lost", "cut", "slow", "trickle"]
 )
-def test_what_may_be_asked_again_is_asked_again(world: Reset, fault: str) -> None:
+def test_what_may_be_asked_again_is_asked_again(
+    world: Reset, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "trickle":
+        shorten_deadlines(monkeypatch)
     account = world()
     number = account.server.plant("x")
     for call in ("list", "search", "user"):
@@ -90,10 +95,37 @@ def test_what_may_be_asked_again_is_asked_again(world: Reset, fault: str) -> Non
     assert account.server.count_fired()[fault] == (7 if fault == "slow" else 8)  # it fails nothing
 
 
-def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -> None:
+def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the requests of the next clients one second, by the clock of this machine."""
+    monkeypatch.setattr(api, "_REQUEST_TIMEOUT", 1.0)
+    monkeypatch.setattr(api, "_DESTROY_TIMEOUT", 1.0)
+
+
+@pytest.mark.parametrize("call", ["list", "delete"])
+def test_a_rental_polls_and_ends_while_the_api_trickles(
+    world: Reset, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = world(program=600.0)
+    shorten_deadlines(monkeypatch)
+    with Rental(account.make_settings(), vast=account.vast) as rental:
+        rental.wait_until_ready()
+        account.server.fail_next(3, "trickle", call)
+        rental.wait_until_done()
+    assert account.server.list_alive() == []
+    assert account.server.count_fired()["trickle"] > 0
+
+
+def test_a_create_is_never_sent_again_when_it_may_have_been_done(
+    world: Reset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     account = world()
     vast = account.vast
-    (offer, *_) = find_offers(vast, account.make_settings().request)
+    (offer, other, *_) = find_offers(vast, account.make_settings().request)
+    account.server.fail_next(1, "trickle", "create")
+    shorten_deadlines(monkeypatch)
+    with pytest.raises(errors.UnavailableError, match="no complete answer within 1 s"):
+        account.vast.create_instance(other.id, image="x", disk=10, label="l")
+    account.server.advance(5.0)  # the interval of creates, which another client keeps
     for fault, sent in (("error502", 1), ("cut", 1), ("lost", 1), ("text429", 3)):
         before = len(account.server.list_requests())
         account.server.fail_next(2 if fault == "text429" else 1, fault, "create")
@@ -104,7 +136,8 @@ def test_a_create_is_never_sent_again_when_it_may_have_been_done(world: Reset) -
             with pytest.raises(errors.UnavailableError, match="does not answer to create"):
                 vast.create_instance(offer.id, image="x", disk=10, label="l")
         assert len(account.server.list_requests()) - before == sent
-    assert len(account.server.list_alive()) == 1
+    assert sum(one["call"] == "create" for one in account.server.list_requests()) == 7
+    assert len(account.server.list_alive()) == 2
 
 
 def test_a_wrong_key_is_said_once_and_not_shown(world: Reset) -> None:
