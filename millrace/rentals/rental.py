@@ -194,18 +194,29 @@ class Rental:
         stop = stop or threading.Event()
         while not stop.is_set():
             self._poll_machines()
-            for slot in self._state.find_missing_slots():
-                if not stop.is_set():
-                    self._fill_slot(slot)
+            self._fill_slots(stop)
             if not self._state.find_missing_slots() and is_complete():
                 return
             self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
 
-    def _fill_slot(self, slot: int) -> None:
-        """Rent a machine for a slot. A failure is only reported while other machines run."""
+    def _fill_slots(self, stop: threading.Event) -> None:
+        """Rent the missing machines, until an event is set, or the API does not answer.
+
+        Without an answer, the machines are checked before the other slots are tried.
+        """
+        for slot in self._state.find_missing_slots():
+            if stop.is_set() or not self._fill_slot(slot):
+                return
+
+    def _fill_slot(self, slot: int) -> bool:
+        """Rent a machine for a slot. A failure is only reported while other machines run.
+
+        Returns:
+            Whether other slots can be tried now.
+        """
         now, has_machines = self._context.clock.monotonic(), bool(self.machines)
         if not self._policy.can_try(slot, now, has_machines=has_machines):
-            return
+            return True
         try:
             self._starter.rent_machine(slot)
         except (errors.UnavailableError, errors.NotFoundError, errors.MachineError) as error:
@@ -221,6 +232,8 @@ class Rental:
                     machine=f"{self.settings.name}/{slot}", message=errors.format_error(error)
                 )
             )
+            return not isinstance(error, errors.UnavailableError)
+        return True
 
     def _poll_machines(self) -> None:
         """Check all machines, and release machines that failed, ended or have no slot."""

@@ -17,6 +17,7 @@ from millrace.rentals.progress_events import (
     MachineReleased,
     MachineRented,
     PriceRaised,
+    RentalCostUpdated,
 )
 from millrace.rentals.releasing import MachineReleaser
 from millrace.schemas.rental import ReleaseReason
@@ -521,3 +522,25 @@ def test_nothing_is_asked_more_often_than_the_api_allows(world: Reset) -> None:
     with Rental(account.make_settings(machines=3), vast=account.vast) as rental:
         rental.wait_until_done()
     assert not account.server.count_fired()["too frequent"], account.server.list_requests()
+
+
+def test_the_machines_are_checked_between_two_slots_for_which_the_api_does_not_answer(
+    world: Reset,
+) -> None:
+    account, stop, told = world(), threading.Event(), list[type[Event]]()
+
+    def note(event: Event) -> None:
+        told.append(type(event))
+        if told.count(MachineMissing) == 3:
+            stop.set()
+
+    settings = account.make_settings(machines=3)
+    with Rental(settings, vast=account.vast, progress=note) as rental:
+        rental.wait_until_ready()
+        for machine in account.server.list_alive()[:2]:
+            account.server.befall(machine["id"], "exited")
+        account.server.fail_next(1000, "error500", "search")
+        rental.wait_until_done(stop)
+        account.server.ask("calm", {})
+    failed = told[told.index(MachineMissing) :]
+    assert failed[:4] == [MachineMissing, RentalCostUpdated, MachineMissing, RentalCostUpdated]
