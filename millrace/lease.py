@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -367,10 +367,13 @@ class Heartbeat:
     Args:
         ttl: Time after the last heartbeat at which the leases end. The thread sends three
             heartbeats in this time.
+        is_alive: Function that decides before each heartbeat whether the holder still works. While
+            the result is false, no heartbeat is sent, and the leases end.
     """
 
-    def __init__(self, ttl: timedelta) -> None:
+    def __init__(self, ttl: timedelta, is_alive: Callable[[], bool] = lambda: True) -> None:
         self._pause = max(1.0, ttl.total_seconds() / 3)
+        self._is_alive = is_alive
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -405,16 +408,19 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause):
-            with self._lock:
-                leases = list(self._leases.values())
-            for lease in leases:
-                if self._stop.is_set():
-                    return
-                try:
-                    # Retries end when the next beat is due, so one lease does not block the others.
-                    lease.with_timeout(timedelta(seconds=self._pause)).beat()
-                except errors.MillraceError:
-                    continue  # the next beat may succeed; otherwise the lease ends
+            self._send_heartbeats()
+
+    def _send_heartbeats(self) -> None:
+        with self._lock:
+            leases = list(self._leases.values())
+        for lease in leases:
+            if self._stop.is_set() or not self._is_alive():
+                return
+            try:
+                # Retries end when the next beat is due, so one lease does not block the others.
+                lease.with_timeout(timedelta(seconds=self._pause)).beat()
+            except errors.MillraceError:
+                continue  # the next beat may succeed; otherwise the lease ends
 
 
 def _try_release(lease: Lease) -> None:

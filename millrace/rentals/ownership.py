@@ -1,8 +1,11 @@
 """Ownership of a rental: a lease for other processes, and an object for its machines."""
 
 import contextlib
+import logging
 import secrets
 import threading
+import time
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -23,9 +26,16 @@ from millrace.storage import Store, put
 _TTL = timedelta(minutes=3)
 _HEARTBEATS_PER_TIMEOUT = 6
 
+_log = logging.getLogger(__name__)
+
 
 def acquire_ownership(
-    store: Store, keys: RentalKeys, stack: contextlib.ExitStack, *, wait: bool = False
+    store: Store,
+    keys: RentalKeys,
+    stack: contextlib.ExitStack,
+    *,
+    wait: bool = False,
+    is_alive: Callable[[], bool] = lambda: True,
 ) -> Lease:
     """Acquire the lease of a rental until a stack closes.
 
@@ -35,6 +45,7 @@ def acquire_ownership(
         stack: Stack that releases the lease when it closes.
         wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
             renews its lease, or the lease expires.
+        is_alive: Function that decides whether the lease is renewed, as in `Heartbeat`.
 
     Raises:
         HeldError: The rental has another owner.
@@ -48,9 +59,45 @@ def acquire_ownership(
             f"{keys.name} is held by {lease.holder.host} (process {lease.holder.pid}): end that "
             "process, or wait until its lease expires, three minutes after its last heartbeat."
         )
-    heartbeat = stack.enter_context(Heartbeat(_TTL))
+    heartbeat = stack.enter_context(Heartbeat(_TTL, is_alive))
     heartbeat.keep(lease)
     return lease
+
+
+class StepTimer:
+    """Timer of an owner's steps, such as a poll of its machines.
+
+    An owner in a step that does not end checks neither machines nor budgets. Such an owner counts
+    as stalled, and its heartbeats stop. Between two waits for its machines no step is expected: the
+    caller can work with the machines for any time.
+
+    Args:
+        timeout: Longest time of a step.
+        clock: Function that returns the current time in seconds.
+    """
+
+    def __init__(self, timeout: timedelta, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout = timeout
+        self._clock = clock
+        self._step_started_at: float | None = None
+
+    @contextlib.contextmanager
+    def expect_steps(self) -> Generator[None]:
+        """Expect that steps complete, until the block ends."""
+        self.record_step()
+        try:
+            yield
+        finally:
+            self._step_started_at = None
+
+    def record_step(self) -> None:
+        """Note that a step is complete, and that the next one starts."""
+        self._step_started_at = self._clock()
+
+    def is_stalled(self) -> bool:
+        """Decide whether the current step takes too long."""
+        started_at = self._step_started_at
+        return started_at is not None and self._clock() - started_at > self.timeout.total_seconds()
 
 
 class OwnerHeartbeat:
@@ -60,10 +107,15 @@ class OwnerHeartbeat:
         store: Store of the ledger.
         keys: Keys of the rental.
         timeout: Time without a heartbeat after which the machines destroy themselves.
+        timer: Timer of the owner's steps. A stalled owner sends no heartbeat.
     """
 
-    def __init__(self, store: Store, keys: RentalKeys, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, keys: RentalKeys, timeout: timedelta, timer: StepTimer
+    ) -> None:
         self._store, self._keys = store, keys
+        self._timeout, self._timer = timeout, timer
+        self._was_stalled = False
         self._interval = timeout.total_seconds() / _HEARTBEATS_PER_TIMEOUT
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
@@ -87,7 +139,24 @@ class OwnerHeartbeat:
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
             with contextlib.suppress(errors.MillraceError):  # the next heartbeat may succeed
-                self._write_heartbeat()
+                self._renew_heartbeat()
+
+    def _renew_heartbeat(self) -> None:
+        """Write a heartbeat, unless the owner is stalled."""
+        is_stalled = self._timer.is_stalled()
+        if is_stalled and not self._was_stalled:
+            _log.error(
+                "The owner of %s has not checked its machines for %s. Its heartbeats stop, and the "
+                "machines destroy themselves after %s. End this process, and start it again.",
+                self._keys.name,
+                self._timer.timeout,
+                self._timeout,
+            )
+        elif self._was_stalled and not is_stalled:
+            _log.warning("The owner of %s sends heartbeats again.", self._keys.name)
+        self._was_stalled = is_stalled
+        if not is_stalled:
+            self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
         put(self._store.with_retry_timeout(timedelta(seconds=self._interval)), self._keys.owner,
@@ -101,11 +170,15 @@ class Ownership:
         store: Store of the ledger.
         keys: Keys of the rental.
         heartbeat_timeout: Time without a heartbeat after which the machines destroy themselves.
+        timer: Timer of the owner's steps. While the owner is stalled, neither the lease nor the
+            heartbeat is renewed.
     """
 
-    def __init__(self, store: Store, keys: RentalKeys, heartbeat_timeout: timedelta) -> None:
-        self._store, self._keys = store, keys
-        self._heartbeat = OwnerHeartbeat(store, keys, heartbeat_timeout)
+    def __init__(
+        self, store: Store, keys: RentalKeys, heartbeat_timeout: timedelta, timer: StepTimer
+    ) -> None:
+        self._store, self._keys, self._timer = store, keys, timer
+        self._heartbeat = OwnerHeartbeat(store, keys, heartbeat_timeout, timer)
         self._lease: Lease | None = None
         self.is_superseded = False
         """True if another owner has taken over the rental."""
@@ -120,7 +193,13 @@ class Ownership:
         Raises:
             HeldError: The rental has another owner.
         """
-        self._lease = acquire_ownership(self._store, self._keys, stack, wait=wait)
+        self._lease = acquire_ownership(
+            self._store,
+            self._keys,
+            stack,
+            wait=wait,
+            is_alive=lambda: not self._timer.is_stalled(),
+        )
 
     def start_heartbeat(self, stack: contextlib.ExitStack) -> None:
         """Start the heartbeat for the machines, which from then on do not outlive it by long.

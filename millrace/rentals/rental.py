@@ -10,6 +10,7 @@ killed owner, the next owner or the reaper continues.
 import contextlib
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 
 from millrace import errors
@@ -21,7 +22,7 @@ from millrace.rentals.inspection import MachineInspector
 from millrace.rentals.late_machines import LateMachineFinder
 from millrace.rentals.machine_starter import MachineStarter
 from millrace.rentals.machines import Machine, ReleaseDecision
-from millrace.rentals.ownership import Ownership
+from millrace.rentals.ownership import Ownership, StepTimer
 from millrace.rentals.progress_events import MachineMissing, RentalCostUpdated
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
@@ -36,6 +37,9 @@ from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import DetachRecord, ReleaseReason
 from millrace.storage import open_store
+
+_STEP_TIMEOUT = timedelta(hours=1)  # for a listing, and a release that is retried for 15 minutes
+_STEP_TIMEOUT_PER_MACHINE = timedelta(minutes=1)  # for reports, and destroys without an answer
 
 
 class Rental:
@@ -76,8 +80,16 @@ class Rental:
         self._state = RentalState(settings.machines)
         self._budget = Budget(settings, is_detached=detached)
         self._policy = ReplacementPolicy(settings)
+        self._timer = StepTimer(
+            settings.timeouts.poll_interval
+            + _STEP_TIMEOUT
+            + _STEP_TIMEOUT_PER_MACHINE * settings.machines
+        )
         self._ownership = Ownership(
-            self._context.store, self._context.keys, settings.timeouts.heartbeat_timeout
+            self._context.store,
+            self._context.keys,
+            settings.timeouts.heartbeat_timeout,
+            self._timer,
         )
         self._releaser = MachineReleaser(self._context, self._state)
         self._starter = MachineStarter(
@@ -105,7 +117,8 @@ class Rental:
             attempts = list_own_attempts(self._context)
             try:
                 self._ownership.start_heartbeat(stack)
-                self._releaser.release(take_over_machines(self._context, self._state, attempts))
+                with self._timer.expect_steps():
+                    self._releaser.release(take_over_machines(self._context, self._state, attempts))
                 delete_detach_records(self._context, attempts)
             except BaseException:
                 if any(one.is_detached for one in attempts):  # they stay without this owner
@@ -171,7 +184,8 @@ class Rental:
             ReleaseDecision(one, ReleaseReason.UNNEEDED, "the rental ended")
             for one in self.machines
         ]
-        self._releaser.release([*decisions, *self._find_unclaimed()])
+        with self._timer.expect_steps():
+            self._releaser.release([*decisions, *self._find_unclaimed()])
 
     def _detach(self) -> None:
         """Detach the machines, and release the machines without a slot."""
@@ -179,7 +193,8 @@ class Rental:
         for machine in self.machines:
             key = self._context.keys.make_detached_key(machine.attempt.number)
             commit_once(self._context.store, key, DetachRecord(since=self._context.now()))
-        self._releaser.release(self._find_unclaimed())
+        with self._timer.expect_steps():
+            self._releaser.release(self._find_unclaimed())
 
     def _find_unclaimed(self) -> list[ReleaseDecision]:
         """Return decisions to release the machines without a slot, after one more listing."""
@@ -192,12 +207,14 @@ class Rental:
     ) -> None:
         """Poll and replace machines until a condition is met, or an event is set."""
         stop = stop or threading.Event()
-        while not stop.is_set():
-            self._poll_machines()
-            self._fill_slots(stop)
-            if not self._state.find_missing_slots() and is_complete():
-                return
-            self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
+        with self._timer.expect_steps():
+            while not stop.is_set():
+                self._poll_machines()
+                self._timer.record_step()
+                self._fill_slots(stop)
+                if not self._state.find_missing_slots() and is_complete():
+                    return
+                self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
 
     def _fill_slots(self, stop: threading.Event) -> None:
         """Rent the missing machines, until an event is set, or the API does not answer.
@@ -207,6 +224,7 @@ class Rental:
         for slot in self._state.find_missing_slots():
             if stop.is_set() or not self._fill_slot(slot):
                 return
+            self._timer.record_step()
 
     def _fill_slot(self, slot: int) -> bool:
         """Rent a machine for a slot. A failure is only reported while other machines run.

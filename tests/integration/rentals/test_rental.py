@@ -7,8 +7,9 @@ from datetime import timedelta
 import pytest
 
 from millrace import errors
+from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
-from millrace.rentals import Rental, find_offers, reap
+from millrace.rentals import Instance, Rental, find_offers, reap
 from millrace.rentals.guest.watchdog import DETACHED
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.progress_events import (
@@ -522,6 +523,42 @@ def test_nothing_is_asked_more_often_than_the_api_allows(world: Reset) -> None:
     with Rental(account.make_settings(machines=3), vast=account.vast) as rental:
         rental.wait_until_done()
     assert not account.server.count_fired()["too frequent"], account.server.list_requests()
+
+
+def test_the_heartbeat_stops_while_a_poll_hangs_and_not_while_no_one_polls(world: Reset) -> None:
+    account, elapsed = world(program=600.0), 0.0
+    vast, store, keys = account.vast, open_store(account.store), RentalKeys("fleet")
+    list_instances, is_hanging, resume = vast.list_instances, threading.Event(), threading.Event()
+
+    def hang() -> list[Instance]:
+        is_hanging.set()
+        assert resume.wait(60)
+        return list_instances()
+
+    with Rental(account.make_settings(), vast=vast) as rental:
+        rental._timer._clock = lambda: elapsed
+
+        def is_renewed() -> bool:
+            before = read(store, keys.owner)
+            rental._ownership._heartbeat._renew_heartbeat()
+            return read(store, keys.owner) != before
+
+        rental.wait_until_ready()
+        elapsed += 36_000  # the caller works with the machines
+        assert is_renewed()
+        vast.list_instances = hang
+        poll = threading.Thread(target=rental.wait_until_done)
+        poll.start()
+        assert is_hanging.wait(60)
+        assert is_renewed()
+        elapsed += 3600 + 60 + 10  # with a minute for a machine, and the interval of polls
+        assert is_renewed()
+        elapsed += 1
+        assert not is_renewed()
+        resume.set()
+        poll.join(60)
+        assert is_renewed()
+    assert account.server.list_alive() == []
 
 
 def test_the_machines_are_checked_between_two_slots_for_which_the_api_does_not_answer(

@@ -1,6 +1,7 @@
 """Machines are rented in a safe order: intent, one create request, contract."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from millrace.progress import Event
 from millrace.rentals import list_attempts, machine_starter
 from millrace.rentals.budget import Budget
 from millrace.rentals.machine_starter import CreatePacer, MachineStarter, OfferSource
-from millrace.rentals.ownership import Ownership
+from millrace.rentals.ownership import Ownership, StepTimer
 from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
@@ -47,7 +48,10 @@ class Bench:
         self.state = RentalState(settings.machines)
         self.policy = ReplacementPolicy(settings)
         self.ownership = Ownership(
-            self.context.store, self.context.keys, settings.timeouts.heartbeat_timeout
+            self.context.store,
+            self.context.keys,
+            settings.timeouts.heartbeat_timeout,
+            StepTimer(timedelta(hours=1)),
         )
         self.starter = MachineStarter(
             self.context,

@@ -8,13 +8,15 @@ import pytest
 
 from millrace import errors
 from millrace.keys.rentals import RentalKeys
-from millrace.lease import Lease
+from millrace.lease import Heartbeat, Lease
+from millrace.rentals import ownership as ownership_module
 from millrace.rentals.guest.watchdog import DETACHED
-from millrace.rentals.ownership import Ownership
+from millrace.rentals.ownership import OwnerHeartbeat, Ownership, StepTimer
 from millrace.storage import Store, StoreSpec, exists, open_store, read
 
 KEYS = RentalKeys("fleet")
 TIMEOUT = timedelta(minutes=5)
+STEP_TIMEOUT = timedelta(hours=1)
 
 
 @pytest.fixture
@@ -22,18 +24,22 @@ def store(tmp_path: Path) -> Store:
     return open_store(StoreSpec(url=tmp_path.as_uri()))
 
 
+def make_ownership(store: Store) -> Ownership:
+    return Ownership(store, KEYS, TIMEOUT, StepTimer(STEP_TIMEOUT))
+
+
 def test_a_second_owner_is_refused_until_the_first_has_left(store: Store) -> None:
     with contextlib.ExitStack() as stack:
-        Ownership(store, KEYS, TIMEOUT).acquire(stack)
+        make_ownership(store).acquire(stack)
         with pytest.raises(errors.HeldError, match="fleet is held by"):
-            Ownership(store, KEYS, TIMEOUT).acquire(contextlib.ExitStack())
+            make_ownership(store).acquire(contextlib.ExitStack())
     with contextlib.ExitStack() as stack:
-        Ownership(store, KEYS, TIMEOUT).acquire(stack)
+        make_ownership(store).acquire(stack)
 
 
 def test_machines_read_a_heartbeat_and_later_that_they_are_detached(store: Store) -> None:
     with contextlib.ExitStack() as stack:
-        ownership = Ownership(store, KEYS, TIMEOUT)
+        ownership = make_ownership(store)
         ownership.acquire(stack)
         assert not exists(store, KEYS.owner)
         ownership.start_heartbeat(stack)
@@ -45,7 +51,7 @@ def test_machines_read_a_heartbeat_and_later_that_they_are_detached(store: Store
 
 def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.ExitStack() as stack:
-        ownership = Ownership(store, KEYS, TIMEOUT)
+        ownership = make_ownership(store)
         ownership.acquire(stack)
         ownership.refuse_if_superseded()
         assert not ownership.is_superseded
@@ -53,3 +59,60 @@ def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.Mo
         with pytest.raises(errors.HeldError, match="Another process has taken over fleet"):
             ownership.refuse_if_superseded()
         assert ownership.is_superseded
+
+
+def test_an_owner_in_a_step_that_does_not_end_sends_no_heartbeat(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    elapsed = 0.0
+    timer = StepTimer(STEP_TIMEOUT, lambda: elapsed)
+    heartbeat = OwnerHeartbeat(store, KEYS, TIMEOUT, timer)
+
+    def is_renewed() -> bool:
+        before = read(store, KEYS.owner, max_size=100) if exists(store, KEYS.owner) else b""
+        heartbeat._renew_heartbeat()
+        return exists(store, KEYS.owner) and read(store, KEYS.owner, max_size=100) != before
+
+    with timer.expect_steps():
+        for _ in range(3):
+            elapsed += 3600
+            assert is_renewed()
+            timer.record_step()
+        elapsed += 3601
+        assert not is_renewed()
+        assert not is_renewed()
+        assert [one.getMessage().partition(".")[0] for one in caplog.records] == [
+            "The owner of fleet has not checked its machines for 1:00:00"
+        ]
+        timer.record_step()
+        assert is_renewed()
+        assert caplog.records[-1].getMessage() == "The owner of fleet sends heartbeats again."
+    elapsed += 1e6  # no step is expected
+    assert is_renewed()
+
+
+def test_an_owner_in_a_step_that_does_not_end_loses_its_lease(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elapsed, beats, started = 0.0, list[Lease](), list[Heartbeat]()
+
+    class NotedHeartbeat(Heartbeat):
+        def __enter__(self) -> Heartbeat:
+            started.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(ownership_module, "Heartbeat", NotedHeartbeat)
+    monkeypatch.setattr(Lease, "beat", lambda lease: beats.append(lease))  # noqa: PLW0108 - a method
+    timer = StepTimer(STEP_TIMEOUT, lambda: elapsed)
+    with contextlib.ExitStack() as stack:
+        Ownership(store, KEYS, TIMEOUT, timer).acquire(stack)
+        with timer.expect_steps():
+            elapsed = 3600.0
+            started[0]._send_heartbeats()
+            assert len(beats) == 1
+            elapsed = 3601.0
+            started[0]._send_heartbeats()
+            assert len(beats) == 1
+            timer.record_step()
+            started[0]._send_heartbeats()
+            assert len(beats) == 2
