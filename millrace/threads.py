@@ -29,6 +29,15 @@ class DaemonThreadPool:
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads = 0
 
+    def set_max_threads(self, max_threads: int) -> None:
+        """Change the largest number of concurrent calls. Running calls go on."""
+        with self._lock:
+            self._max_threads = max_threads
+            begin = min(max_threads - self._threads, len(self._pending))
+            self._threads += max(0, begin)
+        for _ in range(begin):
+            self._start_thread()
+
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in a thread, as soon as a thread is free."""
         future: Future[T] = Future()
@@ -37,8 +46,11 @@ class DaemonThreadPool:
             begin = self._threads < self._max_threads
             self._threads += begin
         if begin:
-            threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
+            self._start_thread()
         return future
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
 
     def shutdown(self) -> None:
         """Cancel the calls that have not begun, without waiting for the others."""
@@ -51,7 +63,7 @@ class DaemonThreadPool:
     def _run_calls(self) -> None:
         while True:
             with self._lock:
-                if not self._pending:
+                if not self._pending or self._threads > self._max_threads:
                     self._threads -= 1
                     return
                 future, call = self._pending.popleft()

@@ -3,6 +3,8 @@
 Each function imports its client. So a process that needs neither client starts faster.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 MAX_ANSWER_SIZE = 32 << 20
 """Largest size of an unstreamed answer in bytes. A page of 1,000 keys has at most 4 MB."""
 
+_MAX_RECEIVED = 1 << 20  # bytes of a timed body that are received at once
+
 
 class KeyPair(TypedDict, total=False):
     """A key pair under boto3's names."""
@@ -26,7 +30,9 @@ class KeyPair(TypedDict, total=False):
     aws_session_token: str
 
 
-def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
+def make_boto3_client(
+    store: Store, *, max_attempts: int = 5, deadline: float = math.inf
+) -> "S3Client":
     """Return a boto3 client of the store, for multipart housekeeping and bucket settings.
 
     The client sends checksums only where an operation requires one. Newer versions of boto3 send
@@ -35,6 +41,8 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
     Args:
         store: Store that is compatible with S3.
         max_attempts: Number of tries of a request.
+        deadline: Time by the monotonic clock after which no body is read further, although its
+            bytes still arrive.
 
     Raises:
         ConfigurationError: The store does not speak S3.
@@ -62,11 +70,11 @@ def make_boto3_client(store: Store, *, max_attempts: int = 5) -> "S3Client":
         config=config,
         **make_key_pair(store),
     )
-    _limit_answers(client)
+    _limit_answers(client, deadline)
     return client
 
 
-def _limit_answers(client: "S3Client") -> None:
+def _limit_answers(client: "S3Client", deadline: float) -> None:
     """Limit the answers that a client reads to `MAX_ANSWER_SIZE` bytes, and refuse shorter ones.
 
     botocore reads listings and the bodies of errors whole, without a limit. It does not compare
@@ -83,10 +91,11 @@ def _limit_answers(client: "S3Client") -> None:
     def send(request: Any, **_: object) -> object:
         is_streamed, request.stream_output = request.stream_output, True
         response = session.send(request)
+        raw = response.raw if deadline == math.inf else _TimedBody(response.raw, deadline)
         if is_streamed and response.status_code < 300:
-            return response
+            return make_response(response.url, response.status_code, response.headers, raw)
         try:
-            parts = read_parts(response.raw)
+            parts = read_parts(raw)
         except HTTPError as error:
             raise ResponseStreamingError(error=error) from error
         body = _ReadBody(parts)
@@ -105,6 +114,54 @@ def _limit_answers(client: "S3Client") -> None:
         return parts
 
     events.register_last("before-send.s3", send)
+
+
+class _TimedBody:
+    """Body of an answer that is read until a deadline.
+
+    A timeout of a socket is one for each of its reads, so it never ends a body of single bytes.
+
+    Args:
+        raw: Body, a response of urllib3.
+        deadline: End by the monotonic clock.
+    """
+
+    def __init__(self, raw: Any, deadline: float) -> None:
+        self._raw, self._deadline = raw, deadline
+
+    def read(self, size: int | None = None) -> bytes:
+        """Read a number of bytes, or all that is left; fewer at the end of the body.
+
+        Raises:
+            HTTPError: The deadline has passed.
+        """
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+        parts, left = list[bytes](), math.inf if size is None else size
+        while left:
+            if time.monotonic() >= self._deadline:
+                self.close()
+                raise HTTPError("the answer took too long")
+            part = self._raw.read1(min(left, _MAX_RECEIVED))
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def stream(self, size: int) -> Iterator[bytes]:
+        """Yield the body in parts of a size."""
+        while part := self.read(size):
+            yield part
+
+    @property
+    def length_remaining(self) -> int | None:
+        """Number of announced bytes that were not read; None if no length was announced."""
+        return self._raw.length_remaining
+
+    def close(self) -> None:
+        """Close the connection, unless the body was read to its end."""
+        self._raw.close()
 
 
 class _ReadBody:

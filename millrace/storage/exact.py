@@ -16,6 +16,7 @@ from urllib.parse import unquote_plus
 from obstore.exceptions import GenericError
 
 from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.foreign import compute_deadline, limit_requests
 from millrace.storage.open import Store
 from millrace.storage.read import Stat
 from millrace.storage.retry import call_boto3
@@ -29,6 +30,8 @@ _NOTHING = b"<ListBucketResult/>"
 class ExactListing:
     """Pages of a listing with unchanged keys. One request per page of 1,000 keys.
 
+    A foreign store has the time budget of one request for all pages, since they may not end.
+
     Args:
         store: Store that is compatible with S3.
         prefix: Text that the keys start with.
@@ -39,7 +42,8 @@ class ExactListing:
     def __init__(self, store: Store, prefix: str, after: str = "", delimiter: str = "") -> None:
         self._store, self._prefix = store, prefix
         self._root = make_full_key(store, "")
-        self._client = make_boto3_client(store, max_attempts=1)
+        self._deadline = compute_deadline(store)
+        self._client = make_boto3_client(store, max_attempts=1, deadline=self._deadline)
         self._client.meta.events.register("before-parse.s3.ListObjectsV2", _bypass_parser)
         self._parameters: dict[str, Any] = {
             "Bucket": store.location.bucket,
@@ -56,6 +60,7 @@ class ExactListing:
 
         Raises:
             MillraceError: The request failed, with the errors of `call_boto3`.
+            UnavailableError: The listing of a foreign store takes too long.
         """
 
         def fetch(client: "S3Client") -> tuple[list[Stat], list[str], str]:
@@ -66,7 +71,10 @@ class ExactListing:
                 # The answer was cut off, or is not a listing. The page is requested again.
                 raise GenericError(f"{type(error).__name__}: {error}") from error
 
-        objects, folders, token = call_boto3(self._store, self._prefix, fetch, client=self._client)
+        with limit_requests(self._store, self._deadline):
+            objects, folders, token = call_boto3(
+                self._store, self._prefix, fetch, client=self._client
+            )
         self._parameters["ContinuationToken"] = token
         return objects, folders, bool(token)
 

@@ -27,6 +27,7 @@ READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+_MOST_FOREIGN_REQUESTS = 8  # at once to one foreign store
 _memory: dict[str, MemoryStore] = {}
 # The checksum of the whole body is sent as a header: R2 refuses trailers. A signed SHA-256 is
 # accepted everywhere. obstore does not tell whether a store checks a CRC.
@@ -214,12 +215,16 @@ class ThrottleState:
         resume_at: End of the pause that the store asked for, by the monotonic clock.
         warned_at: Time of the last warning that the store does not answer, by the same clock.
         can_list: Whether the credentials may list objects; None before the first check.
+        foreign_requests: Requests to a foreign store that may be made at once.
         lock: Lock of the other attributes.
     """
 
     resume_at: float = 0.0
     warned_at: float | None = None
     can_list: bool | None = None
+    foreign_requests: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(_MOST_FOREIGN_REQUESTS)
+    )
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -234,8 +239,9 @@ class Store:
         retrying: Store of obstore that retries, for verbs of several requests (multipart
             uploads, pages of a listing).
         is_foreign: Whether the endpoint is not trusted. Then `list_objects`, `list_folders` and
-            `read_range` use boto3, and read answers up to a limit. obstore allocates the length
-            that a listing or an error announces: an absurd length ends the process.
+            `read_range` use boto3, and read answers up to a limit of size and time, however slowly
+            the bytes arrive. obstore allocates the length that a listing or an error announces: an
+            absurd length ends the process.
     """
 
     spec: StoreSpec

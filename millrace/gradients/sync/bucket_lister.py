@@ -2,7 +2,7 @@
 
 A bucket is listed once for all of its workers. Each bucket has a thread, since some buckets may
 stall. Of a worker with thousands of objects, only the gradient is looked for, so that the listing
-ends for the others.
+ends.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
 
-_MOST_LISTED = 10_000  # objects of one worker of many that share a bucket
+_MOST_LISTED = 10_000  # objects of one worker
 _MOST_MEASURED = 100_000  # likewise, where the settings say how many bytes a worker should store
 _MOST_NAMED = 1000  # objects of one worker whose names begin as its gradient's
 
@@ -119,7 +119,7 @@ class BucketLister:
             for stat in (
                 list_fairly(store, prefix, depth=1, limit=most)
                 if is_shared
-                else list_objects(store, prefix)
+                else islice(list_objects(store, prefix), most)
             ):
                 owner = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
                 if owner in counted:
@@ -127,7 +127,7 @@ class BucketLister:
                     listing.size[owner] += stat.size
                 self._note_gradient(listing, asked, stat)
             for uid in sorted(asked):
-                if is_shared and listing.objects[uid] >= most:  # its other objects are not known
+                if listing.objects[uid] >= most:  # its other objects are not known
                     folder, window = keys.make_worker_prefix(uid), self._gather_window.number
                     name = f"{folder}gradient-{window:09d}-"
                     for stat in islice(list_objects(store, name), _MOST_NAMED):

@@ -1,5 +1,6 @@
 """Reads of the gradients of a window, each of which ends with a valid gradient or with a reason."""
 
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ ReadGradient = Callable[[str, Store, Stat, ExpectedGradient], Payload]
 """Function that reads a worker's gradient, and raises the errors of `read_payload`.
 
 A `WorkerError` or a `ConfigurationError` ends the gathering."""
+
+_SLOW_READ = 10.0  # seconds after which a read does not count among the concurrent ones
 
 
 def read_in_process(_uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
@@ -52,6 +55,8 @@ class ReadResult:
 class GradientReader:
     """Reader of the gradients of a window, in several threads.
 
+    A read of a slow bucket does not hold up the others: after a while, another read begins.
+
     Args:
         gather_window: Window of the gradients.
         read_gradient: Function that reads a gradient. Several threads call it.
@@ -67,8 +72,10 @@ class GradientReader:
         limit: WaitLimit,
     ) -> None:
         self._gather_window, self._read_gradient, self._limit = gather_window, read_gradient, limit
+        self._concurrency = concurrency
         self._pool = DaemonThreadPool(concurrency, "gradient")
         self._pending: dict[str, Future[ReadResult]] = {}
+        self._begun: dict[str, float] = {}  # times by the monotonic clock
 
     @property
     def pending(self) -> Collection[Future[Any]]:
@@ -81,7 +88,8 @@ class GradientReader:
 
     def begin(self, uid: str, store: Store, stat: Stat) -> None:
         """Begin to read an object of a worker that has no other read."""
-        self._pending[uid] = self._pool.submit(self.read, uid, store, stat)
+        self._begun.pop(uid, None)
+        self._pending[uid] = self._pool.submit(self._read_timed, uid, store, stat)
 
     def take_finished(self) -> dict[str, ReadResult]:
         """Return the results since the last call, by the workers' names.
@@ -90,11 +98,19 @@ class GradientReader:
             WorkerError, ConfigurationError: A read failed by a fault of the aggregator.
         """
         finished = [uid for uid, read in self._pending.items() if read.done()]
-        return {uid: self._pending.pop(uid).result() for uid in finished}
+        results = {uid: self._pending.pop(uid) for uid in finished}
+        now = time.monotonic()
+        slow = sum(now - self._begun.get(uid, now) > _SLOW_READ for uid in self._pending)
+        self._pool.set_max_threads(self._concurrency + slow)
+        return {uid: read.result() for uid, read in results.items()}
 
     def shutdown(self) -> None:
         """Cancel the reads that have not begun, without waiting for the others."""
         self._pool.shutdown()
+
+    def _read_timed(self, uid: str, store: Store, stat: Stat) -> ReadResult:
+        self._begun[uid] = time.monotonic()
+        return self.read(uid, store, stat)
 
     def read(self, uid: str, store: Store, stat: Stat, *, again: bool = True) -> ReadResult:
         """Read an object of a worker, and check it, in the calling thread.

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import ExcludedWorker, ExclusionReason, GatherSettings, GatherWindow
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, PayloadError
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
-from millrace.gradients.sync import bucket_lister
+from millrace.gradients.sync import bucket_lister, gradient_reader
 from millrace.gradients.sync.bucket_lister import BucketLister, BucketListing, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherResults
 from millrace.gradients.sync.gather_window import WaitLimit
@@ -102,6 +102,18 @@ def test_a_safetensors_file_is_preferred_to_a_file_of_torchs(store):
     send(store, "0")
     found = lister_of({"0": store}).list_bucket(["0"]).found
     assert found["0"].key.endswith(".safetensors")
+
+
+def test_of_a_worker_with_many_objects_in_its_own_bucket_the_gradient_is_looked_for(
+    store, monkeypatch
+):
+    monkeypatch.setattr(bucket_lister, "_MOST_LISTED", 3)
+    for number in range(9):
+        put(store, f"{KEYS.make_worker_prefix('0')}a{number}", b"junk")
+    send(store, "0")
+    listing = lister_of({"0": store}).list_bucket(["0"])
+    assert set(listing.found) == {"0"}
+    assert listing.objects["0"] == 3
 
 
 def test_a_listing_that_fails_has_a_reason_for_each_worker(store, monkeypatch):
@@ -222,6 +234,30 @@ def test_a_read_is_pending_until_its_result_is_taken(store):
     assert reader.take_finished()["0"].payload is not None
     assert not reader.is_reading("0")
     assert not reader.pending
+
+
+def test_a_read_of_a_slow_bucket_does_not_hold_up_the_others(store, monkeypatch):
+    go, begun = threading.Event(), threading.Event()
+
+    def read(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+        if uid == "0":
+            begun.set()
+            go.wait(60)
+        return read_in_process(uid, store, stat, expected)
+
+    reader = GradientReader(OPEN, read, 1, soon())
+    for uid in "01":
+        send(store, uid)
+        reader.begin(uid, store, head(store, KEYS.make_gradient_key(uid, 3)))
+    assert begun.wait(60)
+    assert not reader.take_finished()
+    monkeypatch.setattr(gradient_reader, "_SLOW_READ", -1.0)  # as if it had run for long
+    reader.take_finished()
+    wait(reader.pending, 60, return_when=FIRST_COMPLETED)
+    assert reader.take_finished()["1"].payload is not None
+    go.set()
+    wait(reader.pending, 60)
+    assert reader.take_finished()["0"].payload is not None
 
 
 # -- the results

@@ -40,6 +40,7 @@ from millrace.storage import (
     read_and_hash,
     read_range,
 )
+from millrace.threads import DaemonThreadPool
 from tests.unit.gradients.test_gather import OPEN, QUICK, send
 
 ANNOUNCED = 10**12
@@ -104,9 +105,13 @@ def endless() -> Iterator[Endless]:
 
 
 def store_of(server: "Endless | Pages", *, is_foreign: bool = False) -> Store:
+    return store_at(server.url, is_foreign=is_foreign)
+
+
+def store_at(endpoint: str, *, is_foreign: bool) -> Store:
     spec = StoreSpec(
         url="s3://bucket",
-        endpoint=server.url,
+        endpoint=endpoint,
         credentials=Credentials(access_key_id="a", secret_access_key="b"),
         retry_timeout=timedelta(seconds=0.5) if is_foreign else timedelta(seconds=5),
     )
@@ -140,15 +145,22 @@ PAGE = (
 
 
 class Pages:
-    """An S3 endpoint that answers each request with the same body."""
+    """An S3 endpoint that answers each request with the same body.
 
-    def __init__(self, body: str) -> None:
+    Args:
+        body: Body of the answers.
+        is_slow: Whether it then sends single spaces without end.
+    """
+
+    def __init__(self, body: str, *, is_slow: bool = False) -> None:
+        self._is_slow, self._stop = is_slow, threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._body = body.encode()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        self._stop.set()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -159,8 +171,11 @@ class Pages:
                     asked = b""
                     while b"\r\n\r\n" not in asked:
                         asked += connection.recv(65536)
-                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(self._body)}\r\n"
+                    size = ANNOUNCED if self._is_slow else len(self._body)
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n"
                     connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + self._body)
+                    while self._is_slow and not self._stop.wait(0.02):
+                        connection.sendall(b" ")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +202,47 @@ def test_a_listing_of_nonsense_is_an_unavailable_store(right: str, wrong: str) -
             list(list_objects(store_of(pages, is_foreign=True), exact=True))
     finally:
         pages.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_answer_of_a_foreign_endpoint_that_trickles_without_end_is_given_up(verb: str) -> None:
+    pages = Pages(PAGE, is_slow=True)
+    try:
+        with pytest.raises(errors.UnavailableError):
+            VERBS[verb](store_of(pages, is_foreign=True))
+    finally:
+        pages.close()
+
+
+@pytest.mark.parametrize("contents", [True, False], ids=["objects", "empty"])
+@pytest.mark.parametrize("verb", ["list", "folders"])
+def test_a_listing_of_a_foreign_endpoint_whose_pages_do_not_end_is_given_up(
+    verb: str, contents: bool
+) -> None:
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+    body = PAGE.replace("<IsTruncated>false</IsTruncated>", more)
+    if not contents:
+        body = body[: body.index("<Contents>")] + "</ListBucketResult>"
+    pages = Pages(body)
+    try:
+        with pytest.raises(errors.UnavailableError):
+            VERBS[verb](store_of(pages, is_foreign=True))
+    finally:
+        pages.close()
+
+
+def test_few_requests_wait_for_the_answers_of_a_foreign_endpoint() -> None:
+    """An endpoint that never ends its headers holds a thread for each request."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        store = store_at(f"http://127.0.0.1:{silent.getsockname()[1]}", is_foreign=True)
+        pool = DaemonThreadPool(8, "hanging")
+        for _ in range(8):
+            pool.submit(read_range, store, "a/b", 0, 1000)
+        held = [silent.accept()[0] for _ in range(8)]
+        with pytest.raises(errors.UnavailableError, match="too slowly or without end"):
+            read_range(store, "a/b", 0, 1000)
+        for connection in held:
+            connection.close()
 
 
 def test_a_foreign_store_stays_foreign_on_another_machine(endless: Endless) -> None:
