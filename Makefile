@@ -67,7 +67,7 @@ test:
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 bench: .venv/dev
-	@deployments/test-servers.sh postgresql
+	@deployments/test-servers.sh
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm

@@ -34,8 +34,8 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from benchmarks.common import Results, parse_options, print_table, rotate_systems, walk_process_tree
 from benchmarks.corpus import read_text
-from benchmarks.postgres import PostgresServer, find_programs
 from millrace.keys.datasets import DatasetKeys
+from millrace.testing.postgres import PostgresServer, find_programs
 from millrace.testing.prefect_server import PrefectServerProcess
 from millrace.testing.process import REPOSITORY, Child
 

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Debian packages that the tests run: Ceph's S3 gateway, a browser, and what makes networks.
-# Arguments: further packages.
+# Debian packages that the tests run: Ceph's S3 gateway, PostgreSQL, a browser, and what makes networks.
 set -euo pipefail
-packages=(radosgw ceph-mon ceph-osd ceph-mgr ceph-base chromium iproute2 "$@")
+packages=(radosgw ceph-mon ceph-osd ceph-mgr ceph-base chromium iproute2 postgresql)
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' \

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from uuid import UUID
 import psutil
 import pytest
 
+from millrace.testing.postgres import PostgresServer, find_programs
 from millrace.testing.prefect_server import PrefectServerProcess
 from millrace.testing.process import REPOSITORY
 
@@ -60,15 +62,30 @@ def wait_until(
 
 
 class PrefectServer(PrefectServerProcess):
-    """A server, and what tests ask of it."""
+    """A server on PostgreSQL, and what tests ask of it.
+
+    On SQLite, which waits for one writer at a time, a busy machine answers 503 for minutes.
+    """
 
     def __init__(self, home: Path) -> None:
         """Start it, and wait until it answers."""
+        programs = find_programs()
+        assert programs is not None, "PostgreSQL is missing: run `make servers`."
+        self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))  # short: a socket's path is
+        self._folder.chmod(0o755)  # the user of PostgreSQL enters it
+        self._database = PostgresServer(programs, self._folder / "data", is_durable=False)
         settings = {
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": self._database.url,
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
             "PREFECT_CLIENT_MAX_RETRIES": str(CLIENT_RETRIES),
         }
         super().__init__(home, settings=settings)
+
+    def stop(self) -> None:
+        """Stop the server and its database."""
+        super().stop()
+        self._database.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def make_client(self) -> "SyncPrefectClient":
         """A client of it."""
@@ -199,13 +216,7 @@ class PrefectServer(PrefectServerProcess):
 
     def read_tables(self) -> Iterator[tuple[str, str]]:
         """Every value in the server's database, with the name of its table."""
-        with contextlib.closing(sqlite3.connect(self.home / "prefect.db")) as database:
-            names = database.execute("select name from sqlite_master where type = 'table'")
-            for (table,) in names.fetchall():
-                for row in database.execute(f'select * from "{table}"'):
-                    for value in row:
-                        text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
-                        yield table, text
+        return self._database.read_values()
 
 
 @dataclass(frozen=True)

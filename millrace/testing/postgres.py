@@ -2,8 +2,10 @@
 
 import os
 import pwd
+import re
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +13,9 @@ from millrace.testing.process import Child
 
 _PROGRAMS = Path("/usr/lib/postgresql")  # Debian's folder, with one folder for each version
 _START_TIMEOUT = 120.0  # seconds
+_ESCAPE = re.compile(r"\\(.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "N": ""}
+_BYTES = re.compile(r"\\x([0-9a-f]{2})*")
 
 
 def find_programs() -> Path | None:
@@ -26,13 +31,15 @@ class PostgresServer:
         url: URL of the database ``postgres`` for SQLAlchemy and asyncpg.
     """
 
-    def __init__(self, programs: Path, folder: Path) -> None:
+    def __init__(self, programs: Path, folder: Path, *, is_durable: bool = True) -> None:
         """Create a cluster in a folder, and serve it as another user than root.
 
         Args:
             programs: Folder of ``initdb`` and ``postgres``.
             folder: New folder of the cluster. The other user can enter each folder above it.
+            is_durable: Whether writes survive a failure of the machine.
         """
+        self._programs, self._folder = programs, folder
         folder.mkdir(parents=True)
         data, user = folder / "data", _find_user()
         change: list[str] = []
@@ -47,10 +54,19 @@ class PostgresServer:
             capture_output=True,
         )
         serve = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", ""]
+        if not is_durable:
+            serve += [
+                "-c",
+                "fsync=off",
+                "-c",
+                "synchronous_commit=off",
+                "-c",
+                "full_page_writes=off",
+            ]
         self._child = Child([*change, *serve], log=folder.parent / "postgres.log", folder=folder)
         self.url = f"postgresql+asyncpg://postgres@/postgres?host={folder}"
         try:
-            self._wait_until_ready(programs, folder)
+            self._wait_until_ready()
         except BaseException:
             self._child.kill()
             raise
@@ -59,15 +75,42 @@ class PostgresServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the server."""
         self._child.stop()
 
-    def _wait_until_ready(self, programs: Path, folder: Path) -> None:
+    def read_values(self) -> Iterator[tuple[str, str]]:
+        """Yield each value of all tables as text, with the name of its table."""
+        dump = subprocess.run(
+            [self._programs / "pg_dump", "-h", self._folder, "-U", "postgres", "--data-only"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        table = ""
+        for line in dump.stdout.splitlines():
+            if line.startswith("COPY "):
+                table = line.split()[1].removeprefix("public.")
+            elif line == "\\.":
+                table = ""
+            elif table:
+                yield from ((table, _decode_value(field)) for field in line.split("\t"))
+
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT
-        ask = [programs / "pg_isready", "-q", "-h", folder]
+        ask = [self._programs / "pg_isready", "-q", "-h", self._folder]
         while subprocess.run(ask, check=False).returncode:
             if not self._child.is_running() or time.monotonic() > deadline:
                 raise RuntimeError(f"PostgreSQL does not start:\n{self._child.read_tail()}")
             time.sleep(0.1)
+
+
+def _decode_value(field: str) -> str:
+    """Return a value of PostgreSQL's text format of COPY as text, and bytes as Latin-1."""
+    text = _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), field)
+    return bytes.fromhex(text[2:]).decode("latin-1") if _BYTES.fullmatch(text) else text
 
 
 def _find_user() -> pwd.struct_passwd | None:
