@@ -20,13 +20,8 @@ from millrace import errors
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
 
 
-@click.command()
-def deploy() -> None:
-    """Deploy all flows of prefect.yaml to the Prefect server at PREFECT_API_URL.
-
-    The command first creates missing types of blocks, limits and the work pool. Blocks hold
-    credentials: `millrace setup` creates them, before or after.
-    """
+def deploy_flows() -> None:
+    """Deploy all flows of prefect.yaml, after the objects that they need."""
     try:
         if not _DEPLOYMENTS_FILE.is_file():
             raise errors.ConfigurationError(

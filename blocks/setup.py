@@ -5,7 +5,7 @@ A second run changes only objects that differ from the environment.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, TypeVar, cast
@@ -68,66 +68,31 @@ class SetupOutcome(StrEnum):
     UNCHANGED = "unchanged"
 
 
-@click.command()
-@click.option(
-    "--role",
-    "roles",
-    type=click.Choice([role.value for role in BucketRole]),
-    multiple=True,
-    help="Make the block of this bucket only. May be given several times. By default all three.",
-)
-@click.option("--without-buckets", is_flag=True, help="Make no blocks of buckets.")
-@click.option(
-    "--right",
-    "rights",
-    type=click.Choice([right.value for right in Right]),
-    multiple=True,
-    help="Make credentials for this right only, such as `read` for a user without write access. "
-    "By default both.",
-)
-@click.option(
-    "--uploads",
-    type=click.IntRange(min=1),
-    help=f"Number of shards that all runs together upload at once (the limit {UPLOAD_LIMIT}). By "
-    f"default the limit stays as it is; a new one is {_DEFAULT_SLOTS}.",
-)
-@click.option("--check", is_flag=True, help="Check the rights of the credentials.")
-@click.option("--dry-run", is_flag=True, help="Show the changes, and change nothing.")
-def setup(
-    *,
-    roles: tuple[str, ...],
-    without_buckets: bool,
-    rights: tuple[str, ...],
+def set_up_server(
+    roles: Sequence[BucketRole],
+    rights: Sequence[Right],
     uploads: int | None,
+    *,
     check: bool,
     dry_run: bool,
 ) -> None:
-    """Put blocks, limits and a work pool on the Prefect server at PREFECT_API_URL.
+    """Create the objects from the environment, and print each with the outcome.
 
-    For each role (gradients, dataset, aggregator) the variables R2_ROLE_ACCOUNT_ID,
-    R2_ROLE_BUCKET_NAME, R2_ROLE_READ_ACCESS_KEY_ID, R2_ROLE_READ_SECRET_ACCESS_KEY,
-    R2_ROLE_WRITE_ACCESS_KEY_ID and R2_ROLE_WRITE_SECRET_ACCESS_KEY make a block with the
-    name of the role. R2_ENDPOINT names another S3 endpoint than that of R2.
-
-    R2_DATASET_BUCKET_LIST names further buckets with the same datasets: a JSON list, or the path of
-    a file with one. An item is a URL, or {"account_id", "name", "credentials": {"read":
-    {"access_key_id", "secret_access_key"}}}.
-
-    VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is a webhook that
-    takes messages as Slack does: an automation calls it when an audit or a cleaning fails.
+    Args:
+        roles: Buckets that get a block.
+        rights: Rights of the credentials of these buckets.
+        uploads: Number of shards that all runs upload at once; None leaves the limit as it is.
+        check: Whether to check the rights of the credentials.
+        dry_run: Whether to change nothing.
     """
-    chosen_roles = (
-        [] if without_buckets else [BucketRole(role) for role in roles] or list(BucketRole)
-    )
-    chosen_rights = [Right(right) for right in rights] or list(Right)
     try:
-        buckets = read_buckets(os.environ, chosen_roles, chosen_rights)
+        buckets = read_buckets(os.environ, roles, rights)
         with connect() as client:
             for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
                 would = "would be " if dry_run and outcome is not SetupOutcome.UNCHANGED else ""
                 click.echo(f"{item}: {would}{outcome}")
         if check:
-            _check_credentials(buckets, chosen_rights)
+            _check_credentials(buckets, rights)
     except errors.MillraceError as error:
         raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
@@ -391,7 +356,7 @@ def _strip_ids(data: Any) -> Any:
             return data
 
 
-def _check_credentials(buckets: list[BucketSettings], rights: list[Right]) -> None:
+def _check_credentials(buckets: list[BucketSettings], rights: Sequence[Right]) -> None:
     for bucket in buckets:
         for right in rights:
             bucket.make_block(bucket.key_pairs).check(right)

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from prefect.blocks.core import Block
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.local_server import start_local_server
 from millrace.cli.campaign import confirm_machines
 from millrace.cli.common import CommandResult, add_yes_option, print_result, take_settings_file
 from millrace.cli.machine import release_on_signal
@@ -42,7 +39,10 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     \b
     Example: millrace campaign run campaign.yaml
     """
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
     from flows.campaign import run_campaign
+    from flows.local_server import start_local_server
     from millrace.rentals import RentalSupervisor
     from tasks.campaigning import describe_campaign
 
@@ -101,6 +101,8 @@ def read_campaign_plan(path: Path) -> Any:
 
 
 def _load_blocks(value: Any) -> Any:
+    from prefect.blocks.core import Block
+
     match value:
         case {"$ref": {"block_document_slug": str(slug)}, **rest} if not rest:
             try:

@@ -11,7 +11,7 @@ import yaml
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
 
-DEPLOY = [sys.executable, "-c", "from blocks.deploy import deploy; deploy()"]
+DEPLOY = [sys.executable, "-c", "from flows.server_commands import deploy; deploy()"]
 
 
 @pytest.fixture
