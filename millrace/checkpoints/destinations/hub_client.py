@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from millrace.checkpoints.destinations.spec import HubSpec
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
 
+MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
@@ -79,18 +81,27 @@ class HubClient:
             prefix: Prefix that ends with a slash.
             head: Commit to list.
             recursive: Whether to list folders below the prefix too.
+
+        Raises:
+            CorruptError: There are more entries than a repository of the Hub can have.
         """
-        try:
-            return self._call_with_retries(
-                prefix,
-                lambda: list(
-                    self._api.list_repo_tree(
-                        self.spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
-                    )
-                ),
+
+        def list_entries() -> list[RepoFile | RepoFolder]:
+            entries = self._api.list_repo_tree(
+                self.spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
             )
+            return list(islice(entries, MAX_ENTRIES + 1))
+
+        try:
+            found = self._call_with_retries(prefix, list_entries)
         except errors.NotFoundError:
             return []
+        if len(found) > MAX_ENTRIES:
+            raise errors.CorruptError(
+                f"{self.make_url(prefix)}: the Hub lists more than {MAX_ENTRIES:,} files. The rest "
+                "was not read: check the endpoint of the Hub, or use another repository."
+            )
+        return found
 
     def download(self, key: str, head: str, largest: int) -> bytes:
         """Return the bytes of a file.

@@ -25,6 +25,7 @@ from millrace.checkpoints import (
     load,
     open_destination,
 )
+from millrace.checkpoints.destinations import hub_client
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
 from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
@@ -149,6 +150,21 @@ def test_a_file_of_the_hub_that_is_larger_than_expected_is_not_read(
         client.download(key, client.read_head(), size - 1)
     assert is_dry == [True]
     assert len(client.download(key, client.read_head(), size)) == size
+
+
+def test_a_repository_of_the_hub_with_too_many_files_is_refused(
+    hub: HubServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = hub_spec(hub, hub.make_repo())
+    copy_checkpoint(source.here, source.save(1), open_destination(spec), JOB)
+    client = HubClient(spec)
+    head = client.read_head()
+    count = len(client.list_tree("", head, recursive=True))
+    monkeypatch.setattr(hub_client, "MAX_ENTRIES", count)
+    assert len(client.list_tree("", head, recursive=True)) == count
+    monkeypatch.setattr(hub_client, "MAX_ENTRIES", count - 1)
+    with pytest.raises(errors.CorruptError, match=f"lists more than {count - 1} files"):
+        client.list_tree("", head, recursive=True)
 
 
 def test_a_step_has_one_content(place: Place, source: Source) -> None:
