@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from millrace import errors
 from millrace.digest import DigestError, dump_canonical_json
@@ -20,6 +20,83 @@ from millrace.storage import Stat, Store, create, list_objects, read
 
 _CONCURRENCY = 32
 _MAX_NAMED = 3  # damaged records in an error
+# Parsed, an object or an array of two bytes takes up to 240 bytes, a key of four bytes 100, and
+# another value of two bytes up to 100. Metadata of many tensors has 37 bytes per object or array,
+# 25 per colon, and 21 per comma. A plan of a million partitions has 22 bytes per colon.
+_BYTES_PER_CONTAINER = 32
+_BYTES_PER_COLON = 20
+_BYTES_PER_COMMA = 12
+_MAX_DEPTH = 100  # of nested dicts and lists
+_MAX_ERRORS = 1000  # refused values among which a digest is looked for
+_BATCH_SIZE = 1000  # values of a dict
+
+JsonInt = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+"""Integer that can be encoded again. In a record of others, a text may have more digits."""
+
+
+def check_depth(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a dict that is not nested too deeply to be encoded.
+
+    Raises:
+        ValueError: Dicts and lists are nested in more than 100 others.
+    """
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        values: Iterator[Any] = chain.from_iterable(
+            cast("dict[str, Any]", each).values() if isinstance(each, dict) else each
+            for each in level
+        )
+        level = [item for item in values if isinstance(item, (dict, list, tuple))]
+        if not level:
+            return value
+    raise ValueError(f"dicts and lists are nested in more than {_MAX_DEPTH} others")
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
+"""Dict of any JSON values, with a limit of its depth."""
+
+
+def validate_batches(value: Any, validate: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Validate a dict in batches, so that a dict of many wrong values has few errors.
+
+    Args:
+        value: Dict to validate.
+        validate: Validator of the dict, from pydantic.
+    """
+    if not isinstance(value, dict) or len(cast("dict[Any, Any]", value)) <= _BATCH_SIZE:
+        return validate(value)
+    items = iter(cast("dict[Any, Any]", value).items())
+    found: dict[str, Any] = {}
+    while batch := dict(islice(items, _BATCH_SIZE)):
+        found |= validate(batch)
+    return found
+
+
+def explain_excess(body: bytes, max_size: int) -> str:
+    """Return how a JSON document exceeds the limits of its kind; empty if it does not.
+
+    Parsed, small values take many times their size. So brackets, braces, colons and commas are
+    counted in the bytes, texts included. One pass over the bytes for each.
+
+    Args:
+        body: JSON document.
+        max_size: Largest size of the document in bytes. One object or array is allowed per 32 of
+            these bytes, one colon per 20, and one comma per 12.
+    """
+    counts = (
+        ("bytes", len(body), max_size),
+        (
+            "JSON objects and arrays",
+            body.count(b"{") + body.count(b"["),
+            max_size // _BYTES_PER_CONTAINER,
+        ),
+        ("colons", body.count(b":"), max_size // _BYTES_PER_COLON),
+        ("commas", body.count(b","), max_size // _BYTES_PER_COMMA),
+    )
+    for name, count, limit in counts:
+        if count > limit:
+            return f"{count:,} {name} (at most {limit:,})"
+    return ""
 
 
 class RecordPart(BaseModel):
@@ -35,7 +112,8 @@ class Record(RecordPart):
         record_kind: Stable name of the kind, unique and independent of the class's name. Readers
             refuse records of another kind.
         record_version: Version of the format. Readers refuse other versions.
-        record_bytes: Largest stored size that readers accept, in bytes.
+        record_bytes: Largest stored size that readers accept, in bytes. Readers and writers also
+            refuse more small values than `explain_excess` allows for this size.
     """
 
     record_kind: ClassVar[str]
@@ -72,16 +150,16 @@ def commit_once(store: Store, key: str, record: R) -> Commit[R]:
         and repeated requests. The other callers compare the record with their own record.
 
     Raises:
-        ConfigurationError: The record is larger than readers accept. Nothing was written.
+        ConfigurationError: The record is larger, or has more values, than readers accept. Nothing
+            was written.
         UnavailableError: The store does not answer. The record may be committed: call again.
     """
     nonce = secrets.token_hex(16)
     body = encode_record(record, nonce)
-    if len(body) > record.record_bytes:
+    if excess := explain_excess(body, record.record_bytes):
         raise errors.ConfigurationError(
-            f"{store.make_url(key)} would have {len(body):,} bytes. Nothing was written, since "
-            f"readers accept a {record.record_kind} of at most {record.record_bytes:,} bytes: make "
-            "it smaller."
+            f"{store.make_url(key)} would have {excess}. Nothing was written, since readers refuse "
+            f"such a {record.record_kind}: make it smaller."
         )
     try:
         create(store, key, body)
@@ -172,7 +250,7 @@ def iterate_records(
         try:
             return [(stat, fetch(store, stat.key, kind))]
         except errors.CorruptError as error:
-            return [(stat, error)]
+            return [(stat, error.with_traceback(None))]  # the frames would hold the bytes
         except errors.NotFoundError:
             return []
 
@@ -223,8 +301,9 @@ def encode_record(record: Record, nonce: str) -> bytes:
 
 def _find_digest_error(error: Exception) -> str:
     """Return the sentence about a refused digest in a record; empty if none was refused."""
-    found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
-    causes = (one.get("ctx", {}).get("error") for one in found)
+    if not isinstance(error, ValidationError) or error.error_count() > _MAX_ERRORS:
+        return ""
+    causes = (one.get("ctx", {}).get("error") for one in error.errors(include_url=False))
     return next((str(cause) for cause in causes if isinstance(cause, DigestError)), "")
 
 
@@ -237,28 +316,46 @@ def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
         body: Bytes of the object.
 
     Raises:
-        CorruptError: The bytes are not a record of this kind.
+        CorruptError: The bytes are not a record of this kind, or have more values than one.
         VersionError: Another version of Millrace wrote the record.
+    """
+    if excess := explain_excess(body, kind.record_bytes):
+        raise errors.CorruptError(
+            f"{where} has {excess}, more than a {kind.record_kind} of Millrace's. Look at the "
+            "object before you delete it."
+        )
+    found = _parse_record(where, kind, body)
+    if isinstance(found, errors.CorruptError):
+        raise found
+    return found
+
+
+def _parse_record(where: str, kind: type[R], body: bytes) -> tuple[R, str] | errors.CorruptError:
+    """Return a record and its nonce, or an error that holds nothing of the bytes.
+
+    An error that was raised here would hold the parsed values, as long as the error is kept.
     """
     try:
         envelope = orjson.loads(body)
         version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
+        if not (isinstance(version, int) and isinstance(its_kind, str) and isinstance(nonce, str)):
+            raise TypeError("the envelope")  # noqa: TRY301 - answered as any other damage
         if version == kind.record_version and its_kind == kind.record_kind:
-            return kind.model_validate_json(orjson.dumps(envelope["record"])), str(nonce)
+            return kind.model_validate(envelope["record"]), nonce
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         if reason := _find_digest_error(error):
-            raise errors.CorruptError(f"{where} cannot be used: {reason}") from error
-        raise errors.CorruptError(
+            return errors.CorruptError(f"{where} cannot be used: {reason}")
+        return errors.CorruptError(
             f"{where} is not a record of Millrace's: the object is damaged, or another program "
             "wrote it. Look at the object before you delete it."
-        ) from error
+        )
     if its_kind != kind.record_kind:
-        raise errors.CorruptError(
-            f"{where} holds a record of the kind {str(its_kind)[:40]!r}, and should hold one of "
+        return errors.CorruptError(
+            f"{where} holds a record of the kind {its_kind[:40]!r}, and should hold one of "
             f"the kind {kind.record_kind!r}. Another program, or another version of Millrace, "
             "wrote it."
         )
-    raise errors.VersionError(
+    return errors.VersionError(
         f"{where} holds a {kind.record_kind} of version {str(version)[:20]}. This Millrace reads "
         f"version {kind.record_version}. Read it with the version that wrote it."
     )

@@ -23,12 +23,15 @@ from millrace.digest import (
 )
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
+from millrace.records import check_depth, explain_excess
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
 from millrace.storage import Store, read_and_hash
 
 _MAX_BLOCKS = 128  # blocks of a request: a file of the default size needs one
 _MAX_GAP = 4  # blocks that are read although they are not needed, to save a request
 _CONCURRENCY = 4  # requests for one file
+MAX_JSON_SIZE = 4 << 20
+"""Largest size of a position or of notes as JSON, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +116,29 @@ def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]
         what: Name of the value in error messages.
 
     Raises:
-        ConfigurationError: JSON cannot represent the value.
+        ConfigurationError: JSON cannot represent the value, or readers would refuse it.
     """
     whole = dict(value or {})
     try:
         json.dumps(whole, allow_nan=False, default=_convert_number)  # orjson accepts NaN
-        return orjson.loads(orjson.dumps(whole, default=_convert_number))
+        body = orjson.dumps(whole, default=_convert_number)
+        normal = orjson.loads(body)
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.ConfigurationError(
             f"The {what} of a checkpoint is not JSON ({errors.format_error(error)}): give dicts "
             "with text as keys, lists, text, and finite numbers of at most 64 bits."
         ) from error
+    if excess := explain_excess(body, MAX_JSON_SIZE):
+        raise errors.ConfigurationError(
+            f"The {what} of a checkpoint has {excess} as JSON: give less, and save the rest in the "
+            "state."
+        )
+    try:
+        return check_depth(normal)
+    except ValueError as error:
+        raise errors.ConfigurationError(
+            f"The {what} of a checkpoint cannot be read again, since {error}: give flatter ones."
+        ) from None
 
 
 def _convert_number(value: object) -> Any:

@@ -2,10 +2,12 @@
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import FailFast, WrapValidator
 
 from millrace.digest import OwnDigest
-from millrace.records import Record, RecordPart
+from millrace.records import JsonInt, JsonObject, Record, RecordPart, validate_batches
 
 # 300,000 boxes of tensors with names of 80 bytes. A model of 671e9 parameters with 45,000 tensors
 # and two moments of Adam has 31 MiB; one of 70e9, cut over 64 ranks, 17 MiB.
@@ -22,9 +24,9 @@ class Part(RecordPart):
         size: Size of the file in bytes.
     """
 
-    step: int
+    step: JsonInt
     digest: OwnDigest
-    size: int
+    size: JsonInt
 
 
 class Chunk(RecordPart):
@@ -38,11 +40,11 @@ class Chunk(RecordPart):
         shape: Shape of the box.
     """
 
-    part: int
+    part: JsonInt
     name: str
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: JsonInt
+    start: Annotated[tuple[JsonInt, ...], FailFast()]
+    shape: Annotated[tuple[JsonInt, ...], FailFast()]
 
 
 class TensorRecord(RecordPart):
@@ -55,8 +57,8 @@ class TensorRecord(RecordPart):
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    shape: Annotated[tuple[JsonInt, ...], FailFast()]
+    chunks: Annotated[tuple[Chunk, ...], FailFast()]
 
 
 class Checkpoint(Record):
@@ -80,14 +82,14 @@ class Checkpoint(Record):
     record_version: ClassVar[int] = 3  # with BLAKE3 digests
 
     job: str
-    step: int
+    step: JsonInt
     run: str
-    position: dict[str, Any]
-    notes: dict[str, str]
+    position: JsonObject
+    notes: Annotated[dict[str, str], WrapValidator(validate_batches)]
     saved: datetime
     root: str
-    parts: tuple[Part, ...]
-    tensors: dict[str, TensorRecord]
+    parts: Annotated[tuple[Part, ...], FailFast()]
+    tensors: Annotated[dict[str, TensorRecord], WrapValidator(validate_batches)]
     digest: str = ""
 
     @property
@@ -115,14 +117,14 @@ class RankShare(Record):
     record_version: ClassVar[int] = 2  # with BLAKE3 digests
     record_bytes: ClassVar[int] = _MAX_METADATA_SIZE
     job: str
-    step: int
-    rank: int
-    world: int
-    parts: tuple[Part, ...]
-    tensors: dict[str, TensorRecord]
+    step: JsonInt
+    rank: JsonInt
+    world: JsonInt
+    parts: Annotated[tuple[Part, ...], FailFast()]
+    tensors: Annotated[dict[str, TensorRecord], WrapValidator(validate_batches)]
     run: str
-    position: dict[str, Any]
-    notes: dict[str, str]
+    position: JsonObject
+    notes: Annotated[dict[str, str], WrapValidator(validate_batches)]
 
 
 class EpochRecord(Record):
@@ -142,8 +144,8 @@ class EpochRecord(Record):
     record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     job: str
-    epoch: int
-    step: int
+    epoch: JsonInt
+    step: JsonInt
     root: str | None
     rest: str = ""
     member: str = ""
@@ -163,9 +165,9 @@ class Roster(Record):
     record_kind: ClassVar[str] = "cooldown-roster"
 
     job: str
-    epoch: int
+    epoch: JsonInt
     members: tuple[str, ...]
-    seed: int
+    seed: JsonInt
 
 
 class Vote(Record):
@@ -183,10 +185,10 @@ class Vote(Record):
     record_version: ClassVar[int] = 2  # with BLAKE3 digests
 
     member: str
-    step: int
+    step: JsonInt
     root: str
     rest: str
-    size: int
+    size: JsonInt
 
     @property
     def agreement_key(self) -> tuple[int, str, str]:
@@ -243,9 +245,9 @@ class CooldownRecord(Record):
     member: str
     outcome: CooldownOutcome
     reason: str
-    sent: int
-    checked: int
-    replaced: int
+    sent: JsonInt
+    checked: JsonInt
+    replaced: JsonInt
     seconds: float
 
 
@@ -261,7 +263,7 @@ class Pin(Record):
     record_kind: ClassVar[str] = "checkpoint-pin"
 
     job: str
-    step: int
+    step: JsonInt
     why: str
 
 

@@ -1,7 +1,7 @@
 """Records of a dataset: its plan, the ledger of its shards, its manifest."""
 
 import base64
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -9,7 +9,7 @@ from millrace.digest import BLOCK_DIGEST_SIZE, OwnDigest, check_blocks, get_hex
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
-from millrace.records import Record, RecordPart
+from millrace.records import JsonObject, Record, RecordPart
 
 _MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 bytes each
 
@@ -125,7 +125,7 @@ class SourceRecord(RecordPart):
 
     kind: str
     url: str
-    settings: dict[str, Any]
+    settings: JsonObject
     files: int
     size: int
     digest: OwnDigest

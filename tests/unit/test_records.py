@@ -1,6 +1,9 @@
 import importlib
 import pkgutil
+import re
 import secrets
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,9 +12,11 @@ import millrace
 from millrace import errors
 from millrace.digest import OwnDigest
 from millrace.records import (
+    JsonObject,
     Record,
     commit_once,
     commit_same,
+    decode_record,
     encode_record,
     fetch,
     iterate_records,
@@ -31,6 +36,12 @@ class Other(Record):
     record_kind = "other"
 
     name: str
+
+
+class Bag(Record):
+    record_kind = "bag"
+
+    content: JsonObject
 
 
 @pytest.fixture
@@ -174,3 +185,147 @@ def test_a_digest_of_another_algorithm_is_refused_with_what_to_do(store, values,
     with pytest.raises(errors.CorruptError, match="cannot be used: ") as refusal:
         fetch(store, "a", Hashed)
     assert what in str(refusal.value)
+
+
+def fill_bag(content: bytes) -> bytes:
+    return b'{"kind":"bag","version":1,"nonce":"x","record":{"content":%s}}' % content
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b'{"a":[' + b"[]," * 40_000 + b"[]]}", "40,00[0-9] JSON objects and arrays"),
+        (b'{"a":[' + b"{}," * 40_000 + b"{}]}", "40,00[0-9] JSON objects and arrays"),
+        (b"{" + b'"a":0,' * 60_000 + b'"b":0}', "60,00[0-9] colons"),
+        (b'{"a":[' + b"0," * 200_000 + b"0]}", "200,00[0-9] commas"),
+        (b"[" * 100_000, "100,00[0-9] JSON objects and arrays"),
+    ],
+    ids=["lists", "dicts", "keys", "numbers", "nesting"],
+)
+def test_a_record_of_many_small_values_is_refused_before_it_is_parsed(
+    store, monkeypatch, content, what
+):
+    put(store, "a", fill_bag(content))
+    monkeypatch.setattr("orjson.loads", lambda body: pytest.fail("parsed"))
+    with pytest.raises(errors.CorruptError, match=rf"/a has {what} .*Look at the object"):
+        fetch(store, "a", Bag)
+
+
+def test_a_record_of_many_small_values_is_not_written(store):
+    for content in ({"a": [[]] * 40_000}, {"a": [0] * 200_000}):
+        with pytest.raises(errors.ConfigurationError, match=r"a would have .*Nothing was written"):
+            commit_once(store, "a", Bag(content=content))
+    assert not list(list_objects(store))
+
+
+def test_a_record_is_parsed_once(store, monkeypatch):
+    commit_once(store, "a", Bag(content={"a": [1, {"b": None}]}))
+    wrong = "parsed or encoded again"
+    monkeypatch.setattr("orjson.dumps", lambda *given, **more: pytest.fail(wrong))
+    monkeypatch.setattr(Bag, "model_validate_json", lambda *given: pytest.fail(wrong))
+    assert fetch(store, "a", Bag).content == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize("depth", [101, 300, 1000])
+def test_a_value_that_is_nested_too_deeply_is_refused(store, depth):
+    put(store, "a", fill_bag(b'{"a":' + b"[" * depth + b"]" * depth + b"}"))
+    with pytest.raises(errors.CorruptError):
+        fetch(store, "a", Bag)
+
+
+def test_a_value_of_the_largest_depth_is_read_again(store):
+    content = {}
+    for _ in range(99):
+        content = {"a": content}
+    commit_once(store, "a", Bag(content=content))
+    assert fetch(store, "a", Bag).content == content
+
+
+@pytest.mark.parametrize("field", ["kind", "version", "nonce"])
+def test_nested_lists_instead_of_a_kind_a_version_or_a_nonce_are_refused(store, field):
+    envelope = {"kind": b'"thing"', "version": b"1", "nonce": b'"x"', "record": b'{"name":"a"}'}
+    envelope[field] = b"[" * 1020 + b"]" * 1020
+    body = b",".join(b'"%s":%s' % (name.encode(), value) for name, value in envelope.items())
+    put(store, "a", b"{" + body + b"}")
+    with pytest.raises(errors.CorruptError, match="not a record"):
+        fetch(store, "a", Thing)
+
+
+def test_an_error_about_a_damaged_record_keeps_nothing_of_the_record():
+    with pytest.raises(errors.CorruptError) as refusal:
+        decode_record("there", Thing, b'{"kind":"thing","version":1,"nonce":"x","record":{"a":1}}')
+    assert refusal.value.__cause__ is None
+    assert refusal.value.__context__ is None
+
+
+_DECODE = """
+import resource
+import sys
+from millrace import errors
+from millrace.records import decode_record
+from millrace.schemas.checkpoint import Checkpoint
+
+HEAD = (
+    b'{"kind":"checkpoint","version":3,"nonce":"x","record":{"job":"j","step":1,"run":"",'
+    b'"saved":"2026-01-01T00:00:00Z","root":"r","parts":[],'
+)
+POSITION = b'"notes":{},"tensors":{},"position":{"a":[', b"0]}}}"
+TENSOR = b'"notes":{},"position":{},"tensors":{"a":{"dtype":"F32",'
+begin, item, end = {
+    "lists": (POSITION[0], b"[],", POSITION[1]),
+    "fewer lists": (POSITION[0], b"[]%s," % (b" " * 31), POSITION[1]),
+    "dicts": (POSITION[0], b'{"a":0},', POSITION[1]),
+    "fewer dicts": (POSITION[0], b'{"a":0}%s,' % (b" " * 26), POSITION[1]),
+    "numbers": (POSITION[0], b"999,", POSITION[1]),
+    "texts": (POSITION[0], b'"ab",', POSITION[1]),
+    "fewer texts": (POSITION[0], b'"ab"%s,' % (b" " * 8), POSITION[1]),
+    "nesting": (b'"notes":{},"tensors":{},"position":', b"[", b""),
+    "notes": (b'"position":{},"tensors":{},"notes":{"a":[', b"{},", b"0]}}}"),
+    "tensors": (b'"notes":{},"position":{},"tensors":{', b'"%07x":0%s,', b'"":0}}}'),
+    "fields": (b'"notes":{},"position":{},"tensors":{},', b'"%07x":0%s,', b'"":0}}'),
+    "boxes": (TENSOR + b'"shape":[],"chunks":[', b"{}%s," % (b" " * 31), b"0]}}}}"),
+    "shape": (TENSOR + b'"chunks":[],"shape":[', b'"ab"%s,' % (b" " * 8), b"0]}}}}"),
+}[sys.argv[1]]
+room = Checkpoint.record_bytes - len(HEAD + begin + end)
+if item.startswith(b'"%'):
+    items = b"".join(item % (number, b" " * 9) for number in range(room // 21))
+else:
+    items = item * (room // len(item))
+body = b"".join((HEAD, begin, items, b" " * (room - len(items)), end))
+assert len(body) == Checkpoint.record_bytes
+del items
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + int(sys.argv[2]),) * 2)
+try:
+    decode_record("there", Checkpoint, body)
+    print("accepted")
+except errors.CorruptError as error:
+    print(error)
+"""
+
+_TOO_MANY, _WRONG = "there has [0-9,]+ (JSON objects|colons|commas)", "there is not a record"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("lists", _TOO_MANY),
+        ("fewer lists", "accepted"),
+        ("dicts", _TOO_MANY),
+        ("fewer dicts", "accepted"),
+        ("numbers", _TOO_MANY),
+        ("texts", _TOO_MANY),
+        ("fewer texts", "accepted"),
+        ("nesting", _TOO_MANY),
+        ("notes", _TOO_MANY),
+        ("tensors", _WRONG),
+        ("fields", _WRONG),
+        ("boxes", _WRONG),
+        ("shape", _WRONG),
+    ],
+)
+def test_no_metadata_of_64_mib_takes_more_than_1_5_gib_when_it_is_read(content, what):
+    command = [sys.executable, "-c", _DECODE, content, str(3 << 29)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.match(what, done.stdout)
