@@ -194,8 +194,8 @@ def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status
     nodes = start(make_forging(forged), "", "")
     limits = LimitSettings(stall_timeout=timedelta(seconds=10))
     report = prewarm(make_settings(spec, nodes, requests=ALL, min_node_share=0.5, limits=limits))
+    assert [seen.ready for seen in report.nodes[1:]] == [True, True], report
     assert [read_files(node.root) for node in nodes[1:]] == [CONTENTS] * 2
-    assert [seen.ready for seen in report.nodes[1:]] == [True, True]
     if status != 503:
         assert "it cannot read" in report.nodes[0].why
 
