@@ -44,10 +44,10 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
 
     assert done.code == 0, done.output
     wanted = {key.removeprefix("model/"): body for key, body in contents.items()}
-    assert [read_files(disk / "flow") for disk in ray_cluster.disks] == [wanted] * 3
     artifacts = deployed.read_artifacts(done.run)
-    assert artifacts["progress-prewarm"] == 100.0
     report = artifacts["prewarm"]
+    assert [read_files(disk / "flow") for disk in ray_cluster.disks] == [wanted] * 3, report
+    assert artifacts["progress-prewarm"] == 100.0
     assert "**3 of 3 nodes** have all of 2 files, 3.1 MB" in report
     assert "3.1 MB left the store" in report
     assert "1 file unverified at the source" in report
