@@ -137,7 +137,7 @@ def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]
         return check_depth(normal)
     except ValueError as error:
         raise errors.ConfigurationError(
-            f"The {what} of a checkpoint cannot be read again, since {error}: give flatter ones."
+            f"The {what} of a checkpoint cannot be read again, since {error}: make it flatter."
         ) from None
 
 

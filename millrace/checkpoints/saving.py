@@ -153,8 +153,8 @@ class Saver:
                 the state dicts of the model, the optimizer, the scheduler and the loader.
             step: Step of the training.
             run: Name of the run.
-            position: Position in the data at which training continues, as JSON.
-            notes: Free text.
+            position: Position in the data at which training continues, as JSON of at most 4 MiB.
+            notes: Free text of at most 4 MiB.
             mine: Function that selects by path the whole tensors that this rank saves, such as
                 those of its pipeline stage. Other tensors may be on the device ``meta``.
             own: State of this rank alone, such as that of its loader and its generators.
@@ -164,7 +164,7 @@ class Saver:
 
         Raises:
             ConfigurationError: A value cannot be saved (the message has its path), or the position
-                is not JSON. Nothing was sent.
+                or the notes are not JSON or larger than readers accept. Nothing was sent.
             MillraceError: The previous save failed, and nothing has raised its error yet.
         """
         began = time.monotonic()

@@ -25,7 +25,7 @@ from millrace.checkpoints.find import commit_checkpoint, compute_root
 from millrace.digest import combine_blocks, compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.records import commit_once, decode_record, encode_record
+from millrace.records import commit_once, encode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Roster, Vote
 from millrace.storage import (
     Store,
@@ -34,12 +34,10 @@ from millrace.storage import (
     hash_object,
     list_objects,
     put,
-    read,
     read_range,
 )
 
 _CONCURRENCY = 8
-_MAX_DRAFT_SIZE = 64 << 20  # bytes of metadata that a member proposes
 
 
 def compute_listing_limit(parts: int) -> int:
@@ -175,8 +173,7 @@ class Collector:
                 continue
             key = self._cooldown.make_draft_key(member)
             try:
-                body = read(self._store, key, max_size=_MAX_DRAFT_SIZE)
-                draft, _ = decode_record(self._store.make_url(key), Checkpoint, body)
+                draft = fetch(self._store, key, Checkpoint)
             except errors.NotFoundError:
                 continue
             except errors.CorruptError:

@@ -69,7 +69,7 @@ def cool_down(
             `EpochEndedWithoutCheckpoint`, from several threads.
 
     Raises:
-        ConfigurationError: The position or the notes are not JSON.
+        ConfigurationError: The position or the notes are not JSON, or larger than readers accept.
         UnavailableError: The store does not answer at the beginning.
         DeniedError: The credentials may not write to the job.
     """

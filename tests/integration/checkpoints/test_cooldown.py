@@ -1,5 +1,6 @@
 """The end of an epoch, with members in threads: on every kind of store, and where it goes wrong."""
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -576,6 +577,38 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     assert seen.checkpoint.notes == {}
     honest = {name: one for name, one in cooled.items() if name != liar}
     assert all(one.is_durable for one in honest.values())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (rb'"position":{"sample":9}', b'"position":{"a":[%s0]}' % (b"[]," * 3_000_000)),
+        (rb'"position":{"sample":9}', b'"position":{"a":%s}' % (b"[" * 180 + b"]" * 180)),
+        (rb'"size":\d+', b'"size":"%s"' % (b"9" * 40)),
+    ],
+    ids=["lists", "nesting", "number"],
+)
+def test_metadata_that_would_end_the_owner_costs_only_its_member(
+    folder, confined, field, value
+) -> None:
+    names = ["a", "b", "c", "d"]
+    liar, keys = "a", CooldownKeys(JOB, 0)  # whose metadata is read first
+    made = confined(folder, {name: folder for name in names if name != liar})
+    commit_roster(folder, JOB, 0, names, SEED)
+    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
+    vote = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
+    commit_once(folder, keys.make_vote_key(liar), vote)
+    draft = Checkpoint(
+        job=JOB, step=5, run="r", position={"sample": 9}, notes={}, saved=datetime.now(UTC),
+        root=content.root, parts=content.parts, tensors=dict(content.tensors),
+    )  # fmt: skip
+    body, count = re.subn(field, value, encode_record(draft, "nonce"))
+    assert count > 0
+    put(folder, keys.make_draft_key(liar), body)
+    cooled, seen = made.end(folder)
+    assert seen.checkpoint is not None
+    assert all(one.is_durable for one in cooled.values())
 
 
 @pytest.mark.parametrize("what", ["vote", "draft", "parts"])

@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from prefect.automations import Automation
 from prefect.events import AutomationCore
 from prefect.settings.models.worker import WorkerWebserverSettings
@@ -277,3 +280,10 @@ def test_the_readme_names_files_that_there_are() -> None:
     assert [
         name for name in named if not ((HERE / name).exists() or (REPOSITORY / name).exists())
     ] == []
+
+
+def test_every_requirement_is_held_at_the_tested_version() -> None:
+    required = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    names = {canonicalize_name(Requirement(one).name) for one in required}
+    held = {canonicalize_name(one) for one in found(r"^([\w.-]+)==", read("constraints.txt"))}
+    assert names - held == {"millrace", "setuptools"}  # the latter only builds
