@@ -41,6 +41,8 @@ def made(kind: Any, text: str, last: bool = False) -> Any:  # noqa: PLR0911 - on
         last: Whether to take the last member of each enum, and true; else the first, and false.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:  # first, since not all annotations can be hashed
+        return made(inner[0], text, last)
     simple: dict[Any, Any] = {
         str: text, object: text, Any: text, int: 3, float: 1.5, bool: last, bytes: text.encode(),
         datetime: datetime(2026, 1, 2, tzinfo=UTC), timedelta: timedelta(hours=1),
@@ -48,8 +50,6 @@ def made(kind: Any, text: str, last: bool = False) -> Any:  # noqa: PLR0911 - on
     }  # fmt: skip
     if kind in simple:
         return simple[kind]
-    if origin is typing.Annotated:
-        return made(inner[0], text, last)
     if origin is typing.Literal:
         return inner[-1 if last else 0]
     if origin in {typing.Union, types.UnionType}:
