@@ -33,8 +33,8 @@ class DaemonThreadPool:
         """Change the largest number of concurrent calls. Running calls go on."""
         with self._lock:
             self._max_threads = max_threads
-            begin = min(max_threads - self._threads, len(self._pending))
-            self._threads += max(0, begin)
+            begin = max(0, min(max_threads - self._threads, len(self._pending)))
+            self._threads += begin
         for _ in range(begin):
             self._start_thread()
 

@@ -1,5 +1,6 @@
 """Settings of a rental, and the connections that its parts share."""
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -57,9 +58,11 @@ class RentalContext:
         """
         keys = MachineKeys(self.keys.make_machine_prefix(attempt.number))
         now = self.clock.monotonic()
-        machine = Machine(
-            attempt, MachineReports(self.store, keys), rented_at=now, last_report_at=now
+        is_alone = self.settings.machines == 1
+        return Machine(
+            attempt,
+            MachineReports(self.store, keys),
+            rented_at=now,
+            last_report_at=now,
+            max_traffic_cost=math.inf if is_alone else _TRAFFIC_TOLERANCE * self.settings.share,
         )
-        if self.settings.machines > 1:
-            machine.max_traffic_cost = _TRAFFIC_TOLERANCE * self.settings.share
-        return machine

@@ -55,14 +55,8 @@ class PostgresServer:
         )
         serve = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", ""]
         if not is_durable:
-            serve += [
-                "-c",
-                "fsync=off",
-                "-c",
-                "synchronous_commit=off",
-                "-c",
-                "full_page_writes=off",
-            ]
+            for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+                serve += ["-c", f"{setting}=off"]
         self._child = Child([*change, *serve], log=folder.parent / "postgres.log", folder=folder)
         self.url = f"postgresql+asyncpg://postgres@/postgres?host={folder}"
         try:

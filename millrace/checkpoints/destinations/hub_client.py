@@ -27,7 +27,7 @@ from millrace.checkpoints.destinations.spec import HubSpec
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
 
-MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
+_MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
@@ -90,16 +90,16 @@ class HubClient:
             entries = self._api.list_repo_tree(
                 self.spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
             )
-            return list(islice(entries, MAX_ENTRIES + 1))
+            return list(islice(entries, _MAX_ENTRIES + 1))
 
         try:
             found = self._call_with_retries(prefix, list_entries)
         except errors.NotFoundError:
             return []
-        if len(found) > MAX_ENTRIES:
+        if len(found) > _MAX_ENTRIES:
             raise errors.CorruptError(
-                f"{self.make_url(prefix)}: the Hub lists more than {MAX_ENTRIES:,} files. The rest "
-                "was not read: check the endpoint of the Hub, or use another repository."
+                f"{self.make_url(prefix)}: the Hub lists more than {_MAX_ENTRIES:,} files. The "
+                "rest was not read: check the endpoint of the Hub, or use another repository."
             )
         return found
 

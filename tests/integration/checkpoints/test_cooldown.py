@@ -26,6 +26,7 @@ from millrace.checkpoints import (
     verify,
     watch_epoch_end,
 )
+from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
 from millrace.checkpoints.cooldown.rosters import commit_roster, obtain_roster
 from millrace.checkpoints.snapshot import SnapshotBuffers
@@ -579,6 +580,15 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     assert all(one.is_durable for one in honest.values())
 
 
+def vote_as(store: Store, member: str) -> Content:
+    """Vote for the content of step 5 as the honest members do, and return it."""
+    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
+    vote = Vote(member=member, step=5, root=content.root, rest=rest, size=content.size)
+    commit_once(store, CooldownKeys(JOB, 0).make_vote_key(member), vote)
+    return content
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -595,10 +605,7 @@ def test_metadata_that_would_end_the_owner_costs_only_its_member(
     liar, keys = "a", CooldownKeys(JOB, 0)  # whose metadata is read first
     made = confined(folder, {name: folder for name in names if name != liar})
     commit_roster(folder, JOB, 0, names, SEED)
-    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
-    vote = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
-    commit_once(folder, keys.make_vote_key(liar), vote)
+    content = vote_as(folder, liar)
     draft = Checkpoint(
         job=JOB, step=5, run="r", position={"sample": 9}, notes={}, saved=datetime.now(UTC),
         root=content.root, parts=content.parts, tensors=dict(content.tensors),
@@ -618,10 +625,7 @@ def test_what_only_its_member_can_read_costs_only_that_member(request, confined,
     liar, keys = order_checkpointers(names, SEED)[0], CooldownKeys(JOB, 0)
     made = confined(store, {name: store for name in names if name != liar})
     commit_roster(store, JOB, 0, names, SEED)
-    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
-    rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
-    claim = Vote(member=liar, step=5, root=content.root, rest=rest, size=content.size)
-    commit_once(store, keys.make_vote_key(liar), claim)
+    content = vote_as(store, liar)
     found = {"vote": [keys.make_vote_key(liar)], "draft": [keys.make_draft_key(liar)]}
     for key in found.get(what) or [keys.make_part_key(liar, part.digest) for part in content.parts]:
         size = next((p.size for p in content.parts if p.digest in key), 1)

@@ -160,9 +160,9 @@ def test_a_repository_of_the_hub_with_too_many_files_is_refused(
     client = HubClient(spec)
     head = client.read_head()
     count = len(client.list_tree("", head, recursive=True))
-    monkeypatch.setattr(hub_client, "MAX_ENTRIES", count)
+    monkeypatch.setattr(hub_client, "_MAX_ENTRIES", count)
     assert len(client.list_tree("", head, recursive=True)) == count
-    monkeypatch.setattr(hub_client, "MAX_ENTRIES", count - 1)
+    monkeypatch.setattr(hub_client, "_MAX_ENTRIES", count - 1)
     with pytest.raises(errors.CorruptError, match=f"lists more than {count - 1} files"):
         client.list_tree("", head, recursive=True)
 

@@ -21,7 +21,7 @@ from millrace.rentals.progress_events import (
     RentalCostUpdated,
 )
 from millrace.rentals.releasing import MachineReleaser
-from millrace.schemas.rental import ReleaseReason
+from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import open_store, read
 from tests.support.rentals.account import Account_, Reset
 
@@ -30,6 +30,16 @@ def endings(account: Account_, name: str = "fleet") -> list[ReleaseReason]:
     attempts = list_attempts(open_store(account.store), name)
     assert all(one.release_record for one in attempts)
     return [one.release_record.reason for one in attempts if one.release_record]
+
+
+def find_expensive(account: Account_) -> ReleaseRecord:
+    """The only release record that says that a machine was too expensive."""
+    (found,) = [
+        one.release_record
+        for one in list_attempts(open_store(account.store), "fleet")
+        if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
+    ]
+    return found
 
 
 def test_machines_are_rented_used_and_released(world: Reset) -> None:
@@ -386,11 +396,7 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
         ReleaseReason.DONE,
         ReleaseReason.TOO_EXPENSIVE,
     ]
-    (liar,) = [
-        one.release_record
-        for one in list_attempts(open_store(account.store), "fleet")
-        if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
-    ]
+    liar = find_expensive(account)
     assert "more than its network can transfer" in liar.message
     assert liar.cost < 1.0  # what its line can move, at most
     assert rental.cost < 5.0
@@ -403,11 +409,7 @@ def test_a_late_lie_about_traffic_costs_the_share_of_its_machine(world: Reset) -
         rental.wait_until_done()
     reasons = endings(account)
     assert reasons.count(ReleaseReason.DONE) == 4
-    (liar,) = [
-        one.release_record
-        for one in list_attempts(open_store(account.store), "fleet")
-        if one.release_record and one.release_record.reason is ReleaseReason.TOO_EXPENSIVE
-    ]
+    liar = find_expensive(account)
     assert liar.message == "the traffic of the machine has cost $3.30, more than its share"
     assert 3.3 < liar.cost < 4.0
 
