@@ -218,8 +218,9 @@ class Arrivals:
         state = self.states[number]
         try:
             return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # the file has received its final name meanwhile
-            return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # the file is being renamed, or was
+            with self.changed:
+                return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def rename(self, state: FileState, drops: int) -> bool:
         """Give a file its final name, and end the waits for this name.
@@ -231,7 +232,7 @@ class Arrivals:
         Returns:
             False if a segment was dropped since. The file is submitted again when it is complete.
         """
-        with self.changed:  # `open_current` tries one name, then the other
+        with self.changed:  # `open_current` waits until the file and `path` agree
             if state.drops != drops:
                 return False
             state.target.partial.rename(state.target.final)

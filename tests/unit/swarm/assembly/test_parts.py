@@ -1,7 +1,9 @@
 """Parts of the assembler, each alone, in a folder."""
 
 import hashlib
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,35 @@ def test_a_piece_that_is_dropped_while_its_file_is_synced_is_written_again(tmp_p
     parts.finisher.finish([0])
     assert parts.finished == [[0]]
     assert (tmp_path / "large").read_bytes() == LARGE
+
+
+class NotedCondition(threading.Condition):
+    """A condition that notes when a thread asks for its lock."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Lock())
+        self.asked = threading.Event()
+
+    def __enter__(self) -> bool:
+        self.asked.set()
+        return super().__enter__()
+
+
+def test_a_file_is_opened_while_it_receives_its_final_name(tmp_path):
+    parts = Parts(tmp_path)
+    parts.begin()
+    parts.write(3, SMALL + SMALL)
+    arrivals, state = parts.arrivals, parts.arrivals.states[1]
+    arrivals.changed = changed = NotedCondition()
+    with ThreadPoolExecutor(1) as pool:
+        with changed:
+            state.target.partial.rename(state.target.final)
+            changed.asked.clear()
+            opening = pool.submit(arrivals.open_current, 1)
+            opening.add_done_callback(lambda _: changed.asked.set())
+            assert changed.asked.wait(30.0)
+            state.final = True
+        os.close(opening.result())
 
 
 def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tmp_path):
