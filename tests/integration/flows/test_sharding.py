@@ -67,6 +67,9 @@ def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
         execution=RUN,
     )
     assert made.code == 0, made.output
+    log = prefect_api.read_logs(made.run).splitlines()
+    assert any("partitions ended" in line for line in log)
+    assert log.count("Finished in state Completed()") == 1, "a line for the run, none for its tasks"
     good = prefect_api.call(verify_datasets, bucket=out.as_uri(), depth="digests")
     assert good.code == 0, good.output
     assert (
