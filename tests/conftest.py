@@ -35,10 +35,11 @@ LONGEST = [
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for two processes, and run the groups that take longest first.
+    """Group the tests for three processes, and run the groups that take longest first.
 
-    Each process starts the servers that its groups need, once: a Prefect server, an RGW.
-    The options are `-n 2 --dist loadgroup --no-loadscope-reorder`.
+    Each process starts the servers that its groups need, once: a Prefect server, an RGW. Tests that
+    wait for a server leave a fifth of two processors idle when there are two processes.
+    The options are `-n 3 --dist loadgroup --no-loadscope-reorder`.
     """
     groups = {item: _group(item) for item in items}
     for item, group in groups.items():

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
@@ -50,15 +52,23 @@ def wait_until(
     """
     deadline, before = time.monotonic() + PATIENCE, progress()
     while True:
+        began = time.monotonic()
         seen = look()
         if seen is not None and seen is not False:
             return seen
-        if time.monotonic() > deadline:
+        ended = time.monotonic()
+        if ended > deadline:
             now = progress()
             if now == before:
                 raise AssertionError(f"{what}: not seen within {PATIENCE:g} s, and stuck at {now}")
             deadline, before = time.monotonic() + PATIENCE, now
-        time.sleep(0.05)
+        # What is waited for needs the processors, too.
+        time.sleep(min(max(0.05, 10 * (ended - began)), 0.5))
+
+
+@cache
+def _make_tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 class PrefectServer(PrefectServerProcess):
@@ -91,7 +101,8 @@ class PrefectServer(PrefectServerProcess):
         """A client of it."""
         from prefect.client.orchestration import SyncPrefectClient
 
-        return SyncPrefectClient(self.url)
+        # Prefect would read the system's certificates for each client, for longer than a request.
+        return SyncPrefectClient(self.url, httpx_settings={"verify": _make_tls_context()})
 
     def run_prefect(
         self, *arguments: str, environment: Mapping[str, str] | None = None

@@ -50,7 +50,7 @@ def make_plan_settings(
                 "codec": {"k": 112},
                 "steps": 3,
                 "window": "PT10M",
-                "gather": {"poll_interval": "PT0.1S", "quorum": WORKERS},
+                "gather": {"poll_interval": "PT0.3S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},
             "aggregation": {"lease": "PT5S"},
