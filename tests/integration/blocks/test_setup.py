@@ -1,12 +1,22 @@
 """``millrace setup``, on a real server."""
 
 import json
+from collections.abc import Mapping
+
+import pytest
+from click.testing import CliRunner, Result
 
 from blocks import Bucket, BucketRole
+from millrace.cli import main
 from millrace.storage import put, read
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
 from tests.unit.blocks.test_environment import ACCOUNT, PAIR, variables
+
+
+def set_up(*options: str, environment: Mapping[str, str]) -> Result:
+    """Run the command in this process, which is a client of the server."""
+    return CliRunner().invoke(main, ["setup", *options], env=environment)
 
 
 def outcomes(output: str) -> dict[str, str]:
@@ -22,12 +32,12 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
         "VAST_API_KEY": "a key",
         "HF_TOKEN": "a token",
     }
-    shown = prefect_api.run("millrace", "setup", "--dry-run", environment=environment)
-    assert shown.returncode == 0, shown.stderr
+    shown = set_up("--dry-run", environment=environment)
+    assert shown.exit_code == 0, shown.stderr
     assert outcomes(shown.stdout)["block millrace-bucket/dataset"] == "would be created"
 
-    first = prefect_api.run("millrace", "setup", environment=environment)
-    assert first.returncode == 0, first.stderr
+    first = set_up(environment=environment)
+    assert first.exit_code == 0, first.stderr
     made = {what for what, outcome in outcomes(first.stdout).items() if outcome == "created"}
     assert made >= {
         "block aws-credentials/gradients-read", "block aws-credentials/aggregator-write",
@@ -38,24 +48,21 @@ def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     }  # fmt: skip
     assert set(outcomes(first.stdout)) == set(outcomes(shown.stdout))
 
-    second = prefect_api.run("millrace", "setup", environment=environment)
+    second = set_up(environment=environment)
     assert set(outcomes(second.stdout).values()) == {"unchanged"}, second.stdout
     with prefect_api.make_client() as client:
         assert len(client.read_automations_by_name("millrace-zombies")) == 1
         assert client.read_work_pool("millrace").type == "process"
 
-    changed = prefect_api.run(
-        "millrace", "setup", environment=environment | {"HF_TOKEN": "another token"}
-    )
+    changed = set_up(environment=environment | {"HF_TOKEN": "another token"})
     different = {w for w, outcome in outcomes(changed.stdout).items() if outcome != "unchanged"}
     assert different == {"block hugging-face-credentials/hugging-face"}
     specs = Bucket.load("dataset").make_mirror_specs()
     assert [spec.url for spec in specs] == ["s3://plain", f"r2://{ACCOUNT}/mirror"]
 
 
-def test_what_setup_makes_opens_the_bucket(
-    prefect_api: PrefectServer, rgw: RGW, bucket: str
-) -> None:
+@pytest.mark.usefixtures("prefect_api")
+def test_what_setup_makes_opens_the_bucket(rgw: RGW, bucket: str) -> None:
     environment = {
         **variables(BucketRole.AGGREGATOR),
         "R2_AGGREGATOR_BUCKET_NAME": bucket,
@@ -65,10 +72,8 @@ def test_what_setup_makes_opens_the_bucket(
         "R2_AGGREGATOR_WRITE_SECRET_ACCESS_KEY": rgw.full.secret_access_key,
         "R2_ENDPOINT": rgw.endpoint,
     }
-    done = prefect_api.run(
-        "millrace", "setup", "--role", "aggregator", "--check", environment=environment
-    )
-    assert done.returncode == 0, done.stderr
+    done = set_up("--role", "aggregator", "--check", environment=environment)
+    assert done.exit_code == 0, done.stderr
     assert "aggregator: the write credentials do what they are for" in done.stdout
     block = Bucket.load("aggregator")
     put(block.open("write"), "key", b"bytes")
@@ -76,10 +81,8 @@ def test_what_setup_makes_opens_the_bucket(
 
     swapped = {name.replace("WRITE", "SPARE"): value for name, value in environment.items()}
     swapped = {n.replace("READ", "WRITE").replace("SPARE", "READ"): v for n, v in swapped.items()}
-    refused = prefect_api.run(
-        "millrace", "setup", "--role", "aggregator", "--check", environment=swapped
-    )
-    assert refused.returncode == 1
+    refused = set_up("--role", "aggregator", "--check", environment=swapped)
+    assert refused.exit_code == 1
     assert "does not let these credentials create objects" in refused.stderr
 
 

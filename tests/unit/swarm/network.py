@@ -15,7 +15,7 @@ _TICK = 0.25  # seconds between two ticks of the tracker, as the driver gives th
 _LATENCY = 0.01  # seconds from an event to the first byte of what it orders
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Flow:
     order: PieceOrder
     links: tuple[str, ...]
@@ -118,11 +118,12 @@ class Network:
                     users[link] = users.get(link, 0.0) + flow.weight
             tight = min(users, key=lambda link: room[link] / users[link])
             fair = room[tight] / users[tight]
-            for flow in [f for f in open_flows if tight in f.links]:
-                flow.rate = fair * flow.weight
-                open_flows.remove(flow)
-                for link in flow.links:
-                    room[link] = max(0.0, room[link] - flow.rate)
+            for flow in open_flows:
+                if tight in flow.links:
+                    flow.rate = fair * flow.weight
+                    for link in flow.links:
+                        room[link] = max(0.0, room[link] - flow.rate)
+            open_flows = [f for f in open_flows if tight not in f.links]
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds
