@@ -30,9 +30,9 @@ from millrace.gradients import (
     Payload,
     RunSettings,
     WeightState,
-    aggregate,
     begin_run,
     encode_payload,
+    merge_window,
 )
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.codec.payload import Shapes
@@ -108,7 +108,7 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
         read_link(store, SETTINGS.chain, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )
     with _time_stage(figures, "merge"):
-        aggregate(store, window, gathered, step, weights)
+        merge_window(store, window, gathered, step, weights)
     figures["peak before the save"] = _read_peak()
     with _time_stage(figures, "save"):
         weights.save(store, SETTINGS.chain.job, step=SETTINGS.steps, window=1)

@@ -53,13 +53,13 @@ from millrace.gradients import (
     Payload,
     RunSettings,
     Transform,
-    aggregate,
     catch_up,
     check_payload,
     commit_first_link,
     copy_state,
     encode_payload,
     merge,
+    merge_window,
 )
 from millrace.gradients.codec.merged_chunks import make_dense
 from millrace.gradients.codec.payload import Shapes
@@ -222,7 +222,7 @@ class Bench:
                 for _ in range(2)
             )
             began = time.process_time()
-            link = aggregate(store, window, gathered, step, state)
+            link = merge_window(store, window, gathered, step, state)
             merged = time.process_time()
             assert catch_up(store, settings.chain, late) == link
             followed = time.process_time()

@@ -15,7 +15,7 @@ from flows.rent_machines import await_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
-from millrace.campaigns import Campaign, CampaignSummary, CampaignWorkers, Training
+from millrace.campaigns import Aggregator, Campaign, CampaignSummary, CampaignWorkers, Training
 from millrace.errors import MillraceError, UnavailableError
 from millrace.storage import Right
 from tasks import campaigning
@@ -63,8 +63,8 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     if training is not None:
         train(plan, training)
         if publish is not None:
-            # The aggregator saves the weights of the last window in the job of the chain.
-            source = CheckpointInput(bucket=plan.bucket, job=training.run.chain.job)
+            step = campaigns.ensure_final_weights_saved(training, make_aggregator(plan, training))
+            source = CheckpointInput(bucket=plan.bucket, job=training.run.chain.job, step=step)
             save_checkpoint(source, publish.job, publish.bucket, publish.hub)
 
 
@@ -89,17 +89,20 @@ def train(plan: CampaignPlan, training: Training) -> None:
 def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
     """Merge the windows of an epoch, and end the epoch."""
     progress = campaigning.read_training_progress(training)
-    campaigns.merge_epoch(
-        training, epoch, progress.newest_window, workers,
-        lambda aggregation: aggregate_gradients(
-            plan.bucket, training.run, training.uids,
-            initial_weights=plan.make_weights_input(), aggregation=aggregation,
-        ),
-    )  # fmt: skip
+    aggregate = make_aggregator(plan, training)
+    campaigns.merge_epoch(training, epoch, progress.newest_window, workers, aggregate)
     if progress.needs_cooldown(training, epoch):
         job, timeout = training.keys.job, training.cooldown_timeout
         with campaigning.tolerate(UnavailableError, "The training goes on without a checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
+
+
+def make_aggregator(plan: CampaignPlan, training: Training) -> Aggregator:
+    """Return a function that runs an aggregator of the training with given settings."""
+    return lambda settings: aggregate_gradients(
+        plan.bucket, training.run, training.uids,
+        initial_weights=plan.make_weights_input(), aggregation=settings,
+    )  # fmt: skip
 
 
 @contextmanager

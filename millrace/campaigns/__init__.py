@@ -11,8 +11,10 @@ from millrace.campaigns.local_workers import LocalWorkerProcesses
 from millrace.campaigns.pinned_training import check_pinned_training, pin_training
 from millrace.campaigns.prewarm_marker import awaits_prewarm, begin_prewarm, end_prewarm
 from millrace.campaigns.progress import (
+    Aggregator,
     MergedWindows,
     TrainingProgress,
+    ensure_final_weights_saved,
     merge_epoch,
     read_training_progress,
 )
@@ -26,6 +28,7 @@ from millrace.campaigns.workers import (
 )
 
 __all__ = [
+    "Aggregator",
     "Campaign",
     "CampaignSummary",
     "CampaignWorkers",
@@ -43,6 +46,7 @@ __all__ = [
     "check_pinned_training",
     "check_training",
     "end_prewarm",
+    "ensure_final_weights_saved",
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",

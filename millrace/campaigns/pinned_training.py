@@ -59,11 +59,11 @@ def _make_pinned_training(settings: SharedWorkerSettings) -> PinnedTraining:
 
 def _refuse_changes(settings: SharedWorkerSettings, pinned: PinnedTraining) -> None:
     found = find_changes(pinned, _make_pinned_training(settings))
-    free = [f"run.{name}" for name in WindowOptions.model_fields]
+    free = tuple(f"run.{name}" for name in WindowOptions.model_fields)
     changes = [
         f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
         for path, (old, new) in found.items()
-        if not path.startswith(tuple(free))
+        if path not in free and not path.startswith(tuple(f"{name}." for name in free))
     ]
     if changes:
         raise ConflictError(

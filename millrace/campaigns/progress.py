@@ -7,6 +7,7 @@ from typing import Protocol
 from millrace import gradients
 from millrace.campaigns.campaign import Training
 from millrace.campaigns.workers import CampaignWorkers
+from millrace.checkpoints import read_checkpoint
 from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
@@ -66,6 +67,13 @@ class MergedWindows(Protocol):
         ...
 
 
+Aggregator = Callable[[AggregationSettings], MergedWindows | None]
+"""Runs an aggregator with the given settings, up to their last window or one without a gradient.
+
+None means that another process aggregates the run.
+"""
+
+
 def read_training_progress(training: Training) -> TrainingProgress:
     """Return the progress of a training."""
     store, job = open_store(training.write_store), training.keys.job
@@ -84,12 +92,36 @@ def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
         return derive_epoch(store, job, epoch)
 
 
+def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int:
+    """Save the weights after the last window, unless the aggregator that merged it has done so.
+
+    An aggregator that was killed after its last link has saved older weights only.
+
+    Args:
+        training: Training whose windows are all merged.
+        aggregate: Runs an aggregator.
+
+    Returns:
+        Step of these weights, by which the job of the chain has their checkpoint.
+
+    Raises:
+        HeldError: Another process aggregates the run.
+    """
+    store, chain = open_store(training.write_store), training.run.chain
+    (link,) = gradients.iterate_links(store, chain, after=training.last_window - 1)
+    try:
+        read_checkpoint(store, chain.job, link.step)
+    except (NotFoundError, CorruptError):
+        _merge_until(training, training.last_window, aggregate)
+    return link.step
+
+
 def merge_epoch(
     training: Training,
     epoch: int,
     newest_window: int,
     workers: CampaignWorkers,
-    merge: Callable[[AggregationSettings], MergedWindows | None],
+    aggregate: Aggregator,
 ) -> None:
     """Merge the windows of an epoch that are not merged yet.
 
@@ -98,8 +130,7 @@ def merge_epoch(
         epoch: Number of the epoch.
         newest_window: Number of the newest merged window.
         workers: Processes or machines of the workers.
-        merge: Runs an aggregator with the given settings: up to the end of the epoch, or up to a
-            window in which no gradient is taken. None means that another process does so.
+        aggregate: Runs an aggregator.
 
     Raises:
         HeldError: Another process merges the windows.
@@ -109,11 +140,7 @@ def merge_epoch(
     end, idle_windows = training.find_last_window(epoch), 0
     while newest_window < end:
         workers.raise_failure()
-        done = merge(training.make_aggregation_settings(end))
-        if done is None:
-            raise HeldError(
-                f"{training.keys.run} is aggregated by another process, which is alive."
-            )
+        done = _merge_until(training, end, aggregate)
         # The aggregator stops after each window without a gradient, so that the failure of all
         # workers is noticed. If it merged only that window, the row of idle windows continues.
         idle_windows = idle_windows + 1 if done.windows == 1 else 1
@@ -124,3 +151,10 @@ def merge_epoch(
                 f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
                 f"{newest_window} of {end} windows are merged: see what the workers say."
             )
+
+
+def _merge_until(training: Training, last_window: int, aggregate: Aggregator) -> MergedWindows:
+    done = aggregate(training.make_aggregation_settings(last_window))
+    if done is None:
+        raise HeldError(f"{training.keys.run} is aggregated by another process, which is alive.")
+    return done

@@ -85,7 +85,7 @@ class DatasetPlanner:
                 (keys.manifest, keys.index, keys.block_digests),
                 (keys.commits,),  # without them, a run makes each shard again
                 (keys.shards, keys.quarantined, keys.sample_lists, make_lease_prefix(keys.dataset)),
-                (keys.plan,),
+                (keys.plan, keys.plan_removed),
             ),
             start=1,
         ):

@@ -237,7 +237,7 @@ def _delete_uncommitted_shards(store: Store, keys: DatasetKeys, progress: Progre
         progress(ShardDeletionStarted(prefix=keys.shards))
         prefixes = (keys.shards, keys.quarantined)
         stats = (stat for prefix in prefixes for stat in list_objects(store, prefix))
-        delete(store, [stat.key for stat in stats if keys.is_shard(stat.key)])
+        delete(store, [stat.key for stat in stats if keys.is_shard_or_quarantine(stat.key)])
         if _has_commits(store, keys):
             raise errors.ConflictError(
                 f"{store.make_url(keys.dataset)}: another run committed shards while this run "

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
-    from millrace.gradients.sync.window_merge import ChainStep, aggregate
+    from millrace.gradients.sync.window_merge import ChainStep, merge_window
     from millrace.gradients.sync.windows import merge_windows
     from millrace.gradients.weights import (
         begin_run,
@@ -106,7 +106,6 @@ __all__ = [
     "WeightState",
     "WeightsSource",
     "WindowOptions",
-    "aggregate",
     "aggregate_run",
     "begin_run",
     "catch_up",
@@ -125,6 +124,7 @@ __all__ = [
     "load_checkpoint_state",
     "load_newest_state",
     "merge",
+    "merge_window",
     "merge_windows",
     "read_payload",
     "select_weights",
@@ -150,7 +150,7 @@ _MODULES = {
     "MergeWeights": "sync.merge",
     "GatherWindow": "sync.gather_window",
     "Sender": "sync.gather_window",
-    "aggregate": "sync.window_merge",
+    "merge_window": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
     "commit_first_link": "sync.chain",
     "ensure_run_begun": "sync.aggregator",

@@ -8,7 +8,7 @@ from millrace.errors import ConfigurationError
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|plan-removed|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
 )
 """Key of an object of any dataset, by which `classify_key` recognises it."""
@@ -147,7 +147,7 @@ class DatasetKeys:
             return None
         return ShardName.parse(stem.removesuffix(".json"))
 
-    def is_shard(self, key: str) -> bool:
+    def is_shard_or_quarantine(self, key: str) -> bool:
         """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
         for prefix in (self.shards, self.quarantined):
             stem = key.removeprefix(prefix).rpartition(".")[0]

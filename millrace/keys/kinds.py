@@ -13,7 +13,7 @@ from millrace.keys.gradients import CHAIN_KEY, RESERVED_WORKERS, WORKER_KEY, Cha
 from millrace.keys.leases import MEMBERS, make_lease_prefix
 from millrace.keys.members import make_member_prefix
 from millrace.keys.names import NAME_PATTERN, is_too_deep, is_valid_name
-from millrace.keys.rentals import MACHINE_KEY, MACHINES, RENTALS, RentalKeys
+from millrace.keys.rentals import MACHINE_KEY, MACHINES, RENTAL_KEY, RENTALS, RentalKeys
 
 
 class ObjectKind(StrEnum):
@@ -65,7 +65,7 @@ _TEMPORARY_KEY = re.compile(
 )
 _RECORD_KEY = re.compile(
     rf"(?P<scope>(?:{RENTALS}/)?{NAME_PATTERN})/(?:lease/.+\.(?:json|beat|end)"
-    rf"|epochs/[0-9]{{6,}}\.json|{COOLDOWNS}/[0-9]{{6,}}/.+)"
+    rf"|epochs/[0-9]{{6,}}\.json|{COOLDOWNS}/[0-9]{{6,}}/.+|campaign/warming\.json)"
 )
 
 
@@ -74,6 +74,7 @@ _KIND_PATTERNS = (
     (ObjectKind.DATASET, DATASET_KEY),
     (ObjectKind.TEMPORARY, _TEMPORARY_KEY),
     (ObjectKind.RECORD, _RECORD_KEY),
+    (ObjectKind.RECORD, RENTAL_KEY),
 )
 
 

@@ -13,6 +13,12 @@ MACHINES = "_machines"
 """Folder of the reports that rented machines write about themselves."""
 MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
 """Key of a report of any machine, by which `classify_key` recognises it."""
+RENTAL_KEY = re.compile(
+    rf"(?P<scope>{RENTALS}/{NAME_PATTERN})/"
+    r"(?:attempts/[0-9]{6,}-(?:intent|contract|detached|released)\.json|owner\.txt)"
+    rf"|{RENTALS}/installation\.json"
+)
+"""Key of a record of any rental, by which `classify_key` recognises it."""
 INSTALLATION = f"{RENTALS}/installation.json"
 """Key of the name of this installation, which tells its machines from others of the account."""
 

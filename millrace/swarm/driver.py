@@ -222,7 +222,7 @@ class _PrewarmDriver:
             driver_bytes=self._reader.received,
             seconds=round(seconds, 3),
             startup=round(self._startup, 3),
-            nodes=report_nodes(self._state.members, set(tracker.quarantined)),
+            nodes=report_nodes(self._state.members, set(tracker.untrusted_nodes)),
             direct=tracker.direct,
             curve=tuple(self._recorder.curve),
             refused=self._known.refused,

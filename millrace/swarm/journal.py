@@ -3,7 +3,7 @@
 ``partial.jsonl`` has a JSON list in each line:
 
 - ``["file", OBJECT, PATH]``: the bytes of this object are in this partial file, below the root;
-- ``["piece", OBJECT, START, SIZE, DIGESTS]``: this range of the object was written to the file;
+- ``["range", OBJECT, START, SIZE, DIGESTS]``: this range of the object was written to the file;
 - ``["folder", PATH]``: an archive is unpacked into this folder. The next run removes the folder.
 
 OBJECT identifies the content of an object of the store (`compute_object_id`). So the next run can
@@ -49,7 +49,7 @@ class Journal:
 
     Attributes:
         partials: Path of the partial file of each object, below the root.
-        pieces: Block digests of each written range, by object, in hexadecimal.
+        ranges: Block digests of each written range, by object, in hexadecimal.
     """
 
     def __init__(self, root: Path, path: Path) -> None:
@@ -57,7 +57,7 @@ class Journal:
         self._descriptor: int | None = None
         self._stale: set[str] = set()
         self.partials: dict[str, str] = {}
-        self.pieces: dict[str, dict[Range, str]] = {}
+        self.ranges: dict[str, dict[Range, str]] = {}
 
     def read(self) -> None:
         """Read the journal of earlier runs. Skip lines that a kill has cut."""
@@ -72,10 +72,10 @@ class Journal:
                 if (before := self.partials.get(name)) is not None and before != path:
                     self._stale.add(before)
                 self.partials[name] = path
-            case ["piece", str(name), int(start), int(size), str(digest)] if _DIGESTS.fullmatch(
+            case ["range", str(name), int(start), int(size), str(digest)] if _DIGESTS.fullmatch(
                 digest
             ):
-                self.pieces.setdefault(name, {})[start, size] = digest
+                self.ranges.setdefault(name, {})[start, size] = digest
             case ["folder", str(path)] if _is_ours(path):
                 self._stale.add(path)
             case _:
@@ -114,15 +114,15 @@ class Journal:
             kept[name] = path
         return kept
 
-    def begin(self, files: dict[str, str], pieces: Iterable[tuple[str, Range, str]]) -> None:
+    def begin(self, files: dict[str, str], ranges: Iterable[tuple[str, Range, str]]) -> None:
         """Begin a new journal with the given files, and remove all other partial files.
 
         Args:
             files: Path of the partial file of each object that is incomplete or kept.
-            pieces: Object, range and block digests of the ranges in these files.
+            ranges: Object, range and block digests of the ranges in these files.
         """
         rows: list[list[Any]] = [["file", *item] for item in files.items()]
-        rows += [["piece", name, *span, digest] for name, span, digest in pieces]
+        rows += [["range", name, *span, digest] for name, span, digest in ranges]
         for path in (self._stale | set(self.partials.values())) - set(files.values()):
             self._remove(path)
         new = self._path.with_suffix(".new")
@@ -138,9 +138,9 @@ class Journal:
         """Note a folder that an archive is unpacked into."""
         self._append(["folder", path])
 
-    def note_pieces(self, pieces: Iterable[tuple[str, Range, str]]) -> None:
+    def note_ranges(self, ranges: Iterable[tuple[str, Range, str]]) -> None:
         """Note written ranges."""
-        self._append(*(["piece", name, *span, digest] for name, span, digest in pieces))
+        self._append(*(["range", name, *span, digest] for name, span, digest in ranges))
 
     def close(self, *, keep: bool) -> None:
         """Close the journal. Remove it if no partial file is left (`keep` is false)."""

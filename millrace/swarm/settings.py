@@ -20,7 +20,7 @@ from millrace.settings import Duration
 from millrace.storage import StoreSpec
 from millrace.swarm.archives.unpack import Unpacking
 from millrace.swarm.cache_index import CacheCheck
-from millrace.swarm.catalogue import MAX_PIECE_SIZE, MIN_PIECE_SIZE, check_relative_path
+from millrace.swarm.catalogue import MAX_PIECE_SIZE, check_relative_path
 
 
 class _Settings(BaseModel):
@@ -276,6 +276,3 @@ class PrewarmSettings(_Settings):
         if self.root is None and isinstance(self.nodes, RayNodes):
             raise ValueError("root is missing: name the folder on the nodes of the Ray cluster")
         return self
-
-
-assert MIN_PIECE_SIZE <= MAX_PIECE_SIZE

@@ -130,7 +130,7 @@ class Tracker:
         return self._fill_all(now)
 
     @property
-    def quarantined(self) -> list[str]:
+    def untrusted_nodes(self) -> list[str]:
         """Nodes that are not trusted: no other node fetches from them."""
         return [node.name for node in self._nodes if not node.trust.is_trusted]
 

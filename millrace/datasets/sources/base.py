@@ -13,7 +13,7 @@ class Source(Protocol):
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows of a source range from a cursor on; 0 is the beginning of the range.
 
-        A seek takes constant time: no byte before the cursor is read.
+        No byte of a file before the cursor is read. A list of files may be read again.
 
         Raises:
             ChangedError: A file has changed since the plan was made.

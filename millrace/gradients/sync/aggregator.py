@@ -15,7 +15,7 @@ from millrace.gradients.backends.sharded_weights import AllocateWeights, Sharded
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.chain import find_newest_window
 from millrace.gradients.sync.gather_window import Sender
-from millrace.gradients.sync.windows import merge_windows
+from millrace.gradients.sync.windows import apply_merged_windows, merge_windows
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
@@ -65,13 +65,18 @@ def aggregate_run(
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
+        applied = apply_merged_windows(
+            store, run, weights, after=window, until=settings.last, progress=progress
+        )
+        if applied is not None:  # an aggregator that was killed has not saved these weights
+            saver.note_unsaved(applied)
         merged = merge_windows(
             store,
             run,
             workers,
             weights,
             reserves=reserves,
-            after=window,
+            after=applied.window if applied else window,
             until=settings.last,
             progress=progress,
         )
@@ -183,9 +188,13 @@ class _CheckpointSaver:
         self._every, self._rules = settings.every, RetentionSettings(last=settings.keep)
         self._unsaved: ChainLink | None = None
 
-    def note_link(self, link: ChainLink) -> None:
-        """Save the weights after a link, if a checkpoint is due."""
+    def note_unsaved(self, link: ChainLink) -> None:
+        """Note that the weights are those after a link, and are saved at the end."""
         self._unsaved = link
+
+    def note_link(self, link: ChainLink) -> None:
+        """Save the weights after a new link, if a checkpoint is due."""
+        self.note_unsaved(link)
         if link.window % self._every == 0:
             self._save(link)
 

@@ -52,7 +52,7 @@ class ChainStep:
     merge: MergeSettings
 
 
-def aggregate(
+def merge_window(
     store: Store,
     gather_window: GatherWindow,
     gathered: GatheredWindow,

@@ -17,7 +17,7 @@ from millrace.gradients.sync.chain import find_newest_window, read_link, read_li
 from millrace.gradients.sync.gather import gather
 from millrace.gradients.sync.gather_results import QuorumError
 from millrace.gradients.sync.gather_window import GatherWindow, Sender
-from millrace.gradients.sync.window_merge import ChainStep, aggregate
+from millrace.gradients.sync.window_merge import ChainStep, merge_window
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
@@ -52,7 +52,7 @@ def merge_windows(
         after: Number of the window of ``weights``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives the events of `gather` and `aggregate`, `LinkApplied` and
+        progress: Receives the events of `gather` and `merge_window`, `LinkApplied` and
             `WindowMerged`.
 
     Yields:
@@ -66,15 +66,13 @@ def merge_windows(
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
     clock = StoreClock.read(store, settings.chain.job, Holder.describe_this_process())
-    window, last = after, find_newest_window(store, settings.chain)
-    before = read_link(store, settings.chain, window)
+    applied = apply_merged_windows(
+        store, settings, weights, after=after, until=until, progress=progress
+    )
+    window = applied.window if applied else after
+    before = applied or read_link(store, settings.chain, window)
     while until is None or window < until:
         window += 1
-        if window <= last:
-            before = read_link_after(store, settings.chain, window, before)
-            weights.apply_link(store, before)
-            progress(LinkApplied(run=settings.name, window=window, step=before.step))
-            continue
         options, gather_window = _open(store, settings, weights.shapes, window, before.step, clock)
         weights.open(gather_window)
         try:
@@ -90,7 +88,7 @@ def merge_windows(
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = aggregate(store, gather_window, gathered, step, weights, progress=progress)
+        before = merge_window(store, gather_window, gathered, step, weights, progress=progress)
         progress(
             WindowMerged(
                 run=settings.name,
@@ -100,6 +98,44 @@ def merge_windows(
             )
         )
         yield before
+
+
+def apply_merged_windows(
+    store: Store,
+    settings: RunSettings,
+    weights: ShardedWeights,
+    *,
+    after: int = 0,
+    until: int | None = None,
+    progress: Progress = ignore_event,
+) -> ChainLink | None:
+    """Apply the windows that are already merged from the chain.
+
+    Args:
+        store: Bucket of the aggregator. The chain has begun.
+        settings: Settings of the run.
+        weights: Weights after window ``after``, which are changed in place.
+        after: Number of the window of ``weights``.
+        until: Number of the last window; by default the newest.
+        progress: Receives `LinkApplied`.
+
+    Returns:
+        Link of the last window that was applied; None if the weights were up to date.
+
+    Raises:
+        ChainError: The chain is broken.
+        WorkerError: A node with some of the weights is lost.
+    """
+    last = find_newest_window(store, settings.chain)
+    if until is not None:
+        last = min(last, until)
+    applied = None
+    for window in range(after + 1, last + 1):
+        before = applied or read_link(store, settings.chain, after)
+        applied = read_link_after(store, settings.chain, window, before)
+        weights.apply_link(store, applied)
+        progress(LinkApplied(run=settings.name, window=window, step=applied.step))
+    return applied
 
 
 def _open(

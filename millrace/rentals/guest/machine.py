@@ -33,7 +33,7 @@ from millrace.rentals.messages import (
     ProgramExit,
     make_program_environment,
 )
-from millrace.storage import Store, StoreSpec, create, exists, list_objects, open_store, put, read
+from millrace.storage import Store, create, exists, list_objects, open_store, put, read
 
 _RETRY_TIMEOUT = timedelta(seconds=20)  # time in which one report is retried
 _STOP_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
@@ -176,8 +176,6 @@ def main(environ: Mapping[str, str], folder: Path) -> None:
     adopt_orphans()
     GuestProgram(GuestConfig.from_environment(environ), folder).run()
 
-
-__all__ = ["GuestProgram", "StoreSpec", "main"]
 
 if __name__ == "__main__":
     main(os.environ, Path(sys.argv[1]))

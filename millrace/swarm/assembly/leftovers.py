@@ -94,7 +94,7 @@ class Leftovers:
         """Take over the segments of partial files whose bytes have the digests in the journal."""
         self._journal.read()
         for state in self._arrivals.iterate_coming():
-            ranges = self._journal.pieces.get(state.target.object)
+            ranges = self._journal.ranges.get(state.target.object)
             if ranges is None:
                 continue
             path = state.target.partial
@@ -130,7 +130,7 @@ class Leftovers:
         }
         pieces = [row for state in coming for row in self._list_rows(state)]
         for name in self._others:
-            noted = self._journal.pieces.get(name, {})
+            noted = self._journal.ranges.get(name, {})
             pieces += [(name, span, digest) for span, digest in noted.items()]
         self._journal.begin(files | self._others, pieces)
 

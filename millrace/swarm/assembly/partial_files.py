@@ -47,7 +47,7 @@ class PartialFiles:
 
     def note_segments(self, segments: Sequence[tuple[FileState, Range, bytes]]) -> None:
         """Add written segments to the journal, each with its block digests."""
-        self._journal.note_pieces(
+        self._journal.note_ranges(
             (state.target.object, span, digest.hex()) for state, span, digest in segments
         )
 

@@ -75,12 +75,12 @@ class PrewarmReport:
         return self.driver_bytes + sum(node.from_store for node in self.nodes)
 
 
-def report_nodes(members: RunMembers, quarantined: set[str]) -> tuple[NodeReport, ...]:
+def report_nodes(members: RunMembers, untrusted: set[str]) -> tuple[NodeReport, ...]:
     """Return the result of each node, with those without an agent, ordered by name.
 
     Args:
         members: Nodes of the run.
-        quarantined: Ids of the nodes that are not trusted.
+        untrusted: Ids of the nodes that are not trusted.
     """
     nodes = [
         NodeReport(
@@ -92,7 +92,7 @@ def report_nodes(members: RunMembers, quarantined: set[str]) -> tuple[NodeReport
             from_peers=member.counts.from_peers,
             failures=member.counts.failures,
             seconds=round(member.seconds, 3),
-            trusted=member.node.id not in quarantined,
+            trusted=member.node.id not in untrusted,
         )
         for member in members
     ]

@@ -54,7 +54,7 @@ class RunState:
 
     def note_untrusted(self) -> None:
         """Add an event for each member that the tracker no longer trusts since the last call."""
-        for name in sorted(set(self.tracker.quarantined) - self._untrusted):
+        for name in sorted(set(self.tracker.untrusted_nodes) - self._untrusted):
             self._untrusted.add(name)
             self.note_event(NodeUntrusted(node=self.members.format_name(self.members[name].node)))
 

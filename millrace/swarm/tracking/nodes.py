@@ -55,7 +55,7 @@ class NodeState:
     """State of one node.
 
     Attributes:
-        name: Name of the node.
+        name: Id of the node, which is unique in the run.
         zone: Zone of the node; may be empty.
         have: 1 for each piece that the node has.
         missing: Number of pieces that the node lacks.

@@ -1,6 +1,7 @@
 """Checks of a campaign before it makes anything, its failures, and the stages of one that ends."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -134,3 +135,10 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     assert again.code == 0, again.output
     assert find_faults(store, "small", text) == []
     assert not [name for name, _ in stages(prefect_api, again.run) if name.startswith("aggregate")]
+
+    # As if the aggregator had been killed between its last link and its last checkpoint.
+    shutil.rmtree(store / "small/final")
+    shutil.rmtree(store / "small/run/gathers/1/checkpoints/step_000000012")
+    published = prefect_api.call(run_campaign, plan=plan)
+    assert published.code == 0, published.output
+    assert find_faults(store, "small", text) == []

@@ -146,6 +146,21 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
     assert kept == [75, 70, 60, 40]  # the last three, and that of the beginning
 
 
+def test_weights_that_a_killed_aggregator_has_not_saved_are_saved_by_the_next(store, begun):
+    with ThreadPoolExecutor(len(UIDS)) as pool:
+        working = [pool.submit(take_part, begun, store, uid, 3) for uid in UIDS]
+        merging = aggregate_run(begun)
+        made = [next(merging) for _ in range(3)]
+        merging.close()
+        assert len({worker.result() for worker in working}) == 1
+    keys = begun.run.chain
+    assert [found.step for found in iterate_checkpoints(store, keys.job)] == [50, 40]
+
+    assert list(aggregate_run(begun.model_copy(update={"until": 3}))) == []
+    state, window = load_newest_state(store, keys)
+    assert (window, state.digest()) == (3, made[-1].state)
+
+
 def test_it_begins_with_any_checkpoint_once(store, trained):
     begin = InitialWeights(job=trained, tensors="model.")
     alone = RunSettings(run="runs/two", window=timedelta(milliseconds=50), gather=QUICK)

@@ -23,7 +23,7 @@ from millrace.storage import (
     put,
     read,
 )
-from millrace.storage.opener import register_store
+from millrace.storage.webdataset_urls import register_store
 from tests.stores import make_spec
 
 

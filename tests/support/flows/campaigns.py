@@ -11,7 +11,7 @@ from typing import Any
 from millrace.testing.process import REPOSITORY
 
 WORDS = ["the", "mill", "takes", "its", "water", "from", "a", "channel", "wheel", "below"]
-EPOCHS, WINDOWS, WORKERS = 2, 2, 2
+EPOCHS, WINDOWS, WORKERS, STEPS = 2, 2, 2, 3
 
 
 def make_text(folder: Path, files: int = 60) -> Counter[str]:
@@ -48,7 +48,7 @@ def make_plan_settings(
             "windows_per_epoch": WINDOWS,
             "run": {
                 "codec": {"k": 112},
-                "steps": 3,
+                "steps": STEPS,
                 "window": "PT10M",
                 "gather": {"poll_interval": "PT0.3S", "quorum": WORKERS},
             },
@@ -103,6 +103,9 @@ def find_faults(store: Path, name: str, text: Counter[str]) -> list[str]:
             wrong.append(f"in {path.stem} only {sorted(taken)} were taken")
     if find_digests(store, f"{name}/final") != find_digests(store, f"{name}/run/gathers/1"):
         wrong.append("other weights were published than the chain has come to")
+    steps = [path.parent.name for path in (store / name / "final").glob("**/metadata.json")]
+    if steps != [f"step_{EPOCHS * WINDOWS * STEPS:09d}"]:
+        wrong.append(f"the weights of {steps} were published")
     epochs = sorted(path.name for path in (store / name / "model/epochs").glob("*.json"))
     if epochs != [f"{number:06d}.json" for number in range(EPOCHS)]:
         wrong.append(f"the epochs are {epochs}")

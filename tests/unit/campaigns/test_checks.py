@@ -34,11 +34,28 @@ def test_the_weights_are_checked_until_the_run_has_begun(
     check_training(training, refuse)
 
 
-def test_a_plan_that_has_changed_is_refused_first(make_training: MakeTraining) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
+        ({"epochs": 3}, r"the number of all windows \(.*\) was 6, and is 9 now"),
+        ({"run": {"steps": 7}}, r"training\.run\.steps was \d+, and is 7 now"),
+    ],
+)
+def test_a_plan_that_has_changed_is_refused_first(
+    make_training: MakeTraining, change: dict[str, object], said: str
+) -> None:
     training = make_training()
     pin_training(training.write_store, training.worker_settings)
-    with pytest.raises(ConflictError, match=r"training\.workers was 2, and is 3 now"):
-        check_training(make_training(workers=3), refuse)
+    with pytest.raises(ConflictError, match=said):
+        check_training(make_training(**change), refuse)
+
+
+def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTraining) -> None:
+    training = make_training()
+    pin_training(training.write_store, training.worker_settings)
+    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    check_training(make_training(run={"window": "PT7M", "gather": {"quorum": 1}}), refuse)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ from millrace.gradients import (
     Sender,
     Transform,
     WeightState,
-    aggregate,
     catch_up,
     commit_first_link,
     copy_state,
     encode_payload,
     gather,
     iterate_links,
+    merge_window,
 )
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.codec.merged_chunks import MergedChunks, make_dense
@@ -125,7 +125,7 @@ class Run:
         everybody = [Sender(str(uid), self.store) for uid in range(self.workers)]
         found = gather(window, everybody, QUICK)
         step = ChainStep(self.before, number, self.outer, self.rule)
-        self.before = aggregate(self.store, window, found, step, self.state)
+        self.before = merge_window(self.store, window, found, step, self.state)
         return self.before
 
 

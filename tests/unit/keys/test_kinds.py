@@ -1,3 +1,7 @@
+import re
+
+import pytest
+
 from millrace.digest import compute_digest
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
@@ -5,6 +9,25 @@ from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.gradients import GradientKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
 from millrace.keys.leases import LeaseKeys
+from millrace.testing.process import REPOSITORY
+
+_NAMES = re.findall(
+    r"^\| `([^`]+[^`/])`", (REPOSITORY / "docs/reference/object-names.md").read_text(), re.MULTILINE
+)
+_VALUES = {
+    "partition": "train-00000", "number": "000000", "step": "000000001", "window": "000000001",
+    "epoch": "000000", "term": "000000", "version": "1", "digest": "a" * 64, "root": "b" * 64,
+    "nonce": "0123456789abcdef", "holder": "0123456789abcdef", "operation": "read",
+    "plan": "20260101T000000-01234567", "piece": "000000",
+}  # fmt: skip
+"""Values in names; all others are a word."""
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_name_of_the_reference_has_a_kind(name: str) -> None:
+    """A rule of cleaning for objects that Millrace did not write takes those without a kind."""
+    key = re.sub(r"\{(\w+)\}", lambda field: _VALUES.get(field[1], "some"), name)
+    assert classify_key(key) is not None
 
 
 def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():

@@ -257,7 +257,7 @@ def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
         swarm.join(name)
     swarm.begin()
     seen = spoil(swarm, lambda order: order.source == "bad")
-    assert swarm.tracker.quarantined == ["bad"]
+    assert swarm.tracker.untrusted_nodes == ["bad"]
     assert seen["bad"] <= 2 * LimitSettings().up
 
 
@@ -267,7 +267,7 @@ def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
         swarm.join(name)
     swarm.begin()
     seen = spoil(swarm, lambda order: order.node == "broken")
-    assert swarm.tracker.quarantined == []
+    assert swarm.tracker.untrusted_nodes == []
     assert set(seen) == {"a", "b", "c"}
     assert all(have == set(range(30)) for have in swarm.has.values())
     others = [order for order in swarm.orders if order.node != "broken"]
@@ -382,7 +382,9 @@ def test_a_piece_crosses_a_thin_link_once_and_the_near_zone_does_not_wait(
 def test_a_slow_link_between_zones_is_not_blamed_on_those_who_give_over_it():
     network = zones_over_a_link(4, 64)
     blamed: set[str] = set()
-    network.watch = lambda: blamed.update(list_slow(network.tracker), network.tracker.quarantined)
+    network.watch = lambda: blamed.update(
+        list_slow(network.tracker), network.tracker.untrusted_nodes
+    )
     network.run(2000)
     assert blamed == set()
 

@@ -179,7 +179,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
         assert swarm.has[name].keys() == set(range(pieces))
         if needs == 2:  # where one vote is enough, the node sees that the whole is wrong
             assert swarm.has[name] == {p: f"d{p}" for p in range(pieces)}
-    assert not {name for name in swarm.tracker.quarantined if name not in swarm.lies}
+    assert not {name for name in swarm.tracker.untrusted_nodes if name not in swarm.lies}
 
 
 @settings(max_examples=200, deadline=None)
@@ -264,7 +264,7 @@ def test_where_digests_are_known_one_honest_node_among_any_number_of_liars_is_en
     for has in swarm.has.values():
         assert has == known
     assert all(swarm.tracker.is_decided(p) for p in range(pieces))
-    assert not {name for name in swarm.tracker.quarantined if name not in swarm.lies}
+    assert not {name for name in swarm.tracker.untrusted_nodes if name not in swarm.lies}
 
 
 def test_of_two_nodes_that_read_known_pieces_the_one_that_flips_bits_is_named():
@@ -277,7 +277,7 @@ def test_of_two_nodes_that_read_known_pieces_the_one_that_flips_bits_is_named():
     swarm.give(orders)
     swarm.finish()
     assert swarm.has == {"a": known, "bad": known}  # the bytes came from the other node
-    assert swarm.tracker.quarantined == ["bad"]
+    assert swarm.tracker.untrusted_nodes == ["bad"]
 
 
 def test_a_known_digest_stands_against_the_votes_and_the_reads_of_the_owner():
@@ -318,7 +318,7 @@ def test_a_node_whose_reads_are_always_wrong_is_given_up():
     swarm.give(swarm.tracker.begin(0.0))
     swarm.finish()
     assert set(swarm.has) <= {"a", "b", "bad"}
-    assert swarm.tracker.quarantined == ["bad"]
+    assert swarm.tracker.untrusted_nodes == ["bad"]
     assert swarm.reads < 100
 
 
@@ -394,7 +394,7 @@ def test_failures_of_what_was_not_ordered_are_not_believed():
     for uploader in ("a", "b", "c"):
         swarm.give(swarm.tracker.fail_transfer("liar", 0, uploader, swarm.now, wrong=True))
     swarm.finish()
-    assert not swarm.tracker.quarantined
+    assert not swarm.tracker.untrusted_nodes
 
 
 def test_a_read_that_keeps_failing_is_tried_without_end():
@@ -415,7 +415,7 @@ def test_of_two_nodes_neither_is_distrusted_at_the_others_word():
     for order in swarm.tracker.begin(0.0):
         if order.node == "liar" and order.source == "a":
             swarm.give(swarm.tracker.fail_transfer("liar", order.piece, "a", 0.0, wrong=True))
-    assert not swarm.tracker.quarantined
+    assert not swarm.tracker.untrusted_nodes
     assert len(swarm.has["a"]) == 4
 
 
@@ -429,7 +429,7 @@ def test_what_a_node_that_is_not_trusted_was_to_read_and_got_elsewhere_is_read_b
     assert [(order.node, order.piece, order.source) for order in orders] == [("liar", 0, STORE)]
     for piece in (1, 2):
         tracker.settle_piece(piece, f"d{piece}", 1.0)
-    assert tracker.quarantined == ["liar"]
+    assert tracker.untrusted_nodes == ["liar"]
     tracker.complete_transfer("liar", 0, "a", "d0", 2.0)
     orders = tracker.cancel_transfer("liar", 0, STORE, 2.0)
     assert PieceOrder("b", 0, STORE) in orders
@@ -460,7 +460,7 @@ def test_a_node_that_others_slander_reads_itself_what_they_do_not_give():
             swarm.give(swarm.tracker.fail_transfer(order.node, order.piece, "a", 0.0, wrong=True))
         else:
             swarm.give([order])
-    assert swarm.tracker.quarantined == ["a"]
+    assert swarm.tracker.untrusted_nodes == ["a"]
     for _ in range(20_000):
         swarm.step()
     assert swarm.has["a"] == have

@@ -217,7 +217,7 @@ def test_an_uploader_is_reported_once_by_each_node_that_accuses_it():
         handler.handle(run["a"], failed)
     # What nobody has ordered from it proves nothing: it is an accusation, and names who makes it.
     assert run.take_events() == [(NodeAccused, "b")]
-    assert not run.state.tracker.quarantined
+    assert not run.state.tracker.untrusted_nodes
 
 
 def test_an_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
