@@ -112,7 +112,7 @@ def plan_of(name: str, size: Size) -> dict[str, Any]:
                 "decay": 0.95,
                 "outer": {"lr": 1.9},
                 "steps": size.steps,
-                "window": "PT10M",
+                "window_length": "PT10M",
                 "gather": {"quorum": 2, "poll_interval": "PT0.3S"},
             },
         },

@@ -43,8 +43,8 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     Program: frozenset(),
     RentSettings: frozenset({"machines"}),
     Rule: frozenset({"older_than", "name"}),
-    RunOptions: frozenset({"window", "steps"}),
-    RunSettings: frozenset({"window", "steps", "windows"}),
+    RunOptions: frozenset({"window_length", "steps"}),
+    RunSettings: frozenset({"window_length", "steps", "windows"}),
 }
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""
 

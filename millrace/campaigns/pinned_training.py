@@ -22,6 +22,7 @@ class PinnedTraining(Record):
     """Record of the settings of a campaign's training that cannot change under its name."""
 
     record_kind: ClassVar[str] = "campaign-training"
+    record_version: ClassVar[int] = 2  # with `window_length`
 
     workers: int
     windows_per_epoch: int

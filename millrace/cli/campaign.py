@@ -59,7 +59,7 @@ training:
   windows_per_epoch: 10
   run:
     steps: 30                   # steps of a worker in each window
-    window: PT20M               # `window` and `gather` may change while the campaign is stopped
+    window_length: PT20M        # this and `gather` may change while the campaign is stopped
     gather: {quorum: 1}
 
 publish:                        # without `publish`, the weights stay in the bucket above

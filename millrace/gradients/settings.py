@@ -99,7 +99,7 @@ class WindowOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    window: Duration = Field(
+    window_length: Duration = Field(
         title="Length of a window",
         default=timedelta(minutes=20),
         gt=timedelta(0),
@@ -111,11 +111,6 @@ class WindowOptions(BaseModel):
         description="Settings of the gathering of gradients.",
     )
 
-    @property
-    def window_length(self) -> timedelta:
-        """Length of a window, which settings files and records name ``window``."""
-        return self.window
-
 
 class WindowOpening(Record, WindowOptions):
     """Record of an open window, with the options that hold until the merge.
@@ -126,6 +121,7 @@ class WindowOpening(Record, WindowOptions):
     """
 
     record_kind: ClassVar[str] = "window-opening"
+    record_version: ClassVar[int] = 2  # with `window_length`
 
     run: str
     number: int

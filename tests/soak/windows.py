@@ -205,7 +205,7 @@ class _Run:
             codec=Codec(k=256, bits=4),
             outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
             gather=GatherSettings(quorum=len(UIDS), poll_interval=timedelta(milliseconds=50)),
-            window=timedelta(minutes=3),
+            window_length=timedelta(minutes=3),
             steps=5,
         )
         self.settings = AggregatorSettings(

@@ -151,7 +151,7 @@ def _open(
     ours = WindowOpening(
         run=settings.name,
         number=window,
-        window=settings.window_length,
+        window_length=settings.window_length,
         gather=settings.gather,
     )
     options = commit_once(store, keys.make_opening_key(window), ours).record

@@ -53,7 +53,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         working = [pool.submit(take_part, store, store, uid, 3, broken=3) for uid in UIDS]
         # A window in which a worker is never right lasts its full time. That of window 2, which
         # was open, cannot change any more.
-        short = RUN.model_copy(update={"window": timedelta(seconds=30)})
+        short = RUN.model_copy(update={"window_length": timedelta(seconds=30)})
         parameters["run"] = short.model_dump(mode="json")
         done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output

@@ -22,8 +22,8 @@ def test_every_block_of_the_guide_to_gradients(
 ) -> None:
     values = {
         R2: f"s3://{bucket}/",
-        'window="PT20M"': f'window="PT20M", windows={WINDOWS}',
-        "window: PT20M": f"window: PT20M, windows: {WINDOWS}",
+        'window_length="PT20M"': f'window_length="PT20M", windows={WINDOWS}',
+        "window_length: PT20M": f"window_length: PT20M, windows: {WINDOWS}",
         "file:///scratch": (tmp_path / "scratch").as_uri(),
     }
     with follow(

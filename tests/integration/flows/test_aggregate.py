@@ -41,7 +41,7 @@ RUN = RunSettings(
     run="runs/one",
     codec=Codec(k=256, bits=4),
     gather=GatherSettings(poll_interval=timedelta(milliseconds=50), quorum=2, wanted=3),
-    window=timedelta(minutes=5),
+    window_length=timedelta(minutes=5),
     steps=5,
 )
 

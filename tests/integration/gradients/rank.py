@@ -25,7 +25,7 @@ SETTINGS = RunSettings(
     run="runs/one",
     codec=Codec(k=256, bits=4),
     gather=GatherSettings(poll_interval=timedelta(milliseconds=20)),
-    window=timedelta(minutes=1),
+    window_length=timedelta(minutes=1),
     windows=2,
 )
 

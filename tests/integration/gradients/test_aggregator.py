@@ -66,7 +66,7 @@ def settings_of(store: Store, **changes: object) -> AggregatorSettings:
         codec=Codec(k=256, bits=4),
         outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.5),
         gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=len(UIDS)),
-        window=timedelta(minutes=1),
+        window_length=timedelta(minutes=1),
         steps=5,
     )
     whole = AggregatorSettings(run=run, store=store.spec, workers=UIDS, every=2)
@@ -163,7 +163,7 @@ def test_weights_that_a_killed_aggregator_has_not_saved_are_saved_by_the_next(st
 
 def test_it_begins_with_any_checkpoint_once(store, trained):
     begin = InitialWeights(job=trained, tensors="model.")
-    alone = RunSettings(run="runs/two", window=timedelta(milliseconds=50), gather=QUICK)
+    alone = RunSettings(run="runs/two", window_length=timedelta(milliseconds=50), gather=QUICK)
     settings = AggregatorSettings(
         run=alone, store=store.spec, workers=("a",), initial_weights=begin
     )
@@ -206,7 +206,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
         with pytest.raises(errors.HeldError, match="process 7 on elsewhere"):
             waiting.result()
     ended = begun.model_copy(update={"windows": 1})
-    brief = ended.run.model_copy(update={"window": timedelta(milliseconds=10)})
+    brief = ended.run.model_copy(update={"window_length": timedelta(milliseconds=10)})
     lease.release()
     (link,) = aggregate_run(ended.model_copy(update={"run": brief}))
     assert link.window == 1
@@ -420,7 +420,7 @@ def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path
         "credentials": {"access_key_id": "key", "secret_access_key": "secret"},
     }
     settings = {
-        "run": {"run": "runs/one", "window": "PT0.1S", "gather": {"grace_period": "PT0.5S"}},
+        "run": {"run": "runs/one", "window_length": "PT0.1S", "gather": {"grace_period": "PT0.5S"}},
         "store": {"url": store.url},
         "workers": ["a", "b"],
         "buckets": {"b": bucket},

@@ -69,7 +69,7 @@ def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
         outer=OuterOptimizer(kind=outer, lr=0.5),
         merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
         gather=GatherSettings(poll_interval=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
-        window=timedelta(hours=1),
+        window_length=timedelta(hours=1),
         steps=5,
     )
 

@@ -349,7 +349,7 @@ RUN = RunSettings(
     codec=Codec(k=256, bits=4),
     outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
     gather=GatherSettings(wanted=2, quorum=2, poll_interval=timedelta(milliseconds=50)),
-    window=timedelta(minutes=4),
+    window_length=timedelta(minutes=4),
     steps=5,
 )
 UIDS = tuple(CAMPAIGN.make_uid(number) for number in range(3))

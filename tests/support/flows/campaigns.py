@@ -49,7 +49,7 @@ def make_plan_settings(
             "run": {
                 "codec": {"k": 112},
                 "steps": STEPS,
-                "window": "PT10M",
+                "window_length": "PT10M",
                 "gather": {"poll_interval": "PT0.3S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},

@@ -55,7 +55,7 @@ def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTra
     training = make_training()
     pin_training(training.write_store, training.worker_settings)
     begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
-    check_training(make_training(run={"window": "PT7M", "gather": {"quorum": 1}}), refuse)
+    check_training(make_training(run={"window_length": "PT7M", "gather": {"quorum": 1}}), refuse)
 
 
 @pytest.mark.parametrize(

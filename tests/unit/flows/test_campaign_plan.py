@@ -93,7 +93,9 @@ def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
     """The advice of docs/guides/campaigns.md where nobody's gradient is taken."""
     pin(tmp_path)
     gather = RUN.gather.model_copy(update={"quorum": 0, "grace_period": timedelta(minutes=1)})
-    pin(tmp_path, run=RUN.model_copy(update={"window": timedelta(hours=1), "gather": gather}))
+    pin(
+        tmp_path, run=RUN.model_copy(update={"window_length": timedelta(hours=1), "gather": gather})
+    )
 
 
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:

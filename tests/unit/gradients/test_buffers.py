@@ -48,7 +48,7 @@ SETTINGS = RunSettings(
     codec=Codec(k=512, bits=4),
     outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
     gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=2, wanted=2),
-    window=timedelta(minutes=1),
+    window_length=timedelta(minutes=1),
     steps=2,
 )
 UIDS = ("a", "b")
@@ -292,7 +292,7 @@ def test_buffers_that_are_wrong_cost_their_sender_only(what):
 
 def test_a_window_with_a_wrong_buffer_is_merged_without_its_sender(store):
     few = GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=0)
-    short = {"window": timedelta(seconds=1), "gather": few}
+    short = {"window_length": timedelta(seconds=1), "gather": few}
     settings = begun(store, run=SETTINGS.model_copy(update=short))
     _, mine = submitted(store, "a", 1)
     liar = model()

@@ -35,7 +35,7 @@ SETTINGS = RunSettings(
     run="runs/one",
     codec=Codec(k=4096, bits=32),
     gather=GatherSettings(poll_interval=timedelta(milliseconds=10)),
-    window=timedelta(minutes=1),
+    window_length=timedelta(minutes=1),
     steps=2,
 )
 

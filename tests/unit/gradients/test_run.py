@@ -42,7 +42,7 @@ def settings_of(workers: int = 3) -> RunSettings:
         codec=Codec(k=512, bits=4),
         outer=OuterOptimizer(kind=OuterKind.NESTEROV, lr=0.7),
         gather=GatherSettings(poll_interval=timedelta(milliseconds=20), quorum=workers),
-        window=timedelta(minutes=1),
+        window_length=timedelta(minutes=1),
         steps=2,
     )
 
@@ -155,7 +155,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
 
 
 def test_a_worker_that_is_started_again_loses_nothing_that_nobody_took(store):
-    settings = settings_of().model_copy(update={"window": timedelta(seconds=1)})
+    settings = settings_of().model_copy(update={"window_length": timedelta(seconds=1)})
     mine = model()
     participant = Participant(settings, "0", store, store, select_weights(mine))
     next(participant.iterate_windows())
@@ -208,7 +208,10 @@ def test_an_aggregator_that_is_started_again_goes_on(store):
 
 
 def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost(store):
-    mine, settings = model(), settings_of().model_copy(update={"window": timedelta(seconds=1)})
+    mine, settings = (
+        model(),
+        settings_of().model_copy(update={"window_length": timedelta(seconds=1)}),
+    )
     participant = Participant(settings, "0", store, store, select_weights(mine))
     next(participant.iterate_windows())
     train(mine, 2, 7)
@@ -292,20 +295,20 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
 
 def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
     state = select_weights(model())
-    alone = settings_of(1).model_copy(update={"window": timedelta(minutes=3)})
+    alone = settings_of(1).model_copy(update={"window_length": timedelta(minutes=3)})
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(take_part, store, 0, 2)
         one = everybody(store)[:1]
         made = list(merge_windows(store, alone, one, state, until=1))
         fewer = alone.gather.model_copy(update={"quorum": 0})
-        later = alone.model_copy(update={"window": timedelta(minutes=7), "gather": fewer})
+        later = alone.model_copy(update={"window_length": timedelta(minutes=7), "gather": fewer})
         made += list(merge_windows(store, later, one, state, after=1, until=2))
         trained.result()
     assert [link.window for link in made] == [1, 2]
     openings = [
         fetch(store, alone.chain.make_opening_key(number), WindowOpening) for number in (1, 2)
     ]
-    assert [one.window for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
+    assert [one.window_length for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
     assert [one.gather.quorum for one in openings] == [1, 0]
 
 
@@ -320,7 +323,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     limit = sum(norm for norm, _ in norms) / 2
     gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=limit)
     delete(store, [alone.chain.make_link_key(1), alone.chain.make_opening_key(1)])
-    bounded = alone.model_copy(update={"gather": gather, "window": timedelta(seconds=1)})
+    bounded = alone.model_copy(update={"gather": gather, "window_length": timedelta(seconds=1)})
     (link,) = merge_windows(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
     assert set(link.taken) == {less}
@@ -329,23 +332,25 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
 
 
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
-    short = settings_of(0).model_copy(update={"window": timedelta(milliseconds=1)})
+    short = settings_of(0).model_copy(update={"window_length": timedelta(milliseconds=1)})
     opening = short.chain.make_opening_key(1)
     rules = short.model_dump(include={"window", "gather"})
     commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
-    longer = short.model_copy(update={"window": timedelta(days=1)})  # never ends in this test
+    longer = short.model_copy(
+        update={"window_length": timedelta(days=1)}
+    )  # never ends in this test
     made = list(merge_windows(store, longer, everybody(store), select_weights(model()), until=1))
     assert [(link.window, len(link.taken)) for link in made] == [(1, 0)]
-    assert fetch(store, opening, WindowOpening).window == timedelta(milliseconds=1)
+    assert fetch(store, opening, WindowOpening).window_length == timedelta(milliseconds=1)
 
 
 def test_a_worker_waits_as_long_as_the_aggregator_says(store):
     """Its own settings are those of the run's beginning: a rented machine keeps its file."""
-    mine, settings = model(), settings_of().model_copy(update={"window": timedelta(0)})
+    mine, settings = model(), settings_of().model_copy(update={"window_length": timedelta(0)})
     participant = Participant(settings, "0", store, store, select_weights(mine))
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00"):
         participant.apply(mine)
-    rules = {"window": timedelta(milliseconds=5), "gather": settings.gather}
+    rules = {"window_length": timedelta(milliseconds=5), "gather": settings.gather}
     commit_once(
         store,
         settings.chain.make_opening_key(1),
