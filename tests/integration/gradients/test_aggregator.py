@@ -291,7 +291,7 @@ def test_the_commands(store, begun, tmp_path):
     run_windows(store, 3, begun)
     file = tmp_path / "aggregate.yaml"
     file.write_text(
-        f"run: {{run: runs/one, window: 0.05s, gather: {{poll_interval: 0.01s}}}}\n"
+        f"run: {{run: runs/one, window_length: 0.05s, gather: {{poll_interval: 0.01s}}}}\n"
         f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
     )
     run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--windows", "1"])
