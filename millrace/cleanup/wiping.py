@@ -20,8 +20,8 @@ from millrace.cleanup.plans import (
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.keys.cleanup import CLEANING
-from millrace.keys.kinds import ObjectKind, classify_key
-from millrace.keys.rentals import RentalKeys, parse_rental
+from millrace.keys.kinds import ObjectKind, WorkerPrefixes, classify_nested_key
+from millrace.keys.rentals import RentalKeys, parse_rental, split_nested_key
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
@@ -181,7 +181,7 @@ class _LeaseCheck:
 
     def add_scopes(self, key: str) -> None:
         """Record the scopes of a key, for objects of other kinds that lie below them."""
-        if classified := classify_key(key):
+        if classified := classify_nested_key(key):
             self._scopes |= {classified.scope, classified.lease_scope}
 
     def refresh_leases(self) -> None:
@@ -192,7 +192,7 @@ class _LeaseCheck:
         return self.reason
 
     def _explain_use(self, key: str) -> str:
-        classified = classify_key(key)
+        classified = classify_nested_key(key)
         if classified is not None and classified.scope:
             reason = self._protection.describe_holder(classified.lease_scope)
             if reason or classified.kind is not ObjectKind.DATASET:
@@ -238,10 +238,10 @@ def _iterate_entries(
             machines, which could not be released without it.
     """
     seen: set[str] = set()
-    unreleased: dict[str, set[int]] = {}
+    ledgers = _LedgerSurvey()
     for stat in list_with_progress(store, "", progress):
-        _track_attempt(stat.key, unreleased)
-        classified = classify_key(stat.key)
+        ledgers.record_key(stat.key)
+        classified = classify_nested_key(stat.key)
         if (
             classified is not None
             and classified.kind is ObjectKind.RECORD
@@ -252,7 +252,7 @@ def _iterate_entries(
                 raise errors.HeldError(f"{holder}: end it before {store.url} is wiped.")
         if not stat.key.startswith(f"{CLEANING}/"):
             yield PlanEntry(stat, 0)
-    if rented := [name for name, numbers in sorted(unreleased.items()) if numbers]:
+    if rented := ledgers.list_unreleased():
         raise errors.HeldError(
             f"{store.url} holds the ledger of {', '.join(rented)}, whose machines are not "
             "released: release them, or let `millrace machine reap` close destroyed ones; then "
@@ -260,13 +260,31 @@ def _iterate_entries(
         )
 
 
-def _track_attempt(key: str, unreleased: dict[str, set[int]]) -> None:
-    """Record whether an attempt of a rental is released. Its keys are listed in this order."""
-    rental = parse_rental(key)
-    parsed = RentalKeys(rental).parse(key) if rental else None
-    if rental is not None and parsed is not None:
-        number, part = parsed
-        if part == "intent":
-            unreleased.setdefault(rental, set()).add(number)
-        elif part == "released":
-            unreleased.setdefault(rental, set()).discard(number)
+class _LedgerSurvey:
+    """Survey of the attempts to rent machines, in the ledgers of a store and of stores below it."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, set[tuple[str, str, int]]] = {"intent": set(), "released": set()}
+        self._workers = WorkerPrefixes()
+
+    def record_key(self, key: str) -> None:
+        """Record which attempt a key opens or closes, and which prefix belongs to a worker."""
+        self._workers.learn(key)
+        prefix, inner_key = split_nested_key(key)
+        rental = parse_rental(inner_key)
+        parsed = RentalKeys(rental).parse(inner_key) if rental else None
+        if rental is not None and parsed is not None and parsed[1] in self._attempts:
+            self._attempts[parsed[1]].add((prefix, rental, parsed[0]))
+
+    def list_unreleased(self) -> list[str]:
+        """Return the rentals with a machine that is not released.
+
+        A ledger below a worker's own prefix does not count, since the worker can write any name.
+        """
+        unreleased = self._attempts["intent"] - self._attempts["released"]
+        rentals = sorted({(prefix, rental) for prefix, rental, _ in unreleased})
+        return [
+            f"{rental} below {prefix}" if prefix else rental
+            for prefix, rental in rentals
+            if self._workers.find(f"{prefix}{RentalKeys(rental).attempts}") is None
+        ]

@@ -1,7 +1,7 @@
 """Classify objects by their keys."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from millrace.keys.campaigns import CAMPAIGN_WORKER_KEY, CampaignKeys, parse_campaign
@@ -13,7 +13,14 @@ from millrace.keys.gradients import CHAIN_KEY, RESERVED_WORKERS, WORKER_KEY, Cha
 from millrace.keys.leases import MEMBERS, make_lease_prefix
 from millrace.keys.members import make_member_prefix
 from millrace.keys.names import NAME_PATTERN, is_too_deep, is_valid_name
-from millrace.keys.rentals import MACHINE_KEY, MACHINES, RENTAL_KEY, RENTALS, RentalKeys
+from millrace.keys.rentals import (
+    MACHINE_KEY,
+    MACHINES,
+    RENTAL_KEY,
+    RENTALS,
+    RentalKeys,
+    split_nested_key,
+)
 
 
 class ObjectKind(StrEnum):
@@ -145,6 +152,18 @@ def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedK
     """
     what = _classify(key)
     return workers.find(key) if what is None and workers is not None else what
+
+
+def classify_nested_key(key: str) -> ClassifiedKey | None:
+    """Return the kind of an object like `classify_key`, also of a rental in a store below this one.
+
+    The scope then begins with the prefix of that store.
+    """
+    prefix, inner_key = split_nested_key(key)
+    classified = classify_key(inner_key) if prefix else None
+    if classified is None or not classified.scope:
+        return classify_key(key)
+    return replace(classified, scope=f"{prefix}{classified.scope}")
 
 
 def _classify(key: str) -> ClassifiedKey | None:

@@ -19,6 +19,9 @@ RENTAL_KEY = re.compile(
     rf"|{RENTALS}/installation\.json"
 )
 """Key of a record of any rental, by which `classify_key` recognises it."""
+_NESTED_KEY = re.compile(
+    rf"(?P<prefix>(?:(?!{MACHINES}/)[^/]*/)*)(?P<key>(?:{MACHINES}|{RENTALS})/.*)", re.DOTALL
+)
 INSTALLATION = f"{RENTALS}/installation.json"
 """Key of the name of this installation, which tells its machines from others of the account."""
 
@@ -134,6 +137,17 @@ class MachineKeys:
     def program_exit(self) -> str:
         """Key of the report on how the program ended."""
         return f"{self.prefix}ended.json"
+
+
+def split_nested_key(key: str) -> tuple[str, str]:
+    """Split the key of a rental's object into the prefix of its store, and its key in that store.
+
+    A store can be a prefix of another store. The prefix is empty in the rental's own store, and for
+    the keys of other objects. A machine can write any name below its own prefix, so such a name is
+    no record of a rental.
+    """
+    match = _NESTED_KEY.fullmatch(key)
+    return (match["prefix"], match["key"]) if match else ("", key)
 
 
 def parse_rental(key: str) -> str | None:

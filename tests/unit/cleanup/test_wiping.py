@@ -1,0 +1,73 @@
+"""Wipes of a store that has the stores of others below it."""
+
+import pytest
+
+from millrace import errors
+from millrace.cleanup import plan_wipe, survey_wipe, wipe
+from millrace.deletion import ObjectsDeleted
+from millrace.keys.gradients import GradientKeys
+from millrace.keys.rentals import RentalKeys
+from millrace.progress import Event
+from millrace.storage import exists, list_objects, open_store
+from tests.support.cleanup.material import BucketBuilder
+
+KEYS = RentalKeys("fleet")
+
+
+@pytest.fixture
+def outer(tmp_path) -> BucketBuilder:
+    return BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
+
+
+@pytest.fixture
+def inner(outer, tmp_path) -> BucketBuilder:
+    """A store that is a prefix of the other one."""
+    return BucketBuilder(open_store((tmp_path / "bucket/team/a").as_uri()))
+
+
+def test_a_wipe_above_a_ledger_of_rented_machines_is_refused(outer, inner):
+    inner.put(KEYS.make_released_key(1))
+    inner.put(KEYS.make_intent_key(1))
+    inner.put(KEYS.make_intent_key(0))
+    outer.put(KEYS.make_released_key(0))  # of another rental with the same name
+    for look in (survey_wipe, plan_wipe):
+        with pytest.raises(errors.HeldError, match="holds the ledger of fleet below team/a/"):
+            look(outer.store.spec)
+    inner.put(KEYS.make_released_key(0))
+    wipe(outer.store.spec, plan_wipe(outer.store.spec).name, confirm="bucket")
+    assert not list(list_objects(outer.store))
+
+
+def test_a_wipe_above_a_rental_with_an_owner_is_refused(outer, inner):
+    inner.put_lease(KEYS.scope, "owner")
+    with pytest.raises(errors.HeldError, match="team/a/_rentals/fleet is worked on by elsewhere"):
+        plan_wipe(outer.store.spec)
+
+
+@pytest.mark.parametrize("keys", [
+    [KEYS.owner, KEYS.make_intent_key(0), KEYS.make_released_key(0)],
+    [f"{KEYS.make_machine_prefix(0)}log/{number:06d}.txt" for number in range(3)],
+])  # fmt: skip
+def test_a_rental_that_gets_an_owner_during_a_wipe_above_stays(outer, inner, keys, monkeypatch):
+    monkeypatch.setattr("millrace.deletion._BATCH", 1)
+    monkeypatch.setattr("millrace.deletion._MAX_BATCHES", 1)
+    for key in keys:
+        inner.put(key)
+    plan = plan_wipe(outer.store.spec)
+
+    def take_lease(event: Event) -> None:
+        assert isinstance(event, ObjectsDeleted)
+        if not list(list_objects(inner.store, f"{KEYS.scope}/lease/")):
+            inner.put_lease(KEYS.scope, "owner")
+
+    with pytest.raises(errors.HeldError, match="team/a/_rentals/fleet is worked on by elsewhere"):
+        wipe(outer.store.spec, plan.name, confirm="bucket", progress=take_lease)
+    assert sum(exists(inner.store, key) for key in keys) == 2
+
+
+def test_a_ledger_that_a_machine_or_a_worker_invents_stops_no_wipe(outer):
+    outer.put(f"{KEYS.make_machine_prefix(0)}{KEYS.make_intent_key(0)}")
+    outer.put(f"run/w1/{KEYS.make_intent_key(0)}")
+    outer.put(GradientKeys("run", "1").make_gradient_key("w1", 0))
+    wipe(outer.store.spec, plan_wipe(outer.store.spec).name, confirm="bucket")
+    assert not list(list_objects(outer.store))
