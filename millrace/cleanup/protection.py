@@ -18,6 +18,7 @@ from millrace.keys.cleanup import CLEANING
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
 from millrace.keys.names import MAX_DEPTH
+from millrace.keys.rentals import MACHINES, RENTALS, parse_attempt
 from millrace.lease import Census, Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -97,22 +98,26 @@ class ProtectionPolicy:
         self._check = check
         self._census: dict[tuple[int, str], Census] = {}
         self._lease_cache: dict[str, tuple[float, str]] = {}
+        self._machine_cache: tuple[float, dict[str, str]] = 0.0, {}
         self._heads: dict[tuple[str, str], ChainHead | str] = {}
         self._campaigns: dict[str, set[str]] = {}
         self._next_search_at = 0.0
 
     def refresh_leases(self) -> None:
-        """Forget cached leases, so that they are read again before each batch is deleted."""
+        """Forget cached leases and ledgers: they are read again before each batch is deleted."""
         self._lease_cache.clear()
+        self._machine_cache = 0.0, {}
 
     def explain_protection(self, key: str, classified: ClassifiedKey | None) -> str:
         """Return the reason why an object stays; empty if nothing protects it.
 
         Raises:
-            UnavailableError, DeniedError: A lease cannot be read, so it may be held.
+            UnavailableError, DeniedError: A lease or a ledger cannot be read, so it may be held.
         """
         if self.is_pinned(key):
             return "it is pinned"
+        if key.startswith(f"{MACHINES}/") and (reason := self._describe_open_machine(key)):
+            return reason
         if classified is None:
             return self.describe_holder(key.rpartition("/")[0])
         holder = self.describe_holder(classified.lease_scope)
@@ -123,6 +128,19 @@ class ProtectionPolicy:
         }:
             return holder
         return self._explain_chain_protection(classified)
+
+    def _describe_open_machine(self, key: str) -> str:
+        """Return which machine of the ledger still uses its folder; empty if none does.
+
+        A detached machine has no owner, and reads its files again after a restart.
+        """
+        now = time.monotonic()
+        expires_at, rentals = self._machine_cache
+        if expires_at <= now:
+            rentals = _find_open_machines(self._store)
+            self._machine_cache = now + _LEASE_CACHE_SECONDS, rentals
+        folder = next((one for one in _iterate_ancestors(key) if one in rentals), "")
+        return f"a machine of {rentals[folder]} that is not released uses it" if folder else ""
 
     def is_pinned(self, key: str) -> bool:
         """Tell whether a key is pinned."""
@@ -211,6 +229,20 @@ class ProtectionPolicy:
         if classified.kind is not ObjectKind.UPDATE and classified.number >= head.window:
             return f"{classified.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
+
+
+def _find_open_machines(store: Store) -> dict[str, str]:
+    """Return the name of the rental of each machine that is not released, by its folder."""
+    machines: dict[str, dict[str, str]] = {"intent": {}, "released": {}}
+    for stat in list_objects(store, f"{RENTALS}/"):
+        if (parsed := parse_attempt(stat.key)) and parsed[2] in machines:
+            keys, number, part = parsed
+            machines[part][keys.make_machine_prefix(number).rstrip("/")] = keys.name
+    return {
+        folder: name
+        for folder, name in machines["intent"].items()
+        if folder not in machines["released"]
+    }
 
 
 def _read_campaign_dataset(store: Store, key: str) -> str | None:

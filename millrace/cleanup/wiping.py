@@ -21,7 +21,7 @@ from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.kinds import ObjectKind, WorkerPrefixes, classify_nested_key
-from millrace.keys.rentals import RentalKeys, parse_rental, split_nested_key
+from millrace.keys.rentals import RentalKeys, parse_attempt, split_nested_key
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
@@ -271,10 +271,10 @@ class _LedgerSurvey:
         """Record which attempt a key opens or closes, and which prefix belongs to a worker."""
         self._workers.learn(key)
         prefix, inner_key = split_nested_key(key)
-        rental = parse_rental(inner_key)
-        parsed = RentalKeys(rental).parse(inner_key) if rental else None
-        if rental is not None and parsed is not None and parsed[1] in self._attempts:
-            self._attempts[parsed[1]].add((prefix, rental, parsed[0]))
+        parsed = parse_attempt(inner_key)
+        if parsed is not None and parsed[2] in self._attempts:
+            keys, number, part = parsed
+            self._attempts[part].add((prefix, keys.name, number))
 
     def list_unreleased(self) -> list[str]:
         """Return the rentals with a machine that is not released.

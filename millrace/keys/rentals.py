@@ -150,8 +150,14 @@ def split_nested_key(key: str) -> tuple[str, str]:
     return (match["prefix"], match["key"]) if match else ("", key)
 
 
-def parse_rental(key: str) -> str | None:
-    """Return the name of the rental of an attempt's key; None for other keys."""
+def parse_attempt(key: str) -> tuple[RentalKeys, int, str] | None:
+    """Return the rental, the attempt and the kind of a record's key; None for other keys.
+
+    Kinds are those of `RentalKeys.parse`.
+    """
     name, slash, _ = key.removeprefix(f"{RENTALS}/").rpartition("/attempts/")
-    ours = slash and key.startswith(f"{RENTALS}/") and is_valid_name(RentalKeys, name)
-    return name if ours else None
+    if not (slash and key.startswith(f"{RENTALS}/") and is_valid_name(RentalKeys, name)):
+        return None
+    keys = RentalKeys(name)
+    parsed = keys.parse(key)
+    return (keys, *parsed) if parsed else None

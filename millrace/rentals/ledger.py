@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from millrace import errors
-from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_rental
+from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_attempt
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import Contract, Installation, Intent, ReleaseRecord
@@ -159,10 +159,9 @@ def _iterate_attempts(
 ) -> Iterator[tuple[str, Attempt]]:
     parts_by_attempt: dict[tuple[str, int], set[str]] = {}
     for stat in list_objects(store, prefix):
-        rental = parse_rental(stat.key)
-        parsed = RentalKeys(rental).parse(stat.key) if rental else None
-        if rental and parsed:
-            parts_by_attempt.setdefault((rental, parsed[0]), set()).add(parsed[1])
+        if parsed := parse_attempt(stat.key):
+            keys, number, part = parsed
+            parts_by_attempt.setdefault((keys.name, number), set()).add(part)
     for (rental, number), parts in sorted(parts_by_attempt.items()):
         if "released" in parts and not include_released:
             continue

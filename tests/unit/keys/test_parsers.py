@@ -7,7 +7,7 @@ from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.kinds import classify_key, classify_nested_key
 from millrace.keys.leases import LeaseKeys, parse_lease
-from millrace.keys.rentals import MachineKeys, RentalKeys, parse_rental
+from millrace.keys.rentals import MachineKeys, RentalKeys, parse_attempt
 
 WORDS = [
     "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
@@ -45,7 +45,7 @@ def keys(draw: st.DrawFn) -> str:
 @given(keys())
 def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [
-        classify_key, classify_nested_key, parse_rental, ShardName.parse,
+        classify_key, classify_nested_key, parse_attempt, ShardName.parse,
         DatasetKeys("a").parse_commit,
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, CheckpointKeys("a").is_block_list, find_block_list_key,

@@ -1,0 +1,52 @@
+"""Protection of the files of rented machines."""
+
+import pytest
+
+from millrace.cleanup import CleanupBucketPreset, CleanupSettings, execute, make_plan
+from millrace.keys.rentals import RentalKeys
+from millrace.storage import exists, open_store
+from tests.support.cleanup.material import BucketBuilder
+
+KEYS = RentalKeys("fleet")
+OPEN, CLOSED, LATE = (f"{KEYS.make_machine_prefix(one)}files.json" for one in range(3))
+
+
+@pytest.fixture
+def bucket(tmp_path) -> BucketBuilder:
+    """A bucket with the old files of a machine that runs, of one that is gone, and of no machine.
+
+    The machines are detached: no process has its lease.
+    """
+    bucket = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
+    for number in range(2):
+        bucket.put(KEYS.make_intent_key(number), hours=60)
+        bucket.put(KEYS.make_contract_key(number), hours=60)
+        bucket.put(KEYS.make_detached_key(number), hours=60)
+    bucket.put(KEYS.make_released_key(1), hours=50)
+    for key in (OPEN, CLOSED, LATE):
+        bucket.put(key, hours=60)
+    return bucket
+
+
+def make_settings(bucket: BucketBuilder) -> CleanupSettings:
+    return CleanupSettings(store=bucket.store.spec, rules=(CleanupBucketPreset(),))
+
+
+def test_the_files_of_a_detached_machine_stay_until_its_release(bucket):
+    plan = make_plan(make_settings(bucket))
+    assert plan.totals.kept == {"a machine of fleet that is not released uses it": 1}
+    done = execute(make_settings(bucket), plan.name)
+    assert (done.deleted_objects, done.failures) == (2, ())
+    assert exists(bucket.store, OPEN)
+    assert not exists(bucket.store, CLOSED)
+    bucket.put(KEYS.make_released_key(0))
+    execute(make_settings(bucket), make_plan(make_settings(bucket)).name)
+    assert not exists(bucket.store, OPEN)
+
+
+def test_files_whose_machine_was_rented_since_the_plan_stay(bucket):
+    plan = make_plan(make_settings(bucket))
+    bucket.put(KEYS.make_intent_key(2))
+    done = execute(make_settings(bucket), plan.name)
+    assert done.skipped == {"a machine of fleet that is not released uses it": 1}
+    assert exists(bucket.store, LATE)
