@@ -20,7 +20,13 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
-from millrace.keys.leases import LeaseKeys, make_clock_probe_key, make_lease_prefix, parse_lease
+from millrace.keys.leases import (
+    MEMBERS,
+    LeaseKeys,
+    make_clock_probe_key,
+    make_lease_prefix,
+    parse_lease,
+)
 from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
@@ -30,7 +36,7 @@ MAX_TTL = timedelta(hours=1)  # limit for any lease, also if its record has a lo
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
-_MAX_OBJECTS = 10_000  # objects of one lease, or of one member, that a census reads
+_MAX_OBJECTS = 10_000  # objects of one member, which others may write, that a census reads
 _CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of a clock that is read from it
 
 
@@ -313,20 +319,21 @@ class Census:
     ) -> None:
         self._store, self._scope, self._clock, self._strict = store, scope, clock, strict
         self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
-        self._depth = 1 if group else 2  # folders of a lease's name below the prefix
+        self._members = "" if group else f"{MEMBERS}/"  # folder below the prefix
         self._records: dict[str, LeaseTerm] = {}
 
     def find_holders(self) -> dict[str, HeldLease]:
         """Return the holder of each held lease, by the last part of the lease's name.
 
-        One listing, and one GET for each new term.
+        One listing, and one GET for each new term. Of a member's objects, the first 10,000 are
+        listed. All objects of other leases are listed, since the newest term decides.
 
         Raises:
             UnavailableError: The store does not answer.
             CorruptError: A record cannot be read, and ``strict`` is true.
         """
         found: dict[LeaseKeys, tuple[int, dict[str, Stat]]] = {}
-        listed = list_fairly(self._store, self._prefix, depth=self._depth, limit=_MAX_OBJECTS)
+        listed = list_fairly(self._store, self._prefix, within=self._members, limit=_MAX_OBJECTS)
         for stat in listed:
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:

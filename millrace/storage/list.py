@@ -76,7 +76,9 @@ def list_objects(
         return
 
 
-def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterator[Stat]:
+def list_fairly(
+    store: Store, prefix: str, *, depth: int = 1, limit: int, within: str = ""
+) -> Iterator[Stat]:
     """List objects like `list_objects`, up to a limit for each folder.
 
     So the owner of one folder cannot make the listing long for other readers. The first objects of
@@ -87,17 +89,23 @@ def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterato
         prefix: Prefix of the keys, which ends in ``/``.
         depth: Number of folder levels below the prefix that identify an owner.
         limit: Largest number of listed objects of a folder.
+        within: Folder below the prefix, which ends in ``/``, whose own folders have the limit. The
+            depth then counts from there, and all other objects are listed. By default, folders
+            below the prefix have it.
 
     Raises:
         DeniedError, UnavailableError: The listing failed, as in `list_objects`.
     """
+    limited_prefix = f"{prefix}{within}"
     is_ordered = store.location.backend is not Backend.FILE
     counts: Counter[str] = Counter()
     after: str | None = ""
     while after is not None:
         stats, after = list_objects(store, prefix, after=after), None
         for stat in stats:
-            folders = stat.key.removeprefix(prefix).split("/")[:-1][:depth]
+            is_limited = stat.key.startswith(limited_prefix)
+            rest = stat.key.removeprefix(limited_prefix) if is_limited else ""
+            folders = rest.split("/")[:-1][:depth]
             folder = "/".join(folders)
             if is_ordered and folder not in counts:
                 counts.clear()  # no key of an earlier folder follows
@@ -105,7 +113,7 @@ def list_fairly(store: Store, prefix: str, *, depth: int, limit: int) -> Iterato
             if counts[folder] <= limit:
                 yield stat
             elif is_ordered:
-                after = f"{prefix}{folder}0"  # the character that follows a slash
+                after = f"{limited_prefix}{folder}0"  # the character that follows a slash
                 break
 
 

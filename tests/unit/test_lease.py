@@ -156,6 +156,25 @@ def test_a_lease_of_any_duration_stops_no_census(store, clock, ttl):
     assert all(lease.until < end for lease in holders.values())
 
 
+@pytest.mark.parametrize("group", ["", "members"])
+def test_a_holder_of_many_terms_is_found(store, clock, monkeypatch, group):
+    monkeypatch.setattr("millrace.lease._MAX_OBJECTS", 50)
+    keys = LeaseKeys("job", "owner")
+    for number in range(60):
+        put(store, keys.make_term_key(number), b"")
+        put(store, keys.make_end_key(number), b"")
+    for member in ("a", "c"):
+        for number in range(60):
+            put(store, f"job/lease/members/{member}/x{number:06d}", b"")
+    owner = acquire(store, keys, Holder.describe_this_process(), TTL, clock)
+    member = acquire(
+        store, LeaseKeys("job", "members/b"), Holder.describe_this_process(), TTL, clock
+    )
+    expected = {"b": member.holder} | ({} if group else {"owner": owner.holder})
+    held = Census(store, "job", group, clock).find_holders()
+    assert {name: one.holder for name, one in held.items()} == expected
+
+
 def test_a_member_with_many_objects_makes_the_census_no_longer(store, clock, monkeypatch):
     monkeypatch.setattr("millrace.lease._MAX_OBJECTS", 50)
     for number in range(3000):
@@ -169,6 +188,8 @@ def test_a_member_with_many_objects_makes_the_census_no_longer(store, clock, mon
             yield stat
 
     monkeypatch.setattr("millrace.lease.list_fairly", count)
-    held = Census(store, "job", "members", clock).find_holders()
-    assert {name: one.holder for name, one in held.items()} == {"c": mine.holder}
-    assert len(listed) < 60
+    for group in ("members", ""):
+        listed.clear()
+        held = Census(store, "job", group, clock).find_holders()
+        assert {name: one.holder for name, one in held.items()} == {"c": mine.holder}
+        assert len(listed) < 60
