@@ -132,6 +132,8 @@ class Rental:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         with self._stack:
+            with contextlib.suppress(errors.MillraceError):  # an unreadable lease is not a lost one
+                self._ownership.refuse_if_superseded()
             if self._ownership.is_superseded:
                 return  # the new owner has the machines
             if self._context.is_detached and kind is None:

@@ -1,0 +1,92 @@
+"""A rental from its first machine to its end, with an account in memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from millrace import errors
+from millrace.keys.rentals import MachineKeys, RentalKeys
+from millrace.lease import Holder, Lease, LeaseTerm
+from millrace.progress import Event
+from millrace.records import commit_once
+from millrace.rentals import Rental, VastClient
+from millrace.rentals.ledger import list_attempts
+from millrace.rentals.messages import MachineHeartbeat
+from millrace.rentals.progress_events import MachineRented
+from millrace.storage import Store, open_store, put
+from tests.support.rentals.parts import HOUR, FakeVast, make_offer_row, make_settings
+
+KEYS = RentalKeys("fleet")
+
+
+class Bench:
+    """A folder, and an account whose machines are ready at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.vast = folder, FakeVast(offers=[make_offer_row(1), make_offer_row(2)])
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.folder.as_uri())
+
+    def rent(self, *, detached: bool = False, **more: Any) -> Rental:
+        return Rental(
+            make_settings(self.folder, **more),
+            detached=detached,
+            vast=cast("VastClient", self.vast),
+            progress=self._write_heartbeats,
+        )
+
+    def write_heartbeat(self, number: int, received: int = 0) -> None:
+        """Write the heartbeat of a machine."""
+        key = MachineKeys(KEYS.make_machine_prefix(number)).heartbeat
+        beat = MachineHeartbeat(number=1, received=received)
+        put(self.store, key, beat.model_dump_json().encode())
+
+    def _write_heartbeats(self, event: Event) -> None:
+        if isinstance(event, MachineRented):
+            for attempt in list_attempts(self.store, "fleet"):
+                self.write_heartbeat(attempt.number)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def take_over(store: Store) -> None:
+    """Begin the next term of the lease, as another owner does."""
+    holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
+    commit_once(store, KEYS.lease.make_term_key(1), LeaseTerm(holder=holder, ttl=HOUR))
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_an_owner_leaves_the_machines_to_the_next_one(
+    bench: Bench, error: type[BaseException] | None, is_detached: bool
+) -> None:
+    """Also if it has not polled since the takeover."""
+    rental = bench.rent(detached=is_detached)
+    rental.__enter__()
+    rental.wait_until_ready()
+    take_over(bench.store)
+    assert not cast("Callable[..., object]", rental.__exit__)(error, None, None)
+    assert len(bench.vast.instances) == 1
+    (attempt,) = list_attempts(bench.store, "fleet")
+    assert not attempt.is_detached
+    assert attempt.release_record is None
+
+
+@pytest.mark.parametrize("kind", [errors.UnavailableError, errors.DeniedError])
+def test_an_owner_whose_lease_cannot_be_read_releases_its_machines(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[errors.MillraceError]
+) -> None:
+    def fail(_: Lease) -> bool:
+        raise kind("no answer")
+
+    with bench.rent() as rental:
+        rental.wait_until_ready()
+        monkeypatch.setattr(Lease, "is_superseded", fail)
+    assert not bench.vast.instances
