@@ -59,7 +59,7 @@ class Attempt:
         self,
         now: datetime,
         *,
-        dollars_per_hour: float | None = None,
+        dollars_per_hour: float = 0.0,
         received_bytes: int = 0,
         sent_bytes: int = 0,
         max_traffic_cost: float = math.inf,
@@ -68,7 +68,8 @@ class Attempt:
 
         Args:
             now: Current time.
-            dollars_per_hour: Price in dollars an hour; by default that of the intent.
+            dollars_per_hour: Current price in dollars an hour; 0 if it is unknown. That of the
+                intent counts if it is higher.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
             max_traffic_cost: Dollars that its traffic counts as at most.
@@ -81,19 +82,8 @@ class Attempt:
             min(received_bytes, down) * self.intent.download_dollars_per_gb
             + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
-        return hours * (
-            self.intent.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
-        ) + min(traffic / 1e9, max_traffic_cost)
-
-    def compute_lost_cost(self, now: datetime) -> float:
-        """Compute the most dollars that a machine has cost that no listing shows any more.
-
-        Its watchdog destroyed it at its deadline at the latest.
-
-        Args:
-            now: Current time.
-        """
-        return self.compute_cost(min(now, self.intent.deadline))
+        price = max(self.intent.dollars_per_hour, dollars_per_hour)
+        return hours * price + min(traffic / 1e9, max_traffic_cost)
 
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
         """Return the most bytes that the machine can have received, and sent, since its rental."""

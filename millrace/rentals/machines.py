@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass
 from datetime import datetime
 
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.rentals.ledger import Attempt
-from millrace.rentals.reports import MachineReports
+from millrace.rentals.reports import MachineReports, read_heartbeat
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
+from millrace.storage import Store
 
 
 @dataclass(slots=True)
@@ -66,6 +68,34 @@ class Machine:
             sent_bytes=sent,
             max_traffic_cost=self.max_traffic_cost,
         )
+
+
+def compute_unowned_cost(
+    store: Store, attempt: Attempt, instance: Instance | None, now: datetime
+) -> float:
+    """Compute the dollars that a machine without an owner has cost, with its reported traffic.
+
+    A machine that no listing shows was destroyed by its watchdog, at its deadline at the latest.
+
+    Args:
+        store: Store of the ledger, and of the machine's reports.
+        attempt: Attempt that rented the machine.
+        instance: Description in a listing; None if no listing shows the machine.
+        now: Current time.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    intent, heartbeat = attempt.intent, None
+    if intent.download_dollars_per_gb or intent.upload_dollars_per_gb:
+        prefix = RentalKeys(intent.rental).make_machine_prefix(attempt.number)
+        heartbeat = read_heartbeat(store, MachineKeys(prefix))
+    return attempt.compute_cost(
+        now if instance else min(now, intent.deadline),
+        dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
+        received_bytes=heartbeat.received if heartbeat else 0,
+        sent_bytes=heartbeat.sent if heartbeat else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from millrace.rentals.ledger import (
     find_attempt,
     iterate_open_attempts,
 )
+from millrace.rentals.machines import compute_unowned_cost
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
@@ -36,7 +37,7 @@ class MachineStatus:
         rental: Name of the rental; empty if the label cannot be read.
         attempt: Attempt in the ledger; None if there is none.
         owner: Owner of the rental; empty if there is none.
-        cost: Dollars that the machine has cost, without its traffic.
+        cost: Dollars that the machine has cost, with the traffic that it has reported.
         release_reason: Reason to release the machine; empty if there is none.
         is_mislabeled: Whether the machine has the label of an attempt that rented another machine.
     """
@@ -225,7 +226,7 @@ def _assess_machine(
         reason = ""
     else:
         reason = "the machine has no living owner"
-    cost = attempt.compute_cost(now, dollars_per_hour=instance.dollars_per_hour) if attempt else 0.0
+    cost = compute_unowned_cost(store, attempt, instance, now) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 
 
@@ -256,7 +257,7 @@ def _close_lost_attempts(
                 attempt,
                 ReleaseReason.REAPED,
                 message,
-                attempt.compute_lost_cost(now),
+                compute_unowned_cost(store, attempt, None, now),
                 now,
             )
             closed += 1

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from millrace import errors
 from millrace.keys.rentals import MachineKeys
 from millrace.rentals.messages import LOG_CHUNK_BYTES, MachineHeartbeat, ProgramExit, SetupReport
-from millrace.storage import Stat, Store, list_objects, read_range
+from millrace.storage import Stat, Store, list_objects, read, read_range
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -105,6 +105,19 @@ class MachineReports:
             return read_range(self.store, stat.key, 0, end).decode(errors="replace")
         except errors.NotFoundError:
             return ""
+
+
+def read_heartbeat(store: Store, keys: MachineKeys) -> MachineHeartbeat | None:
+    """Return the last heartbeat of a machine; None if there is none, or it is invalid.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    try:
+        body = read(store, keys.heartbeat, max_size=_MAX_REPORT_BYTES)
+        return MachineHeartbeat.model_validate_json(body)
+    except (errors.NotFoundError, errors.CorruptError, ValidationError):
+        return None
 
 
 def extract_error(output: str) -> str:

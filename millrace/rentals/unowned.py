@@ -7,6 +7,7 @@ from millrace.keys.rentals import RentalKeys
 from millrace.progress import Progress, ignore_event
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.ledger import list_attempts, refuse_foreign_machines
+from millrace.rentals.machines import compute_unowned_cost
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
@@ -65,8 +66,7 @@ def release_rental(
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]
-            is_lost = one.find_instance(instances) is None
-            cost = one.compute_lost_cost(now) if is_lost else one.compute_cost(now)
+            cost = compute_unowned_cost(store, one, one.find_instance(instances), now)
             record_release(
                 store,
                 rental,

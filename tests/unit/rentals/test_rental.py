@@ -11,7 +11,7 @@ from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder, Lease, LeaseTerm
 from millrace.progress import Event
 from millrace.records import commit_once
-from millrace.rentals import Rental, VastClient
+from millrace.rentals import Rental, VastClient, reap, release_rental
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineRented
@@ -90,3 +90,50 @@ def test_an_owner_whose_lease_cannot_be_read_releases_its_machines(
         rental.wait_until_ready()
         monkeypatch.setattr(Lease, "is_superseded", fail)
     assert not bench.vast.instances
+
+
+def abandon(bench: Bench, **more: Any) -> None:
+    """Rent the machines of a rental, and have their owner disappear."""
+    rental = bench.rent(**more)
+    rental.__enter__()
+    rental.wait_until_ready()
+    rental._stack.close()  # its lease is released, its machines are not
+
+
+@pytest.mark.parametrize("way", ["reap", "lose", "release", "release lost"])
+def test_the_traffic_of_a_machine_counts_also_if_others_release_it(bench: Bench, way: str) -> None:
+    bench.vast.offers = [make_offer_row(1) | {"inet_down_cost": 0.02}]
+    settings = make_settings(bench.folder).ledger
+    abandon(bench)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    bench.write_heartbeat(0, received=100 * 10**9)
+    number = next(iter(bench.vast.instances))
+    if "lo" in way:
+        bench.vast.instances.clear()
+    else:
+        bench.vast.add(number, bench.vast.creates[0], dph_total=None)  # a price of null
+    vast = cast("VastClient", bench.vast)
+    if way.startswith("re") and way != "reap":
+        release_rental(settings, "fleet", vast=vast)
+    else:
+        reap(settings, vast=vast)
+    (attempt,) = list_attempts(bench.store, "fleet")
+    assert attempt.release_record is not None
+    assert attempt.release_record.cost == pytest.approx(0.5 + 2.0, abs=0.1)
+    with bench.rent() as rental:
+        assert rental.cost == pytest.approx(2.5, abs=0.1)
+
+
+def test_one_of_several_machines_cannot_spend_the_money_of_all_by_its_reports(
+    bench: Bench,
+) -> None:
+    bench.vast.offers = [
+        make_offer_row(one) | {"inet_down_cost": 0.1, "inet_down": 10_000.0} for one in (1, 2)
+    ]
+    abandon(bench, machines=2, max_total=20.0)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    bench.write_heartbeat(0, received=1 << 50)
+    reap(make_settings(bench.folder).ledger, vast=cast("VastClient", bench.vast))
+    with bench.rent(machines=2, max_total=20.0) as rental:
+        # Both machines: an hour at the highest price at most, and a tenth above the share.
+        assert 11.0 < rental.cost < 2 * 2.1 + 11.0
