@@ -252,8 +252,8 @@ def describe_machine(machine: "MachineStatus") -> str:
     if machine.attempt is None:
         owner = machine.release_reason or "its label cannot be parsed"
         return f"{status}; {owner}."
-    intent = machine.attempt.intent
-    since, deadline = (f"{one:%Y-%m-%d %H:%M}" for one in (intent.started_at, intent.deadline))
+    times = machine.attempt.intent.started_at, machine.attempt.deadline
+    since, deadline = (f"{one:%Y-%m-%d %H:%M}" for one in times)
     return (
         f"{status}, since {since} until {deadline} UTC, "
         f"${instance.dollars_per_hour:.3f} an hour, ${machine.cost:.2f} so far; {owner}."

@@ -13,6 +13,7 @@ _TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have t
 _RELEASE_TIME = timedelta(minutes=2)  # time to release all machines, whose cost is reserved
 _MAX_HOURS = MAX_LIFETIME / timedelta(hours=1)
 _MIN_PRICE = 1e-6  # dollars an hour, so that a free machine divides nothing by zero
+_ROUNDING = 1e-6  # dollars by which sums of costs may differ
 
 
 class Budget:
@@ -29,15 +30,17 @@ class Budget:
         self._settings, self._request = settings, settings.request
         self._is_detached = is_detached
 
-    def compute_deadline(self, offer: Offer, started_at: datetime) -> datetime:
+    def compute_deadline(self, offer: Offer, started_at: datetime, state: RentalState) -> datetime:
         """Return the deadline of a machine.
 
         Nobody supervises the cost of a detached machine. So its deadline is not later than the
-        time at which the machine has cost its share, with the expected traffic.
+        time at which the machine has cost its share of the money that is left, with the expected
+        traffic.
 
         Args:
             offer: Offer of the machine.
             started_at: Time of the intent to rent the machine.
+            state: Machines of the rental so far, and their costs.
         """
         lifetime = self._request.max_lifetime
         if self._is_detached:
@@ -45,11 +48,51 @@ class Budget:
                 self._request.download * offer.download_dollars_per_gb
                 + self._request.upload * offer.upload_dollars_per_gb
             )
-            affordable_hours = max(0.0, self._settings.share - traffic) / max(
-                offer.dollars_per_hour, _MIN_PRICE
+            money_left = self._request.max_total - state.compute_cost(started_at)
+            share = min(
+                self._settings.share, money_left / max(1, state.slot_count - len(state.done))
             )
+            affordable_hours = max(0.0, share - traffic) / max(offer.dollars_per_hour, _MIN_PRICE)
             lifetime = min(lifetime, timedelta(hours=min(affordable_hours, _MAX_HOURS)))
         return started_at + lifetime
+
+    def compute_detached_end(self, state: RentalState, now: datetime) -> datetime | None:
+        """Return when machines without an owner have to end, as the money is spent then.
+
+        The expected traffic counts as spent, if the traffic so far has cost less.
+
+        Args:
+            state: Machines that are to be detached, and the costs of the others.
+            now: Current time.
+
+        Returns:
+            The end of all machines; None if the money lasts until the deadline of each machine.
+        """
+        machines = sorted(state.machines, key=lambda one: one.attempt.intent.deadline)
+        money_left = max(
+            0.0,
+            self._request.max_total
+            - state.compute_cost(now)
+            - sum(self._compute_remaining_traffic_cost(one, now) for one in machines),
+        )
+        dollars_per_hour, start = state.dollars_per_hour, now
+        for machine in machines:
+            end = max(start, machine.attempt.intent.deadline)
+            cost = (end - start) / timedelta(hours=1) * dollars_per_hour
+            if cost > money_left + _ROUNDING:
+                return start + timedelta(hours=money_left / dollars_per_hour)
+            money_left, start = money_left - cost, end
+            dollars_per_hour -= machine.dollars_per_hour
+        return None
+
+    def _compute_remaining_traffic_cost(self, machine: Machine, now: datetime) -> float:
+        """Compute the dollars of the expected traffic that a machine has not reported yet."""
+        intent = machine.attempt.intent
+        expected_cost = (
+            self._request.download * intent.download_dollars_per_gb
+            + self._request.upload * intent.upload_dollars_per_gb
+        )
+        return max(0.0, expected_cost - _compute_traffic_cost(machine, now))
 
     def find_excess(self, state: RentalState, now: datetime) -> str:
         """Return the reason why the rental must end; empty if money and time are left.
@@ -117,8 +160,13 @@ class Budget:
                 f"the machine reports {heartbeat.received / 1e9:.0f} GB received and "
                 f"{heartbeat.sent / 1e9:.0f} GB sent, more than its network can transfer"
             )
-        rent_cost = attempt.compute_cost(now, dollars_per_hour=machine.dollars_per_hour)
-        traffic_cost = machine.compute_cost(now) - rent_cost
+        traffic_cost = _compute_traffic_cost(machine, now)
         if self._settings.machines > 1 and traffic_cost > self._settings.share:
             return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
         return ""
+
+
+def _compute_traffic_cost(machine: Machine, now: datetime) -> float:
+    """Compute the dollars that the reported traffic of a machine has cost."""
+    rent_cost = machine.attempt.compute_cost(now, dollars_per_hour=machine.dollars_per_hour)
+    return machine.compute_cost(now) - rent_cost

@@ -11,7 +11,7 @@ from millrace import errors
 from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_attempt
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import Contract, Installation, Intent, ReleaseRecord
+from millrace.schemas.rental import Contract, DetachRecord, Installation, Intent, ReleaseRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
@@ -42,6 +42,8 @@ class Attempt:
         contract: Record of the rented machine; None while its number is unknown.
         release_record: Record of the release; None before the release.
         is_detached: Whether the machine was detached, and runs without an owner.
+        detached_until: Deadline that the owner set when it detached the machine; None for that of
+            the intent.
     """
 
     number: int
@@ -49,6 +51,12 @@ class Attempt:
     contract: Contract | None = None
     release_record: ReleaseRecord | None = None
     is_detached: bool = False
+    detached_until: datetime | None = None
+
+    @property
+    def deadline(self) -> datetime:
+        """Time by which the machine has to be released, as long as it has no other owner."""
+        return min(self.intent.deadline, self.detached_until or self.intent.deadline)
 
     @property
     def instance_id(self) -> int | None:
@@ -161,6 +169,11 @@ def _iterate_attempts(
         )
         if intent is None:
             continue
+        detach_record = (
+            _read_intact(store, keys.make_detached_key(number), DetachRecord)
+            if "detached" in parts
+            else None
+        )
         yield (
             rental,
             Attempt(
@@ -173,6 +186,7 @@ def _iterate_attempts(
                 if "released" in parts
                 else None,
                 "detached" in parts,
+                detach_record.deadline if detach_record else None,
             ),
         )
 

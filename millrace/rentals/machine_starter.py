@@ -241,7 +241,7 @@ class MachineStarter:
         """
         context, number = self._context, self._state.next_attempt
         name, started_at = context.settings.name, context.now()
-        deadline = self._budget.compute_deadline(offer, started_at)
+        deadline = self._budget.compute_deadline(offer, started_at, self._state)
         intent = Intent(
             rental=name,
             slot=slot,

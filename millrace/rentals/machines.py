@@ -91,7 +91,7 @@ def compute_unowned_cost(
         prefix = RentalKeys(intent.rental).make_machine_prefix(attempt.number)
         heartbeat = read_heartbeat(store, MachineKeys(prefix))
     return attempt.compute_cost(
-        now if instance else min(now, intent.deadline),
+        now if instance else min(now, attempt.deadline),
         dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
         received_bytes=heartbeat.received if heartbeat else 0,
         sent_bytes=heartbeat.sent if heartbeat else 0,

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Generator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import NoReturn
 
 from millrace import errors
@@ -129,12 +129,17 @@ class OwnerHeartbeat:
         self._stop.set()
         self._thread.join(self._interval)
 
-    def detach(self) -> None:
-        """Stop, and tell the machines that they stay without an owner."""
+    def detach(self, until: datetime | None = None) -> None:
+        """Stop, and tell the machines that they stay without an owner.
+
+        Args:
+            until: Time at which all machines have to end; None for the deadline of each machine.
+        """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        put(self._store, self._keys.owner, DETACHED)
+        content = DETACHED if until is None else b"%s %d" % (DETACHED, until.timestamp())
+        put(self._store, self._keys.owner, content)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
@@ -209,9 +214,13 @@ class Ownership:
         """
         stack.enter_context(self._heartbeat)
 
-    def detach(self) -> None:
-        """Tell the machines that they stay without an owner."""
-        self._heartbeat.detach()
+    def detach(self, until: datetime | None = None) -> None:
+        """Tell the machines that they stay without an owner.
+
+        Args:
+            until: Time at which all machines have to end; None for the deadline of each machine.
+        """
+        self._heartbeat.detach(until)
 
     def refuse_if_superseded(self) -> None:
         """Refuse to continue after another owner has taken over the rental.

@@ -213,7 +213,7 @@ def _assess_machine(
         return MachineStatus(
             instance, label.rental, attempt, owner, cost, reason, is_mislabeled=True
         )
-    deadline = min(attempt.intent.deadline, label.deadline) if attempt else label.deadline
+    deadline = min(attempt.deadline, label.deadline) if attempt else label.deadline
     if now >= deadline:
         reason = f"the deadline was {deadline:%Y-%m-%d %H:%M} UTC"
     elif attempt is not None and attempt.release_record is not None:

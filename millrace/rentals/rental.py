@@ -8,6 +8,7 @@ killed owner, the next owner or the reaper continues.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,8 @@ from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import DetachRecord, ReleaseReason
 from millrace.storage import open_store
+
+_log = logging.getLogger(__name__)
 
 _STEP_TIMEOUT = timedelta(hours=1)  # for a listing, and a release that is retried for 15 minutes
 _STEP_TIMEOUT_PER_MACHINE = timedelta(minutes=1)  # for reports, and destroys without an answer
@@ -123,7 +126,8 @@ class Rental:
             except BaseException:
                 if any(one.is_detached for one in attempts):  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):
-                        self._ownership.detach()
+                        ends = [one.detached_until for one in attempts if one.detached_until]
+                        self._ownership.detach(min(ends, default=None))
                 raise
             self._stack = stack.pop_all()
         return self
@@ -190,11 +194,28 @@ class Rental:
             self._releaser.release([*decisions, *self._find_unclaimed()])
 
     def _detach(self) -> None:
-        """Detach the machines, and release the machines without a slot."""
-        self._ownership.detach()
+        """Detach the machines, and release the machines without a slot.
+
+        The machines end when the money is spent, if their deadlines are later.
+
+        Raises:
+            BudgetError: The money or the time is spent. All machines were released.
+        """
+        if self.machines:
+            with self._timer.expect_steps():
+                self._releaser.enforce_budget(self._budget)
+        now = self._context.now()
+        until = self._budget.compute_detached_end(self._state, now)
+        if until is not None:
+            _log.warning(
+                "The detached machines of %s end at %s UTC, when max_total is spent.",
+                self.settings.name,
+                f"{until:%Y-%m-%d %H:%M}",
+            )
+        self._ownership.detach(until)
         for machine in self.machines:
             key = self._context.keys.make_detached_key(machine.attempt.number)
-            commit_once(self._context.store, key, DetachRecord(since=self._context.now()))
+            commit_once(self._context.store, key, DetachRecord(since=now, deadline=until))
         with self._timer.expect_steps():
             self._releaser.release(self._find_unclaimed())
 

@@ -74,11 +74,14 @@ class DetachRecord(Record):
 
     Attributes:
         since: Time at which the owner detached the machine.
+        deadline: Time by which the machine has to be released, as the money of the rental is spent
+            then; None for the deadline of the intent.
     """
 
     record_kind: ClassVar[str] = "rental-detached"
 
     since: datetime
+    deadline: datetime | None = None
 
 
 class ReleaseReason(StrEnum):

@@ -6,7 +6,8 @@ machine where the program cannot be installed. It reads these variables:
 - ``MILLRACE_DEADLINE``: deadline of the machine, in seconds since 1970;
 - ``MILLRACE_LIFETIME``: lifetime in seconds, in case the machine's clock is wrong;
 - ``MILLRACE_OWNER_URL``: URL of the object that the owner overwrites while it runs. Its content is
-  ``detached`` if the machine is detached;
+  ``detached`` if the machine is detached, or ``detached`` and an earlier deadline, in seconds since
+  1970;
 - ``MILLRACE_HEARTBEAT_TIMEOUT``: seconds without a change of that object, after which the owner is
   lost;
 - ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: address of the API, and number of the machine.
@@ -38,6 +39,17 @@ def read_owner(url: str) -> bytes | None:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return answer.read(1000)
     except Exception:  # noqa: BLE001 - the watch continues after any error
+        return None
+
+
+def parse_detached(content: bytes | None) -> float | None:
+    """Return until when the owner has detached the machine; None if the machine has an owner."""
+    words = (content or b"").split()
+    if words[:1] != [DETACHED]:
+        return None
+    try:
+        return float(words[1]) if len(words) > 1 else float("inf")
+    except ValueError:
         return None
 
 
@@ -74,15 +86,17 @@ def watch(env: Mapping[str, str], began: float) -> str:
         float(env["MILLRACE_LIFETIME"]),
         float(env["MILLRACE_HEARTBEAT_TIMEOUT"]),
     )
-    deadline, url = float(env["MILLRACE_DEADLINE"]), env["MILLRACE_OWNER_URL"]
+    last_deadline, url = float(env["MILLRACE_DEADLINE"]), env["MILLRACE_OWNER_URL"]
     last_change = time.monotonic()
     last_content: bytes | None = None
     while True:
         now = time.monotonic()
+        detached_until = parse_detached(last_content)
+        deadline = min(last_deadline, float("inf") if detached_until is None else detached_until)
         if now - began >= lifetime or time.time() >= deadline:
             return "the deadline has passed"
         content = read_owner(url)
-        if content is not None and (content != last_content or content == DETACHED):
+        if content is not None and (content != last_content or parse_detached(content) is not None):
             last_content, last_change = content, now
         if now - last_change >= owner_timeout:
             return "the owner sent no heartbeat"

@@ -25,7 +25,7 @@ def make_budget(folder: Path, *, is_detached: bool = False, **more: Any) -> Budg
 def test_a_machine_with_an_owner_may_live_as_long_as_the_settings_say(tmp_path: Path) -> None:
     budget = make_budget(tmp_path, max_total=0.01, max_lifetime=5 * HOUR)
     offer = make_offer(make_settings(tmp_path).request)
-    assert budget.compute_deadline(offer, START) == START + 5 * HOUR
+    assert budget.compute_deadline(offer, START, RentalState(1)) == START + 5 * HOUR
 
 
 @pytest.mark.parametrize(("price", "hours"), [(0.5, 4.0), (2.0, 1.0), (0.0, 24.0), (0.05, 24.0)])
@@ -34,7 +34,7 @@ def test_a_detached_machine_ends_before_its_share_is_spent(
 ) -> None:
     settings = make_settings(tmp_path, max_total=4.0, machines=2)
     offer = make_offer(settings.request, dollars_per_hour=price)
-    deadline = Budget(settings, is_detached=True).compute_deadline(offer, START)
+    deadline = Budget(settings, is_detached=True).compute_deadline(offer, START, RentalState(2))
     assert deadline == START + timedelta(hours=hours)
 
 
@@ -42,7 +42,8 @@ def test_the_expected_traffic_shortens_the_life_of_a_detached_machine(tmp_path: 
     settings = make_settings(tmp_path, max_total=2.0, download=10.0)
     row = {"id": 1, "machine_id": 1, "num_gpus": 1, "dph_total": 0.5, "inet_down_cost": 0.1}
     offer = type(make_offer(settings.request)).from_row(row, settings.request)
-    assert Budget(settings, is_detached=True).compute_deadline(offer, START) == START + 2 * HOUR
+    deadline = Budget(settings, is_detached=True).compute_deadline(offer, START, RentalState(1))
+    assert deadline == START + 2 * HOUR
 
 
 def test_money_for_the_next_poll_and_for_the_release_is_reserved(tmp_path: Path) -> None:

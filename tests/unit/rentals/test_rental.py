@@ -15,8 +15,9 @@ from millrace.rentals import Rental, VastClient, reap, release_rental
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineRented
-from millrace.storage import Store, open_store, put
-from tests.support.rentals.parts import HOUR, FakeVast, make_offer_row, make_settings
+from millrace.rentals.releasing import MachineReleaser
+from millrace.storage import Store, open_store, put, read
+from tests.support.rentals.parts import HOUR, START, FakeVast, make_offer_row, make_settings
 
 KEYS = RentalKeys("fleet")
 
@@ -137,3 +138,73 @@ def test_one_of_several_machines_cannot_spend_the_money_of_all_by_its_reports(
     with bench.rent(machines=2, max_total=20.0) as rental:
         # Both machines: an hour at the highest price at most, and a tenth above the share.
         assert 11.0 < rental.cost < 2 * 2.1 + 11.0
+
+
+def compute_final_cost(bench: Bench) -> float:
+    """Return what all machines have cost when the last one has reached its end."""
+    return sum(one.compute_cost(one.deadline) for one in list_attempts(bench.store, "fleet"))
+
+
+def test_detached_machines_of_an_owner_before_end_when_the_money_is_spent(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The owner before had a deadline of a day, and counted the cost."""
+    abandon(bench, machines=2, max_total=2.0)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    with bench.rent(detached=True, machines=2, max_total=2.0) as rental:
+        bench.write_heartbeat(0)
+        bench.write_heartbeat(1)
+        rental.wait_until_ready()
+    assert compute_final_cost(bench) == pytest.approx(2.0)
+    assert "end at 2026-01-01 02:00 UTC, when max_total is spent" in caplog.text
+    end = int((START + 2 * HOUR).timestamp())
+    assert read(bench.store, KEYS.owner, max_size=100) == f"detached {end}".encode()
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    assert not reap(settings, vast=vast).released
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    assert len(reap(settings, vast=vast).released) == 2
+
+
+def test_an_end_stays_if_the_next_owner_cannot_begin(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandon(bench, max_total=1.0)
+    with bench.rent(detached=True, max_total=1.0) as rental:
+        bench.write_heartbeat(0)
+        rental.wait_until_ready()
+    told = read(bench.store, KEYS.owner, max_size=100)
+    assert told.startswith(b"detached ")
+
+    def fail(*_: object) -> None:
+        raise errors.UnavailableError("503")
+
+    monkeypatch.setattr(MachineReleaser, "release", fail)
+    with pytest.raises(errors.UnavailableError):
+        bench.rent().__enter__()
+    assert read(bench.store, KEYS.owner, max_size=100) == told
+
+
+def test_a_detached_rental_that_begins_again_has_the_money_that_is_left(bench: Bench) -> None:
+    with bench.rent(detached=True, max_total=2.0) as rental:
+        rental.wait_until_ready()
+    bench.vast.clock.sleep(3 * HOUR.total_seconds())
+    put(bench.store, MachineKeys(KEYS.make_machine_prefix(0)).program_exit, b'{"code": 1}')
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    assert len(reap(settings, vast=vast).released) == 1
+    with bench.rent(detached=True, max_total=2.0) as rental:
+        rental.wait_until_ready()
+    assert len(list_attempts(bench.store, "fleet")) == 2
+    assert compute_final_cost(bench) == pytest.approx(2.0)
+    assert read(bench.store, KEYS.owner, max_size=100) == b"detached"
+
+
+def test_machines_are_not_detached_when_the_money_is_spent(bench: Bench) -> None:
+    rental = bench.rent(detached=True, max_total=2.0)
+    rental.__enter__()
+    rental.wait_until_ready()
+    bench.vast.clock.sleep(3.99 * HOUR.total_seconds())
+    with pytest.raises(errors.BudgetError, match="are spent: all machines of fleet were"):
+        rental.__exit__(None, None, None)
+    assert not bench.vast.instances
+    (attempt,) = list_attempts(bench.store, "fleet")
+    assert not attempt.is_detached
