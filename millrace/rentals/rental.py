@@ -54,7 +54,7 @@ class Rental:
     Args:
         settings: Settings of the rental.
         detached: Whether leaving detaches the machines. Each machine then stays until its
-            deadline, or until `release`.
+            deadline, until the money is spent, or until `release`.
         wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
             renews its lease, or the lease expires.
         vast: Client of the account; by default that of the settings.
