@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace import errors, settings
 from millrace.datasets.finalize import finalize_dataset
-from millrace.datasets.plan import check_pinned, make_plan, pin_plan
+from millrace.datasets.plan import check_manifest, check_pinned, make_plan, pin_plan
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
@@ -118,6 +118,8 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         _refuse_overlap(source, store, config.dataset)
         begun = check_pinned(store, keys, plan, partitioned.sample_lists)
         complete = exists(store, keys.manifest)
+        if begun and complete:
+            check_manifest(store, keys, begun, fetch(store, keys.manifest, Manifest))
         state = "complete" if complete else "begun; the run continues it" if begun else "new"
     except errors.NotFoundError as error:
         if location.backend is Backend.FILE:
@@ -151,7 +153,7 @@ def shard_dataset(
             although its source has changed.
 
     Raises:
-        ConflictError: The dataset was planned with other settings.
+        ConflictError: The dataset was planned or made with other settings.
         ChangedError: The source has changed since the dataset was planned.
         QuarantineError: More rows make no sample than the settings allow, or there is no sample.
         MillraceError: Another error stopped the run. The message names the remedy.
@@ -180,6 +182,7 @@ def shard_dataset(
     was_complete = exists(store, keys.manifest)
     if was_complete:
         manifest = fetch(store, keys.manifest, Manifest)
+        check_manifest(store, keys, plan, manifest)
     else:
         limit = QuarantineLimit(store, keys, plan, config.execution)
         limit.resume(plan)

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace import errors
 from millrace.datasets.formats import webdataset
+from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     PlanRemoved,
     PlanReplacementStarted,
@@ -25,7 +26,15 @@ from millrace.keys.leases import LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, fetch, list_differences
-from millrace.schemas.dataset import DatasetPlan, FileRef, SampleList, ShardLayout
+from millrace.schemas.dataset import (
+    DatasetPlan,
+    FileRef,
+    Manifest,
+    PartitionEnd,
+    SampleList,
+    ShardCommit,
+    ShardLayout,
+)
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
@@ -74,25 +83,40 @@ def make_plan(
 
 def check_pinned(
     store: Store, keys: DatasetKeys, plan: DatasetPlan, sample_lists: Mapping[str, bytes]
-) -> bool:
+) -> DatasetPlan | None:
     """Check by read requests that `pin_plan` would not refuse a plan. Writes nothing.
 
     Returns:
-        Whether this plan was committed before.
+        The committed plan; None if this plan was not committed before.
 
     Raises:
-        ConflictError, ChangedError: The dataset has another plan, and commits by that plan.
+        ConflictError, ChangedError: The dataset has commits by another plan.
     """
     pinned = _find_pinned_plan(store, keys)
     if pinned is None:
-        return False
+        _check_commits(store, keys, plan)
+        return None
     try:
         _check_same_plan(store, pinned, plan, sample_lists)
     except (errors.ConflictError, errors.ChangedError):
         if _has_commits(store, keys):
             raise
-        return False
-    return True
+        return None
+    return pinned
+
+
+def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest: Manifest) -> None:
+    """Check that a complete dataset was made by its committed plan.
+
+    Raises:
+        ConflictError: The manifest was made by another plan.
+    """
+    if manifest.plan_digest != compute_plan_digest(plan):
+        raise errors.ConflictError(
+            f"{store.make_url(keys.manifest)} was made by another plan than {keys.plan}. Delete "
+            f"{keys.plan}, and run the dataset with the settings and the source that it was made "
+            "with, or give this one another name."
+        )
 
 
 def pin_plan(
@@ -110,7 +134,8 @@ def pin_plan(
         The committed plan, which all runs use.
 
     Raises:
-        ConflictError: The dataset was planned with other settings. The message names the fields.
+        ConflictError: The dataset was planned with other settings, and the message names the
+            fields. Or the plan is lost, and the dataset has commits by another plan than this one.
         ChangedError: The source has changed since the plan was committed. The message names the
             first files.
     """
@@ -120,6 +145,7 @@ def pin_plan(
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
                 continue
+            _check_commits(store, keys, plan)
             _store_sample_lists(store, sample_lists)
             pinned = commit_once(store, keys.plan, plan).record
         try:
@@ -136,6 +162,32 @@ def _find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
         return fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
         return None
+
+
+def _check_commits(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+    """Check that a dataset without a plan has no commits, or commits by this plan.
+
+    Raises:
+        ConflictError: The dataset was made by another plan.
+    """
+    if _find_plan_digest(store, keys) not in {None, compute_plan_digest(plan)}:
+        raise errors.ConflictError(
+            f"{store.make_url(keys.dataset)} has no plan.json, and its shards were made by another "
+            "plan than this one. Run it with the settings and the source that it was made with, "
+            "or give this one another name."
+        )
+
+
+def _find_plan_digest(store: Store, keys: DatasetKeys) -> str | None:
+    """Return the digest of the plan in the manifest, or else in a commit; None without commits."""
+    with contextlib.suppress(errors.NotFoundError):
+        return fetch(store, keys.manifest, Manifest).plan_digest
+    for stat in list_objects(store, keys.commits):
+        if keys.parse_commit(stat.key):
+            return fetch(store, stat.key, ShardCommit).plan_digest
+        if keys.parse_end(stat.key):
+            return fetch(store, stat.key, PartitionEnd).plan_digest
+    return None
 
 
 def _store_sample_lists(store: Store, sample_lists: Mapping[str, bytes]) -> None:

@@ -26,6 +26,7 @@ from millrace.datasets import (
     find_datasets,
     plan_dataset,
     plan_garbage,
+    preflight_dataset,
     read_status,
     repair_dataset,
     shard_dataset,
@@ -50,7 +51,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
-from millrace.records import fetch
+from millrace.records import encode_record, fetch
 from millrace.schemas.dataset import DatasetPlan, ShardCommit
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import make_spec
@@ -359,6 +360,40 @@ def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
     with pytest.raises(errors.ConflictError, match="other settings: partition_bytes"):
         shard_dataset(changed(old, **OTHER), progress=commit)
     assert shard_dataset(old).samples == 2000
+
+
+@pytest.mark.parametrize("left", ["manifest", "commits", "ends"])
+def test_a_lost_plan_is_replaced_by_no_other(settings, left):
+    settings = changed(settings, execution={"workers": 0})
+    shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    plan = fetch(store, keys.plan, DatasetPlan)
+    found = [stat.key for stat in list_objects(store, keys.commits)]
+    lost = [keys.plan] if left == "manifest" else [keys.plan, keys.manifest]
+    lost += [key for key in found if left == "ends" and keys.parse_commit(key)]
+    lost += [key for key in found if left == "commits" and keys.parse_end(key)]
+    assert delete(store, lost) == []
+    other = changed(settings, **OTHER)
+    with pytest.raises(errors.ConflictError, match="has no plan.json.*with the settings"):
+        shard_dataset(other)
+    assert "has no plan" in preflight_dataset(other)[1].refusals[0]
+    assert not exists(store, keys.plan)
+    assert preflight_dataset(settings)[1].refusals == ()
+    if left != "ends":
+        assert shard_dataset(settings).samples == 2000
+        assert fetch(store, keys.plan, DatasetPlan) == plan
+        assert verify_dataset(store, "sets/one").is_intact
+
+
+def test_a_manifest_of_another_plan_is_refused(settings):
+    shard_dataset(settings)
+    store, other = open_store(settings.store), changed(settings, **OTHER)
+    put(store, "sets/one/plan.json", encode_record(plan_dataset(other), "0" * 32))
+    with pytest.raises(errors.ConflictError, match=r"manifest.json was made by another plan"):
+        shard_dataset(other)
+    assert preflight_dataset(other)[1].refusals
+    assert delete(store, ["sets/one/plan.json"]) == []
+    assert shard_dataset(settings).was_complete
 
 
 @pytest.mark.parametrize("other_dies", [False, True])
