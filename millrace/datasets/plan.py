@@ -209,12 +209,16 @@ def _try_remove_plan(
     progress: Progress,
     difference: errors.MillraceError,
 ) -> bool:
-    """Remove a plan without commits; return whether the plan was removed.
+    """Remove a plan without commits; return whether the caller has to look for the plan again.
 
     A suspended run of the old plan may still commit afterwards. Commits contain the digest of
     their plan, so no run uses the commits of another plan. A run completes its dataset only while
     its plan is pinned. Therefore this function deletes the plan first, and then looks for commits.
-    If there are commits, the plan is restored.
+    If there are commits by the plan, the plan is restored.
+
+    If this process is suspended for longer than its lease, another run may replace the plan. So
+    the plan is read again just before its removal. Commits by a plan that was committed even after
+    that are left without a plan. Then `pin_plan` commits only that plan again.
 
     Raises:
         ConflictError: Another run works on the dataset.
@@ -230,13 +234,17 @@ def _try_remove_plan(
             )
         progress(PlanReplacementStarted(key=keys.plan))
         put(store, keys.plan_removed, b"")
+        if _find_pinned_plan(store, keys) != pinned:
+            return True  # the marker stays, since another run may need it
         if delete(store, [keys.plan]):
             return False
         progress(PlanRemoved(key=keys.plan))
         if _has_commits(store, keys):
-            commit_once(store, keys.plan, pinned)
+            is_own = _find_plan_digest(store, keys) == compute_plan_digest(pinned)
+            if is_own:
+                commit_once(store, keys.plan, pinned)
             delete(store, [keys.plan_removed])
-            return False
+            return not is_own
         _delete_uncommitted_shards(store, keys, progress)
     return True
 

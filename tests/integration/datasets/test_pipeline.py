@@ -396,6 +396,29 @@ def test_a_manifest_of_another_plan_is_refused(settings):
     assert shard_dataset(settings).was_complete
 
 
+@pytest.mark.parametrize("suspended_at", [PlanReplacementStarted, PlanRemoved])
+def test_a_suspended_replacement_keeps_the_dataset_of_another_run(settings, suspended_at):
+    store, old = open_store(settings.store), changed(settings, execution={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(old, progress=kill_at(PlanCommitted))
+    other = changed(old, **OTHER)
+
+    def complete_other(event: Event) -> None:
+        if isinstance(event, suspended_at):
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # this run was not heard of for long
+            shard_dataset(other)
+            if suspended_at is PlanRemoved:  # the suspension was just before the delete
+                assert delete(store, ["sets/one/plan.json"]) == []
+
+    with pytest.raises(errors.ConflictError):
+        shard_dataset(changed(old, sharding={"seed": 7}), progress=complete_other)
+    assert exists(store, "sets/one/plan.json") is (suspended_at is PlanReplacementStarted)
+    assert shard_dataset(other).was_complete
+    assert fetch(store, "sets/one/plan.json", DatasetPlan) == plan_dataset(other)
+    assert verify_dataset(store, "sets/one").is_intact
+
+
 @pytest.mark.parametrize("other_dies", [False, True])
 def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_dies):
     store, alone = open_store(settings.store), changed(settings, execution={"workers": 0})
