@@ -225,6 +225,7 @@ def _is_first_visit(folder: str, seen: set[tuple[int, int]]) -> bool:
 
 def _walk_folder(folder: str, is_included: Callable[[str], bool]) -> Iterator[tuple[str, int, str]]:
     seen: set[tuple[int, int]] = set()
+    _is_first_visit(folder, seen)  # a link may lead to the folder itself
     for parent, folders, names in os.walk(folder, onerror=_raise_unlistable, followlinks=True):
         folders[:] = sorted(name for name in folders if _is_first_visit(f"{parent}/{name}", seen))
         below = os.path.relpath(parent, folder)

@@ -275,6 +275,16 @@ def test_linked_folders_are_followed_once(tmp_path):
     assert [row.key for row in rows["train"]] == ["link/a"]
 
 
+@pytest.mark.parametrize(("link", "target"), [("latest", "."), ("sub/up", "..")])
+def test_a_link_to_the_source_itself_is_not_followed(tmp_path, link, target):
+    (tmp_path / "source" / "sub").mkdir(parents=True)
+    (tmp_path / "source" / "a.txt").write_text("1")
+    (tmp_path / "source" / link).symlink_to(target)
+    store = open_store((tmp_path / "source").as_uri())
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
+    assert [row.key for row in rows["train"]] == ["a"]
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_row():
     store = open_store(f"memory://{secrets.token_hex(8)}")
     put(store, "a.jsonl", b'\xef\xbb\xbf{"a":1}\n{"a":2}')
