@@ -3,11 +3,13 @@
 The ledger is the list of all commits of shards. Sharding and cleanup both use this module.
 """
 
+import contextlib
 from collections.abc import Iterator
 
+from millrace import errors
 from millrace.keys.datasets import DatasetKeys
-from millrace.records import iterate_records, require_intact
-from millrace.schemas.dataset import DatasetPlan, SampleList, ShardCommit
+from millrace.records import fetch, iterate_records, require_intact
+from millrace.schemas.dataset import DatasetPlan, Manifest, SampleList, ShardCommit
 from millrace.storage import Store
 
 
@@ -27,12 +29,16 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
 def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:
     """Return all keys of shards, quarantined rows and sample lists in a dataset's records.
 
+    The manifest names the shards of a complete dataset also if commits are lost.
+
     Raises:
-        CorruptError: Commits are damaged, so the keys that they name are unknown.
+        CorruptError: Commits or the manifest are damaged, so the keys that they name are unknown.
     """
     names: set[str] = set()
     for entry in iterate_commits(store, keys):
         names.update(key for key in (entry.key, entry.quarantine_key) if key)
+    with contextlib.suppress(errors.NotFoundError):
+        names.update(shard.key for shard in fetch(store, keys.manifest, Manifest).shards)
     source_ranges = (partition.source_range for partition in plan.partitions)
     names.update(r.listing for r in source_ranges if isinstance(r, SampleList))
     return names

@@ -531,6 +531,21 @@ def test_garbage_is_what_no_record_names(settings):
     assert verify_dataset(store, "sets/one").is_intact
 
 
+def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settings):
+    report = shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    assert delete(store, [stat.key for stat in list_objects(store, keys.commits)]) == []
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert {shard.key for shard in report.manifest.shards}.isdisjoint(
+        one.key for one in plan.objects
+    )
+    assert delete_garbage(store, plan).failures == ()
+    assert verify_dataset(store, "sets/one").is_intact
+    put(store, keys.manifest, b"damaged")
+    with pytest.raises(errors.CorruptError, match=r"manifest\.json"):
+        plan_garbage(store, "sets/one", min_age=ANY_AGE)
+
+
 def test_garbage_that_a_record_names_or_that_was_written_since_the_plan_stays(settings):
     shard_dataset(settings)
     store, keys = open_store(settings.store), DatasetKeys("sets/one")
