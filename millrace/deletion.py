@@ -353,13 +353,20 @@ class StaleUploads:
         return sum(one.size for one in self.successes)
 
 
-def find_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> StaleUploads:
+def find_stale_uploads(
+    store: Store,
+    before: datetime,
+    *,
+    prefix: str = "",
+    is_included: Callable[[str], bool] = lambda _: True,
+) -> StaleUploads:
     """Find the unfinished uploads that began before a time, and abort none.
 
     Args:
         store: Store of the uploads, with credentials to write.
         before: Time by the store's clock.
         prefix: Text that the keys start with.
+        is_included: Function that selects the uploads by their keys.
 
     Raises:
         DeniedError: The credentials may not list uploads.
@@ -368,6 +375,8 @@ def find_stale_uploads(store: Store, before: datetime, *, prefix: str = "") -> S
     failures: list[DeleteFailure] = []
     recent = 0
     for one in list_uploads(store, prefix):
+        if not is_included(one.key):
+            continue
         if one.started_at >= before:
             recent += 1
             continue

@@ -156,7 +156,7 @@ def wipe(
     if not result.failures:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
-        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0))
+        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0), any_name=True)
         failures = abort_uploads(spec, stale_uploads).failures
     except errors.DeniedError as error:
         failures = (DeleteFailure("unfinished uploads", errors.format_error(error)),)

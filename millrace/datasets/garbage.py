@@ -90,7 +90,9 @@ def plan_garbage(
             if stat.last_modified < horizon
         )
         try:
-            uploads = find_stale_uploads(store, horizon, prefix=f"{dataset}/")
+            uploads = find_stale_uploads(
+                store, horizon, prefix=f"{dataset}/", is_included=held.keys.is_own
+            )
         except errors.DeniedError as error:
             failure = DeleteFailure("unfinished uploads", errors.format_error(error))
             uploads = StaleUploads((), 0, (failure,))

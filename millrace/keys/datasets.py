@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
+from millrace.keys.leases import make_lease_prefix
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 DATASET_KEY = re.compile(
@@ -154,6 +155,15 @@ class DatasetKeys:
             if key.startswith(prefix) and ShardName.parse(stem) is not None:
                 return True
         return False
+
+    def is_own(self, key: str) -> bool:
+        """Decide whether a key is that of an object or of a lease of this dataset.
+
+        Other datasets, and checkpoints of a job with the same name, may also lie below its name.
+        """
+        match = DATASET_KEY.fullmatch(key)
+        is_object = match is not None and match["scope"] == self.dataset
+        return is_object or key.startswith(make_lease_prefix(self.dataset))
 
     def parse_end(self, key: str) -> str | None:
         """Return the partition whose end record has this key; None for other keys."""

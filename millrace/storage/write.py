@@ -307,7 +307,8 @@ class UnfinishedUpload:
 def list_uploads(store: Store, prefix: str = "") -> Iterator[UnfinishedUpload]:
     """Yield unfinished uploads of keys that start with a prefix, with a page of 1,000 in memory.
 
-    In a folder, unfinished uploads are the hidden partial files of a killed process.
+    In a folder, unfinished uploads are the hidden partial files of a killed process. Their names
+    end in ``#`` and a number. A finished file of another program may have such a name, too.
 
     Raises:
         DeniedError: The credentials may not list uploads.

@@ -152,7 +152,7 @@ def test_garbage_that_appears_after_the_question_is_not_deleted(
 
     def write_another(question: str, *, yes: bool) -> bool:
         new.write_bytes(b"new")
-        shards.joinpath("later#1").write_bytes(b"half")
+        shards.joinpath("train-00000-000011.tar#1").write_bytes(b"half")
         return "and abort 1 unfinished upload?" in question
 
     monkeypatch.setattr("millrace.cli.dataset.confirm", write_another)
@@ -160,7 +160,7 @@ def test_garbage_that_appears_after_the_question_is_not_deleted(
     assert "Aborted 1 unfinished upload, 4 bytes." in output
     assert not shown.exists()
     assert new.exists()
-    assert [path.name for path in shards.glob("*#*")] == ["later#1"]
+    assert [path.name for path in shards.glob("*#*")] == ["train-00000-000011.tar#1"]
 
 
 def test_a_checkpoint_is_copied_and_verified(run, tmp_path):

@@ -361,18 +361,34 @@ def test_a_wrong_time_is_said(tmp_path: Path):
 
 
 def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
-    (tmp_path / "a#1").write_bytes(b"xyz")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "plan.json#1").write_bytes(b"xyz")
     spec = StoreSpec(url=tmp_path.as_uri())
     found = abort_uploads(spec, find_stale_uploads(spec, older_than=OLD))
-    assert sizes_of(found) == {"a": 3}
+    assert sizes_of(found) == {"words/plan.json": 3}
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_file_whose_name_ends_like_that_of_a_half_is_only_wiped(tmp_path: Path):
+    finished = tmp_path / "Invoice #12"
+    finished.write_bytes(b"xyz")
+    spec = StoreSpec(url=tmp_path.as_uri())
+    assert find_stale_uploads(spec, older_than=OLD).uploads == ()
+    assert (
+        CliRunner().invoke(main, ["bucket", "abort-uploads", str(tmp_path), "--yes"]).exit_code == 0
+    )
+    assert finished.exists()
+    confirm = make_confirmation(open_store(spec).location)
+    assert wipe(spec, plan_wipe(spec).name, confirm=confirm).failures == ()
+    assert not finished.exists()
+
+
 def test_an_upload_that_appears_after_the_question_is_not_aborted(tmp_path: Path, monkeypatch):
-    (tmp_path / "shown#1").write_bytes(b"xyz")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "plan.json#1").write_bytes(b"xyz")
 
     def begin_another(question: str, *, yes: bool) -> bool:
-        (tmp_path / "new#1").write_bytes(b"xyz")
+        (tmp_path / "words" / "index.json#1").write_bytes(b"xyz")
         return question == "Abort 1 upload, 3 bytes?"
 
     monkeypatch.setattr("millrace.cli.bucket.confirm", begin_another)
@@ -380,4 +396,4 @@ def test_an_upload_that_appears_after_the_question_is_not_aborted(tmp_path: Path
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     assert "Aborted 1 upload, 3 bytes" in done.output
-    assert [path.name for path in tmp_path.rglob("*#*")] == ["new#1"]
+    assert [path.name for path in tmp_path.rglob("*#*")] == ["index.json#1"]

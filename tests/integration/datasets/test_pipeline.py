@@ -546,6 +546,27 @@ def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settin
         plan_garbage(store, "sets/one", min_age=ANY_AGE)
 
 
+def test_an_upload_below_a_dataset_that_is_not_of_the_dataset_is_no_garbage(settings, tmp_path):
+    shard_dataset(settings)
+    store, folder = open_store(settings.store), tmp_path / "store" / "sets" / "one"
+    own = {
+        "shards/train-09999-000000.tar",
+        "lease/train-00000/000000.beat",
+        "lease/clock/0123456789abcdef",
+    }
+    others = {"two/shards/train-00000-000000.tar", "checkpoints/step_000000001/rank_0.bin", "notes"}
+    for key in own | others:
+        half = folder / f"{key}#1"
+        half.parent.mkdir(parents=True, exist_ok=True)
+        half.write_bytes(b"half")
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert {one.key for one in plan.uploads.uploads} == {f"sets/one/{key}" for key in own}
+    delete_garbage(store, plan)
+    assert {half.relative_to(folder).as_posix() for half in folder.rglob("*#1")} == {
+        f"{key}#1" for key in others
+    }
+
+
 def test_garbage_that_a_record_names_or_that_was_written_since_the_plan_stays(settings):
     shard_dataset(settings)
     store, keys = open_store(settings.store), DatasetKeys("sets/one")
