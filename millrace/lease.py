@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,11 +32,13 @@ from millrace.processes import read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
+from millrace.threads import DaemonThreadPool
 
 MAX_TTL = timedelta(hours=1)  # limit for any lease, also if its record has a longer time
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
+_CONCURRENCY = 16  # heartbeats that are sent at once
 _MAX_OBJECTS = 10_000  # objects of one member, which others may write, that a census reads
 _CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of a clock that is read from it
 
@@ -367,7 +370,7 @@ class Census:
 
 
 class Heartbeat:
-    """Thread that sends the heartbeats of leases.
+    """Thread that sends the heartbeats of leases, 16 at once.
 
     A heartbeat is a context manager. The end of the block releases the leases that are still held.
 
@@ -385,6 +388,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._leaving: list[threading.Thread] = []
+        self._pool = DaemonThreadPool(_CONCURRENCY, "heartbeats")
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -420,14 +424,21 @@ class Heartbeat:
     def _send_heartbeats(self) -> None:
         with self._lock:
             leases = list(self._leases.values())
-        for lease in leases:
-            if self._stop.is_set() or not self._is_alive():
-                return
-            try:
-                # Retries end when the next beat is due, so one lease does not block the others.
-                lease.with_timeout(timedelta(seconds=self._pause)).beat()
-            except errors.MillraceError:
-                continue  # the next beat may succeed; otherwise the lease ends
+        if len(leases) == 1:
+            self._try_beat(leases[0])  # without another thread
+            return
+        sent = [self._pool.submit(self._try_beat, lease) for lease in leases]
+        wait(sent)
+        for beat in sent:
+            beat.result()
+
+    def _try_beat(self, lease: Lease) -> None:
+        if self._stop.is_set() or not self._is_alive():
+            return
+        # Retries end when the next beat is due, so one lease does not block the others. A beat that
+        # failed may succeed the next time; otherwise the lease ends.
+        with contextlib.suppress(errors.MillraceError):
+            lease.with_timeout(timedelta(seconds=self._pause)).beat()
 
 
 def _try_release(lease: Lease) -> None:

@@ -1,7 +1,10 @@
+import itertools
 import json
+import queue
 import secrets
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -11,6 +14,7 @@ import pytest
 from millrace import errors
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import (
+    MIN_TTL,
     Census,
     Heartbeat,
     HeldLease,
@@ -20,7 +24,7 @@ from millrace.lease import (
     acquire,
     find_holder,
 )
-from millrace.storage import list_fairly, list_objects, open_store, put
+from millrace.storage import Store, list_fairly, list_objects, open_store, put
 
 TTL = timedelta(seconds=30)
 KEYS = LeaseKeys("run", "thing")
@@ -105,6 +109,30 @@ def test_leaving_the_heartbeat_gives_back_what_is_held(store, clock):
         heartbeat.keep(lease)
         assert find_holder(store, KEYS, clock) is not None
     assert find_holder(store, KEYS, clock) is None
+
+
+def test_the_heartbeats_of_many_leases_are_sent_at_once(store, clock, monkeypatch):
+    names = [f"{number:02d}" for number in range(16)]
+    together, calls = threading.Barrier(len(names)), itertools.count()
+    beaten: queue.Queue[str] = queue.Queue()
+
+    def put_together(store: Store, key: str, data: bytes) -> None:
+        if next(calls) < len(names):
+            together.wait()  # a single thread would wait in vain
+        beaten.put(key)
+
+    holder, leases = Holder.describe_this_process(), []
+    for name in names:
+        lease = acquire(store, LeaseKeys("run", name), holder, TTL, clock)
+        assert isinstance(lease, Lease)
+        leases.append(lease)
+    monkeypatch.setattr("millrace.lease.put", put_together)
+    heartbeat = Heartbeat(MIN_TTL)
+    for lease in leases:
+        heartbeat.keep(lease)
+    with heartbeat:
+        first = {beaten.get(timeout=10) for _ in names}
+    assert first == {lease.keys.make_beat_key(0) for lease in leases}
 
 
 def test_the_clock_is_the_stores(store):
