@@ -1,5 +1,6 @@
 """List and read the files of a source, and detect changes of the files."""
 
+import errno
 import os
 import stat
 from collections import deque
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
 from millrace import errors
 from millrace.datasets.sources.table import FileTable
@@ -19,6 +21,7 @@ from millrace.storage.read import BLOCK_SIZE
 # its page faults take longer than the copy.
 _LOCAL_BLOCK = 1 << 20
 _READ_AHEAD_BYTES = 64 * 1024 * 1024
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # errors of a link that leads to no file
 
 
 def list_files(
@@ -62,6 +65,7 @@ def read_file(store: Store, file: FileRef) -> bytes:
 
     Raises:
         ChangedError: The file has changed or is gone.
+        MillraceError: The file cannot be read.
     """
     try:
         if not is_local(store):
@@ -70,8 +74,10 @@ def read_file(store: Store, file: FileRef) -> bytes:
             with (Path(store.location.bucket) / file.path).open("rb") as opened:
                 data = opened.read(file.size + 1)  # a file that grows is not read to its end
                 _check_unchanged(store, file, opened.fileno())
-    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError, errors.CorruptError):
+    except (errors.NotFoundError, errors.ChangedError, errors.CorruptError):
         raise _diagnose_change(store, file) from None
+    except OSError as error:
+        raise _translate_read_error(store, file, error) from error
     if len(data) != file.size:
         raise _diagnose_change(store, file)
     return data
@@ -113,6 +119,7 @@ def iterate_file_blocks(
 
     Raises:
         ChangedError: The file has changed or is gone. No block with other content is returned.
+        MillraceError: The file cannot be read.
     """
     try:
         if not is_local(store):
@@ -130,8 +137,10 @@ def iterate_file_blocks(
                     raise _diagnose_change(store, file)
                 rest -= len(data)
                 yield data
-    except (FileNotFoundError, errors.NotFoundError, errors.ChangedError):
+    except (errors.NotFoundError, errors.ChangedError):
         raise _diagnose_change(store, file) from None
+    except OSError as error:
+        raise _translate_read_error(store, file, error) from error
 
 
 def drop_etag(file: FileRef) -> FileRef:
@@ -179,6 +188,15 @@ def _diagnose_change(store: Store, file: FileRef) -> errors.ChangedError:
     return make_changed_error(store, file, describe_difference(file, size))
 
 
+def _translate_read_error(store: Store, file: FileRef, error: OSError) -> errors.MillraceError:
+    if error.errno in _NO_FILE:
+        return make_changed_error(store, file, describe_difference(file, None))
+    return errors.MillraceError(
+        f"{store.make_url(file.path)} cannot be read ({error.strerror}). Make the file readable, "
+        "then run again."
+    )
+
+
 def is_local(store: Store) -> bool:
     """Return whether a store is a folder of this machine."""
     return store.location.backend is Backend.FILE
@@ -206,16 +224,32 @@ def _iterate_objects(
         yield found.key, found.size, found.etag
 
 
-def _raise_unlistable(error: OSError) -> None:
+def _raise_unlistable(error: OSError) -> NoReturn:
     raise errors.MillraceError(
         f"{error.filename} cannot be listed ({error.strerror}), and a dataset without it would be "
         "incomplete. Make it readable, or start from another folder."
     ) from error
 
 
+def _try_stat(path: str) -> os.stat_result | None:
+    """Return the status of a file or folder; None for a link that leads to none.
+
+    Raises:
+        MillraceError: The system refuses to follow the link, or to read the folder.
+    """
+    try:
+        return os.stat(path)  # noqa: PTH116 - a Path costs more than the call
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        _raise_unlistable(error)
+
+
 def _is_first_visit(folder: str, seen: set[tuple[int, int]]) -> bool:
     """Return whether a folder is visited for the first time, since links may form a cycle."""
-    found = os.stat(folder)  # noqa: PTH116 - a Path costs more than the call
+    found = _try_stat(folder)
+    if found is None:
+        return False
     identity = found.st_dev, found.st_ino
     if identity in seen:
         return False
@@ -233,9 +267,6 @@ def _walk_folder(folder: str, is_included: Callable[[str], bool]) -> Iterator[tu
             path = name if below == "." else f"{below}/{name}"
             if not is_included(path):
                 continue
-            try:
-                found = os.stat(f"{parent}/{name}")  # noqa: PTH116 - a Path costs more
-            except FileNotFoundError:  # a broken link
-                continue
-            if stat.S_ISREG(found.st_mode):
+            found = _try_stat(f"{parent}/{name}")
+            if found is not None and stat.S_ISREG(found.st_mode):
                 yield path, found.st_size, make_local_etag(found)

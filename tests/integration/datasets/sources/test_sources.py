@@ -19,7 +19,9 @@ from millrace.datasets.sources import (
     open_source,
     partition_source,
 )
+from millrace.datasets.sources.files import iterate_file_blocks, read_file
 from millrace.keys.datasets import DatasetKeys
+from millrace.schemas.dataset import FileRef
 from millrace.storage import create, delete, open_store, put
 from tests.stores import make_spec
 
@@ -283,6 +285,43 @@ def test_a_link_to_the_source_itself_is_not_followed(tmp_path, link, target):
     store = open_store((tmp_path / "source").as_uri())
     _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
     assert [row.key for row in rows["train"]] == ["a"]
+
+
+@pytest.mark.parametrize("target", ["missing", "loop.txt", "a.txt/below"])
+def test_a_link_that_leads_nowhere_is_left_out(tmp_path, target):
+    (tmp_path / "a.txt").write_text("1")
+    (tmp_path / "loop.txt").symlink_to(target)
+    _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), open_store(tmp_path.as_uri()))
+    assert [row.key for row in rows["train"]] == ["a"]
+
+
+def test_a_link_that_cannot_be_followed_is_an_error_with_a_sentence(tmp_path):
+    (tmp_path / "a.txt").write_text("1")
+    (tmp_path / "b.txt").symlink_to("x" * 300)
+    with pytest.raises(
+        errors.MillraceError, match=r"b\.txt cannot be listed \(File name too long\)"
+    ):
+        rows_of(SourceSettings(kind=SourceKind.FILES), open_store(tmp_path.as_uri()))
+
+
+@pytest.mark.parametrize("kind", ["whole", "blocks"])
+@pytest.mark.parametrize(
+    ("target", "error", "said"),
+    [
+        ("folder", errors.MillraceError, r"a\.txt cannot be read \(Is a directory\)"),
+        ("a.txt", errors.ChangedError, r"a\.txt has changed.*it is gone"),
+        ("b.txt/below", errors.ChangedError, r"a\.txt has changed.*it is gone"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_with_a_sentence(
+    tmp_path, kind, target, error, said
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "b.txt").write_text("1")
+    (tmp_path / "a.txt").symlink_to(target)
+    store, file = open_store(tmp_path.as_uri()), FileRef(path="a.txt", size=1, etag="x")
+    with pytest.raises(error, match=said):
+        read_file(store, file) if kind == "whole" else list(iterate_file_blocks(store, file, 0, 1))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row():
