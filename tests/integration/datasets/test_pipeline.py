@@ -374,7 +374,7 @@ def test_a_lost_plan_is_replaced_by_no_other(settings, left):
     lost += [key for key in found if left == "commits" and keys.parse_end(key)]
     assert delete(store, lost) == []
     other = changed(settings, **OTHER)
-    with pytest.raises(errors.ConflictError, match="has no plan.json.*with the settings"):
+    with pytest.raises(errors.ConflictError, match=r"has no plan\.json.*with the settings"):
         shard_dataset(other)
     assert "has no plan" in preflight_dataset(other)[1].refusals[0]
     assert not exists(store, keys.plan)
