@@ -13,16 +13,16 @@ from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.collector import compute_listing_limit
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
-from millrace.checkpoints.find import commit_checkpoint
+from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
 from millrace.checkpoints.progress_events import CheckpointSaved, UploadCompleted, UploadStarted
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once
+from millrace.records import Commit, commit_once
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import Store, exists, list_objects
+from millrace.storage import Store, list_objects
 
 
 class CheckpointUpload:
@@ -105,20 +105,31 @@ class CheckpointUpload:
         if self._membership.confined:
             for name in {*uploaders, self._membership.member}:
                 self._files.note_files(self._iterate_own_files(name))
-            return exists(self._reads, metadata)
+            return self._is_committed()
         stats = list(list_objects(self._reads, self._keys.make_folder_prefix(self._draft.step)))
         parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
         self._files.note_files((part[1], key) for part, key in parts if part is not None)
-        return self._files.is_complete or any(stat.key == metadata for stat in stats)
+        if self._files.is_complete:
+            return True
+        return any(stat.key == metadata for stat in stats) and self._is_committed()
 
     def commit(self) -> bool:
         """Commit the checkpoint's metadata, and return whether this member was first.
 
+        If this member has not seen all files uploaded and verified, the metadata of another member
+        is read, and none is created.
+
         Raises:
             ConflictError: The step has a checkpoint with another content or position.
+            NotFoundError: Files are missing, and no other member has committed the checkpoint.
+            CorruptError: Files are missing, and the metadata of another member is damaged.
         """
-        self._progress(UploadCompleted(member=self._membership.member, size=self._draft.size))
-        commit = commit_checkpoint(self._membership.store, self._draft)
+        store, draft = self._membership.store, self._draft
+        if self._files.is_complete:
+            commit = commit_checkpoint(store, draft)
+        else:
+            commit = Commit(read_checkpoint(store, draft.job, draft.step), mine=False)
+        self._progress(UploadCompleted(member=self._membership.member, size=draft.size))
         there = commit.record
         if (there.root, there.position) != (self._draft.root, self._draft.position):
             url = self._membership.store.make_url(self._keys.make_metadata_key(self._draft.step))
@@ -139,6 +150,14 @@ class CheckpointUpload:
         """Return a result with the current counts of bytes and files."""
         files = self._files
         return replace(result, sent=files.sent, checked=files.checked, replaced=files.replaced)
+
+    def _is_committed(self) -> bool:
+        """Decide whether the step has undamaged metadata."""
+        try:
+            read_checkpoint(self._reads, self._draft.job, self._draft.step)
+        except (errors.NotFoundError, errors.CorruptError):
+            return False  # a member with all files moves damaged metadata away
+        return True
 
     def _commit_draft(self) -> None:
         """Commit the metadata below this member's own prefix."""

@@ -7,10 +7,17 @@ from datetime import UTC, datetime
 import pytest
 
 from millrace import errors
-from millrace.checkpoints import Content, CooldownSettings, Membership, read_checkpoint
+from millrace.checkpoints import (
+    Content,
+    CooldownSettings,
+    Membership,
+    read_checkpoint,
+    verify,
+)
 from millrace.checkpoints.contents import PartContent, make_content
 from millrace.checkpoints.cooldown.checkpoint_upload import CheckpointUpload
 from millrace.checkpoints.cooldown.result import EpochResult
+from millrace.checkpoints.find import commit_checkpoint
 from millrace.checkpoints.progress_events import (
     CheckpointSaved,
     PartStored,
@@ -129,10 +136,44 @@ def test_the_metadata_of_another_member_completes_the_upload(
     assert not other.upload.commit()
 
 
+@pytest.mark.parametrize("junk", [b"", b"{}", b"junk"])
+@pytest.mark.parametrize("confined", [False, True])
+def test_damaged_metadata_does_not_complete_the_upload(
+    folder: Store, uploader_of: Callable[..., Uploader], *, confined: bool, junk: bytes
+) -> None:
+    put(folder, KEYS.make_metadata_key(5), junk)
+    assert not uploader_of(confined=confined).upload.find_files(["a"])
+
+
+def test_damaged_metadata_is_replaced_after_the_upload(
+    folder: Store, uploader_of: Callable[..., Uploader], draft: Checkpoint
+) -> None:
+    put(folder, KEYS.make_metadata_key(5), b"")
+    one = uploader_of()
+    assert not one.upload.find_files(["a"])
+    one.upload.start(["a"])
+    assert one.changed.wait(30)
+    assert one.upload.find_files(["a"])
+    assert one.upload.commit()
+    assert not verify(folder, read_checkpoint(folder, JOB, draft.step))
+
+
+def test_a_member_without_all_files_creates_no_metadata(
+    folder: Store, uploader_of: Callable[..., Uploader]
+) -> None:
+    one = uploader_of()
+    with pytest.raises(errors.NotFoundError):
+        one.upload.commit()
+    put(folder, KEYS.make_metadata_key(5), b"")
+    with pytest.raises(errors.CorruptError):
+        one.upload.commit()
+    assert [stat.key for stat in list_objects(folder, "")] == [KEYS.make_metadata_key(5)]
+
+
 def test_another_position_at_the_same_step_is_a_conflict(
     folder: Store, content: Content, draft: Checkpoint, uploader_of: Callable[..., Uploader]
 ) -> None:
-    uploader_of().upload.commit()
+    commit_checkpoint(folder, draft)
     moved = Uploader(folder, content, draft.model_copy(update={"position": {"sample": 8}}))
     with pytest.raises(errors.ConflictError, match="another content or position"):
         moved.upload.commit()
@@ -150,7 +191,7 @@ def test_a_confined_member_uploads_below_its_prefix_with_its_metadata(
     assert keys == {COOLDOWN.make_draft_key("a"), *parts}
     assert fetch(folder, COOLDOWN.make_draft_key("a"), Checkpoint).root == draft.root
     assert not one.upload.find_files(["a"])  # the owner has not committed
-    uploader_of().upload.commit()
+    commit_checkpoint(folder, draft)
     assert one.upload.find_files(["a"])
 
 
