@@ -351,11 +351,12 @@ class Saver:
     def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.
 
-        The file is read, unless the store keeps a checksum of it.
+        The file is read, unless the store keeps a checksum of it. Later, only its size is asked
+        for, since a reader may have moved a damaged file away.
         """
-        if part in self._proved:
-            return True
         key = self._keys.make_part_key(part.step, part.digest)
+        if part in self._proved:
+            return not describe_difference(self._store, key, part.size)
         kept = matches_stored_checksum(self._store, key, body)
         return not describe_difference(self._store, key, part.size, None if kept else part.digest)
 

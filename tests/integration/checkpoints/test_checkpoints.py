@@ -573,6 +573,21 @@ def test_a_damaged_file_of_an_earlier_step_is_not_referred_to(store, kind):
     assert verify(store, second) == {}
 
 
+def test_a_file_that_was_moved_away_since_the_last_save_is_not_referred_to(store):
+    state = state_of(1)
+    with Saver(store, KEYS.job, SMALL.model_copy(update={"refer": True})) as saver:
+        first = saver.save(state, step=1).result()
+        key = KEYS.make_part_key(1, first.parts[1].digest)
+        put(store, key, b"x" * first.parts[1].size)
+        assert find_newest_verified(store, KEYS.job) is None  # a reader moves the file away
+        second = saver.save(state, step=2).result()
+        third = saver.save(state, step=3).result()
+    assert [part.step for part in second.parts].count(2) == 1
+    assert second.parts == third.parts
+    assert verify(store, third) == {}
+    assert same(load(store, KEYS.job).state, state)
+
+
 def test_a_save_that_fails_is_heard_of(tmp_path):
     timeout = timedelta(seconds=0.1)
     folder = open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=timeout))
