@@ -178,7 +178,8 @@ class _StateFlattener:
                 "the plain tensors that it is made of, or DTensors."
             )
         tensor = tensor.detach()
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        place = (*memory, tensor.is_conj(), tensor.is_neg())
         # Addresses identify only plain tensors with content.
         here = not spread and not tensor.is_meta and tensor.numel()
         if here and place in self._names:

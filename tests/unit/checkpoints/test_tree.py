@@ -103,6 +103,15 @@ def test_tied_tensors_are_there_once_and_come_back_tied():
     assert back["embed"] is back["head"]
 
 
+def test_views_of_the_same_memory_with_other_values_are_not_tied():
+    whole = torch.complex(torch.ones(2), torch.full((2,), 3.0))
+    state = {"a": whole, "b": whole.conj(), "c": whole.imag, "d": whole.conj().imag}
+    back = unflatten_state(flatten_state(state))
+    for name, tensor in state.items():
+        assert back[name].tolist() == tensor.tolist()
+    assert set(flatten_state({"a": whole.conj(), "b": whole.conj()})) == {"a", SKELETON}
+
+
 def test_names_that_would_be_the_same_are_told_apart():
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, SKELETON: torch.full((1,), 2.0)}
     assert equal(unflatten_state(flatten_state(state)), state)
