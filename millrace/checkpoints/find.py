@@ -332,6 +332,12 @@ def compute_root(parts: Iterable[Part], tensors: Mapping[str, TensorRecord]) -> 
     return compute_digest(dump_canonical_json(content))
 
 
+def compute_rest(checkpoint: Checkpoint) -> str:
+    """Return the digest of a checkpoint's position and run, on which members agree."""
+    rest = {"position": checkpoint.position, "run": checkpoint.run}
+    return compute_digest(dump_canonical_json(rest))
+
+
 def _find_damage(
     store: Store, job: str, part: Part, check: VerifyDepth, blocks: bytes = b""
 ) -> str:

@@ -21,8 +21,8 @@ from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_checkpoint
 from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
 from millrace.checkpoints.cooldown.votes import VoteTally
-from millrace.checkpoints.find import commit_checkpoint, compute_root
-from millrace.digest import combine_blocks, compute_digest, dump_canonical_json
+from millrace.checkpoints.find import commit_checkpoint, compute_rest, compute_root
+from millrace.digest import combine_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once, encode_record, fetch
@@ -63,7 +63,7 @@ class Collector:
         self._bad: set[tuple[str, str]] = set()  # members, and digests of damaged files
         self._good: set[str] = set()
         self._looked = False
-        self._draft: tuple[str, Checkpoint] | None = None
+        self._draft: tuple[Vote, Checkpoint] | None = None  # with the vote of its member
 
     def obtain_roster(self, living: Collection[str]) -> Roster | None:
         """Return the roster. If there is none, commit a roster of the living members."""
@@ -91,7 +91,7 @@ class Collector:
         """
         favourite = tally.find_majority(roster.members, living)
         if favourite is not None and self._try_commit(roster, tally, favourite):
-            by = self._draft[0] if self._draft else favourite.member
+            by = self._draft[0].member if self._draft else favourite.member
             return self.commit(favourite.make_epoch_record(self._job, self._epoch, by))
         if tally.has_late_majority(roster.members, living):
             return self.end_without_checkpoint(
@@ -141,25 +141,31 @@ class Collector:
 
     def _try_commit(self, roster: Roster, tally: VoteTally, favourite: Vote) -> bool:
         """Try to commit the checkpoint, and return whether it is committed."""
-        if has_checkpoint(self._store, self._job, favourite.step, favourite.root):
+        step, root, rest = favourite.agreement_key
+        if self._draft is not None and self._draft[0].agreement_key != favourite.agreement_key:
+            # Members that have returned voted for another content.
+            self._draft, self._looked = None, False
+            self._good.clear()  # at the step of the earlier content
+        if has_checkpoint(self._store, self._job, step, root, rest):
             return True
         if self._draft is None:
             self._draft = self._find_draft(roster, tally, favourite)
         if self._draft is None or not self._collect_parts(roster, self._draft[1]):
             return False
         there = commit_checkpoint(self._store, self._draft[1]).record
-        if there.root != favourite.root:
-            where = self._store.make_url(self._keys.make_metadata_key(favourite.step))
+        if (there.root, compute_rest(there)) != (root, rest):
+            where = self._store.make_url(self._keys.make_metadata_key(step))
             raise errors.ConflictError(
-                f"{where} is a checkpoint of the same step with another content: it was saved "
-                "before this epoch ended. Give this job another name, or resume from that one."
+                f"{where} is a checkpoint of the same step with another content, position or run, "
+                "saved before this epoch ended. Give this job another name, or resume from that "
+                "checkpoint."
             )
         return True
 
     def _find_draft(
         self, roster: Roster, tally: VoteTally, favourite: Vote
-    ) -> tuple[str, Checkpoint] | None:
-        """Return the first member whose metadata matches the votes, and the metadata.
+    ) -> tuple[Vote, Checkpoint] | None:
+        """Return the vote of the first member whose metadata matches the votes, and the metadata.
 
         Fields that the votes do not prove are replaced: notes, the time, and the steps of files.
         """
@@ -179,11 +185,8 @@ class Collector:
             except errors.CorruptError:
                 self._refused.add(member)
                 continue
-            rest = compute_digest(
-                dump_canonical_json({"position": draft.position, "run": draft.run})
-            )
             step, root = draft.step, compute_root(draft.parts, draft.tensors)
-            if (step, root, rest) != favourite.agreement_key:
+            if (step, root, compute_rest(draft)) != favourite.agreement_key:
                 self._refused.add(member)
                 continue
             parts = tuple(part.model_copy(update={"step": step}) for part in draft.parts)
@@ -191,7 +194,7 @@ class Collector:
                 "job": self._job, "root": root, "parts": parts, "notes": {},
                 "saved": datetime.now(UTC), "digest": "",
             }  # fmt: skip
-            return member, draft.model_copy(update=taken)
+            return vote, draft.model_copy(update=taken)
         return None
 
     def _collect_parts(self, roster: Roster, draft: Checkpoint) -> bool:

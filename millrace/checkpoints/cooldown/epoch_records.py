@@ -6,7 +6,7 @@ A record that cannot be read, or that does not match its key or its checkpoint, 
 from contextlib import suppress
 
 from millrace import errors
-from millrace.checkpoints.find import read_checkpoint
+from millrace.checkpoints.find import compute_rest, read_checkpoint
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
@@ -43,12 +43,21 @@ def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
     return None
 
 
-def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
-    """Decide whether a checkpoint with this content is committed at a step."""
+def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | None = None) -> bool:
+    """Decide whether a checkpoint with this content is committed at a step.
+
+    Args:
+        store: Store of the job.
+        job: Name of the job.
+        step: Step of the checkpoint.
+        root: Digest of the content.
+        rest: Digest of the position and the run; by default they are not compared.
+    """
     try:
-        return read_checkpoint(store, job, step).root == root
+        found = read_checkpoint(store, job, step)
     except (errors.NotFoundError, errors.CorruptError):
         return False
+    return found.root == root and rest in {None, compute_rest(found)}
 
 
 def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:

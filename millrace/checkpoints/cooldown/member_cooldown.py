@@ -12,9 +12,9 @@ from millrace.checkpoints.cooldown.late_voting import LateVoting
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.cooldown.uploaders import UploaderSelection
+from millrace.checkpoints.find import compute_rest
 from millrace.checkpoints.progress_events import CooldownExtended
 from millrace.checkpoints.settings import CooldownSettings, OnTimeout
-from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, EpochRecord, Roster, Vote
@@ -169,11 +169,10 @@ class MemberCooldown:
 
 def make_vote(member: str, draft: Checkpoint) -> Vote:
     """Return the vote of a member for the content, the position and the run of a checkpoint."""
-    rest = {"position": draft.position, "run": draft.run}
     return Vote(
         member=member,
         step=draft.step,
         root=draft.root,
-        rest=compute_digest(dump_canonical_json(rest)),
+        rest=compute_rest(draft),
         size=draft.size,
     )
