@@ -3,10 +3,14 @@
 from prefect import flow
 
 from millrace.checkpoints import VerifyDepth
-from millrace.errors import CorruptError
 from millrace.storage import Right
-from tasks.checkpointing import CheckpointVerification, list_jobs, report_checkpoints, verify_job
-from tasks.formatting import format_count
+from tasks.checkpointing import (
+    CheckpointVerification,
+    check_verification,
+    list_jobs,
+    report_checkpoints,
+    verify_job,
+)
 from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
@@ -33,6 +37,7 @@ def verify_checkpoints(
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
         jobs: Jobs whose checkpoints are verified. By default all jobs below the bucket's URL.
+            A named job without a checkpoint is an error.
         depth: `sizes` takes one request per file; `digests` reads all bytes.
     """
     found_bucket = find_location(bucket)
@@ -42,11 +47,5 @@ def verify_checkpoints(
     check_right(found_bucket, Right.READ)
     found = [seen for job in jobs or list_jobs(spec) for seen in verify_job(spec, job, depth)]
     report_checkpoints(spec.url, found, depth)
-    damaged = [seen for seen in found if seen.faults]
-    if damaged:
-        names = ", ".join(f"{seen.job} step {seen.step}" for seen in damaged[:5])
-        raise CorruptError(
-            f"Damaged at {spec.url}: {format_count(len(damaged), 'checkpoint')} ({names}). The "
-            "report names each file. Earlier checkpoints can be loaded. Save these steps again."
-        )
+    check_verification(spec.url, jobs or (), found)
     return found

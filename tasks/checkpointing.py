@@ -89,6 +89,36 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
     return found
 
 
+def check_verification(
+    url: str, jobs: Sequence[str], found: Sequence[CheckpointVerification]
+) -> None:
+    """Check that no verified checkpoint is damaged, and that each named job has a checkpoint.
+
+    Args:
+        url: URL of the bucket.
+        jobs: Named jobs; empty if all jobs were verified.
+        found: Results of the verification.
+
+    Raises:
+        CorruptError: A checkpoint is damaged.
+        NotFoundError: A named job has no checkpoint.
+    """
+    damaged = [seen for seen in found if seen.faults]
+    if damaged:
+        names = ", ".join(f"{seen.job} step {seen.step}" for seen in damaged[:5])
+        raise errors.CorruptError(
+            f"Damaged at {url}: {format_count(len(damaged), 'checkpoint')} ({names}). The report "
+            "names each file. Earlier checkpoints can be loaded. Save these steps again."
+        )
+    verified = {seen.job for seen in found}
+    missing = [job for job in dict.fromkeys(jobs) if job not in verified]
+    if missing:
+        raise errors.NotFoundError(
+            f"{url} has no checkpoint of {', '.join(missing[:5])}: correct the names of the jobs, "
+            "or give none to verify all jobs."
+        )
+
+
 @retried_task
 def check_checkpoint_destination(target: StoreSpec | HubSpec, job: str) -> None:
     """Refuse a destination that a job cannot save to, before anything is read."""
@@ -165,6 +195,8 @@ def describe_verification(
     url: str, found: list[CheckpointVerification], depth: VerifyDepth
 ) -> Markdown:
     """Return the report of the verified checkpoints."""
+    if not found:
+        return format_markdown("{} has no checkpoint, so nothing was verified.", format_code(url))
     damaged = [seen for seen in found if seen.faults]
     extent = "every byte was read" if depth is VerifyDepth.DIGESTS else "sizes were compared"
     good = format_markdown("all as they were saved")

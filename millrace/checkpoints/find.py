@@ -12,7 +12,7 @@ from millrace import errors
 from millrace.checkpoints.block_digests import read_block_list
 from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.digest import compute_digest, dump_canonical_json
-from millrace.keys.checkpoints import CHECKPOINTS, CheckpointKeys
+from millrace.keys.checkpoints import CHECKPOINTS, EPOCH_FOLDERS, CheckpointKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
@@ -32,20 +32,28 @@ class VerifyDepth(StrEnum):
 def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[str]:
     """Yield the names of jobs with a folder of checkpoints. One listing per folder.
 
+    The folders of a job with the ends of its epochs are not searched.
+
     Args:
         store: Store to search.
         prefix: Folder to search; it ends in ``/``, or is empty.
         deepest: Largest number of folders in a job's name below the prefix.
     """
-    for name in list_folders(store, prefix):
+    yield from _iterate_jobs(store, prefix, list_folders(store, prefix), deepest)
+
+
+def _iterate_jobs(store: Store, prefix: str, names: Iterable[str], deepest: int) -> Iterator[str]:
+    for name in names:
         try:
             keys = CheckpointKeys(prefix + name)
         except errors.ConfigurationError:
             continue  # no job can have this name
-        if CHECKPOINTS in list_folders(store, f"{keys.job}/"):
+        inner = set(list_folders(store, f"{keys.job}/"))
+        if CHECKPOINTS in inner:
             yield keys.job
-        elif deepest > 1:
-            yield from find_jobs(store, f"{keys.job}/", deepest=deepest - 1)
+            inner -= EPOCH_FOLDERS
+        if deepest > 1:
+            yield from _iterate_jobs(store, f"{keys.job}/", sorted(inner), deepest - 1)
 
 
 def list_steps(store: Store, job: str) -> list[int]:

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 from millrace.digest import Algorithm, get_hex
 from millrace.errors import ConfigurationError
+from millrace.keys.cooldowns import COOLDOWNS
+from millrace.keys.leases import MEMBERS
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 CHECKPOINTS = "checkpoints"
 """Folder of a job's checkpoints."""
 RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
 """Folders that no part of a job's name may equal."""
+EPOCH_FOLDERS = frozenset({"epochs", COOLDOWNS, MEMBERS})
+"""Folders of a job with the ends of its epochs. Its members write to some of them."""
 CHECKPOINT_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
 )

@@ -132,6 +132,13 @@ def test_jobs_are_found_wherever_they_are(store):
     assert sorted(find_jobs(store)) == ["one", "runs/deep/three", "runs/two"]
 
 
+def test_jobs_below_a_job_are_found_but_not_in_the_folders_of_its_members(folder):
+    for job in ("lab", "lab/run1", "lab/run1/a/b", "lab/members/a", "lab/epochs/x", "x/members/y"):
+        put(folder, CheckpointKeys(job).make_metadata_key(1), b"")
+    assert sorted(find_jobs(folder)) == ["lab", "lab/run1", "lab/run1/a/b", "x/members/y"]
+    assert list(find_jobs(folder, "lab/", deepest=1)) == ["lab/run1"]
+
+
 def test_without_a_checkpoint_there_is_none(store):
     assert find_newest_verified(store, KEYS.job) is None
     with pytest.raises(errors.NotFoundError, match="no checkpoint"):

@@ -33,6 +33,10 @@ def test_damage_fails_the_flow_and_the_report_names_it(
     report = prefect_api.read_artifacts(done.run)["verified-checkpoints"]
     assert "2 checkpoints, all as they were saved; every byte was read" in report
 
+    done = prefect_api.call(verify_checkpoints, **{**asked, "jobs": ["job", "typo"]})
+    assert done.code == 1
+    assert "has no checkpoint of typo" in done.output
+
     found = find_newest(store, "job")
     assert found is not None
     part = found.parts[0]

@@ -2,11 +2,13 @@
 
 import pytest
 
+from millrace import errors
+from millrace.checkpoints import VerifyDepth
 from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.digest import compute_digest
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.swarm import NodeReport, PrewarmReport
-from tasks import reports, sharding, verifying, warming
+from tasks import checkpointing, reports, sharding, verifying, warming
 from tasks.formatting import format_duration, format_size, make_artifact_key
 from tasks.sharding import ShardingResult
 from tasks.warming import PrewarmResult
@@ -52,6 +54,26 @@ def test_an_empty_dataset_is_reported_as_one_that_was_allowed() -> None:
     assert text.startswith("**words** is complete: 0 samples in 0 shards, 0 bytes.")
     assert "The dataset was allowed to be empty." in text
     assert "before this run" not in text
+
+
+def verified(job: str, *faults: str) -> checkpointing.CheckpointVerification:
+    return checkpointing.CheckpointVerification(job, 5, 1, 9, faults)
+
+
+def test_a_verification_of_no_checkpoint_says_that_nothing_was_verified() -> None:
+    text = checkpointing.describe_verification("s3://bucket", [], VerifyDepth.DIGESTS)
+    assert text == "`s3://bucket` has no checkpoint, so nothing was verified."
+    text = checkpointing.describe_verification("s3://bucket", [verified("a")], VerifyDepth.SIZES)
+    assert "1 checkpoint, all as they were saved; sizes were compared." in text
+
+
+def test_a_named_job_without_a_checkpoint_fails_a_verification() -> None:
+    checkpointing.check_verification("s3://bucket", [], [])
+    checkpointing.check_verification("s3://bucket", ["a"], [verified("a")])
+    with pytest.raises(errors.NotFoundError, match=r"s3://bucket has no checkpoint of typo, b:"):
+        checkpointing.check_verification("s3://bucket", ["typo", "a", "b"], [verified("a")])
+    with pytest.raises(errors.CorruptError, match=r"1 checkpoint \(a step 5\)"):
+        checkpointing.check_verification("s3://bucket", ["typo"], [verified("a", "missing")])
 
 
 def test_a_verification_names_each_shard_at_fault() -> None:
