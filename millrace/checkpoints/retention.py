@@ -18,9 +18,10 @@ from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, veri
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned
 from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.kinds import classify_key
 from millrace.records import commit_once, iterate_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
-from millrace.storage import Store, delete, list_objects
+from millrace.storage import Stat, Store, delete, list_objects
 
 _CONCURRENCY = 32  # records
 
@@ -110,7 +111,9 @@ def plan_retention(
     needed = _list_file_keys(keys, (complete[step] for step in kept))
     unneeded = named - needed
     metadata = {keys.make_metadata_key(step): step for step in removed}
-    horizon = now or max((stat.last_modified for stat in stats), default=None)
+    youngest = find_youngest_times(stats)
+    newest = now or max((stat.last_modified for stat in stats), default=None)
+    horizon = newest and newest - rules.grace
     first: list[Removal] = []
     then: list[Removal] = []
     for stat in stats:
@@ -118,7 +121,7 @@ def plan_retention(
             first.append(Removal(stat, f"no rule keeps step {metadata[stat.key]}"))
         elif stat.key in unneeded:
             then.append(Removal(stat, "only removed checkpoints name it"))
-        elif horizon is None or stat.last_modified >= horizon - rules.grace:
+        elif horizon is None or apply_youngest_time(stat, youngest).last_modified >= horizon:
             continue
         elif keys.is_share(stat.key):
             then.append(Removal(stat, "no rank needs this share any more", orphan=True))
@@ -149,6 +152,25 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     )
     needed = sum(removal.key not in deletable for removal in plan.removals)
     return replace(done, skipped=done.skipped | ({_NEEDED: needed} if needed else {}))
+
+
+def find_youngest_times(stats: Iterable[Stat]) -> dict[int, datetime]:
+    """Return when the youngest object of each step of a job was written."""
+    found: dict[int, datetime] = {}
+    for stat in stats:
+        classified = classify_key(stat.key)
+        if classified is not None and classified.number >= 0:
+            found[classified.number] = max(
+                stat.last_modified, found.get(classified.number, stat.last_modified)
+            )
+    return found
+
+
+def apply_youngest_time(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
+    """Return a file with the time of the youngest object of its step, which may be in use."""
+    classified = classify_key(stat.key)
+    when = youngest.get(classified.number, stat.last_modified) if classified else stat.last_modified
+    return replace(stat, last_modified=when)
 
 
 _NEEDED = "a rule or a checkpoint needs it by now"

@@ -10,7 +10,7 @@ next save of the step uses them.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -127,6 +127,7 @@ class Saver:
         self._under_way: PendingSave | None = None
         self._known: dict[str, Part] | None = None
         self._proved: set[Part] = set()
+        self._reused: set[Part] = set()  # files of the step that an earlier save uploaded
         self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -172,6 +173,7 @@ class Saver:
         if self._under_way is not None:
             self._under_way.wait()
         copy_began = time.monotonic()
+        self._reused = set()
         uploads = _FileUploads(
             self._pool,
             self._count_early_uploads(),
@@ -254,6 +256,7 @@ class Saver:
         notes: dict[str, str],
     ) -> Checkpoint:
         parts = uploads.wait()
+        self._restore_deleted(uploads.select_files(self._reused))
         self._proved = set(parts)
         share = RankShare(
             job=self._keys.job,
@@ -344,9 +347,36 @@ class Saver:
             else:
                 return len(body)
         if size == part.size and self._is_intact(part, body):
+            self._reused.add(part)
             return 0
         put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
+
+    def _restore_deleted(self, reused: Mapping[Part, OpenFile]) -> None:
+        """Upload those files again that were deleted after their reuse. One request for each file.
+
+        Until the metadata is committed, no checkpoint names the files, so retention may delete
+        those of an earlier save.
+
+        Raises:
+            ChangedError: A file was deleted, and the state of a save in place has changed.
+        """
+
+        def restore(part: Part, open_file: OpenFile) -> None:
+            key = self._keys.make_part_key(part.step, part.digest)
+            if not describe_difference(self._store, key, part.size):
+                return
+            with open_file() as body:
+                blocks = hash_blocks(body)
+                if combine_blocks(blocks) != part.digest:
+                    raise errors.ChangedError(
+                        f"{self._store.make_url(key)} was deleted while step {part.step} was "
+                        "saved, and the state has changed since. Save the step again."
+                    )
+                put_block_list(self._store, self._keys, part, blocks)
+                put(self._store, key, body)
+
+        list(self._pool.map(restore, reused.keys(), reused.values()))
 
     def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.
@@ -399,6 +429,7 @@ class _FileUploads:
         self._list_stored, self._upload = list_stored, upload
         self._stored: Future[_StoredFiles] | None = None
         self._waiting = deque[OpenFile]()
+        self._opened: list[OpenFile] = []  # by the order of the uploads
         self._started: list[Future[Part]] = []
         self._running: list[Future[Part]] = []
 
@@ -430,10 +461,17 @@ class _FileUploads:
         wait(self._started)
         return tuple(future.result() for future in self._started)
 
+    def select_files(self, parts: Collection[Part]) -> dict[Part, OpenFile]:
+        """Return the given files with the functions that open them, after `wait`."""
+        files = zip(self._started, self._opened, strict=True)
+        found = ((future.result(), open_file) for future, open_file in files)
+        return {part: open_file for part, open_file in found if part in parts}
+
     def _start(self, count: int) -> None:
         if self._stored is None:
             self._stored = self._list_stored()
         for _ in range(count):
-            future = self._pool.submit(self._upload, self._waiting.popleft(), self._stored)
+            self._opened.append(self._waiting.popleft())
+            future = self._pool.submit(self._upload, self._opened[-1], self._stored)
             self._started.append(future)
             self._running.append(future)

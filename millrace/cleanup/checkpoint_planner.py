@@ -1,13 +1,13 @@
 """Plan the deletion of a job's checkpoints, and of files that no checkpoint names."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from millrace.checkpoints import RetentionPlan, RetentionSettings, VerifyDepth, plan_retention
-from millrace.checkpoints.retention import Removal
+from millrace.checkpoints.retention import Removal, apply_youngest_time, find_youngest_times
 from millrace.cleanup.plans import PlanEntry, PlanTally
-from millrace.cleanup.protection import ProtectionPolicy, collect_steps, find_youngest_times
+from millrace.cleanup.protection import ProtectionPolicy, collect_steps
 from millrace.cleanup.rule_matching import RuleMatcher
 from millrace.cleanup.rules import CleanupKind
 from millrace.keys.checkpoints import CheckpointKeys
@@ -77,7 +77,7 @@ class CheckpointPlanner:
             (
                 one,
                 self.matcher.find_orphan_rule(
-                    CleanupKind.CHECKPOINT_ORPHANS, _apply_youngest_time(one.stat, youngest), job
+                    CleanupKind.CHECKPOINT_ORPHANS, apply_youngest_time(one.stat, youngest), job
                 )
                 if one.orphan
                 else metadata.get(one.key, shared),
@@ -109,7 +109,7 @@ class CheckpointPlanner:
         return {
             stat.key
             for stat in found
-            if not self.matcher.is_new(_apply_youngest_time(stat, youngest))
+            if not self.matcher.is_new(apply_youngest_time(stat, youngest))
         }
 
     def _list_steps(self, job: str) -> tuple[dict[int, Stat], dict[int, datetime]]:
@@ -132,10 +132,3 @@ class CheckpointPlanner:
         if self.protection.has_pins_below(keys.make_folder_prefix(step)):
             return "it is pinned"
         return self.matcher.survey.explain_step_protection(keys.job, step)
-
-
-def _apply_youngest_time(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
-    """Return a file with the time of the youngest object of its step, which may be in use."""
-    classified = classify_key(stat.key)
-    when = youngest.get(classified.number, stat.last_modified) if classified else stat.last_modified
-    return replace(stat, last_modified=when)

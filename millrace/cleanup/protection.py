@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -450,15 +449,3 @@ def collect_steps(stats: Iterable[Stat], job: str) -> dict[int, Stat]:
         if classified is not None and stat.key == keys.make_metadata_key(classified.number):
             steps[classified.number] = stat
     return dict(sorted(steps.items(), reverse=True))
-
-
-def find_youngest_times(stats: Iterable[Stat]) -> dict[int, datetime]:
-    """Return when the youngest object of each step of a job was written."""
-    found: dict[int, datetime] = {}
-    for stat in stats:
-        classified = classify_key(stat.key)
-        if classified is not None and classified.number >= 0:
-            found[classified.number] = max(
-                stat.last_modified, found.get(classified.number, stat.last_modified)
-            )
-    return found

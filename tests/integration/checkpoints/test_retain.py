@@ -1,5 +1,7 @@
 """Retention: what may go goes, and what somebody may need never does."""
 
+import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,11 +25,13 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.find import iterate_checkpoints
+from millrace.checkpoints.progress_events import PartStored
 from millrace.cli import main
 from millrace.keys.checkpoints import CheckpointKeys
+from millrace.progress import Event
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import EpochRecord
-from millrace.storage import Store, StoreSpec, create, list_objects, open_store, put, read
+from millrace.storage import Store, StoreSpec, create, delete, list_objects, open_store, put, read
 
 KEYS = CheckpointKeys("job")
 NOW = RetentionSettings(last=1, grace=timedelta(0))
@@ -175,6 +179,65 @@ def test_files_that_no_checkpoint_names_go_when_they_are_old(store):
     ]
     apply_retention(store, old)
     assert there(store) == [1]
+
+
+def make_old(folder: Path, prefix: str) -> None:
+    """Make the files below a prefix three days old."""
+    for file in (folder / prefix).rglob("*"):
+        if file.is_file():
+            os.utime(file, (time.time() - 3 * 86400,) * 2)
+
+
+def test_old_files_of_a_step_that_is_being_saved_stay(tmp_path):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    save(store, [1, 2])
+    delete(store, [KEYS.make_metadata_key(2)])
+    make_old(tmp_path, KEYS.make_folder_prefix(2))
+    assert len(plan_retention(store, KEYS.job).removals) == 5
+    put(store, KEYS.make_part_key(2, "blake3:" + "0" * 64), b"of a saver that is at it")
+    assert plan_retention(store, KEYS.job).removals == ()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_file_that_retention_deletes_after_its_reuse_is_uploaded_again(tmp_path, in_place):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    save(store, [1, 2])
+    delete(store, [KEYS.make_metadata_key(2)])
+    make_old(tmp_path, KEYS.make_folder_prefix(2))
+    sent: list[int] = []
+
+    def retain(event: Event) -> None:
+        if isinstance(event, PartStored):
+            sent.append(event.sent)
+            if len(sent) == 5:
+                plan = plan_retention(store, KEYS.job)
+                assert apply_retention(store, plan).deleted_objects == 5
+
+    state = {"embed": torch.arange(1000), "head": torch.full((1000,), 2)}
+    with Saver(store, KEYS.job, SaveSettings(part_bytes=4096), progress=retain) as saver:
+        saved = saver.save(state, step=2, in_place=in_place).result()
+    assert sent == [0] * 5
+    assert verify(store, saved) == {}
+    assert load(store, KEYS.job).checkpoint.step == 2
+
+
+def test_a_deleted_file_whose_state_has_changed_since_is_an_error(tmp_path):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    state = {"head": torch.full((1000,), 2)}
+    with Saver(store, KEYS.job) as saver:
+        first = saver.save(state, step=2).result()
+    delete(store, [KEYS.make_metadata_key(2)])
+
+    def lose(event: Event) -> None:
+        if isinstance(event, PartStored) and event.digest == first.parts[-1].digest:
+            delete(store, [KEYS.make_part_key(2, part.digest) for part in first.parts])
+            state["head"].add_(1)
+
+    with Saver(store, KEYS.job, SaveSettings(uploads=1), progress=lose) as saver:
+        pending = saver.save(state, step=2, in_place=True)
+        with pytest.raises(errors.ChangedError, match="Save the step again"):
+            pending.result()
+    assert kept(store) == []
 
 
 def test_metadata_that_cannot_be_read_keeps_everything(store):
