@@ -6,6 +6,7 @@ commit if another one came first. The destination then reads the new head and tr
 keeps files under their SHA-256, so files that it has are not uploaded again.
 """
 
+import hashlib
 import os
 import random
 import secrets
@@ -32,10 +33,21 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
 from millrace.records import decode_record, encode_record
-from millrace.schemas.checkpoint import Checkpoint, Part
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store
 
 _RETRY_PAUSE = 0.2  # longest pause in seconds before a commit is repeated
+
+
+def matches_bytes(entry: RepoFile, body: bytes | memoryview) -> bool:
+    """Decide whether a listed file of the Hub has these bytes, by the digest that the Hub lists."""
+    if entry.size != len(body):
+        return False
+    if entry.lfs is not None:
+        return entry.lfs.sha256 == hashlib.sha256(body).hexdigest()
+    blob = hashlib.sha1(b"blob %d\0" % len(body), usedforsecurity=False)  # of Git
+    blob.update(body)
+    return entry.blob_id == blob.hexdigest()
 
 
 class HubDestination:
@@ -142,7 +154,9 @@ class HubDestination:
             head = self._client.read_head()
             with suppress(errors.NotFoundError):
                 there = self._read_checkpoint(job, checkpoint.step, head)
-                return check_content(self._client.make_url(key), there, content.root)
+                check_content(self._client.make_url(key), there, content.root)
+                self._check_copy(there)
+                return there
             if added is None:
                 files = self._client.list_files(keys.make_parts_prefix(checkpoint.step), head)
                 added = self._upload_files(keys, content, files, uploads, progress)
@@ -181,6 +195,21 @@ class HubDestination:
             commit(CommitOperationDelete(key))
         return rate
 
+    def _check_copy(self, there: Checkpoint) -> None:
+        """Read all files of a committed checkpoint.
+
+        Raises:
+            CorruptError: A file is damaged.
+        """
+        damage = self.verify(there)
+        if damage:
+            folder = CheckpointKeys(there.job).make_folder_prefix(there.step)
+            raise errors.CorruptError(
+                f"{self._client.make_url(folder)} has a checkpoint with {len(damage)} damaged "
+                f"{'file' if len(damage) == 1 else 'files'}: {next(iter(damage.values()))} Delete "
+                f"the folder {folder} in the repository, and copy the checkpoint again."
+            )
+
     def _upload_files(
         self,
         keys: CheckpointKeys,
@@ -191,12 +220,16 @@ class HubDestination:
     ) -> list[CommitOperationAdd]:
         """Upload the files that the branch lacks, and return the operations of their commit.
 
-        The digests of the blocks of each file are in the same commit.
+        A file of the branch is kept if the Hub lists it with the digest of the same bytes. The
+        digests of the blocks of each file are in the same commit.
         """
 
         def upload_file(number: int) -> list[CommitOperationAdd]:
             part, found = content.parts[number], content.read(number)
             key = keys.make_part_key(part.step, part.digest)
+            if key in there and matches_bytes(there[key], found.body):
+                progress(PartStored(digest=part.digest, size=part.size, sent=0))
+                return []
             bodies = {key: bytes(found.body)}
             if needs_block_list(part):
                 bodies[keys.make_block_list_key(part.step, part.digest)] = found.blocks
@@ -204,14 +237,9 @@ class HubDestination:
             progress(PartStored(digest=part.digest, size=part.size, sent=part.size))
             return operations
 
-        def is_kept(part: Part) -> bool:
-            entry = there.get(keys.make_part_key(part.step, part.digest))
-            return entry is not None and entry.size == part.size
-
         wanted = {part.digest: number for number, part in enumerate(content.parts)}
-        numbers = [number for number in wanted.values() if not is_kept(content.parts[number])]
         with ThreadPoolExecutor(uploads, thread_name_prefix="hub") as pool:
-            return list(chain.from_iterable(pool.map(upload_file, numbers)))
+            return list(chain.from_iterable(pool.map(upload_file, wanted.values())))
 
     def _read_checkpoint(self, job: str, step: int, head: str) -> Checkpoint:
         key = CheckpointKeys(job).make_metadata_key(step)

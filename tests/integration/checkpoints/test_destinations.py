@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.hf_api import RepoFile
 from pydantic import SecretStr
 
 from millrace import errors
@@ -26,7 +27,7 @@ from millrace.checkpoints import (
     open_destination,
 )
 from millrace.checkpoints.destinations import hub_client
-from millrace.checkpoints.destinations.hub import HubDestination, HubSpec
+from millrace.checkpoints.destinations.hub import HubDestination, HubSpec, matches_bytes
 from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
@@ -299,6 +300,45 @@ def test_a_snapshot_has_the_digests_of_blocks_and_is_loaded_by_block(
     )
     assert torch.equal(loaded.state["w"], state["w"][:9])
     assert sum(counts) < saved.size / 2
+
+
+def test_a_file_of_the_branch_is_kept_only_if_its_bytes_are_those_that_were_saved(
+    hub: HubServer, repo: str, source: Source
+) -> None:
+    saved, client, heard = source.save(1), HubClient(hub_spec(hub, repo)), Heard()
+    content = source.here.open_content(saved)
+    keys = [KEYS.make_part_key(5, part.digest) for part in saved.parts[:2]]
+    bodies = {keys[0]: bytes(content.read(0).body), keys[1]: b"x" * saved.parts[1].size}
+    client.commit_once(keys[0], client.upload(keys[0], bodies), "left behind", client.read_head())
+    there = open_destination(hub_spec(hub, repo))
+    found = copy_checkpoint(source.here, saved, there, JOB, progress=heard)
+    assert heard.sent == saved.size - saved.parts[0].size
+    assert there.verify(found) == {}
+
+
+@pytest.mark.parametrize("lfs", [False, True])
+def test_a_file_of_the_hub_is_compared_by_its_digest_there(*, lfs: bool) -> None:
+    entry: dict[str, object] = {
+        "path": "a",
+        "size": 3,
+        "oid": "f2ba8f84ab5c1bce84a7b441cb1959cfc7093b7f",  # of `git hash-object`
+    }
+    if lfs:
+        digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        entry |= {"oid": "0" * 40, "lfs": {"size": 3, "oid": digest, "pointerSize": 134}}
+    assert matches_bytes(RepoFile(**entry), b"abc")
+    assert not matches_bytes(RepoFile(**entry), b"abd")
+    assert not matches_bytes(RepoFile(**entry | {"size": 4}), b"abc")
+
+
+def test_a_damaged_copy_on_the_hub_is_not_reported_as_verified(
+    hub: HubServer, repo: str, source: Source
+) -> None:
+    saved, there = source.save(1), open_destination(hub_spec(hub, repo))
+    copy_checkpoint(source.here, saved, there, JOB)
+    hub.flip(repo, KEYS.make_part_key(5, saved.parts[1].digest))
+    with pytest.raises(errors.CorruptError, match=r"1 damaged file.*[Dd]elete .*step_000000005/"):
+        copy_checkpoint(source.here, saved, there, JOB)
 
 
 def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, source: Source) -> None:
