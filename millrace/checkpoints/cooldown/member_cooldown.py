@@ -99,11 +99,8 @@ class MemberCooldown:
 
     def _advance_upload(self) -> EpochResult | None:
         uploaders = self._uploaders.select()
-        if self.upload.find_files(uploaders):
-            if not self._membership.confined:
-                return self._commit()
-            if self.is_in_background:
-                return self.make_result(self._decide_outcome(""), _BACKGROUND_REASON)
+        if self.upload.find_files(uploaders) and not self._membership.confined:
+            return self._commit()
         self.upload.start(uploaders)
         return None
 
@@ -144,7 +141,9 @@ class MemberCooldown:
         self._epoch = epoch
         if epoch.root is None:
             reason = f"Epoch {epoch.epoch} has no checkpoint: {epoch.why}"
-            if self._settings.on_timeout is OnTimeout.BACKGROUND:
+            # The owner of a confined member deletes its uploads after the epoch's end.
+            may_continue = not self._membership.confined
+            if may_continue and self._settings.on_timeout is OnTimeout.BACKGROUND:
                 self.is_in_background = True
                 reason = f"Epoch {epoch.epoch} ended without a checkpoint; the upload continues."
             return self.make_result(CooldownOutcome.FAILED, reason)
