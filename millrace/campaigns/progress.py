@@ -12,7 +12,8 @@ from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
 from millrace.formatting import format_count
-from millrace.gradients import AggregationSettings
+from millrace.gradients import AggregationSettings, ChainLink
+from millrace.keys.gradients import ChainKeys
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, open_store
 
@@ -55,11 +56,6 @@ class TrainingProgress:
 
 class MergedWindows(Protocol):
     """Result of an aggregator that has merged windows."""
-
-    @property
-    def windows(self) -> int:
-        """Number of windows that this aggregator has merged."""
-        ...
 
     @property
     def newest_window(self) -> int:
@@ -105,9 +101,15 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
         Step of these weights, by which the job of the chain has their checkpoint.
 
     Raises:
+        UnavailableError: No gradient was taken in any window.
         HeldError: Another process aggregates the run.
     """
     store, chain = open_store(training.write_store), training.run.chain
+    if not any(link.taken for link in gradients.iterate_links(store, chain)):
+        raise UnavailableError(
+            f"No gradient was taken in any window of {chain.run}, so its weights are those that it "
+            "began with. See what the workers say, and begin a campaign with another name."
+        )
     (link,) = gradients.iterate_links(store, chain, after=training.last_window - 1)
     try:
         read_checkpoint(store, chain.job, link.step)
@@ -137,20 +139,33 @@ def merge_epoch(
         UnavailableError: No gradient was taken in too many windows in a row.
         WorkerError, MachineError: The workers have failed.
     """
-    end, idle_windows = training.find_last_window(epoch), 0
+    store, end = open_store(training.write_store), training.find_last_window(epoch)
     while newest_window < end:
         workers.raise_failure()
-        done = _merge_until(training, end, aggregate)
         # The aggregator stops after each window without a gradient, so that the failure of all
-        # workers is noticed. If it merged only that window, the row of idle windows continues.
-        idle_windows = idle_windows + 1 if done.windows == 1 else 1
-        newest_window = done.newest_window
-        if newest_window < end and idle_windows >= training.rules.aggregation.idle:
+        # workers is noticed.
+        newest_window = _merge_until(training, end, aggregate).newest_window
+        idle_windows = _count_idle_windows(store, training.run.chain, newest_window)
+        # A campaign that is started again after such a row has the time of another one.
+        is_idle = idle_windows > 0 and idle_windows % training.rules.aggregation.idle == 0
+        if is_idle and newest_window < training.last_window:
             workers.raise_failure()
             raise UnavailableError(
                 f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
-                f"{newest_window} of {end} windows are merged: see what the workers say."
+                f"{newest_window} of {training.last_window} windows are merged: see what the "
+                "workers say."
             )
+
+
+def _count_idle_windows(store: Store, chain: ChainKeys, newest_window: int) -> int:
+    """Count the windows without a taken gradient at the end of a chain, also of earlier epochs."""
+    window = newest_window
+    while window > 0:
+        link = gradients.read_link(store, chain, window)
+        if isinstance(link, ChainLink) and link.taken:
+            break
+        window -= 1
+    return newest_window - window
 
 
 def _merge_until(training: Training, last_window: int, aggregate: Aggregator) -> MergedWindows:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         commit_first_link,
         find_newest_window,
         iterate_links,
+        read_link,
     )
     from millrace.gradients.sync.gather import gather
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
@@ -126,6 +127,7 @@ __all__ = [
     "merge",
     "merge_window",
     "merge_windows",
+    "read_link",
     "read_payload",
     "select_weights",
 ]
@@ -163,6 +165,7 @@ _MODULES = {
     "merge_windows": "sync.windows",
     "gather": "sync.gather",
     "iterate_links": "sync.chain",
+    "read_link": "sync.chain",
     "merge": "sync.merge",
     "find_newest_window": "sync.chain",
     "load_newest_state": "weights",

@@ -5,10 +5,28 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from millrace.campaigns import TrainingProgress, merge_epoch, read_training_progress
+from millrace.campaigns import (
+    Training,
+    TrainingProgress,
+    ensure_final_weights_saved,
+    merge_epoch,
+    read_training_progress,
+)
+from millrace.digest import compute_digest
 from millrace.errors import HeldError, UnavailableError, WorkerError
-from millrace.gradients import AggregationSettings, begin_run, select_weights
-from millrace.storage import Store, put
+from millrace.gradients import (
+    AggregationSettings,
+    ChainLink,
+    Codec,
+    MergeSettings,
+    OuterOptimizer,
+    begin_run,
+    select_weights,
+)
+from millrace.gradients.sync.chain import digest_link, read_link
+from millrace.records import commit_once
+from millrace.schemas.chain import MergedWorker
+from millrace.storage import Store, open_store, put
 from tests.support.campaigns.training import FakeWorkers, MakeTraining
 
 
@@ -19,15 +37,46 @@ class Merged:
 
 
 class Aggregator:
-    """An aggregator that answers with what it is told to, and notes what it is asked."""
+    """An aggregator that commits the windows that it is told to, and notes what it is asked.
 
-    def __init__(self, *answers: Merged | None) -> None:
-        self.answers = list(answers)
+    Args:
+        training: The training, whose run begins with the first window.
+        windows: A letter for each window from the first on: `t` if a gradient is taken, or `-`.
+        newest: Number of the newest window that an earlier aggregator has merged.
+    """
+
+    def __init__(self, training: Training, windows: str, *, newest: int = 0) -> None:
+        self.training, self.windows, self.newest = training, windows, 0
         self.asked: list[AggregationSettings] = []
+        store = open_store(training.write_store)
+        begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+        while self.newest < newest:
+            self._commit()
 
-    def __call__(self, settings: AggregationSettings) -> Merged | None:
+    def __call__(self, settings: AggregationSettings) -> Merged:
         self.asked.append(settings)
-        return self.answers.pop(0)
+        before = self.newest
+        while self.newest < (settings.until or 0) and self._commit():
+            pass
+        return Merged(self.newest - before, self.newest)
+
+    def _commit(self) -> bool:
+        """Commit the next window, and return whether a gradient is taken."""
+        store, chain = open_store(self.training.write_store), self.training.run.chain
+        is_taken = self.windows[self.newest] == "t"
+        previous = digest_link(read_link(store, chain, self.newest))
+        self.newest += 1
+        worker = MergedWorker(
+            scale=1, weight=1, share=1, norm=1, digest=compute_digest(b""), size=1, tokens=0
+        )
+        link = ChainLink(
+            run=chain.run, window=self.newest, step=self.newest, updates=(), codec=Codec(),
+            names=(), shapes=(), outer=OuterOptimizer(), merge=MergeSettings(),
+            taken={"worker-0": worker} if is_taken else {}, out={}, seconds=0,
+            previous=previous, state="",
+        )  # fmt: skip
+        commit_once(store, chain.make_link_key(self.newest), link)
+        return is_taken
 
 
 def test_a_run_begins_with_its_first_link(store: Store, make_training: MakeTraining) -> None:
@@ -73,38 +122,70 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
     make_training: MakeTraining,
 ) -> None:
     training, workers = make_training(), FakeWorkers()
-    aggregator = Aggregator(Merged(1, 5), Merged(1, 6))
+    aggregator = Aggregator(training, "tttt-t", newest=4)
     merge_epoch(training, 1, 4, workers, aggregator)
     assert aggregator.asked == [training.make_aggregation_settings(6)] * 2
-    assert aggregator.answers == []
+    assert aggregator.newest == 6
 
 
 def test_an_epoch_that_is_merged_asks_for_nothing(make_training: MakeTraining) -> None:
-    merge_epoch(make_training(), 0, 3, FakeWorkers(), Aggregator())
+    training = make_training()
+    aggregator = Aggregator(training, "ttt", newest=3)
+    merge_epoch(training, 0, 3, FakeWorkers(), aggregator)
+    assert aggregator.asked == []
 
 
 def test_idle_windows_in_a_row_end_the_training(make_training: MakeTraining) -> None:
     training = make_training(windows_per_epoch=9, aggregation={"idle": 2})
-    # The third aggregator merges windows 3 to 5, of which only the last was idle.
-    aggregator = Aggregator(Merged(1, 1), Merged(3, 4), Merged(1, 5), Merged(1, 6))
-    with pytest.raises(UnavailableError, match=r"In 2 windows in a row .* 5 of 9 windows"):
+    # The second aggregator merges windows 2 to 4, of which only the last is idle.
+    aggregator = Aggregator(training, "-tt--t")
+    with pytest.raises(UnavailableError, match=r"In 2 windows in a row .* 5 of 18 windows"):
         merge_epoch(training, 0, 0, FakeWorkers(), aggregator)
     assert len(aggregator.asked) == 3
 
 
-def test_an_idle_last_window_ends_the_epoch(make_training: MakeTraining) -> None:
+@pytest.mark.parametrize("windows_per_epoch", [1, 2, 3, 4])
+def test_idle_windows_in_a_row_are_noticed_however_short_the_epochs_are(
+    make_training: MakeTraining, windows_per_epoch: int
+) -> None:
+    training = make_training(windows_per_epoch=windows_per_epoch, epochs=9)
+    aggregator = Aggregator(training, "-" * 40)
+    last_epoch = 2 // windows_per_epoch
+    for epoch in range(last_epoch):
+        merge_epoch(training, epoch, aggregator.newest, FakeWorkers(), aggregator)
+    with pytest.raises(UnavailableError, match=r"In 3 windows in a row"):
+        merge_epoch(training, last_epoch, aggregator.newest, FakeWorkers(), aggregator)
+    assert aggregator.newest == 3
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(2, 3), (3, 6)])
+def test_idle_windows_before_a_restart_count(
+    make_training: MakeTraining, begun: int, ended: int
+) -> None:
+    """The row goes on after a kill. After its end, all of its windows are tried again."""
+    training = make_training(windows_per_epoch=9)
+    aggregator = Aggregator(training, "-" * 9, newest=begun)
+    with pytest.raises(UnavailableError, match=f"In {ended} windows in a row"):
+        merge_epoch(training, 0, begun, FakeWorkers(), aggregator)
+    assert aggregator.newest == ended
+
+
+def test_an_idle_last_window_ends_the_last_epoch(make_training: MakeTraining) -> None:
     training = make_training(aggregation={"idle": 1})
-    merge_epoch(training, 0, 2, FakeWorkers(), Aggregator(Merged(1, 3)))
+    aggregator = Aggregator(training, "ttttt-", newest=5)
+    merge_epoch(training, 1, 5, FakeWorkers(), aggregator)
+    assert aggregator.newest == 6
 
 
 def test_the_failure_of_the_workers_says_more_than_their_silence(
     make_training: MakeTraining,
 ) -> None:
     training, workers = make_training(aggregation={"idle": 1}), FakeWorkers()
+    aggregator = Aggregator(training, "-")
 
     def merge(settings: AggregationSettings) -> Merged:
         workers.failure = WorkerError("All workers have failed.")
-        return Merged(1, 1)
+        return aggregator(settings)
 
     with pytest.raises(WorkerError):
         merge_epoch(training, 0, 0, workers, merge)
@@ -112,4 +193,21 @@ def test_the_failure_of_the_workers_says_more_than_their_silence(
 
 def test_windows_that_another_process_merges_are_left_to_it(make_training: MakeTraining) -> None:
     with pytest.raises(HeldError, match="small/run is aggregated by another process"):
-        merge_epoch(make_training(), 0, 0, FakeWorkers(), Aggregator(None))
+        merge_epoch(make_training(), 0, 0, FakeWorkers(), lambda _: None)
+
+
+def test_weights_of_a_run_that_merged_nothing_are_not_published(
+    make_training: MakeTraining,
+) -> None:
+    training = make_training(epochs=1)
+    aggregator = Aggregator(training, "---", newest=3)
+    with pytest.raises(UnavailableError, match="No gradient was taken in any window of small/run"):
+        ensure_final_weights_saved(training, aggregator)
+    assert aggregator.asked == []
+
+
+def test_weights_of_a_run_with_idle_windows_are_published(make_training: MakeTraining) -> None:
+    training = make_training(epochs=1)
+    aggregator = Aggregator(training, "t--", newest=3)
+    assert ensure_final_weights_saved(training, aggregator) == 3
+    assert aggregator.asked == [training.make_aggregation_settings(3)]
