@@ -334,7 +334,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window_length": timedelta(milliseconds=1)})
     opening = short.chain.make_opening_key(1)
-    rules = short.model_dump(include={"window", "gather"})
+    rules = short.model_dump(include={"window_length", "gather"})
     commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
     longer = short.model_copy(
         update={"window_length": timedelta(days=1)}
