@@ -60,12 +60,6 @@ def count_header_bytes(most: int) -> int:
     return _LENGTH.size + most
 
 
-def find_end_of_header(body: bytes) -> int:
-    """Return the offset of the first tensor of a file from `encode_byte_tensors`."""
-    (length,) = _LENGTH.unpack_from(body)
-    return _LENGTH.size + length
-
-
 def parse_byte_tensors(head: memoryview, size: int, most: int) -> ByteTensors:
     """Parse the header of a file of tensors of bytes.
 

@@ -23,7 +23,6 @@ from millrace.gradients.codec.byte_tensors import (
     compute_largest_header,
     count_header_bytes,
     encode_byte_tensors,
-    find_end_of_header,
     parse_byte_tensors,
 )
 from millrace.gradients.codec.shared_indices import Mask
@@ -429,11 +428,6 @@ def assemble_payload(
         raise PayloadError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
     return Payload(checked.header, tensors, norm, checked.digest, checked.size)
-
-
-def compute_identity(body: bytes) -> str:
-    """Return the digest of a gradient's header, which identifies the whole gradient."""
-    return compute_digest(memoryview(body)[: find_end_of_header(body)])
 
 
 def _digest_tensors(digests: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from torch import distributed
 from millrace import errors
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
-from millrace.gradients.codec.payload import Shapes, compute_identity, encode_payload
+from millrace.gradients.codec.payload import Shapes, encode_payload
 from millrace.gradients.progress_events import GradientSent
 from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
@@ -87,7 +87,7 @@ class Participant:
         self._compressor = ChangeCompressor(
             settings, weights, ranks, self._tensors, threads=threads
         )
-        self._submitted, self._digest = 0, ""
+        self._submitted = 0
 
     @classmethod
     def join(
@@ -178,13 +178,12 @@ class Participant:
             )
         with self._compressor.feedback.restore_on_error():
             packed = self._ranks.gather_bytes(self._compressor.compress(model, window))
-            sent = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
-        size, digest = sent
-        self._submitted, self._digest = window, digest
+            size = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
+        self._submitted = window
         self._progress(GradientSent(uid=self._uid, window=window, size=size))
         return size
 
-    def _put(self, packed: Sequence[bytes], window: int, tokens: int, samples: str) -> list[Any]:
+    def _put(self, packed: Sequence[bytes], window: int, tokens: int, samples: str) -> int:
         bodies = {name: body.tobytes() for one in packed for name, body in unpack(one).items()}
         body = encode_payload(
             bodies,
@@ -198,7 +197,7 @@ class Participant:
             samples=samples,
         )
         put(self._store, self._settings.gradients.make_gradient_key(self._uid, window), body)
-        return [len(body), compute_identity(body)]
+        return len(body)
 
     def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:
         """Wait until this window is merged, and load the merged weights into the model.
@@ -227,7 +226,7 @@ class Participant:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint, with the residuals."""
-        submitted = {"window": self._submitted, "digest": self._digest}
+        submitted = {"window": self._submitted}
         return {**self._compressor.feedback.state_dict(), "submitted": submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,12 +236,16 @@ class Participant:
             ChainError: The link of the last submitted window is missing.
         """
         self._compressor.feedback.load_state_dict(state)
-        self._submitted, self._digest = state["submitted"]["window"], state["submitted"]["digest"]
+        self._submitted = state["submitted"]["window"]
         if 0 < self._submitted <= self._chain.window:  # the window was merged in the meantime
             self._settle(self._chain.read_link(self._submitted))
 
     def _settle(self, link: ChainStart | ChainLink) -> None:
-        """Add the submitted values to the residuals again, unless the link has merged them."""
+        """Add the submitted values to the residuals again, unless the link has merged them.
+
+        The merged gradient may be that of an earlier process of this worker, which had trained in
+        the same window. Then its change is merged already, and sending this one repeats it.
+        """
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
-        if taken is None or taken.digest != self._digest:
+        if taken is None:
             self._compressor.feedback.restore_sent()

@@ -1,5 +1,6 @@
 """A run of windows: workers that train, an aggregator, and who comes late."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from datetime import timedelta
@@ -63,6 +64,12 @@ def train(one: torch.nn.Module, steps: int, seed: int) -> None:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(one(x), x[:, :3]).backward()
         optimizer.step()
+
+
+def assert_same_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor)
 
 
 def loss(one: torch.nn.Module) -> float:
@@ -191,6 +198,25 @@ def test_a_worker_that_is_started_again_does_not_train_for_what_it_has_sent(stor
         (link,) = merge_windows(store, settings, [Sender("0", store)], state, until=1)
         assert set(link.taken) == {"0"}
         assert turn.result().number == 2
+
+
+def test_a_worker_that_is_started_again_without_its_state_sends_no_change_twice(store):
+    """Its first process was merged, and the change of its second one is about the same."""
+    settings = settings_of(1)
+    first = Participant(settings, "0", store, store, select_weights(model()))
+    again = Participant(settings, "0", store, store, select_weights(model()))
+    for seed, participant in enumerate((first, again)):
+        mine = model()
+        train(mine, 2, seed)
+        participant.submit(mine)
+        if participant is first:
+            (link,) = merge_windows(
+                store, settings, [Sender("0", store)], select_weights(model()), until=1
+            )
+            assert set(link.taken) == {"0"}
+    kept = again.state_dict()["kept"]
+    again.apply(mine, timeout=timedelta(0))
+    assert_same_tensors(again.state_dict()["kept"], kept)
 
 
 def test_an_aggregator_that_is_started_again_goes_on(store):
