@@ -247,5 +247,5 @@ class Participant:
         the same window. Then its change is merged already, and sending this one repeats it.
         """
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
-        if taken is None:
+        if taken is None or not taken.share:  # without a share, no update has the gradient
             self._compressor.feedback.restore_sent()

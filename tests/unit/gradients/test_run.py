@@ -32,6 +32,7 @@ from millrace.gradients import (
 )
 from millrace.gradients.settings import WindowOpening
 from millrace.records import commit_once, fetch
+from millrace.schemas.merge import MergeRule, MergeSettings
 from millrace.storage import Store, delete, open_store
 
 WINDOWS = 4
@@ -217,6 +218,34 @@ def test_a_worker_that_is_started_again_without_its_state_sends_no_change_twice(
     kept = again.state_dict()["kept"]
     again.apply(mine, timeout=timedelta(0))
     assert_same_tensors(again.state_dict()["kept"], kept)
+
+
+def test_a_worker_whose_weight_is_zero_loses_nothing_that_it_sent(store):
+    merge = MergeSettings(rule=MergeRule.TOKENS)
+    settings = settings_of(2).model_copy(update={"merge": merge})
+    sent: dict[str, tuple[Participant, torch.nn.Module]] = {}
+    for number, uid in enumerate("01"):
+        mine = model()
+        participant = Participant(settings, uid, store, store, select_weights(model()))
+        train(mine, 2, number)
+        participant.submit(mine, tokens=number)
+        sent[uid] = participant, mine
+    participant, mine = sent["0"]
+    change = {
+        name: before.detach() - weight.detach()
+        for (name, weight), before in zip(
+            mine.named_parameters(), model().parameters(), strict=True
+        )
+    }
+    senders = [Sender(uid, store) for uid in sent]
+    (link,) = merge_windows(store, settings, senders, select_weights(model()), until=1)
+    assert {uid: worker.share for uid, worker in link.taken.items()} == {"0": 0, "1": 1}
+    participant.apply(mine, timeout=timedelta(0))
+    assert_same_tensors(participant.state_dict()["kept"], change)
+    participant, mine = sent["1"]
+    kept = participant.state_dict()["kept"]
+    participant.apply(mine, timeout=timedelta(0))
+    assert_same_tensors(participant.state_dict()["kept"], kept)
 
 
 def test_an_aggregator_that_is_started_again_goes_on(store):
