@@ -101,7 +101,7 @@ class ShardedWeights:
             parts = self._backend.call_all(WeightShard.receive, uid, store, stat, checked, expected)
             return assemble_payload(checked, parts, expected)
         except PayloadError:
-            self._backend.call_all(WeightShard.forget, uid)
+            self._backend.call_all(WeightShard.forget, uid, expected.window)
             raise
 
     def list_index_digests(self, workers: Sequence[str]) -> dict[str, list[str]]:

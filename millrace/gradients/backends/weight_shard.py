@@ -164,10 +164,11 @@ class WeightShard:
                 self._received[uid] = found.sparse
         return replace(found, sparse={})
 
-    def forget(self, uid: str) -> None:
-        """Drop a worker's gradient."""
+    def forget(self, uid: str, window: int) -> None:
+        """Drop a worker's gradient of a window, unless a later window is open."""
         with self._lock:
-            self._received.pop(uid, None)
+            if window == self._window:
+                self._received.pop(uid, None)
 
     def list_index_digests(self, workers: Sequence[str]) -> dict[str, list[str]]:
         """Return the digests of the indices that each worker sent, in the order of the tensors."""

@@ -1,19 +1,35 @@
 """The contract of the backends: the same weights, whichever backend holds the shards."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from millrace.errors import MillraceError, NotFoundError, UnavailableError, WorkerError
-from millrace.gradients import ChainError, WeightState, copy_state
+from millrace.gradients import (
+    ChainError,
+    Codec,
+    ExclusionReason,
+    GatherWindow,
+    GradientEncoder,
+    PayloadError,
+    WeightState,
+    copy_state,
+    encode_payload,
+)
+from millrace.gradients.backends import weight_shard
 from millrace.gradients.backends.interface import WeightBackend
 from millrace.gradients.backends.local import LocalShards, make_single_shard
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights, RankShards
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
+from millrace.gradients.codec.payload import CheckedTensors, read_tensors
+from millrace.keys.gradients import GradientKeys
 from millrace.schemas.chain import ChainStart
+from millrace.storage import head, open_store, put
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2, 2), "d": (1,)}
 
@@ -87,6 +103,44 @@ def test_an_error_of_a_shard_is_raised_when_all_shards_have_ended(backend, error
         shards.call_all(fail)
     assert type(caught.value) is error
     assert called == each
+
+
+@pytest.mark.parametrize("make", [in_one_shard, in_three_shards, on_one_rank])
+def test_a_read_that_fails_in_a_later_window_leaves_the_gradient_of_that_window(
+    make: Callable[[], ShardedWeights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    weights, store, keys = make(), open_store(tmp_path.as_uri()), GradientKeys("runs/one", "1")
+    now = datetime.now(UTC)
+    first, second = (
+        GatherWindow(
+            keys=keys, number=number, base=0, codec=Codec(), shapes=SHAPES,
+            opens=now, closes=now + timedelta(hours=1),
+        )
+        for number in (1, 2)
+    )  # fmt: skip
+    encoder = GradientEncoder(Codec(), 1)
+    bodies = {name: encoder.encode(torch.ones(shape)) for name, shape in SHAPES.items()}
+
+    def read(window: GatherWindow) -> None:
+        key = keys.make_gradient_key("x", window.number)
+        body = encode_payload(
+            bodies, SHAPES, Codec(), run="runs/one", uid="x", window=window.number, base=0
+        )
+        put(store, key, body)
+        weights.read("x", store, head(store, key), window.make_expected("x"))
+
+    def stall(*_: object) -> CheckedTensors:
+        """Fail when the next window is open, and its gradient was read."""
+        monkeypatch.setattr(weight_shard, "read_tensors", read_tensors)
+        weights.open(second)
+        read(second)
+        raise PayloadError(ExclusionReason.UNAVAILABLE, "It did not arrive.")
+
+    weights.open(first)
+    monkeypatch.setattr(weight_shard, "read_tensors", stall)
+    with pytest.raises(PayloadError, match="did not arrive"):
+        read(first)
+    assert len(weights.list_index_digests(["x"])["x"]) == len(SHAPES)
 
 
 def test_ranks_share_the_tensors_by_their_sizes():
