@@ -19,8 +19,6 @@ from millrace.gradients.sync.gather_window import GatherWindow, Sender, WaitLimi
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
-from millrace.schemas.chain import ExcludedWorker
-from millrace.schemas.gradient import ExclusionReason
 
 
 def gather(
@@ -54,6 +52,22 @@ def gather(
             are workers.
     """
     settings = settings or GatherSettings()
+    wanted = count_wanted_gradients(settings, workers, reserves)
+    gathering = _Gathering(
+        gather_window, workers, reserves, settings, wanted, read_gradient, progress
+    )
+    return gathering.run(clock or StoreClock.read_machine_clock())
+
+
+def count_wanted_gradients(
+    settings: GatherSettings, workers: Sequence[Sender], reserves: Sequence[Sender]
+) -> int:
+    """Return the number of gradients that complete a window.
+
+    Raises:
+        ConfigurationError: A worker is named twice, or the window needs more gradients than there
+            are workers.
+    """
     everybody = [*workers, *reserves]
     if len({worker.uid for worker in everybody}) < len(everybody):
         raise errors.ConfigurationError("A worker is named twice: name each once.")
@@ -61,12 +75,10 @@ def gather(
     wanted = max(wanted, settings.quorum)
     if wanted > len(everybody):
         raise errors.ConfigurationError(
-            f"{wanted} gradients are needed from {len(everybody)} workers."
+            f"{wanted} gradients are needed from {len(everybody)} workers: lower `quorum` or "
+            "`wanted`, or name more workers."
         )
-    gathering = _Gathering(
-        gather_window, workers, reserves, settings, wanted, read_gradient, progress
-    )
-    return gathering.run(clock or StoreClock.read_machine_clock())
+    return wanted
 
 
 class _Gathering:
@@ -198,18 +210,15 @@ class _Gathering:
                 uid: one for uid, one in excluded.items() if uid in self._first or results.has(uid)
             }
         seconds = round(seconds, 3)
+        gradients = {uid: results.get_valid(uid) for uid in taken}
+        payloads = {uid: payload for uid, (payload, _) in gradients.items()}
+        size = sum(size for _, size in gradients.values())
+        gathered = GatheredWindow(payloads, excluded, tuple(spare), size, seconds)
         if len(taken) < self._settings.quorum:
-            alone = ExcludedWorker(
-                reason=ExclusionReason.QUORUM, sentence="It is valid, but too few others arrived."
-            )
-            nobody = GatheredWindow({}, {**excluded, **dict.fromkeys(valid, alone)}, (), 0, seconds)
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._gather_window.number} arrived in time, "
                 f"and {self._settings.quorum} are needed: make windows longer, or the quorum "
                 "smaller.",
-                nobody,
+                gathered.exclude_all(),
             )
-        gradients = {uid: results.get_valid(uid) for uid in taken}
-        payloads = {uid: payload for uid, (payload, _) in gradients.items()}
-        size = sum(size for _, size in gradients.values())
-        return GatheredWindow(payloads, excluded, tuple(spare), size, seconds)
+        return gathered

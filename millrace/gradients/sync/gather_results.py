@@ -42,6 +42,14 @@ class GatheredWindow:
     size: int
     seconds: float
 
+    def exclude_all(self) -> "GatheredWindow":
+        """Return the same window without a quorum: all of its valid gradients are excluded."""
+        alone = ExcludedWorker(
+            reason=ExclusionReason.QUORUM, sentence="It is valid, but too few others arrived."
+        )
+        excluded = {**self.excluded, **dict.fromkeys(self.taken, alone)}
+        return GatheredWindow({}, excluded, (), 0, self.seconds)
+
 
 class QuorumError(errors.UnavailableError):
     """Fewer gradients than the quorum arrived in time.

@@ -11,10 +11,10 @@ from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.progress_events import LinkApplied, WindowMerged
-from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
-from millrace.gradients.sync.gather import gather
+from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
 from millrace.gradients.sync.gather_window import GatherWindow, Sender
 from millrace.gradients.sync.window_merge import ChainStep, merge_window
@@ -40,7 +40,8 @@ def merge_windows(
     """Merge the windows of a run, one after another. After a kill, call this function again.
 
     Windows that are already merged are applied from the chain. A window with fewer gradients than
-    the quorum has a link that changes no weights. A window whose time ended without an aggregator
+    the quorum has a link that changes no weights. So has an open window whose earlier quorum is
+    larger than the number of the present workers. A window whose time ended without an aggregator
     gets its time again.
 
     Args:
@@ -59,12 +60,15 @@ def merge_windows(
         Link of each merged window.
 
     Raises:
+        ConfigurationError: A worker is named twice, or the settings need more gradients than there
+            are workers. No window is opened.
         ConflictError: Another aggregator merged a window differently: catch up from the chain.
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
     """
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
+    count_wanted_gradients(settings.gather, workers, reserves)
     clock = StoreClock.read(store, settings.chain.job, Holder.describe_this_process())
     applied = apply_merged_windows(
         store, settings, weights, after=after, until=until, progress=progress
@@ -79,7 +83,7 @@ def merge_windows(
             gathered = gather(
                 gather_window,
                 workers,
-                options.gather,
+                _limit_wanted(options.gather, len(workers) + len(reserves)),
                 reserves=reserves,
                 read_gradient=weights.read,
                 clock=clock,
@@ -87,6 +91,8 @@ def merge_windows(
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
+        if len(gathered.taken) < options.gather.quorum:
+            gathered = gathered.exclude_all()
         step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
         before = merge_window(store, gather_window, gathered, step, weights, progress=progress)
         progress(
@@ -136,6 +142,12 @@ def apply_merged_windows(
         weights.apply_link(store, applied)
         progress(LinkApplied(run=settings.name, window=window, step=applied.step))
     return applied
+
+
+def _limit_wanted(options: GatherSettings, most: int) -> GatherSettings:
+    """Return options that all workers can meet, if those of an open window need more gradients."""
+    wanted = None if options.wanted is None else min(options.wanted, most)
+    return options.model_copy(update={"wanted": wanted, "quorum": min(options.quorum, most)})
 
 
 def _open(

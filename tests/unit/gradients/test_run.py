@@ -33,7 +33,7 @@ from millrace.gradients import (
 from millrace.gradients.settings import WindowOpening
 from millrace.records import commit_once, fetch
 from millrace.schemas.merge import MergeRule, MergeSettings
-from millrace.storage import Store, delete, open_store
+from millrace.storage import Store, delete, exists, open_store
 
 WINDOWS = 4
 
@@ -397,6 +397,49 @@ def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     made = list(merge_windows(store, longer, everybody(store), select_weights(model()), until=1))
     assert [(link.window, len(link.taken)) for link in made] == [(1, 0)]
     assert fetch(store, opening, WindowOpening).window_length == timedelta(milliseconds=1)
+
+
+def commit_opening(store: Store, **gather: int) -> None:
+    """Open the first window of the run with other options of its gathering."""
+    settings = settings_of()
+    options = GatherSettings(poll_interval=settings.gather.poll_interval, **gather)
+    opening = WindowOpening(
+        run=settings.run, number=1, window_length=settings.window_length, gather=options
+    )
+    commit_once(store, settings.chain.make_opening_key(1), opening)
+
+
+def test_an_open_window_whose_quorum_is_more_than_all_workers_has_an_empty_link(store):
+    """Its aggregator had four workers. The next window has the options of this one."""
+    commit_opening(store, quorum=4)
+    with ThreadPoolExecutor(3) as pool:
+        models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
+        first, second = merge_windows(
+            store, settings_of(), everybody(store), select_weights(model()), until=2
+        )
+        assert all(one.result() for one in models)
+    assert not first.taken
+    assert {one.reason for one in first.excluded.values()} == {ExclusionReason.QUORUM}
+    assert first.excluded.keys() == second.taken.keys() == {"0", "1", "2"}
+
+
+def test_an_open_window_that_wants_more_gradients_than_there_are_workers_takes_all(store):
+    commit_opening(store, wanted=4)
+    with ThreadPoolExecutor(3) as pool:
+        models = [pool.submit(take_part, store, uid, 1) for uid in range(3)]
+        (link,) = merge_windows(
+            store, settings_of(), everybody(store), select_weights(model()), until=1
+        )
+        assert all(one.result() for one in models)
+    assert set(link.taken) == {"0", "1", "2"}
+
+
+def test_options_that_need_more_gradients_than_there_are_workers_open_no_window(store):
+    settings = settings_of(4)
+    merged = merge_windows(store, settings, everybody(store), select_weights(model()))
+    with pytest.raises(errors.ConfigurationError, match="4 gradients are needed from 3 workers"):
+        next(merged)
+    assert not exists(store, settings.chain.make_opening_key(1))
 
 
 def test_a_worker_waits_as_long_as_the_aggregator_says(store):
