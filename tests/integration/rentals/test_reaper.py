@@ -5,10 +5,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from millrace import errors
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.rentals import Rental, list_rentals, reap, release_rental
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import ensure_installation, list_attempts
 from millrace.rentals.progress_events import MachineReleased
+from millrace.rentals.reports import read_heartbeat
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import open_store, put
 from tests.support.rentals.account import Account_, Reset
@@ -141,7 +143,16 @@ def test_an_attempt_of_which_nothing_is_left_is_closed(world: Reset) -> None:
     (attempt,) = list_attempts(open_store(account.store), "fleet")
     assert attempt.release_record
     lifetime = (attempt.intent.deadline - attempt.intent.started_at) / timedelta(hours=1)
-    assert attempt.release_record.cost == pytest.approx(lifetime * attempt.intent.dollars_per_hour)
+    rent_cost = lifetime * attempt.intent.dollars_per_hour
+    machine = MachineKeys(RentalKeys("fleet").make_machine_prefix(attempt.number))
+    heartbeat = read_heartbeat(open_store(account.store), machine)
+    assert heartbeat is not None
+    traffic_cost = (
+        heartbeat.received * attempt.intent.download_dollars_per_gb
+        + heartbeat.sent * attempt.intent.upload_dollars_per_gb
+    ) / 1e9
+    assert traffic_cost > 0
+    assert attempt.release_record.cost == pytest.approx(rent_cost + traffic_cost)
 
 
 def test_a_rental_is_released_by_name(world: Reset) -> None:

@@ -343,9 +343,9 @@ class Judge:
         )
 
     def _is_protected(self, key: str, parsed: ParsedKey) -> bool:
-        """Decide whether a pin, a lease or the chain of updates protects an object from rules."""
+        """Decide whether a pin, a lease, a machine or the chain of updates protects an object."""
         scope = f"{parsed.scope}/gathers/{parsed.version}" if parsed.version else parsed.scope
-        if self._is_pinned(key) or self._is_leased(scope):
+        if self._is_pinned(key) or self._is_leased(scope) or self._is_of_open_machine(key):
             return True
         if parsed.kind == "junk" and self._is_aggregated(parsed.scope):
             return True
@@ -361,6 +361,15 @@ class Judge:
             return True
         step, window = head
         return parsed.number > step if parsed.kind == "update" else parsed.number >= window
+
+    def _is_of_open_machine(self, key: str) -> bool:
+        """Decide whether an object is in the folder of a machine that is not released."""
+        machine = re.fullmatch(r"_machines/(.+)/([0-9]{6,})/.+", key)
+        if machine is None:
+            return False
+        attempt = f"_rentals/{machine[1]}/attempts/{machine[2]}"
+        released = f"{attempt}-released.json" in self.objects
+        return f"{attempt}-intent.json" in self.objects and not released
 
     def _find_head(self, run: str, version: str) -> tuple[int, int] | None:
         """Return the step and the window of the newest intact checkpoint of a chain."""
