@@ -362,7 +362,7 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
     if largest is None:
         echo(
             "A larger row is a shard of its own. A worker holds at most one such row at a time, in "
-            "memory of up to five times its size."
+            "memory of up to five times its size, and 18 times if it is a list of short values."
         )
     elif largest > plan.layout.shard_bytes:
         echo(

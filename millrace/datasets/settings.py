@@ -25,7 +25,8 @@ class ShardingSettings(BaseModel):
         le=MAX_SHARD_BYTES,
         description="Largest size of a shard, such as `64MiB`. A larger sample is a shard of its "
         "own. Memory grows with it: `shard_bytes * (uploads + 1) * workers`, and one "
-        "larger sample for each worker (of JSON lines up to five times its size).",
+        "larger sample for each worker (of JSON lines up to five times its size, and 18 times if "
+        "it is a list of short values).",
     )
     shard_samples: int = Field(
         title="Samples per shard",

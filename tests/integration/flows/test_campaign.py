@@ -86,7 +86,7 @@ def test_a_script_that_fails_at_once_costs_no_window(
     plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     fails = "import sys; print('the last line'); sys.exit(3)"
     plan["training"] |= {"command": ["python", "-c", fails], "restarts": 0}
-    plan["training"]["run"]["window"] = "PT1S"
+    plan["training"]["run"]["window_length"] = "PT1S"
     with pytest.raises(WorkerError, match=r"(?s)All workers have failed: .*3.*\nthe last line"):
         run_campaign(CampaignPlan.model_validate(plan))
     chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
