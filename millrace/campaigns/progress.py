@@ -110,12 +110,12 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
             f"No gradient was taken in any window of {chain.run}, so its weights are those that it "
             "began with. See what the workers say, and begin a campaign with another name."
         )
-    (link,) = gradients.iterate_links(store, chain, after=training.last_window - 1)
+    step = gradients.read_link(store, chain, training.last_window).step
     try:
-        read_checkpoint(store, chain.job, link.step)
+        read_checkpoint(store, chain.job, step)
     except (NotFoundError, CorruptError):
         _merge_until(training, training.last_window, aggregate)
-    return link.step
+    return step
 
 
 def merge_epoch(

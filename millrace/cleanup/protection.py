@@ -17,7 +17,7 @@ from millrace.keys.cleanup import CLEANING
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
 from millrace.keys.names import MAX_DEPTH
-from millrace.keys.rentals import MACHINES, RENTALS, parse_attempt
+from millrace.keys.rentals import MACHINES, RENTALS, AttemptSurvey
 from millrace.lease import Census, Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -232,15 +232,13 @@ class ProtectionPolicy:
 
 def _find_open_machines(store: Store) -> dict[str, str]:
     """Return the name of the rental of each machine that is not released, by its folder."""
-    machines: dict[str, dict[str, str]] = {"intent": {}, "released": {}}
+    survey = AttemptSurvey()
     for stat in list_objects(store, f"{RENTALS}/"):
-        if (parsed := parse_attempt(stat.key)) and parsed[2] in machines:
-            keys, number, part = parsed
-            machines[part][keys.make_machine_prefix(number).rstrip("/")] = keys.name
+        survey.record_key(stat.key)
     return {
-        folder: name
-        for folder, name in machines["intent"].items()
-        if folder not in machines["released"]
+        keys.make_machine_prefix(number).rstrip("/"): keys.name
+        for prefix, keys, number in survey.find_open()
+        if not prefix
     }
 
 

@@ -21,7 +21,7 @@ from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.kinds import ObjectKind, WorkerPrefixes, classify_nested_key
-from millrace.keys.rentals import RentalKeys, parse_attempt, split_nested_key
+from millrace.keys.rentals import AttemptSurvey, RentalKeys
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
@@ -238,9 +238,10 @@ def _iterate_entries(
             machines, which could not be released without it.
     """
     seen: set[str] = set()
-    ledgers = _LedgerSurvey()
+    attempts, workers = AttemptSurvey(), WorkerPrefixes()
     for stat in list_with_progress(store, "", progress):
-        ledgers.record_key(stat.key)
+        attempts.record_key(stat.key)
+        workers.learn(stat.key)
         classified = classify_nested_key(stat.key)
         if (
             classified is not None
@@ -252,7 +253,7 @@ def _iterate_entries(
                 raise errors.HeldError(f"{holder}: end it before {store.url} is wiped.")
         if not stat.key.startswith(f"{CLEANING}/"):
             yield PlanEntry(stat, 0)
-    if rented := ledgers.list_unreleased():
+    if rented := _list_unreleased(attempts, workers):
         raise errors.HeldError(
             f"{store.url} holds the ledger of {', '.join(rented)}, whose machines are not "
             "released: release them, or let `millrace machine reap` close destroyed ones; then "
@@ -260,31 +261,14 @@ def _iterate_entries(
         )
 
 
-class _LedgerSurvey:
-    """Survey of the attempts to rent machines, in the ledgers of a store and of stores below it."""
+def _list_unreleased(attempts: AttemptSurvey, workers: WorkerPrefixes) -> list[str]:
+    """Return the rentals with a machine that is not released.
 
-    def __init__(self) -> None:
-        self._attempts: dict[str, set[tuple[str, str, int]]] = {"intent": set(), "released": set()}
-        self._workers = WorkerPrefixes()
-
-    def record_key(self, key: str) -> None:
-        """Record which attempt a key opens or closes, and which prefix belongs to a worker."""
-        self._workers.learn(key)
-        prefix, inner_key = split_nested_key(key)
-        parsed = parse_attempt(inner_key)
-        if parsed is not None and parsed[2] in self._attempts:
-            keys, number, part = parsed
-            self._attempts[part].add((prefix, keys.name, number))
-
-    def list_unreleased(self) -> list[str]:
-        """Return the rentals with a machine that is not released.
-
-        A ledger below a worker's own prefix does not count, since the worker can write any name.
-        """
-        unreleased = self._attempts["intent"] - self._attempts["released"]
-        rentals = sorted({(prefix, rental) for prefix, rental, _ in unreleased})
-        return [
-            f"{rental} below {prefix}" if prefix else rental
-            for prefix, rental in rentals
-            if self._workers.find(f"{prefix}{RentalKeys(rental).attempts}") is None
-        ]
+    A ledger below a worker's own prefix does not count, since the worker can write any name.
+    """
+    rentals = sorted({(prefix, keys.name) for prefix, keys, _ in attempts.find_open()})
+    return [
+        f"{rental} below {prefix}" if prefix else rental
+        for prefix, rental in rentals
+        if workers.find(f"{prefix}{RentalKeys(rental).attempts}") is None
+    ]

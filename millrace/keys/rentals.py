@@ -161,3 +161,25 @@ def parse_attempt(key: str) -> tuple[RentalKeys, int, str] | None:
     keys = RentalKeys(name)
     parsed = keys.parse(key)
     return (keys, *parsed) if parsed else None
+
+
+class AttemptSurvey:
+    """Survey of the attempts in a listing: in the ledger of a store, and of stores below it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, set[tuple[str, RentalKeys, int]]] = {
+            "intent": set(),
+            "released": set(),
+        }
+
+    def record_key(self, key: str) -> None:
+        """Record which attempt a key opens or closes, if any."""
+        prefix, inner_key = split_nested_key(key)
+        parsed = parse_attempt(inner_key)
+        if parsed is not None and parsed[2] in self._found:
+            keys, number, part = parsed
+            self._found[part].add((prefix, keys, number))
+
+    def find_open(self) -> set[tuple[str, RentalKeys, int]]:
+        """Return the attempts without a release: prefix of the store, rental and number."""
+        return self._found["intent"] - self._found["released"]

@@ -29,6 +29,7 @@ from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.digest import combine_blocks, hash_blocks
+from millrace.formatting import format_count
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
@@ -205,9 +206,9 @@ class HubDestination:
         if damage:
             folder = CheckpointKeys(there.job).make_folder_prefix(there.step)
             raise errors.CorruptError(
-                f"{self._client.make_url(folder)} has a checkpoint with {len(damage)} damaged "
-                f"{'file' if len(damage) == 1 else 'files'}: {next(iter(damage.values()))} Delete "
-                f"the folder {folder} in the repository, and copy the checkpoint again."
+                f"{self._client.make_url(folder)} has a checkpoint with "
+                f"{format_count(len(damage), 'damaged file')}: {next(iter(damage.values()))} "
+                f"Delete the folder {folder} in the repository, and copy the checkpoint again."
             )
 
     def _upload_files(
