@@ -26,7 +26,8 @@ def test_every_block_of_the_guide_to_cleanup(
         place.put_gradient("runs/paper", "worker-1", 1, "1", OLD),
     ]
     BucketBuilder(open_store(other.as_uri())).put("data.bin")
-    unfinished = other / "large.bin#1"  # as a process leaves it that is killed while it writes
+    unfinished = other / "words" / "plan.json#1"  # left by a process that was killed while it wrote
+    unfinished.parent.mkdir()
     unfinished.write_bytes(b"half")
     os.utime(unfinished, (0, 0))
     values = {
