@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import secrets
 import tempfile
 import time
@@ -29,6 +30,21 @@ ProbeOperation = CommitOperationAdd | CommitOperationDelete
 
 _MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+# hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
+_XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
+
+
+def _find_status(error: BaseException) -> int | None:
+    """Return the HTTP status of the answer that caused an error; None without an answer."""
+    match error:
+        case LocalEntryNotFoundError():
+            return None
+        case HfHubHTTPError():
+            return error.response.status_code
+        case ConnectionError() | RuntimeError() if found := _XET_STATUS.search(str(error)):
+            return int(found[1])
+        case _:
+            return None
 
 
 class HubClient:
@@ -243,39 +259,56 @@ class HubClient:
             raise self._translate_error(where, error.__cause__ or error) from error
         except (HfHubHTTPError, TransportError, OSError) as error:
             raise self._translate_error(where, error) from error
-        except RuntimeError as error:  # the library wraps errors of uploads
+        except (RuntimeError, ValueError) as error:
+            # Those of an upload by Git LFS wrap its error. Those of hf_xet have no cause.
             raise self._translate_error(where, error.__cause__ or error) from error
 
     def _translate_error(self, where: str, error: BaseException) -> errors.MillraceError:
+        if (status := _find_status(error)) is not None:
+            return self._translate_status(where, error, status)
         match error:
-            case HfHubHTTPError():
-                return self._translate_status(where, error)
-            case TransportError() | ConnectionError() | LocalEntryNotFoundError():
+            case LocalEntryNotFoundError() | TransportError() | ConnectionError() | TimeoutError():
                 return self._make_unavailable_error(where, error)
+            case RuntimeError():  # of hf_xet: a task that was cancelled, or another of its faults
+                return self._make_unavailable_error(where, error)
+            # Errors of the disk have a number. Those of hf_xet, of the same classes, have none.
+            case PermissionError() if error.errno is None:
+                return self._make_denied_error(where)
+            case FileNotFoundError() if error.errno is None:
+                return errors.NotFoundError(f"There is no {where}.")
             case _:
                 return errors.MillraceError(f"{where}: {errors.format_error(error)}")
 
-    def _translate_status(self, where: str, error: HfHubHTTPError) -> errors.MillraceError:
-        match error.response.status_code:
+    def _translate_status(
+        self, where: str, error: BaseException, status: int
+    ) -> errors.MillraceError:
+        match status:
             case 401 | 403:
-                return errors.DeniedError(
-                    f"{where}: the Hub refuses this token. Give a token that may write this "
-                    "repository, or read it if nothing is written."
+                return self._make_denied_error(where)
+            case 404 if "/xet-write-token/" in str(error):
+                return errors.NotFoundError(
+                    f"{where}: this Hub does not accept uploads by Xet. Set HF_HUB_DISABLE_XET=1 "
+                    "in the environment, and try again."
                 )
             case 404:
                 return errors.NotFoundError(f"There is no {where}, or this token may not read it.")
             case 409 | 412:
                 return errors.ChangedError(f"{where}: another commit came first. Try again.")
-            case status if status == 429 or status >= 500:
+            case _ if status == 429 or status >= 500:
                 return self._make_unavailable_error(where, error)
             case _:
                 return errors.MillraceError(f"{where}: {errors.format_error(error)}")
+
+    def _make_denied_error(self, where: str) -> errors.DeniedError:
+        return errors.DeniedError(
+            f"{where}: the Hub refuses this token. Give a token that may write this "
+            "repository, or read it if nothing is written."
+        )
 
     def _make_unavailable_error(self, where: str, error: BaseException) -> errors.UnavailableError:
         spent = errors.UnavailableError(
             f"{where}: the Hub failed ({errors.format_error(error)}). Run it again later; nothing "
             "that was committed is lost."
         )
-        if isinstance(error, HfHubHTTPError):
-            spent.status = error.response.status_code
+        spent.status = _find_status(error)
         return spent
