@@ -1,5 +1,6 @@
 """Requests to a repository of the Hugging Face Hub, with retries, and errors of Millrace."""
 
+import math
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
 from millrace.checkpoints.destinations.spec import HubSpec
+from millrace.environment import read_variable
 
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
@@ -32,6 +34,20 @@ _MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,00
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 # hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
+# hf_xet repeats each request five times itself, by default after pauses of up to six minutes. The
+# client repeats a transfer that failed, so that these pauses only bridge short faults.
+_XET_LIMITS = {"HF_XET_CLIENT_CONNECT_TIMEOUT": "10s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "5s"}
+
+
+def _limit_xet_pauses() -> None:
+    """Set the limits of hf_xet in the environment of this process, unless they are set there.
+
+    The session of hf_xet, which huggingface_hub makes for the first transfer, reads them. The
+    library has no other way to limit them.
+    """
+    for name, value in _XET_LIMITS.items():
+        if read_variable(name) is None:
+            os.environ[name] = value
 
 
 def _find_status(error: BaseException) -> int | None:
@@ -59,6 +75,7 @@ class HubClient:
 
     def __init__(self, spec: HubSpec) -> None:
         self.spec = spec
+        _limit_xet_pauses()
         self._api = HfApi(
             endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"),
             token=spec.token.get_secret_value() if spec.token else None,
@@ -230,12 +247,16 @@ class HubClient:
         return time.monotonic() + self.spec.retry_timeout.total_seconds()
 
     def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
-        """Make a request to the Hub, with retries of transient errors and full jitter."""
-        deadline, pause = self.compute_deadline(), _FIRST_PAUSE
+        """Make a request to the Hub, with retries of transient errors and full jitter.
+
+        The time for retries begins with the first error, as a transfer may take hours.
+        """
+        deadline, pause = math.inf, _FIRST_PAUSE
         while True:
             try:
                 return self._call_once(key, call)
             except errors.UnavailableError:
+                deadline = min(deadline, self.compute_deadline())
                 wait = random.uniform(0, pause)
                 if time.monotonic() + wait > deadline:
                     raise

@@ -1,12 +1,14 @@
 """Errors and retries of the Hub's client, without a Hub."""
 
 import errno
+from datetime import timedelta
+from types import SimpleNamespace
 
 import hf_xet
 import pytest
 
 from millrace import errors
-from millrace.checkpoints.destinations import HubSpec
+from millrace.checkpoints.destinations import HubSpec, hub_client
 from millrace.checkpoints.destinations.hub_client import HubClient
 
 
@@ -75,3 +77,60 @@ def test_a_hub_without_xet_names_the_variable(client: HubClient) -> None:
     raised = ConnectionError(f"HTTP status client error (404 Not Found), domain: {route}")
     with pytest.raises(errors.NotFoundError, match="Set HF_HUB_DISABLE_XET=1"):
         client._call_once("model.bin", lambda: _raise(raised))
+
+
+def test_the_pauses_of_transfers_are_shortened_unless_the_environment_sets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pause, connect = "HF_XET_CLIENT_RETRY_MAX_DURATION", "HF_XET_CLIENT_CONNECT_TIMEOUT"
+    monkeypatch.setenv(connect, "7s")
+    monkeypatch.setenv(pause, "")  # counts as unset
+    HubClient(HubSpec(repo="person/repo"))
+    limits = hf_xet.XetConfig()  # as the library's own: of the environment
+    assert limits.get("client.retry_max_duration") == timedelta(seconds=5)
+    assert limits.get("client.connect_timeout") == timedelta(seconds=7)
+    monkeypatch.delenv(connect)
+    HubClient(HubSpec(repo="person/repo"))
+    assert hf_xet.XetConfig().get("client.connect_timeout") == timedelta(seconds=10)
+    monkeypatch.delenv(connect)
+
+
+def test_a_long_transfer_that_fails_once_is_repeated(
+    client: HubClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def transfer() -> str:
+        nonlocal now
+        begun.append(now)
+        now += 600
+        if len(begun) == 1:
+            raise ConnectionError("Network error: the connection broke")
+        return "done"
+
+    begun: list[float] = []
+    monkeypatch.setattr(hub_client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert client._call_with_retries("model.bin", transfer) == "done"
+    assert len(begun) == 2
+
+
+def test_a_request_is_repeated_for_no_longer_than_its_time(
+    client: HubClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def fail() -> None:
+        raise TimeoutError("Timeout: no answer")
+
+    monkeypatch.setattr(hub_client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    with pytest.raises(errors.UnavailableError):
+        client._call_with_retries("model.bin", fail)
+    assert 100 < now <= client.spec.retry_timeout.total_seconds()
