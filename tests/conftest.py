@@ -4,8 +4,11 @@ import signal
 import hypothesis
 import pytest
 
-# The stand-in of the Hub speaks Git LFS; the library would offer it Xet. Read when it is imported.
-os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# The library of the Hub reads this when it is imported. Its library of Xet reads its settings when
+# a process first moves bytes: two short retries, so that tests of faults are short.
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["HF_XET_CLIENT_RETRY_BASE_DELAY"] = "10ms"
+os.environ["HF_XET_CLIENT_RETRY_MAX_ATTEMPTS"] = "2"
 
 # A shell lets what it starts by `&` ignore SIGINT. The commands that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

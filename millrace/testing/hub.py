@@ -4,6 +4,11 @@ A process of its own, in memory, on 127.0.0.1. Model repositories with branches 
 (``parentCommit``), uploads by Git LFS (which it holds to their SHA-256), trees, downloads with
 ranges. Two tokens: one may write, the other only read. Source: the requests of the package
 ``huggingface_hub``, and "Hub API Endpoints" of the Hub's documentation.
+
+Xet, by which ``huggingface_hub`` moves large files if it may: this server gives out the tokens,
+and names a folder of the repository as the storage (``local://``). The package ``hf_xet`` of the
+client writes and reads that folder. A commit finds the file in the folder's shards, as the Hub's.
+Files that came by Xet can be read by Xet only: there is no bridge to Git LFS.
 """
 
 import argparse
@@ -14,6 +19,9 @@ import hashlib
 import itertools
 import json
 import re
+import struct
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -45,7 +53,8 @@ class HubServer:
     def start(cls, folder: Path) -> Self:
         """Start a server; it serves when this returns."""
         folder.mkdir(parents=True, exist_ok=True)
-        child = start_module("millrace.testing.hub", log=folder / "hub.log")
+        xet = folder / "xet"
+        child = start_module("millrace.testing.hub", str(xet), log=folder / "hub.log")
         return cls(child, child.read_announcement()["port"])
 
     def make_repo(self) -> str:
@@ -77,12 +86,16 @@ class HubServer:
         return self._ask("unfired", {})["count"]
 
     def count_uploads(self, repo: str) -> int:
-        """Return the number of files that a repository received by LFS."""
+        """Return the number of files that a repository received by LFS, or of uploads by Xet."""
         return self._ask("uploads", {"repo": repo})["count"]
 
     def flip(self, repo: str, path: str) -> None:
-        """Flip a bit of a file that is kept by LFS: what no client can do."""
+        """Flip a bit of a file that is kept by LFS or by Xet: what no client can do."""
         self._ask("flip", {"repo": repo, "path": path})
+
+    def move_xet(self, repo: str, url: str) -> None:
+        """Name another URL as a repository's storage of Xet. This server's own has no file."""
+        self._ask("move", {"repo": repo, "url": url})
 
     def commit_behind(self, repo: str) -> None:
         """Have somebody else commit right before the next commit."""
@@ -99,16 +112,66 @@ class HubServer:
 
 
 @dataclass(frozen=True)
+class _XetFile:
+    """A file in a storage of Xet.
+
+    Attributes:
+        digest: SHA-256 of its bytes.
+        name: Its name there: the root of a tree of hashes.
+        size: Its size in bytes.
+        xorbs: Names of the objects that hold its chunks.
+    """
+
+    digest: str
+    name: str
+    size: int
+    xorbs: tuple[str, ...]
+
+
+def _read_shard(shard: bytes) -> Iterator[_XetFile]:
+    """Yield the files that a shard describes. Source: "Shard Format" of Xet's specification.
+
+    A header of 48 bytes, and for each file rows of 48 bytes: the file, a row for each range of
+    chunks, as many again with digests of the ranges if a flag is set, and, by another flag, one
+    with the SHA-256. A row of ones ends the list.
+    """
+    rows = iter(struct.iter_unpack("<4QIIII", shard[48 : len(shard) // 48 * 48]))
+    for *words, flags, count, _, _ in rows:
+        if words == [2**64 - 1] * 4:
+            return
+        ranges = list(itertools.islice(rows, count))
+        if flags & 1 << 31:
+            list(itertools.islice(rows, count))
+        digest = next(rows)[:4] if flags & 1 << 30 else ()
+        yield _XetFile(
+            _format_hash(digest),
+            _format_hash(words),
+            sum(each[5] for each in ranges),
+            tuple(_format_hash(each[:4]) for each in ranges),
+        )
+
+
+def _format_hash(words: Iterable[int]) -> str:
+    return "".join(f"{word:016x}" for word in words)
+
+
+@dataclass(frozen=True)
 class _File:
     """A file of a commit.
 
     Attributes:
-        content: Its bytes, or those that LFS keeps for it.
+        content: Its bytes, or those that LFS keeps for it; none of a file of Xet.
         lfs: Their SHA-256, if it does.
+        xet: The file of Xet, if it is one.
     """
 
     content: bytes
     lfs: str | None = None
+    xet: _XetFile | None = None
+
+    @property
+    def size(self) -> int:
+        return self.xet.size if self.xet else len(self.content)
 
     @property
     def oid(self) -> str:
@@ -119,11 +182,13 @@ class _File:
         entry: dict[str, Any] = {
             "type": "file",
             "path": path,
-            "size": len(self.content),
+            "size": self.size,
             "oid": self.oid,
         }
         if self.lfs:
-            entry["lfs"] = {"oid": self.lfs, "size": len(self.content), "pointerSize": 134}
+            entry["lfs"] = {"oid": self.lfs, "size": self.size, "pointerSize": 134}
+        if self.xet:
+            entry["xetHash"] = self.xet.name
         return entry
 
 
@@ -136,6 +201,8 @@ class _Commit:
 @dataclass
 class _Repo:
     branches: dict[str, list[_Commit]]
+    xet: Path
+    xet_url: str
     kept: dict[str, bytes] = field(default_factory=dict)
     uploads: int = 0
     behind: bool = False
@@ -148,6 +215,13 @@ class _Repo:
                 if commit.sha == revision:
                     return commit
         raise _refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+
+    def find_xet(self, digest: str) -> _XetFile | None:
+        """Find a file in the storage of Xet by its SHA-256."""
+        files = itertools.chain.from_iterable(
+            _read_shard(shard.read_bytes()) for shard in self.xet.glob("xet/xorbs/shards/*.mdb")
+        )
+        return next((file for file in files if file.digest == digest), None)
 
     def commit(self, branch: str, files: dict[str, _File]) -> _Commit:
         commits = self.branches[branch]
@@ -176,6 +250,7 @@ class _Failing:
 
 @dataclass
 class _HubApplication:
+    xet: Path
     repos: dict[str, _Repo] = field(default_factory=dict)
     failing: list[_Failing] = field(default_factory=list)
 
@@ -194,6 +269,8 @@ class _HubApplication:
                 web.delete(f"/api/models/{repo}/branch/{{branch}}", self.delete_branch),
                 web.post(f"/{repo}.git/info/lfs/objects/batch", self.batch),
                 web.put(f"/lfs/{repo}/{{oid}}", self.upload),
+                web.get(f"/api/models/{repo}/xet-write-token/{{revision}}", self.write_by_xet),
+                web.get(f"/api/models/{repo}/xet-read-token/{{revision}}", self.read_by_xet),
                 web.get(f"/{repo}/resolve/{{revision}}/{{path:.*}}", self.resolve),
             ]
         )
@@ -281,6 +358,24 @@ class _HubApplication:
         repo.uploads += 1
         return web.Response()
 
+    async def write_by_xet(self, request: web.Request) -> web.Response:
+        repo = self._repo(request, write=True)
+        repo.uploads += 1
+        return self._name_xet(repo, 3600)
+
+    async def read_by_xet(self, request: web.Request) -> web.Response:
+        return self._name_xet(self._repo(request), 30)  # too short to be kept for the next file
+
+    def _name_xet(self, repo: _Repo, seconds: int) -> web.Response:
+        expiry = int(time.time()) + seconds
+        headers = {
+            "X-Xet-Cas-Url": repo.xet_url,
+            "X-Xet-Access-Token": "xet",
+            "X-Xet-Token-Expiration": str(expiry),
+        }
+        body = {"casUrl": repo.xet_url, "accessToken": "xet", "exp": expiry}
+        return web.json_response(body, headers=headers)
+
     async def commit(self, request: web.Request) -> web.Response:
         repo, branch = self._repo(request, write=True), unquote(request.match_info["revision"])
         lines = [json.loads(line) for line in (await request.read()).splitlines()]
@@ -298,9 +393,12 @@ class _HubApplication:
                 case "file":
                     files[value["path"]] = _File(base64.b64decode(value["content"]))
                 case "lfsFile":
-                    if value["oid"] not in repo.kept:
+                    if value["oid"] in repo.kept:
+                        files[value["path"]] = _File(repo.kept[value["oid"]], value["oid"])
+                    elif xet := repo.find_xet(value["oid"]):
+                        files[value["path"]] = _File(b"", value["oid"], xet)
+                    else:
                         raise _refused(400, "", f"LFS has no {value['oid']}")
-                    files[value["path"]] = _File(repo.kept[value["oid"]], value["oid"])
                 case "deletedFile":
                     if files.pop(value["path"], None) is None:
                         raise _refused(404, "EntryNotFound", f"There is no {value['path']}")
@@ -333,7 +431,14 @@ class _HubApplication:
             raise _refused(404, "EntryNotFound", f"{path} does not exist on this revision")
         headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
         if file.lfs:
-            headers |= {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(len(file.content))}
+            headers |= {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(file.size)}
+        if file.xet:
+            name = f"{request.match_info['owner']}/{request.match_info['name']}"
+            route = f"http://{request.host}/api/models/{name}/xet-read-token/{commit.sha}"
+            headers |= {"X-Xet-Hash": file.xet.name, "X-Xet-Refresh-Route": route}
+            if request.method != "HEAD":
+                raise _refused(400, "", "This file can be read by Xet only")
+            return web.Response(headers=headers)
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if span is None:
             return web.Response(body=file.content, headers=headers)
@@ -349,7 +454,10 @@ class _HubApplication:
         match request.match_info["verb"]:
             case "repo":
                 first = _Commit("0" * 40, {".gitattributes": _File(b"*.safetensors filter=lfs\n")})
-                self.repos[body["name"]] = _Repo({"main": [first]})
+                folder = self.xet / body["name"]
+                folder.mkdir(parents=True)
+                url = f"local://{folder}"
+                self.repos[body["name"]] = _Repo({"main": [first]}, folder, url)
             case "fail":
                 self.failing = [one for one in self.failing if one.count and body["count"]]
                 self.failing.append(_Failing(**body))
@@ -363,10 +471,17 @@ class _HubApplication:
             case "unfired":
                 return web.json_response({"count": sum(one.count for one in self.failing)})
             case "flip":
-                files = self.repos[body["repo"]].at("main").files
+                repo = self.repos[body["repo"]]
+                files = repo.at("main").files
                 file = files[body["path"]]
-                damaged = bytes([file.content[0] ^ 1]) + file.content[1:]
-                files[body["path"]] = _File(damaged, file.lfs)
+                if file.xet:
+                    xorb = repo.xet / f"xet/xorbs/xorbs/default.{file.xet.xorbs[0]}"
+                    xorb.chmod(0o644)
+                    xorb.write_bytes(_flip_bit(xorb.read_bytes(), 1000))
+                else:
+                    files[body["path"]] = _File(_flip_bit(file.content, 0), file.lfs)
+            case "move":
+                self.repos[body["repo"]].xet_url = body["url"]
             case "behind":
                 self.repos[body["repo"]].behind = True
             case verb:
@@ -374,12 +489,16 @@ class _HubApplication:
         return web.json_response({})
 
 
+def _flip_bit(body: bytes, index: int) -> bytes:
+    return body[:index] + bytes([body[index] ^ 1]) + body[index + 1 :]
+
+
 def _by_lfs(path: str, size: int) -> bool:
     return path.endswith((".safetensors", ".bin")) or size >= LFS_FROM
 
 
-async def _serve() -> None:
-    runner = web.AppRunner(_HubApplication().application(), access_log=None)
+async def _serve(xet: Path) -> None:
+    runner = web.AppRunner(_HubApplication(xet).application(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -389,9 +508,10 @@ async def _serve() -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("xet", type=Path, help="Folder for the storages of Xet.")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve())
+        asyncio.run(_serve(parser.parse_args().xet))
 
 
 if __name__ == "__main__":

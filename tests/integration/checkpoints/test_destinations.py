@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 from pydantic import SecretStr
 
@@ -20,7 +20,6 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     StoreDestination,
-    VerifyDepth,
     contents,
     copy_checkpoint,
     load,
@@ -61,9 +60,10 @@ def hub_spec(hub: HubServer, repo: str, **more: object) -> HubSpec:
     return spec.model_copy(update=more)
 
 
-@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs", "hub"])
-def place(request: pytest.FixtureRequest) -> Place:
-    if request.param == "hub":
+@pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs", "hub", "hub by LFS"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param.startswith("hub"):
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", request.param == "hub by LFS")
         hub: HubServer = request.getfixturevalue("hub")
         repo = hub.make_repo()
         return Place(open_destination(hub_spec(hub, repo)), lambda key: hub.flip(repo, key))
@@ -353,16 +353,34 @@ def test_a_commit_of_somebody_else_is_not_undone(hub: HubServer, repo: str, sour
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["failed", "lost"])
-@pytest.mark.parametrize("what", ["/api/.*/commit/.*", "/lfs/.*", "/api/.*/tree/.*", ".*/batch"])
+@pytest.mark.parametrize(
+    ("what", "lfs"),
+    [
+        ("/api/.*/commit/.*", False),
+        ("/api/.*/tree/.*", False),
+        (".*/xet-write-token/.*", False),
+        (".*/xet-read-token/.*", False),
+        ("/lfs/.*", True),
+        (".*/batch", True),
+    ],
+)
 def test_faults_that_pass_are_got_over(
-    hub: HubServer, repo: str, source: Source, what: str, *, after: bool
+    hub: HubServer,
+    repo: str,
+    source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    *,
+    after: bool,
+    lfs: bool,
 ) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", lfs)
     before = hub.count_commits(repo)
     hub.fail_next(1 if after else 2, 503, what, after=after)
     found = copy_checkpoint(source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB)
     assert hub.count_commits(repo) == before + 1
+    assert open_destination(hub_spec(hub, repo)).verify(found) == {}
     assert hub.count_unfired() == 0
-    assert open_destination(hub_spec(hub, repo)).verify(found, check=VerifyDepth.SIZES) == {}
 
 
 @pytest.mark.parametrize(
@@ -387,6 +405,31 @@ def test_a_probe_of_the_hub_tells_refusals_apart(
     found = probe(HubDestination(spec), JOB, timeout=SHORT)
     assert found.verdict is verdict, found.reason
     assert hub.list_branches(repo) == ["main"]
+    assert hub.count_commits(repo) == 1
+
+
+def test_bytes_of_a_file_that_the_hub_lost_are_reported_as_damage(
+    hub: HubServer, repo: str, source: Source
+) -> None:
+    saved, there = source.save(1), open_destination(hub_spec(hub, repo))
+    found = copy_checkpoint(source.here, saved, there, JOB)
+    hub.move_xet(repo, hub.endpoint)
+    damage = there.verify(found)
+    assert list(damage) == [part.digest for part in found.parts]
+    assert all(reason.endswith("is missing.") for reason in damage.values())
+
+
+def test_a_storage_of_the_hub_that_does_not_answer_is_unreachable(
+    hub: HubServer, repo: str, source: Source
+) -> None:
+    (port,) = find_free_ports(1)
+    hub.move_xet(repo, f"http://127.0.0.1:{port}")
+    spec = hub_spec(hub, repo, retry_timeout=SHORT)
+    found = probe(HubDestination(spec), JOB, timeout=SHORT)
+    assert found.verdict is ProbeVerdict.UNREACHABLE, found.reason
+    assert hub.list_branches(repo) == ["main"]
+    with pytest.raises(errors.UnavailableError):
+        copy_checkpoint(source.here, source.save(1), open_destination(spec), JOB)
     assert hub.count_commits(repo) == 1
 
 
