@@ -51,8 +51,16 @@ _METADATA = "/latest/api/token"  # of http://169.254.169.254
 _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delete)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET|Get)")
-_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch"}
-"""Codes of refused writes whose bytes have changed on their way to the store."""
+_TRANSIENT = {
+    "BadDigest",  # the bytes have changed on their way to the store
+    "XAmzContentSHA256Mismatch",
+    "IncompleteBody",  # the bytes have not arrived, or not in time
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "PriorRequestNotComplete",
+    "OperationAborted",  # by another request for the same object
+}
+"""Codes of refusals with a status of 4xx after which the same request can succeed."""
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
 """Codes of refused reads of archived objects, and of objects with customer keys (SSE-C)."""
 _REFUSALS = {
@@ -236,6 +244,8 @@ def _translate_final_error(
         return known
     status = _parse_status(error)
     match error:
+        case _ if _find_code(error) in _TRANSIENT:
+            status = None
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} already exists.")
         case FileNotFoundError() | NotADirectoryError():
@@ -322,7 +332,7 @@ def _translate_status(
             )
         case 401 | 403:
             return _make_denied_error(where, error, store)
-        case _ if 400 <= status < 500 and not (status in _RETRIED_4XX or _is_damaged(error)):
+        case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
             return errors.MillraceError(
                 f"{where}: the store refused the request: {errors.format_error(error)}"
             )
@@ -330,22 +340,20 @@ def _translate_status(
             return None
 
 
+def _find_code(error: BaseException) -> str:
+    """Return the code of S3 in the body of an answer; empty if there is none."""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
+
+
 def _is_unreadable(error: BaseException) -> bool:
     """Decide whether a read was refused because of the object, not of the credentials."""
-    code = _CODE.search(str(error))
-    return bool(code) and code[1] in _UNREADABLE and bool(_READS.search(str(error)))
-
-
-def _is_damaged(error: BaseException) -> bool:
-    """Decide whether the store has found a body that differs from its checksum."""
-    code = _CODE.search(str(error))
-    return bool(code) and code[1] in _DAMAGED
+    return _find_code(error) in _UNREADABLE and bool(_READS.search(str(error)))
 
 
 def _make_denied_error(where: str, error: BaseException, store: Store) -> errors.DeniedError:
     """Return the error for refused credentials, with the reason if one can be found."""
-    code = _CODE.search(str(error))
-    why = _REFUSALS.get(code[1], "") if code else ""
+    why = _REFUSALS.get(_find_code(error), "")
     if not why and _WRITES.search(str(error)) and _can_list(store):
         why = "They may list this bucket, but not write here: give them that right."
     refused = errors.DeniedError(
