@@ -50,7 +50,8 @@ _SYSTEM = re.compile(r'\b(?:message|error): "([^"]+)"')
 _METADATA = "/latest/api/token"  # of http://169.254.169.254
 _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delete)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-_READS = re.compile(r"Error performing (GET|Get)")
+_READS = re.compile(r"Error performing (GET [^\s?]+ |Get)")  # a listing has a query
+_KEY_LENGTH = re.compile(r"Credential access key has length (\d+), should be (\d+)")  # of R2
 _TRANSIENT = {
     "BadDigest",  # the bytes have changed on their way to the store
     "XAmzContentSHA256Mismatch",
@@ -196,10 +197,11 @@ def call_boto3(
             return call(chosen_client)
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-            code = error.response.get("Error", {}).get("Code", "")
+            answer = error.response.get("Error", {})
+            code, message = answer.get("Code", ""), answer.get("Message", "")
             raise GenericError(
                 f"Error performing {error.operation_name} - Server returned non-2xx status code: "
-                f"{status}: <Code>{code}</Code>"
+                f"{status}: <Code>{code}</Code><Message>{message}</Message>"
             ) from error
         except BotoCoreError as error:
             system = _ERRNO.search(str(error.kwargs.get("error", "")))
@@ -330,7 +332,7 @@ def _translate_status(
                 f"{where} cannot be read: the object is archived, or encrypted with another key. "
                 "Delete the object, or write it again."
             )
-        case 401 | 403:
+        case _ if status in {401, 403} or _KEY_LENGTH.search(str(error)):
             return _make_denied_error(where, error, store)
         case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
             return errors.MillraceError(
@@ -348,12 +350,19 @@ def _find_code(error: BaseException) -> str:
 
 def _is_unreadable(error: BaseException) -> bool:
     """Decide whether a read was refused because of the object, not of the credentials."""
-    return _find_code(error) in _UNREADABLE and bool(_READS.search(str(error)))
+    said = str(error)
+    is_read = bool(_READS.search(said)) and not _KEY_LENGTH.search(said)
+    return is_read and _find_code(error) in _UNREADABLE
 
 
 def _make_denied_error(where: str, error: BaseException, store: Store) -> errors.DeniedError:
     """Return the error for refused credentials, with the reason if one can be found."""
     why = _REFUSALS.get(_find_code(error), "")
+    if length := _KEY_LENGTH.search(str(error)):
+        why = (
+            f"The access key id has {length[1]} characters, and must have {length[2]}. Check that "
+            "the id and the secret are not swapped, and that they are of a key of this store."
+        )
     if not why and _WRITES.search(str(error)) and _can_list(store):
         why = "They may list this bucket, but not write here: give them that right."
     refused = errors.DeniedError(

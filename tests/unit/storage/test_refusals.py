@@ -1,11 +1,12 @@
 """Each refusal of a store is tried again, or is named at once with what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 
-from millrace.storage import create, delete_one, put
+from millrace import errors
+from millrace.storage import Store, create, delete_one, list_objects, put, read
 from tests.support.s3 import Refusal, S3Endpoint, serve_s3
 
 LARGE = bytes(300 * 1024)  # which this package sends itself
@@ -43,3 +44,34 @@ def test_a_refusal_that_passes_is_tried_again(
     delete_one(endpoint.open(), "a")
     assert list(endpoint.objects) == ["b"]
     assert not any(refusal.times for refusal in endpoint.refusals)
+
+
+VERBS: dict[str, Callable[[Store], object]] = {
+    "list": lambda store: list(list_objects(store)),
+    "list exactly": lambda store: list(list_objects(store, exact=True)),
+    "read": lambda store: read(store, "a"),
+    "put": lambda store: put(store, "a", b"small"),
+    "put a large body": lambda store: put(store, "a", LARGE),
+    "create": lambda store: create(store, "a", b"small"),
+    "delete": lambda store: delete_one(store, "a"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_key_id_of_another_length_is_named(endpoint: S3Endpoint, verb: str) -> None:
+    message = "Credential access key has length 20, should be 32"
+    endpoint.refusals = [Refusal("", 400, "InvalidArgument", message, times=100)]
+    with pytest.raises(errors.DeniedError, match="has 20 characters, and must have 32") as refused:
+        VERBS[verb](endpoint.open())
+    assert "swapped" in refused.value.reason
+    assert len(endpoint.requests) == 1
+
+
+def test_an_object_that_cannot_be_read_is_still_named(endpoint: S3Endpoint) -> None:
+    endpoint.refusals = [Refusal("GET", 403, "InvalidObjectState")]
+    with pytest.raises(errors.CorruptError, match="archived"):
+        read(endpoint.open(), "a")
+    endpoint.refusals = [Refusal("GET", 400, "InvalidArgument")]
+    with pytest.raises(errors.MillraceError, match="refused the request") as refused:
+        list(list_objects(endpoint.open()))
+    assert not isinstance(refused.value, errors.CorruptError)
