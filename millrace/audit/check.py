@@ -11,7 +11,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
     """Check that credentials have a right, and leave no object.
 
     For reading, one page is listed. For writing, an empty object is also created under a unique
-    name, described and deleted.
+    name, described, created again (which the store must refuse) and deleted.
 
     Args:
         store: Store, opened with the credentials.
@@ -20,6 +20,7 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
 
     Raises:
         DeniedError: The credentials lack the right. The message names the refused request.
+        ConfigurationError: The store does not support create-if-absent.
         NotFoundError: There is no such bucket.
         UnavailableError: The store does not answer.
     """
@@ -46,12 +47,26 @@ def _check_write(store: Store, scope: str) -> None:
         head(store, probe)
     except errors.DeniedError as error:
         raise _make_denied_error(store, scope, "read objects", error.reason) from error
+    else:
+        _check_create_once(store, probe)
     finally:
         failures = delete(store, [probe])
     if failures:
         raise _make_denied_error(
             store, scope, f"delete objects ({store.make_url(probe)} remains: delete it by hand)"
         )
+
+
+def _check_create_once(store: Store, key: str) -> None:
+    """Check that the store refuses to create an object that exists."""
+    try:
+        create(store, key, b"")
+    except errors.ExistsError:
+        return
+    raise errors.ConfigurationError(
+        f"{store.url}: the store ignores create-if-absent (PUT with If-None-Match), which Millrace "
+        "needs: two machines could replace each other's objects. Use another store."
+    )
 
 
 def _make_denied_error(

@@ -334,7 +334,7 @@ def _translate_status(
             )
         case _ if status in {401, 403} or _KEY_LENGTH.search(str(error)):
             return _make_denied_error(where, error, store)
-        case _ if 400 <= status < 500 and status not in _RETRIED_4XX:
+        case _ if (400 <= status < 500 or status == 501) and status not in _RETRIED_4XX:
             return errors.MillraceError(
                 f"{where}: the store refused the request: {errors.format_error(error)}"
             )

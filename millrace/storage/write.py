@@ -71,6 +71,7 @@ def create(
             store, it also decides while the body is sent.
 
     Raises:
+        ConfigurationError: The store does not support create-if-absent.
         ExistsError: There is an object. If an answer was lost, an earlier try of this call may have
             written the object. `millrace.records.commit_once` compares the content.
         DeniedError: The credentials may not write here.
@@ -90,6 +91,14 @@ def create(
         except AlreadyExistsError as error:
             if "status code: 409" in str(error):
                 _confirm_exists(store, key)
+            raise
+        except GenericError as error:
+            if "status code: 501" in str(error):
+                raise errors.ConfigurationError(
+                    f"{store.make_url(key)}: the store does not support create-if-absent (PUT with "
+                    "If-None-Match), which Millrace needs. Use another store. "
+                    f"({errors.format_error(error)})"
+                ) from error
             raise
 
     try:

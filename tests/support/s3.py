@@ -97,9 +97,11 @@ class S3Endpoint:
                 self.objects[key] = request.body
                 return 200, b""
             case "POST" | "DELETE":
-                for deleted in re.findall(rb"<Key>(.*?)</Key>", request.body) or [key.encode()]:
-                    self.objects.pop(deleted.decode(), None)
-                return 200, b"<DeleteResult/>"
+                keys = re.findall("<Key>(.*?)</Key>", request.body.decode()) or [key]
+                for deleted in keys:
+                    self.objects.pop(deleted, None)
+                answers = (f"<Deleted><Key>{deleted}</Key></Deleted>" for deleted in keys)
+                return 200, f"<DeleteResult>{''.join(answers)}</DeleteResult>".encode()
             case _ if "list-type=2" in parts.query:
                 return 200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
             case _:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.audit import AuditedRole, AuditSettings, audit
-from millrace.storage import Credentials, StoreSpec
+from millrace import errors
+from millrace.audit import AuditedRole, AuditSettings, audit, check_access
+from millrace.storage import Credentials, Right, StoreSpec
 from tests.support.s3 import Refusal, S3Endpoint, serve_s3
 
 
@@ -13,6 +14,20 @@ from tests.support.s3 import Refusal, S3Endpoint, serve_s3
 def endpoint() -> Iterator[S3Endpoint]:
     with serve_s3() as endpoint:
         yield endpoint
+
+
+def test_a_right_is_checked(endpoint: S3Endpoint) -> None:
+    check_access(endpoint.open(), Right.WRITE, "ds")
+    assert endpoint.objects == {}
+    methods = [request.method for request in endpoint.requests]
+    assert methods == ["GET", "PUT", "HEAD", "PUT", "POST"]
+
+
+def test_a_store_that_ignores_create_if_absent_is_refused(endpoint: S3Endpoint) -> None:
+    endpoint.has_create = False
+    with pytest.raises(errors.ConfigurationError, match="ignores create-if-absent"):
+        check_access(endpoint.open(), Right.WRITE, "ds")
+    assert endpoint.objects == {}
 
 
 def test_a_key_id_of_another_length_is_a_refusal_of_all_operations(endpoint: S3Endpoint) -> None:

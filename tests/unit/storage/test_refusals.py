@@ -75,3 +75,16 @@ def test_an_object_that_cannot_be_read_is_still_named(endpoint: S3Endpoint) -> N
     with pytest.raises(errors.MillraceError, match="refused the request") as refused:
         list(list_objects(endpoint.open()))
     assert not isinstance(refused.value, errors.CorruptError)
+
+
+@pytest.mark.parametrize("body", [b"small", LARGE], ids=["small", "large"])
+def test_a_store_without_create_if_absent_is_named_at_once(
+    endpoint: S3Endpoint, body: bytes
+) -> None:
+    endpoint.refusals = [Refusal("PUT", 501, "NotImplemented", times=100)]
+    with pytest.raises(errors.ConfigurationError, match="create-if-absent"):
+        create(endpoint.open(retry_timeout=BUDGET), "a", body)
+    assert len(endpoint.requests) == 1
+    with pytest.raises(errors.MillraceError, match="refused the request"):
+        put(endpoint.open(retry_timeout=BUDGET), "a", body)
+    assert len(endpoint.requests) == 2
