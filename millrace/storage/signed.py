@@ -269,13 +269,14 @@ def _send_request(
 ) -> "BaseHTTPResponse":
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
-    endpoint = _get_endpoint(store)
-    path = quote(f"/{store.location.bucket}/{make_full_key(store, key)}", safe="/-_.~")
-    headers = {**headers, "host": urlsplit(endpoint).netloc}
+    endpoint = urlsplit(_get_endpoint(store))
+    name = quote(f"/{store.location.bucket}/{make_full_key(store, key)}", safe="/-_.~")
+    path = endpoint.path + name
+    headers = {**headers, "host": endpoint.netloc}
     try:
         return _make_pool(str(store.spec.ca_file) if store.spec.ca_file else None).request(
             method,
-            f"{endpoint}{path}",
+            f"{endpoint.scheme}://{endpoint.netloc}{path}",
             body=body,  # pyright: ignore[reportArgumentType] - urllib3 accepts any buffer
             headers={**_sign_headers(method, headers, path, store), "user-agent": "millrace"},
             retries=False,
