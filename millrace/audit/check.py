@@ -1,10 +1,14 @@
 """Check that credentials have a right, before a run depends on the right."""
 
 import secrets
+from contextlib import suppress
+from datetime import timedelta
 
 from millrace import errors
 from millrace.keys.probes import make_write_probe_key
 from millrace.storage import Right, Store, create, delete, head, list_objects
+
+_CLEANUP_TIMEOUT = timedelta(seconds=10)  # for the deletion after an error
 
 
 def check_access(store: Store, right: Right, scope: str = "") -> None:
@@ -40,21 +44,29 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
 def _check_write(store: Store, scope: str) -> None:
     probe = make_write_probe_key(scope, secrets.token_hex(8))
     try:
-        create(store, probe, b"")
+        _try_writes(store, scope, probe)
+    except BaseException:
+        # A create without an answer may have stored the object.
+        delete(store.with_retry_timeout(_CLEANUP_TIMEOUT), [probe])
+        raise
+    if delete(store, [probe]):
+        raise _make_denied_error(
+            store, scope, f"delete objects ({store.make_url(probe)} remains: delete it by hand)"
+        )
+
+
+def _try_writes(store: Store, scope: str, probe: str) -> None:
+    try:
+        # If the object exists, an earlier try has created it, and its answer was lost.
+        with suppress(errors.ExistsError):
+            create(store, probe, b"")
     except errors.DeniedError as error:
         raise _make_denied_error(store, scope, "create objects", error.reason) from error
     try:
         head(store, probe)
     except errors.DeniedError as error:
         raise _make_denied_error(store, scope, "read objects", error.reason) from error
-    else:
-        _check_create_once(store, probe)
-    finally:
-        failures = delete(store, [probe])
-    if failures:
-        raise _make_denied_error(
-            store, scope, f"delete objects ({store.make_url(probe)} remains: delete it by hand)"
-        )
+    _check_create_once(store, probe)
 
 
 def _check_create_once(store: Store, key: str) -> None:

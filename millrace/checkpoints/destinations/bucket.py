@@ -48,7 +48,9 @@ class StoreDestination:
         with mark_read_only():
             try:
                 began = time.monotonic()
-                create(store, key, body)
+                # If the object exists, an earlier try has created it, and its answer was lost.
+                with suppress(errors.ExistsError):
+                    create(store, key, body)
                 rate = len(body) / max(time.monotonic() - began, 1e-6)
                 check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
                 put(store, key, other)

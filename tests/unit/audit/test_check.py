@@ -1,11 +1,13 @@
 """A check of credentials survives a lost answer, leaves no object, and refuses unsafe stores."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
 from millrace import errors
 from millrace.audit import AuditedRole, AuditSettings, audit, check_access
+from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.storage import Credentials, Right, StoreSpec
 from tests.support.s3 import Refusal, S3Endpoint, serve_s3
 
@@ -27,6 +29,28 @@ def test_a_store_that_ignores_create_if_absent_is_refused(endpoint: S3Endpoint) 
     endpoint.has_create = False
     with pytest.raises(errors.ConfigurationError, match="ignores create-if-absent"):
         check_access(endpoint.open(), Right.WRITE, "ds")
+    assert endpoint.objects == {}
+
+
+def test_a_lost_answer_to_a_create_is_no_refusal(endpoint: S3Endpoint) -> None:
+    endpoint.lost = 1
+    check_access(endpoint.open(), Right.WRITE, "ds")
+    assert endpoint.lost == 0
+    assert endpoint.objects == {}
+
+
+def test_a_lost_answer_to_a_trial_save_is_no_refusal(endpoint: S3Endpoint) -> None:
+    endpoint.lost = 1
+    assert StoreDestination(endpoint.open()).try_save("job", timeout=timedelta(minutes=1)) > 0
+    assert endpoint.lost == 0
+    assert endpoint.objects == {}
+
+
+def test_no_object_remains_if_the_store_stops_answering(endpoint: S3Endpoint) -> None:
+    endpoint.lost, endpoint.refusals = 1, [Refusal("PUT", 500, "InternalError", times=1000)]
+    with pytest.raises(errors.UnavailableError):
+        check_access(endpoint.open(retry_timeout=timedelta(seconds=1)), Right.WRITE, "ds")
+    assert endpoint.lost == 0
     assert endpoint.objects == {}
 
 
