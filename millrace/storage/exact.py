@@ -86,6 +86,8 @@ class ExactListing:
         """
         page = ET.fromstring(body)  # noqa: S314 - as botocore itself does
         space = page.tag.rpartition("}")[0] + "}" if "}" in page.tag else ""
+        if page.tag != f"{space}ListBucketResult":
+            raise ValueError(f"the answer is a <{page.tag[:100]}>, not a <ListBucketResult>")
         encoded = page.findtext(f"{space}EncodingType") == "url"
         decode: Callable[[str], str] = unquote_plus if encoded else str
         objects = [self._parse_stat(item, space, decode) for item in page.iter(f"{space}Contents")]
@@ -94,11 +96,10 @@ class ExactListing:
             for item in page.iter(f"{space}CommonPrefixes")
         ]
         is_last = page.findtext(f"{space}IsTruncated") != "true"
-        return (
-            objects,
-            folders,
-            "" if is_last else page.findtext(f"{space}NextContinuationToken") or "",
-        )
+        token = "" if is_last else page.findtext(f"{space}NextContinuationToken") or ""
+        if not (is_last or token):
+            raise ValueError("the page is not the last one, but has no token of the next page")
+        return objects, folders, token
 
     def _parse_stat(self, item: "ET.Element", space: str, decode: Callable[[str], str]) -> Stat:
         found = {child.tag.removeprefix(space): child.text or "" for child in item}

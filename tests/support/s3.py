@@ -24,6 +24,7 @@ class Refusal:
         code: Code in the body of the answer.
         message: Message in the body of the answer.
         times: Number of requests that are still to be refused.
+        body: Body of the answer; by default an error with the code and the message.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Refusal:
     code: str
     message: str = ""
     times: int = 1
+    body: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class S3Endpoint:
         for refusal in self.refusals:
             if refusal.times and refusal.method in {"", request.method}:
                 refusal.times -= 1
-                return refusal.status, _make_error(refusal.code, refusal.message)
+                body = refusal.body or _make_error(refusal.code, refusal.message)
+                return refusal.status, body
         return self._do(request)
 
     def _do(self, request: Request) -> tuple[int, bytes]:

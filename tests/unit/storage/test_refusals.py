@@ -88,3 +88,19 @@ def test_a_store_without_create_if_absent_is_named_at_once(
     with pytest.raises(errors.MillraceError, match="refused the request"):
         put(endpoint.open(retry_timeout=BUDGET), "a", body)
     assert len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html><body>Log in.</body></html>",
+        b"<Error><Code>SlowDown</Code></Error>",
+        b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>",  # without a token
+    ],
+)
+def test_an_answer_that_is_no_page_of_a_listing_is_requested_again(
+    endpoint: S3Endpoint, body: bytes
+) -> None:
+    endpoint.refusals = [Refusal("GET", 200, "", body=body)]
+    assert list(list_objects(endpoint.open(), exact=True)) == []
+    assert len(endpoint.requests) == 2
