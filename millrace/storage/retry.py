@@ -276,11 +276,13 @@ def _translate_final_error(
 def _translate_backend_error(
     error: BaseException, store: Store, where: str
 ) -> errors.MillraceError | None:
-    """Return the error of a full disk or of missing credentials; None for other errors."""
+    """Return the error of a full disk, missing credentials or a wrong region; None for others."""
     if store.location.backend is Backend.FILE:
         full = _parse_errno(error) in {errno.ENOSPC, errno.EDQUOT}
         return _make_no_space_error(store, where, error) if full else None
-    return _translate_missing_credentials(error, store) if store.is_s3_compatible else None
+    if not store.is_s3_compatible:
+        return None
+    return _translate_missing_credentials(error, store) or _translate_redirect(error, store)
 
 
 def _translate_range(error: BaseException, where: str) -> errors.MillraceError | None:
@@ -399,6 +401,19 @@ def _translate_missing_credentials(error: BaseException, store: Store) -> errors
     return errors.DeniedError(
         f"{store.url}: there are no credentials for this store. Set AWS_ACCESS_KEY_ID and "
         "AWS_SECRET_ACCESS_KEY, or write `credentials` beside its URL. (~/.aws is not read.)"
+    )
+
+
+def _translate_redirect(error: BaseException, store: Store) -> errors.ConfigurationError | None:
+    """Return the error of a redirect to another region; None for other errors.
+
+    obstore describes such an answer of S3 without its status.
+    """
+    if _parse_status(error) != 301 and "Received redirect without LOCATION" not in str(error):
+        return None
+    return errors.ConfigurationError(
+        f"{store.url}: the bucket is in another region than {store.region or 'us-east-1'}, or has "
+        "another endpoint. Correct `region` (or AWS_REGION), or `endpoint`."
     )
 
 

@@ -90,6 +90,14 @@ def test_a_store_without_create_if_absent_is_named_at_once(
     assert len(endpoint.requests) == 2
 
 
+@pytest.mark.parametrize("verb", ["list", "read", "put", "put a large body", "create"])
+def test_a_wrong_region_is_named_at_once(endpoint: S3Endpoint, verb: str) -> None:
+    endpoint.refusals = [Refusal("", 301, "PermanentRedirect", times=100)]
+    with pytest.raises(errors.ConfigurationError, match="another region than us-east-1"):
+        VERBS[verb](endpoint.open(retry_timeout=BUDGET))
+    assert len(endpoint.requests) == 1
+
+
 @pytest.mark.parametrize(
     "body",
     [
