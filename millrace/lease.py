@@ -203,12 +203,13 @@ def acquire(
         The lease, or the other holder of the lease.
 
     Raises:
-        ConfigurationError: The time is too short for heartbeats.
+        ConfigurationError: The time is too short for heartbeats, or longer than `MAX_TTL`.
     """
-    if ttl < MIN_TTL:
+    if not MIN_TTL <= ttl <= MAX_TTL:
+        word, limit = ("least", MIN_TTL) if ttl < MIN_TTL else ("most", MAX_TTL)
         raise errors.ConfigurationError(
-            f"The lease {keys.prefix} cannot last {ttl.total_seconds():g} s: choose at least "
-            f"{MIN_TTL.total_seconds():g} s."
+            f"The lease {keys.prefix} cannot last {ttl.total_seconds():g} s: choose at {word} "
+            f"{limit.total_seconds():g} s."
         )
     number, held = _find_current(store, keys, clock)
     if held is not None:

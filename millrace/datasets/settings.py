@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.datasets.sources import SourceSettings
+from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
 from millrace.threads import count_processors
@@ -76,7 +77,8 @@ class ExecutionSettings(BaseModel):
     )
     lease_timeout: Duration = Field(
         default=timedelta(seconds=30),
-        ge=timedelta(seconds=3),
+        ge=MIN_TTL,
+        le=MAX_TTL,
         description="Time without a heartbeat after which another machine takes over a partition.",
     )
     max_quarantined: float = Field(

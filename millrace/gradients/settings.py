@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
@@ -289,7 +290,8 @@ class AggregationOptions(BaseModel):
     lease: Duration = Field(
         title="Lease timeout",
         default=timedelta(minutes=1),
-        ge=timedelta(seconds=3),
+        ge=MIN_TTL,
+        le=MAX_TTL,
         description="Time without a heartbeat after which another aggregator takes over.",
     )
     threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")

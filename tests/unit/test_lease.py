@@ -10,10 +10,15 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from pydantic import ValidationError
 
 from millrace import errors
+from millrace.checkpoints import MemberSettings
+from millrace.datasets.settings import ExecutionSettings
+from millrace.gradients.settings import AggregationOptions
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import (
+    MAX_TTL,
     MIN_TTL,
     Census,
     Heartbeat,
@@ -144,6 +149,25 @@ def test_the_clock_is_the_stores(store):
 def test_a_time_too_short_for_heartbeats_is_refused(store, clock):
     with pytest.raises(errors.ConfigurationError, match="choose at least 3 s"):
         acquire(store, KEYS, Holder.describe_this_process(), timedelta(seconds=1), clock)
+
+
+def test_a_time_longer_than_any_lease_is_refused(store, clock):
+    """Between the heartbeats of a lease of 4 h, its holder would look dead."""
+    with pytest.raises(errors.ConfigurationError, match="choose at most 3600 s"):
+        acquire(store, KEYS, Holder.describe_this_process(), timedelta(hours=4), clock)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(ExecutionSettings, "lease_timeout"), (AggregationOptions, "lease"), (MemberSettings, "ttl")],
+)
+def test_settings_refuse_a_time_longer_than_any_lease(settings, name):
+    source = {"url": "memory://x", "job": "job"}
+    others = {"store": {"url": "memory://x"}, "job": "job", "epoch": 0, "source": source}
+    values = {key: value for key, value in others.items() if key in settings.model_fields}
+    assert getattr(settings.model_validate(values | {name: "1h"}), name) == MAX_TTL
+    with pytest.raises(ValidationError, match="less than or equal to 1 hour"):
+        settings.model_validate(values | {name: "4h"})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings
+from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.settings import Duration
@@ -58,6 +59,8 @@ class MemberSettings(BaseModel):
     )
     ttl: Duration = Field(
         default=timedelta(seconds=30),
+        ge=MIN_TTL,
+        le=MAX_TTL,
         description="Time without a heartbeat after which a member is taken for dead.",
     )
     seed: int | None = Field(

@@ -26,7 +26,8 @@ class Membership:
         store: Store that the member writes to.
         job: Name of the job.
         member: Name of the member, unique in the job, and the same after a restart.
-        ttl: Time without a heartbeat after which a member counts as dead; at least 3 seconds.
+        ttl: Time without a heartbeat after which a member counts as dead; at least 3 seconds, at
+            most 1 hour.
         reads: Store that can read the whole job, for a confined member: the credentials of
             ``store`` allow only the member's own prefixes. Then the owner of the job commits
             rosters, checkpoints and epochs (`millrace.checkpoints.watch_epoch_end`). By default
