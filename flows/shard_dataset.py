@@ -12,6 +12,7 @@ from millrace.datasets import (
     ShardReport,
     SourceLocation,
 )
+from millrace.datasets.sources import is_web_url
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Right
 from tasks.forms import draw_form
@@ -59,7 +60,8 @@ def shard_dataset(
         execution=execution,
     )
     check_right(destination, Right.WRITE, dataset)
-    check_right(source.location, Right.READ, source.prefix)
+    if not is_web_url(str(source.location)):
+        check_right(source.location, Right.READ, source.prefix)
     with reserve_upload_slots(execution) as share:
         made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)
     if repair:

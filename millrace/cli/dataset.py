@@ -40,7 +40,7 @@ dataset: my-dataset             # a prefix below the store's URL
 
 source:
   url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
-  kind: jsonl                   # a sample of each line; `files` makes a sample of each file
+  kind: jsonl                   # a sample of each line; or parquet (of each row), files (of each)
   include: ["*.jsonl"]
   columns: {txt: text}          # field: column; without `columns`, each row is kept as json
   # credentials:                # by default AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
@@ -120,7 +120,7 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
     plan, found = preflight_dataset(config)
     _show_plan(plan, config, found.largest_sample)
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
-    for sentence in found.unchecked:
+    for sentence in (*found.notes, *found.unchecked):
         echo(sentence)
     if config.vast is not None:
         _show_offers(settings, config)

@@ -18,6 +18,7 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.repair import LostShard, remake_shards
+from millrace.datasets.sources import SourceFiles
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
@@ -37,7 +38,7 @@ def finalize_dataset(
     keys: DatasetKeys,
     plan: DatasetPlan,
     *,
-    source_store: Store,
+    files: SourceFiles,
     limit: QuarantineLimit,
     progress: Progress,
 ) -> Manifest:
@@ -51,7 +52,7 @@ def finalize_dataset(
         store: Store of the dataset.
         keys: Names of the dataset.
         plan: Plan of the dataset.
-        source_store: Store of the source. It is read only if the store lacks committed shards.
+        files: Files of the source. They are read only if the store lacks committed shards.
         limit: Limit on the quarantined rows, which is enforced before the first write.
         progress: Called at each boundary.
 
@@ -73,7 +74,7 @@ def finalize_dataset(
     limit.check(entries)
     _check_still_pinned(store, keys, plan)
     if lost := find_lost_shards(store, keys, entries):
-        remake_shards(store, plan, source_store, lost, progress=progress)
+        remake_shards(store, plan, files, lost, progress=progress)
     manifest = _make_manifest(keys, plan, entries)
     progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
     commits = {entry.key: entry for entry in entries if entry.key is not None}

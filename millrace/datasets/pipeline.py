@@ -14,6 +14,7 @@ from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import PipelineSettings
+from millrace.datasets.sources import SourceFiles
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
@@ -66,9 +67,7 @@ def plan_dataset(config: PipelineSettings) -> DatasetPlan:
         NotFoundError: The source has no files.
     """
     keys = DatasetKeys(config.dataset)
-    return make_plan(
-        keys, config.source, open_store(config.source.store, make_folder=False), config.sharding
-    )[0]
+    return make_plan(keys, config.source, config.source.open_files(), config.sharding)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ class Preflight:
         url: URL of the dataset.
         state: State of the dataset: new, begun or complete; empty if the state is unknown.
         unchecked: A sentence for each check that was not possible.
+        notes: Sentences about the source that a person should read before the run.
         refusals: A sentence for each reason why `shard_dataset` will refuse the settings.
         largest_sample: Bytes of the largest sample; None if only a read of the source would show
             the size.
@@ -89,6 +89,7 @@ class Preflight:
     unchecked: tuple[str, ...]
     refusals: tuple[str, ...]
     largest_sample: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 _PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # longest wait for an answer of the destination
@@ -101,8 +102,8 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         NotFoundError: The source has no files.
     """
     keys = DatasetKeys(config.dataset)
-    source = open_store(config.source.store, make_folder=False)
-    plan, partitioned = make_plan(keys, config.source, source, config.sharding)
+    files = config.source.open_files()
+    plan, partitioned = make_plan(keys, config.source, files, config.sharding)
     timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
     spec = config.store.model_copy(update={"retry_timeout": timeout})
     account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
@@ -115,7 +116,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     state = ""
     try:
         store = open_store(spec, make_folder=False)
-        _refuse_overlap(source, store, config.dataset)
+        _refuse_overlap(files, store, config.dataset)
         begun = check_pinned(store, keys, plan, partitioned.sample_lists)
         complete = exists(store, keys.manifest)
         if begun and complete:
@@ -133,7 +134,14 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     except errors.MillraceError as error:
         unchecked.append(f"The location cannot be read: {errors.format_error(error)}")
     where = f"{url}/{config.dataset}"
-    found = Preflight(where, state, tuple(unchecked), tuple(refusals), partitioned.largest_sample)
+    found = Preflight(
+        url=where,
+        state=state,
+        unchecked=tuple(unchecked),
+        refusals=tuple(refusals),
+        largest_sample=partitioned.largest_sample,
+        notes=partitioned.notes,
+    )
     return plan, found
 
 
@@ -161,9 +169,9 @@ def shard_dataset(
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
-    source = open_store(config.source.store, make_folder=False)
-    _refuse_overlap(source, store, config.dataset)
-    plan, partitioned = make_plan(keys, config.source, source, config.sharding)
+    files = config.source.open_files()
+    _refuse_overlap(files, store, config.dataset)
+    plan, partitioned = make_plan(keys, config.source, files, config.sharding)
     try:
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
@@ -194,9 +202,7 @@ def shard_dataset(
             lease_timeout=config.execution.lease_timeout,
             progress=limit.wrap_progress(counter),
         )
-        manifest = finalize_dataset(
-            store, keys, plan, source_store=source, limit=limit, progress=progress
-        )
+        manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
     return ShardReport(
         url=store.make_url(config.dataset),
         manifest_key=keys.manifest,
@@ -230,10 +236,10 @@ def run_from_file(
     return shard_dataset(config, progress=progress)
 
 
-def _refuse_overlap(source: Store, target: Store, dataset: str) -> None:
-    if f"{target.make_url(dataset)}/".startswith(f"{source.url}/"):
+def _refuse_overlap(files: SourceFiles, target: Store, dataset: str) -> None:
+    if f"{target.make_url(dataset)}/".startswith(f"{files.url}/"):
         raise errors.ConfigurationError(
-            f"The dataset would lie inside of its own source, {source.url}, and change it: name "
+            f"The dataset would lie inside of its own source, {files.url}, and change it: name "
             "another store, or a source folder beside it."
         )
 
@@ -247,6 +253,7 @@ def _make_jobs(config: PipelineSettings, plan: DatasetPlan) -> list[PartitionJob
             layout=plan.layout,
             source=plan.source,
             source_store=config.source.store,
+            allow_private=config.source.allow_private,
             store=config.store,
             partition=partition,
             uploads=config.execution.uploads,

@@ -17,9 +17,17 @@ from millrace.datasets.progress_events import (
     ShardDeletionStarted,
 )
 from millrace.datasets.settings import ShardingSettings
-from millrace.datasets.sources import PartitionedSource, SourceSettings, partition_source
+from millrace.datasets.sources import (
+    Division,
+    PartitionedSource,
+    SourceFiles,
+    SourceKind,
+    SourceSettings,
+    partition_source,
+)
 from millrace.datasets.sources.files import describe_difference
-from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES, decode_sample_list
+from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES
+from millrace.datasets.sources.sample_table import decode_sample_list
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
@@ -44,31 +52,30 @@ _CONCURRENCY = 16  # concurrent uploads of sample lists
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
+_KIND_VERSIONS = {SourceKind.PARQUET: {"parquet": "1"}}
 
 
 def make_plan(
-    keys: DatasetKeys, source: SourceSettings, source_store: Store, settings: ShardingSettings
+    keys: DatasetKeys, source: SourceSettings, files: SourceFiles, settings: ShardingSettings
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Divide the source into partitions, and describe them. Lists the source, writes nothing.
 
     Returns:
         The plan, and the partitioned source with the sample lists that the plan names.
     """
-    partitioned = partition_source(
-        source,
-        source_store,
-        keys,
+    division = Division(
         partition_bytes=settings.partition_bytes,
         partition_files=settings.partition_files,
         seed=settings.seed,
         holdout=settings.holdout,
     )
+    partitioned = partition_source(source, files, keys, division)
     plan = DatasetPlan(
         dataset=keys.dataset,
         source=partitioned.record,
         layout=ShardLayout(
             format="webdataset",
-            writer={**webdataset.WRITER, **_ROW_VERSIONS},
+            writer={**webdataset.WRITER, **_ROW_VERSIONS, **_KIND_VERSIONS.get(source.kind, {})},
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
         ),

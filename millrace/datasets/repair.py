@@ -12,7 +12,7 @@ from millrace.datasets.formats.base import BadSampleError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
-from millrace.datasets.sources import BadRow, Source, open_source
+from millrace.datasets.sources import BadRow, Source, SourceFiles, open_source
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
@@ -85,8 +85,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         shard = manifest_shards[fault.key]
         expected = entry.model_copy(update={"size": shard.size, "digest": shard.digest})
         lost.append(LostShard(expected, fault.reason))
-    source_store = open_store(config.source.store, make_folder=False)
-    remake_shards(store, plan, source_store, lost, progress=progress)
+    remake_shards(store, plan, config.source.open_files(), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
     if found.block_digests_fault:
         put(store, keys.block_digests, join_shard_blocks(manifest, entries))
@@ -97,7 +96,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
 def remake_shards(
     store: Store,
     plan: DatasetPlan,
-    source_store: Store,
+    files: SourceFiles,
     lost: Iterable[LostShard],
     *,
     progress: Progress = ignore_event,
@@ -107,14 +106,14 @@ def remake_shards(
     Args:
         store: Store of the dataset.
         plan: Plan of the dataset.
-        source_store: Store of the source.
+        files: Files of the source.
         lost: Shards to make.
         progress: Called before and after each shard.
 
     Raises:
         ChangedError: The source no longer gives the same bytes.
     """
-    source = open_source(plan.source, source_store, store, any_version=True)
+    source = open_source(plan.source, files, store, any_version=True)
     partitions = {partition.name: partition for partition in plan.partitions}
     for entry, reason in lost:
         key = str(entry.key)

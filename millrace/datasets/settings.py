@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from millrace.datasets.sources import SourceSettings
+from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
@@ -100,6 +100,15 @@ class SourceLocation(SourceSettings, StoreSettings):
     """Location of a source: the store of its files, and the settings that choose samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def open_files(self) -> SourceFiles:
+        """Open the files of the source. Nothing is sent.
+
+        Raises:
+            NotFoundError: There is no such folder.
+            ConfigurationError: The URL names no store, or the settings do not fit it.
+        """
+        return open_files(self.store, paths=self.paths, allow_private=self.allow_private)
 
 
 class PipelineSettings(BaseModel):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.datasets.partition import shard_partition
 from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.sources import open_source
+from millrace.datasets.sources import open_files, open_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
@@ -36,6 +36,7 @@ class PartitionJob(BaseModel):
     layout: ShardLayout
     source: SourceRecord
     source_store: StoreSpec
+    allow_private: bool = False
     store: StoreSpec
     partition: Partition
     uploads: int
@@ -51,7 +52,9 @@ class PartitionJob(BaseModel):
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     """Shard one partition."""
     store = open_store(job.store)
-    source = open_source(job.source, open_store(job.source_store, make_folder=False), store)
+    spec = job.source_store.model_copy(update={"url": job.source.url})
+    files = open_files(spec, paths=(), allow_private=job.allow_private)
+    source = open_source(job.source, files, store)
     keys = DatasetKeys(job.dataset)
     return shard_partition(
         store,

@@ -71,6 +71,47 @@ class ByteRange(RecordPart):
         """Return the fraction of the range before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
+    def divide(self, size: int) -> "tuple[ByteRange, ByteRange]":
+        """Divide the range in two, the first of `size` bytes."""
+        middle = self.start + size
+        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
+
+
+class RowRange(RecordPart):
+    """A source range of one file that is divided by the numbers of its rows, such as parquet.
+
+    Attributes:
+        file: The file.
+        file_index: Index of the file in the source's listing. The samples' keys contain it.
+        start: Number of the first row.
+        end: Number after the last row.
+        size: Approximate bytes of the rows in the file.
+        reason: Reason why the file cannot be read by its name; empty if the file can be read.
+    """
+
+    kind: Literal["rows"] = "rows"
+    file: FileRef
+    file_index: int
+    start: int
+    end: int
+    size: int
+    reason: str = ""
+
+    def compute_fraction_before(self, cursor: int) -> float:
+        """Return the fraction of the range before a cursor, from 0 to 1."""
+        return min(1.0, max(0.0, (cursor - self.start) / (self.end - self.start)))
+
+    def divide(self, size: int) -> "tuple[RowRange | None, RowRange]":
+        """Divide the range in two, the first of about `size` bytes. None: a row is not divided."""
+        rows = self.end - self.start
+        if rows == 1:
+            return None, self
+        middle = self.start + min(rows - 1, max(1, round(rows * size / self.size)))
+        return (
+            self.model_copy(update={"end": middle, "size": size}),
+            self.model_copy(update={"start": middle, "size": self.size - size}),
+        )
+
 
 class SampleList(RecordPart):
     """A source range of many files: samples of one or more files, which a stored list names.
@@ -93,7 +134,7 @@ class SampleList(RecordPart):
         return cursor / self.samples
 
 
-SourceRange = Annotated[ByteRange | SampleList, Field(discriminator="kind")]
+SourceRange = Annotated[ByteRange | RowRange | SampleList, Field(discriminator="kind")]
 
 
 class Partition(RecordPart):

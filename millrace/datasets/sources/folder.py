@@ -1,191 +1,108 @@
-"""Samples from the files of a folder or prefix.
+"""Samples from the files of a folder or prefix, which are divided by lists of samples."""
 
-Files that share their name up to the first dot are one sample. The rule is webdataset's own:
-``a/cat.jpg`` and ``a/cat.json`` are the sample ``a/cat`` with the fields ``jpg`` and ``json``. So
-readers of the shards see the names of the files.
-"""
-
-import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import orjson
+from collections.abc import Iterator, Mapping, Sequence
 
 from millrace import errors
 from millrace.datasets.sample import BadRow, LargeFile, Row, Sample
-from millrace.datasets.sources.files import drop_etag, iterate_file_blocks, read_ahead
-from millrace.datasets.sources.table import (
-    FileTable,
-    decode_path,
-    encode_path,
-    escape_path,
-    find_unreadable_reason,
+from millrace.datasets.sources.base import Division, PartitionedSource
+from millrace.datasets.sources.files import SourceFiles, drop_etag, read_ahead
+from millrace.datasets.sources.ranges import make_partition, shuffle
+from millrace.datasets.sources.sample_table import (
+    SampleFiles,
+    SampleTable,
+    decode_sample_list,
+    encode_sample_list,
 )
+from millrace.datasets.sources.table import FileTable
 from millrace.digest import compute_digest
-from millrace.schemas.dataset import FileRef, SampleList, SourceRange
+from millrace.keys.datasets import DatasetKeys, make_partition_name
+from millrace.schemas.dataset import FileRef, Partition, SampleList, SourceRange, SourceRecord
 from millrace.storage import Store, read
 
+MAX_SAMPLE_LIST_BYTES = 64 << 20
+"""Largest sample list of a partition, in bytes. A list of 10,000 files has 1 to 15 MiB."""
+_MAX_SAMPLE_BYTES = 1 << 30
 # Size in bytes above which the files of a sample are read block by block during the encoding. The
 # files of smaller samples are read ahead: whole, and several at once.
 _LARGE = 32 * 1024 * 1024
-_NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-MAX_SAMPLE_LIST_BYTES = 64 << 20
-"""Largest sample list of a partition, in bytes. A list of 10,000 files has 1 to 15 MiB."""
-RESERVED = re.compile(r"__[^/]*__")  # extensions that readers reserve
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 
 
-class SampleFiles(NamedTuple):
-    """The files of one sample, sorted by their extensions.
-
-    Attributes:
-        key: Key of the sample.
-        extensions: Extension of each file.
-        files: The files.
-        reason: Reason why the files make no sample; empty for a good sample.
-    """
-
-    key: str
-    extensions: tuple[str, ...]
-    files: tuple[FileRef, ...]
-    reason: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of the sample."""
-        return sum(file.size for file in self.files)
-
-
-class SampleTable(Sequence[SampleFiles]):
-    """The samples of a source in the order of their keys, each made on access.
-
-    Memory: that of `FileTable`, and 12 bytes for each sample.
+def partition_folder(
+    record: SourceRecord, files: FileTable, keys: DatasetKeys, division: Division, *, local: bool
+) -> PartitionedSource:
+    """Divide the samples of a folder or prefix into partitions.
 
     Args:
-        files: The files. The table packs their rows again, in place.
+        record: The source.
+        files: Files of the source. The table is packed again, in place.
+        keys: Names of the dataset.
+        division: Settings of the division.
         local: Whether the files are in a folder of this machine.
+
+    Raises:
+        ConfigurationError: A sample or a partition's list of samples is too large.
+    """
+    samples = SampleTable(files, local=local)
+    partitions: list[Partition] = []
+    indices_by_key: dict[str, Sequence[int]] = {}
+    for split, order in _assign_samples(samples, division).items():
+        divided = _divide_samples(
+            samples, order, division.partition_bytes, division.partition_files
+        )
+        for number, indices in enumerate(divided):
+            sample_list = encode_sample_list(samples[index] for index in indices)
+            if len(sample_list) > MAX_SAMPLE_LIST_BYTES:
+                raise errors.ConfigurationError(
+                    f"The names of {len(indices)} samples of {split} take {len(sample_list):,} "
+                    f"bytes. The limit for a partition is {MAX_SAMPLE_LIST_BYTES:,}. Choose a "
+                    "smaller `partition_files`."
+                )
+            digest = compute_digest(sample_list)
+            key = keys.make_sample_list_key(make_partition_name(split, number), digest)
+            size = sum(samples.sizes[index] for index in indices)
+            source_range = SampleList(listing=key, digest=digest, samples=len(indices), size=size)
+            indices_by_key[key] = indices
+            partitions.append(make_partition(split, number, source_range))
+    lists = _LazySampleLists(samples, indices_by_key)
+    return PartitionedSource(record, tuple(partitions), lists, max(samples.sizes, default=0))
+
+
+class _LazySampleLists(Mapping[str, bytes]):
+    """Sample lists of the partitions of a source of many files, each made on access.
+
+    Args:
+        samples: Samples of the source.
+        indices: Indices of each list's samples, by the key of the list.
     """
 
-    def __init__(self, files: FileTable, *, local: bool) -> None:
-        self._local = local
-        self._rows = rows = files.rows
-        for index, row in enumerate(rows):
-            rows[index] = _pack_by_key(row)
-        rows.sort()
-        self._starts, self.sizes = array("I"), array("Q")
-        before: bytes | None = None
-        for index, row in enumerate(rows):
-            key, _, _, size, _ = row.split(_NUL)
-            if key != before:
-                before = key
-                self._starts.append(index)
-                self.sizes.append(0)
-            self.sizes[-1] += int(size)
-        self._starts.append(len(rows))
+    def __init__(self, samples: SampleTable, indices: Mapping[str, Sequence[int]]) -> None:
+        self._samples, self._indices = samples, indices
+
+    def __getitem__(self, key: str) -> bytes:
+        return encode_sample_list(self._samples[index] for index in self._indices[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
 
     def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, index: Any) -> Any:
-        key, members = b"", list[tuple[str, str, int, str]]()
-        for row in self._rows[self._starts[index] : self._starts[index + 1]]:
-            key, extension, path, size, etag = row.split(_NUL)
-            name = path or b"%b.%b" % (key, extension)
-            members.append((decode_path(extension), decode_path(name), int(size), etag.decode()))
-        return _make_sample_files(decode_path(key), sorted(members), local=self._local)
-
-    def count_files(self, index: int) -> int:
-        """Return the number of files of a sample."""
-        return self._starts[index + 1] - self._starts[index]
-
-
-_NUL = b"\0"
-
-
-def _pack_by_key(row: bytes) -> bytes:
-    """Pack a file's row as key, extension, path (empty if ``key.extension``), size, ETag."""
-    path, _, rest = row.partition(_NUL)
-    key, extension = (encode_path(part) for part in _parse_path(decode_path(path)))
-    stored_path = b"" if path == b"%b.%b" % (key, extension) else path
-    return b"%b\0%b\0%b\0%b" % (key, extension, stored_path, rest)
-
-
-def _parse_path(path: str) -> tuple[str, str]:
-    match = _NAME.fullmatch(path)
-    if match:
-        key, extension = match["key"], match["extension"].lower()
-    elif "." not in path.rpartition("/")[2]:
-        key, extension = path, "bin"
-    else:
-        return path, ""
-    return (f"./{key}" if _SKIPPED.match(f"{key}.{extension}") else key), extension
-
-
-def _make_sample_files(
-    key: str, members: list[tuple[str, str, int, str]], *, local: bool
-) -> SampleFiles:
-    extensions = tuple(extension for extension, *_ in members)
-    reasons = [
-        reason for _, path, *_ in members if (reason := find_unreadable_reason(path, local=local))
-    ]
-    reason = ""
-    if reasons:
-        reason = reasons[0]
-    elif "" in extensions:
-        reason = "a name that begins with a dot has no key by WebDataset's rule"
-    elif any(RESERVED.search(extension) for extension in extensions):
-        reason = "readers of WebDataset reserve names like __this__"
-    elif len(set(extensions)) < len(extensions):
-        reason = "two files of one sample have the same extension"
-    files = (
-        FileRef(path=escape_path(p) if reason else p, size=s, etag=e) for _, p, s, e in members
-    )
-    if reason:
-        key, extensions = (
-            escape_path(key),
-            tuple(escape_path(extension) for extension in extensions),
-        )
-    return SampleFiles(key, extensions, tuple(files), reason)
-
-
-def encode_sample_list(samples: Iterable[SampleFiles]) -> bytes:
-    """Encode a partition's samples as JSON lines."""
-    lines = [
-        orjson.dumps(
-            [
-                s.key,
-                s.reason,
-                [[e, f.path, f.size, f.etag] for e, f in zip(s.extensions, s.files, strict=True)],
-            ]
-        )
-        for s in samples
-    ]
-    return b"\n".join(lines)
-
-
-def decode_sample_list(body: bytes) -> list[SampleFiles]:
-    """Return the samples of a partition's sample list."""
-    samples: list[SampleFiles] = []
-    for line in body.split(b"\n"):
-        key, reason, members = orjson.loads(line)
-        files = tuple(FileRef(path=path, size=size, etag=etag) for _, path, size, etag in members)
-        samples.append(SampleFiles(key, tuple(member[0] for member in members), files, reason))
-    return samples
+        return len(self._indices)
 
 
 class FolderSource:
     """The samples of a folder or prefix.
 
     Args:
-        store: Store of the files.
+        files: Files of the source.
         dataset_store: Store of the partitions' sample lists.
         any_version: Whether a file is also read if it was written again after the plan was made.
     """
 
-    def __init__(self, store: Store, dataset_store: Store, *, any_version: bool = False) -> None:
+    def __init__(
+        self, files: SourceFiles, dataset_store: Store, *, any_version: bool = False
+    ) -> None:
         self._any_version = any_version
-        self._store = store
+        self._files = files
         self._dataset_store = dataset_store
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
@@ -214,7 +131,7 @@ class FolderSource:
             for file in sample.files
             if not _is_large(sample, file)
         )
-        contents = read_ahead(self._store, small_files)
+        contents = read_ahead(self._files, small_files)
         for next_cursor, sample in enumerate(samples, start=cursor + 1):
             if sample.reason:
                 names = ", ".join(file.path for file in sample.files)
@@ -228,9 +145,42 @@ class FolderSource:
                 yield Sample(sample.key, fields, next_cursor)
 
     def _make_large_file(self, file: FileRef) -> LargeFile:
-        return LargeFile(file.size, lambda: iterate_file_blocks(self._store, file, 0, file.size))
+        return LargeFile(file.size, lambda: self._files.iterate_blocks(file, 0, file.size))
 
 
 def _is_large(sample: SampleFiles, file: FileRef) -> bool:
     """Return whether a file is read block by block. An empty file has no block to check."""
     return file.size > 0 and sample.size > _LARGE
+
+
+def _assign_samples(samples: SampleTable, division: Division) -> dict[str, "array[int]"]:
+    for index, size in enumerate(samples.sizes):
+        if size > _MAX_SAMPLE_BYTES:
+            raise errors.ConfigurationError(
+                f"{samples[index].files[0].path}: a sample of {size} bytes is larger than a shard "
+                f"can be ({_MAX_SAMPLE_BYTES} bytes). Leave it out with exclude, or divide it."
+            )
+    order = array("I", range(len(samples)))
+    shuffle(order, division.seed)
+    wanted = round(sum(samples.sizes) * division.holdout)
+    held_out = array("I")
+    while wanted > 0:
+        held_out.append(order.pop())
+        wanted -= samples.sizes[held_out[-1]]
+    return {"train": order, "val": held_out}
+
+
+def _divide_samples(
+    samples: SampleTable, order: "array[int]", size: int, files: int
+) -> Iterator["array[int]"]:
+    """Yield the samples of each partition, in order: about `size` bytes or `files` files."""
+    begin = bytes_left = files_left = 0
+    for position, index in enumerate(order):
+        if bytes_left <= 0 or files_left <= 0:
+            if position:
+                yield order[begin:position]
+            begin, bytes_left, files_left = position, size, files
+        bytes_left -= samples.sizes[index]
+        files_left -= samples.count_files(index)
+    if order:
+        yield order[begin:]

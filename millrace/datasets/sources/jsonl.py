@@ -14,9 +14,15 @@ import orjson
 
 from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
-from millrace.datasets.sources.files import drop_etag, iterate_file_blocks
+from millrace.datasets.sources.files import SourceFiles, drop_etag
+from millrace.datasets.sources.ranges import FileRange
+from millrace.datasets.sources.table import (
+    FileTable,
+    decode_path,
+    find_unreadable_reason,
+    unpack_row,
+)
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
-from millrace.storage import Store
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 _SHOWN = 64 * 1024
@@ -31,7 +37,7 @@ class JsonLinesSource:
     """The rows of JSON-lines files.
 
     Args:
-        store: Store of the files.
+        files: Files of the source.
         columns: Column of each field, by the field's extension. Text is written unchanged, and
             other values as JSON. None writes each row whole, as ``json``.
         block: Bytes read at a time.
@@ -40,14 +46,14 @@ class JsonLinesSource:
 
     def __init__(
         self,
-        store: Store,
+        files: SourceFiles,
         columns: dict[str, str] | None = None,
         *,
         block: int = 4 << 20,
         any_version: bool = False,
     ) -> None:
         self._any_version = any_version
-        self._store = store
+        self._files = files
         self._columns = tuple((columns or {}).items())
         self._block = block
 
@@ -156,10 +162,9 @@ class JsonLinesSource:
     def _iterate_blocks(self, source_range: ByteRange, position: int) -> Iterator[bytes]:
         """Yield the blocks of a range, then the blocks that the last row continues in."""
         end, size = max(source_range.end, position), source_range.file.size
-        yield from iterate_file_blocks(
-            self._store, source_range.file, position, end, block=self._block
-        )
-        yield from iterate_file_blocks(self._store, source_range.file, end, size, block=_TAIL)
+        file = source_range.file
+        yield from self._files.iterate_blocks(file, position, end, block=self._block)
+        yield from self._files.iterate_blocks(file, end, size, block=_TAIL)
 
     @staticmethod
     def _strip_line(line: bytes, offset: int) -> bytes:
@@ -195,6 +200,29 @@ def _encode_column(value: object, line: bytes, column: str) -> bytes:
     return orjson.dumps(value)
 
 
+def divide_files(files: SourceFiles, table: FileTable, partition_bytes: int) -> list[FileRange]:
+    """Divide the files of a source into ranges of about equal size.
+
+    A file of which no part can be read alone becomes one range.
+
+    Args:
+        files: Files of the source.
+        table: Table of these files.
+        partition_bytes: Approximate bytes of a range.
+
+    Raises:
+        ConfigurationError: A file is compressed, so no run could seek to a row.
+    """
+    ranges: list[FileRange] = []
+    for number, row in enumerate(table.rows):
+        path = decode_path(row.partition(b"\0")[0])
+        reason = find_unreadable_reason(path, local=files.is_local)
+        file = unpack_row(row)
+        size = partition_bytes if reason or files.is_seekable(file) else max(1, file.size)
+        ranges += divide_file(file, number, size, reason=reason)
+    return ranges
+
+
 def divide_file(
     file: FileRef, file_index: int, partition_bytes: int, *, reason: str = ""
 ) -> list[ByteRange]:
@@ -224,12 +252,3 @@ def divide_file(
         for start, end in pairwise(edges)
         if end > start
     ]
-
-
-def divide_range(source_range: ByteRange, size: int) -> tuple[ByteRange, ByteRange]:
-    """Divide a range in two, the first of `size` bytes."""
-    middle = source_range.start + size
-    return (
-        source_range.model_copy(update={"end": middle}),
-        source_range.model_copy(update={"start": middle}),
-    )

@@ -1,17 +1,21 @@
 """The guide to datasets, block by block."""
 
 import os
+import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import yaml
+from pyarrow import parquet
 
 from millrace.testing.vast import VastServer
 from tests.oracle import Folder
-from tests.support.flows.fixtures import make_texts, read_texts
+from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
 from tests.support.guides import follow
+from tests.support.web import Site, serve
 
 
 def test_every_block_of_the_guide_to_datasets(
@@ -22,7 +26,10 @@ def test_every_block_of_the_guide_to_datasets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, folder = tmp_path / "store", tmp_path / "datasets"
-    values = {"r2://ACCOUNT/BUCKET": store.as_uri()}
+    values = {
+        "r2://ACCOUNT/BUCKET": store.as_uri(),
+        "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
+    }
     environment = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
     with follow("datasets", folder, monkeypatch, values=values, environment=environment) as guide:
         plan = "millrace plan job.yaml"
@@ -36,6 +43,27 @@ def test_every_block_of_the_guide_to_datasets(
         guide.execute({})
         assert capsys.readouterr().out.splitlines()[-1] == "{'train': 4000}"
 
+        run = "millrace run job.yaml"
+        original = (folder / "job.yaml").read_text()
+        update_source(guide.write("job.yaml", update=True), "pictures")
+        assert "2 samples" in guide.type(run)
+        assert read_fields(store / "pictures") == {
+            "00000-0000000000.jpg": b"\x00", "00000-0000000000.txt": b"caption.0",
+            "00000-0000000001.jpg": b"\x01", "00000-0000000001.txt": b"caption.1",
+        }  # fmt: skip
+
+        texts = make_texts(20)
+        with serve(Site(token="Bearer token")) as site:
+            site.files = {
+                "/data/a.jsonl": make_jsonl(texts[:10]), "/data/b.jsonl": make_jsonl(texts[10:])
+            }  # fmt: skip
+            here = {"https://host": site.url, "${TOKEN}": "token"}
+            path = guide.write("job.yaml", here, update=True)
+            update_source(path, "web", columns={"txt": "text"}, allow_private=True)
+            assert "20 samples" in guide.type(run)
+        assert read_texts(Folder(store / "web")) == Counter(texts)
+        (folder / "job.yaml").write_text(original)
+
         left = store / "my-dataset/shards/train-00000-000009.tar"
         left.write_bytes(b"left")
         os.utime(left, (0, 0))
@@ -47,6 +75,29 @@ def test_every_block_of_the_guide_to_datasets(
         assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
         assert "shard/words/0: released (done: the program ended with exit code 0)" in rented
         assert vast.list_alive() == []
+
+
+def make_pictures(folder: Path) -> str:
+    """Write a parquet file of pictures with captions, and return the URL of its folder."""
+    folder.mkdir()
+    rows = [{"image": {"bytes": bytes([n])}, "caption": f"caption.{n}"} for n in range(2)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    return folder.as_uri()
+
+
+def update_source(path: Path, dataset: str, **source: Any) -> None:
+    """Name another dataset in a settings file, and add to its source."""
+    settings = yaml.safe_load(path.read_text())
+    settings["dataset"] = dataset
+    settings["source"] |= source
+    path.write_text(yaml.safe_dump(settings))
+
+
+def read_fields(dataset: Path) -> dict[str, bytes]:
+    """Return the members of a dataset's only shard."""
+    (shard,) = dataset.rglob("*.tar")
+    with tarfile.open(shard) as tar:
+        return {one.name: tar.extractfile(one).read() for one in tar}  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def rented_settings(job: Path, store: Path, vast: VastServer) -> dict[str, Any]:

@@ -1,28 +1,32 @@
 """Sources give every row once, however they are divided, from any cursor, or stop."""
 
+import io
 import json
 import os
 import random
 import secrets
 
+import pyarrow
 import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets.sample import BadRow, Sample
 from millrace.datasets.sources import (
+    Division,
     SourceKind,
     SourceSettings,
     jsonl,
+    open_files,
     open_source,
     partition_source,
 )
-from millrace.datasets.sources.files import iterate_file_blocks, read_file
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
-from millrace.storage import create, delete, open_store, put
+from millrace.storage import StoreSpec, create, delete, open_store, put
 from tests.stores import make_spec
 
 KEYS = DatasetKeys("d")
@@ -33,18 +37,24 @@ def rows_of(
 ):
     """Divide a source, and read all its partitions: split → rows."""
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    partitioned = partition_source(
-        source_settings, store, KEYS,
-        partition_bytes=partition_bytes, partition_files=partition_files, seed=seed,
-        holdout=holdout,
-    )  # fmt: skip
+    division = Division(partition_bytes, partition_files, seed, holdout)
+    partitioned = partition_source(source_settings, open_files(store.spec), KEYS, division)
     for key, body in partitioned.sample_lists.items():
         create(dataset, key, body)
-    source = open_source(partitioned.record, store, dataset)
+    source = open_source(partitioned.record, open_files(store.spec), dataset)
     rows = {}
     for partition in partitioned.partitions:
         rows.setdefault(partition.split, []).extend(source.iterate_rows(partition.source_range, 0))
     return partitioned, source, rows
+
+
+def encode_rows(kind, rows):
+    """Encode rows as one file of a source of this kind."""
+    if kind is SourceKind.PARQUET:
+        body = io.BytesIO()
+        parquet.write_table(pyarrow.Table.from_pylist(rows), body)
+        return body.getvalue()
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 LINES = st.lists(
@@ -187,12 +197,13 @@ BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.tx
 @pytest.mark.parametrize("kind", list(SourceKind))
 def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw):
     store = open_store(make_spec("rgw", request))
+    body = encode_rows(kind, [{"a": 1}])
     for key in BAD_KEYS:
         rgw.make_client(rgw.full).put_object(
-            Bucket=store.location.bucket, Key=f"below/here/{key}", Body=b'{"a":1}\n'
+            Bucket=store.location.bucket, Key=f"below/here/{key}", Body=body
         )
-    put(store, "good.txt", b'{"a":1}\n')
-    _, _, rows = rows_of(SourceSettings(kind=kind), store)
+    put(store, "good.txt", body)
+    _, _, rows = rows_of(SourceSettings(kind=kind, include=["*"]), store)
     bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
     assert len([row for row in rows["train"] if isinstance(row, Sample)]) == 1
     assert set(bad) == {
@@ -319,9 +330,10 @@ def test_a_file_that_cannot_be_read_is_an_error_with_a_sentence(
     (tmp_path / "folder").mkdir()
     (tmp_path / "b.txt").write_text("1")
     (tmp_path / "a.txt").symlink_to(target)
-    store, file = open_store(tmp_path.as_uri()), FileRef(path="a.txt", size=1, etag="x")
+    files = open_files(StoreSpec(url=tmp_path.as_uri()))
+    file = FileRef(path="a.txt", size=1, etag="x")
     with pytest.raises(error, match=said):
-        read_file(store, file) if kind == "whole" else list(iterate_file_blocks(store, file, 0, 1))
+        files.read(file) if kind == "whole" else list(files.iterate_blocks(file, 0, 1))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row():
@@ -398,24 +410,24 @@ def test_a_seed_shuffles_files_the_same_way_every_time(tmp_path):
 def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request, tmp_path):
     store = open_store(make_spec(kind, request))
     rng = random.Random(0)
-    line = json.dumps({"a": rng.random()}).encode()
-    put(store, "a.jsonl", line * 3)
-    partitioned = partition_source(
-        SourceSettings(kind=source_kind), store, KEYS,
-        partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0,
-    )  # fmt: skip
+    rows = [{"a": rng.random()}] * 3
+    body = encode_rows(source_kind, rows)
+    put(store, "a.file", body)
+    chosen = SourceSettings(kind=source_kind, include=["*"])
+    division = Division(partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0)
+    partitioned = partition_source(chosen, open_files(store.spec), KEYS, division)
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
     for key, body in partitioned.sample_lists.items():
         create(dataset, key, body)
     match change:
         case "rewritten":
-            put(store, "a.jsonl", line[::-1] * 3)
+            put(store, "a.file", body[::-1])
             if kind == "local":  # a clock that did not move would be the only thing in its way
-                os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+                os.utime(tmp_path / "a.file", ns=(1, 1))
         case "longer":
-            put(store, "a.jsonl", line * 4)
+            put(store, "a.file", encode_rows(source_kind, [*rows, {"a": 2.0}]) + b"\n")
         case "gone":
-            assert delete(store, ["a.jsonl"]) == []
-    source = open_source(partitioned.record, store, dataset)
+            assert delete(store, ["a.file"]) == []
+    source = open_source(partitioned.record, open_files(store.spec), dataset)
     with pytest.raises(errors.ChangedError, match="has changed since the plan was made"):
         list(source.iterate_rows(partitioned.partitions[0].source_range, 0))

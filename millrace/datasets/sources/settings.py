@@ -1,0 +1,69 @@
+"""Settings that choose the samples of a source."""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from millrace.datasets.sources.sample_table import RESERVED
+
+
+class SourceKind(StrEnum):
+    """Kind of a source."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+    FILES = "files"
+
+
+class SourceSettings(BaseModel):
+    """Settings that choose the samples of a source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: SourceKind = Field(
+        default=SourceKind.JSONL,
+        description="`jsonl` makes a sample of each line, `parquet` of each row. `files` makes a "
+        "sample of each file, or of each group of files that share their name up to the first dot.",
+    )
+    include: list[str] | None = Field(
+        default=None,
+        description="Patterns of the files to take, such as `*.jsonl`. By default all files are "
+        "taken; of the kind `parquet`, those whose names end in `.parquet`.",
+    )
+    exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
+    paths: list[str] | None = Field(
+        default=None,
+        description="Files below an `https://` URL, which cannot be listed, such as "
+        "`[a.jsonl, b.jsonl]`. Without them the URL is that of one file.",
+    )
+    allow_private: bool = Field(
+        title="Allow private addresses",
+        default=False,
+        description="Read an `http://` or `https://` URL also if its host is in a private network, "
+        "or is this machine.",
+    )
+    columns: dict[str, str] | None = Field(
+        default=None,
+        description='Column of each field of a sample, such as `{"txt": "text"}`, or part of a '
+        'parquet column, such as `{"jpg": "image.bytes"}`. Not for `files`. By default each row is '
+        "kept whole as `json`.",
+    )
+
+    def get_include(self) -> list[str]:
+        """Return the patterns of the files to take."""
+        if self.include is not None:
+            return self.include
+        return ["*.parquet"] if self.kind is SourceKind.PARQUET else ["*"]
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
+        for name in columns or {}:
+            if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
+                raise ValueError(
+                    f"webdataset could not read the field {name!r} back: write an extension such "
+                    "as txt, without '/' and not like __this__"
+                )
+        if len({name.lower() for name in columns or {}}) < len(columns or {}):
+            raise ValueError("two fields differ in upper and lower case only: readers see one")
+        return columns

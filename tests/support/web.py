@@ -1,0 +1,101 @@
+"""A web server on this machine that behaves as it is told."""
+
+import re
+import ssl
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Site:
+    """What a server has, and how it behaves.
+
+    Attributes:
+        files: Bytes by path, as in a URL.
+        has_ranges: Whether it sends parts of files.
+        headers: Headers of every answer to a GET.
+        token: Header Authorization that it demands.
+        statuses: Statuses of the next answers, each with headers.
+        cut_after: Bytes after which the next answers are cut off.
+        redirects: URL by path.
+        requests: Method, path and header Range of each request.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    has_ranges: bool = True
+    headers: dict[str, str] = field(default_factory=lambda: {"ETag": '"1"'})
+    token: str = ""
+    statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    cut_after: list[int] = field(default_factory=list)
+    redirects: dict[str, str] = field(default_factory=dict)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    url: str = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    site: Site
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        site = self.site
+        site.requests.append((self.path, self.headers.get("Range")))
+        site.authorizations.append(self.headers.get("Authorization"))
+        if site.statuses:
+            status, headers = site.statuses.pop(0)
+            self.answer(status, headers, b"")
+        elif self.path in site.redirects:
+            self.answer(302, {"Location": site.redirects[self.path]}, b"")
+        elif site.token and self.headers.get("Authorization") != site.token:
+            self.answer(401, {}, b"")
+        elif self.path not in site.files:
+            self.answer(404, {}, b"")
+        else:
+            self.send_file(site.files[self.path])
+
+    def send_file(self, body: bytes) -> None:
+        site = self.site
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not (span and site.has_ranges):
+            self.answer(200, site.headers, body)
+        elif int(span[1]) >= len(body):
+            self.answer(416, {**site.headers, "Content-Range": f"bytes */{len(body)}"}, b"")
+        else:
+            start, end = int(span[1]), min(int(span[2]) + 1, len(body))
+            shown = {**site.headers, "Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
+            self.answer(206, shown, body[start:end])
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if len(body) > 1 and self.site.cut_after:
+            body = body[: self.site.cut_after.pop(0)]
+            self.close_connection = True
+        try:
+            self.wfile.write(body)
+        except ConnectionError:
+            self.close_connection = True
+
+
+@contextmanager
+def serve(site: Site, context: ssl.SSLContext | None = None) -> Generator[Site]:
+    """Serve a site until the end of the context."""
+    handler = type("SiteHandler", (_Handler,), {"site": site})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        site.url = f"http{'s' * bool(context)}://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield site
+        server.shutdown()
+        thread.join()
