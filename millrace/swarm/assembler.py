@@ -238,6 +238,10 @@ class Assembler:
         """
         self._arrivals.wait_final(number)
 
+    def count_drops(self, number: int) -> int:
+        """Return how many segments of a file were dropped, over the whole run."""
+        return self._arrivals.states[number].drops
+
     def count_unallocated(self) -> int:
         """Return the bytes of incomplete files that have no allocated disk space."""
         return self._arrivals.count_unallocated()

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.errors import ConfigurationError
+from millrace.errors import ArchiveError, ConfigurationError
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.assembly.arrivals import ArrivingFile
 from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
@@ -63,10 +63,8 @@ class ArchiveUnpacker:
         for left in (half, old):  # leftovers of a killed run
             _remove(left)
             self._assembler.note_folder(left)
-        half.mkdir()
         try:
-            self._unpack_into(number, file, half)
-            self._assembler.wait_final(number)  # verified
+            self._unpack_final(number, file, half)
             if os.path.lexists(into):
                 record.check_replaceable(into, file)
                 into.rename(old)
@@ -78,6 +76,29 @@ class ArchiveUnpacker:
             raise
         _remove(half)
         _remove(old)
+
+    def _unpack_final(self, number: int, file: File, half: Path) -> None:
+        """Unpack an archive while it arrives, and again if a part of its bytes was replaced since.
+
+        Raises:
+            ChangedError: The run ended before the archive had its final name.
+            ArchiveError, OSError: The bytes under the final name cannot be unpacked.
+        """
+        while True:
+            _remove(half)
+            half.mkdir()
+            drops = self._assembler.count_drops(number)  # read first: a later drop is seen below
+            failure: ArchiveError | OSError | None = None
+            try:
+                self._unpack_into(number, file, half)
+            except (ArchiveError, OSError) as error:
+                failure = error
+            self._assembler.wait_final(number)  # verified
+            if self._assembler.count_drops(number) != drops:
+                continue
+            if failure is not None:
+                raise failure
+            return
 
     def _unpack_into(self, number: int, file: File, half: Path) -> None:
         from millrace.swarm.archives.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415

@@ -65,6 +65,22 @@ fetch.StoreReader.read_piece = flip
 """
 """Makes a node flip a bit of each piece after it has read it from the store."""
 
+FLIP_ONCE = """
+import threading
+import millrace.swarm.transfer as fetch
+
+read = fetch.StoreReader.read_piece
+first = threading.Lock()
+
+def flip(reader, number, into):
+    read(reader, number, into)
+    if len(into) and first.acquire(blocking=False):
+        into[len(into) // 2] ^= 1
+
+fetch.StoreReader.read_piece = flip
+"""
+"""Makes a node flip a bit of the first piece that it reads from the store, and of no other one."""
+
 FLIP_ALWAYS = """
 import millrace.swarm.fetcher as fetcher
 

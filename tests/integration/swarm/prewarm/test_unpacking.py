@@ -1,6 +1,7 @@
 """Archives that nodes unpack while they arrive."""
 
 import gzip
+import hashlib
 import io
 import os
 import secrets
@@ -16,7 +17,7 @@ from benchmarks.rig.store import Fault, FaultKind
 from millrace import errors
 from millrace.swarm import Request, Unpacking, prewarm
 from tests.support.swarm.prewarms import MIB, below, fill, mounted, tarred
-from tests.support.swarm.swarms import make_settings, read_files, start_agent, stop
+from tests.support.swarm.swarms import FLIP_ONCE, make_settings, read_files, start_agent, stop
 
 
 def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
@@ -78,6 +79,22 @@ def test_an_unpacked_folder_that_is_not_all_ours_is_not_replaced(store, nodes, c
         prewarm(settings)
     assert mine.read_text() == "mine"
     assert (nodes[0].root / "in/here/b.txt").read_bytes() == b"b"
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_an_archive_of_which_a_node_misread_a_piece_is_unpacked_right(store, nodes, tmp_path, mode):
+    body = hashlib.shake_256(b"members").digest(2 * MIB)
+    data = tarred({"weights.bin": body}, mode)
+    store.put("d.archive", data)
+    stop(nodes.pop())
+    nodes.append(start_agent("flips", tmp_path / "flips", code=FLIP_ONCE))
+    method = Unpacking.TAR if mode == "w" else Unpacking.TAR_GZ
+    sha256 = hashlib.sha256(data).hexdigest()
+    request = Request(key="d.archive", sha256=sha256, unpack=method, into="d")
+    report = prewarm(make_settings(store, nodes, requests=[request], min_node_share=1.0))
+    assert [node.why for node in report.nodes] == [""] * 3
+    wanted = {"d.archive": data, "d/weights.bin": body}
+    assert [read_files(node.root) == wanted for node in nodes] == [True] * 3
 
 
 def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
