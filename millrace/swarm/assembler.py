@@ -37,6 +37,9 @@ class Assembler:
         catalogue: Files to assemble.
         check: Check of the files of earlier runs.
         on_finished: Called with the numbers of files that have received their final names.
+        on_dropped: Called with a piece that was to be dropped, and with the files that lack a
+            segment since. No call of `on_finished` with these files follows until they are complete
+            again.
         on_mismatch: Called with the number of a file whose bytes do not have its digest, and with
             the combined digest of its segments (`combine_digests`).
         on_fault: Called with an error after which the node cannot continue.
@@ -49,11 +52,13 @@ class Assembler:
         *,
         check: CacheCheck = CacheCheck.SAMPLED,
         on_finished: Callable[[list[int]], None],
+        on_dropped: Callable[[int, list[int]], None],
         on_mismatch: Callable[[int, str], None],
         on_fault: Callable[[BaseException], None],
     ) -> None:
         root = root.resolve()
         self._catalogue, self._on_finished, self._on_fault = catalogue, on_finished, on_fault
+        self._on_dropped = on_dropped
         self._records = records = root / RECORDS_FOLDER
         index = records / "files.jsonl"
         self._lock = RootLock(root, records / "lock")
@@ -173,8 +178,10 @@ class Assembler:
     def drop(self, number: int) -> None:
         """Forget a piece, whose bytes were wrong."""
         arrivals = self._arrivals
+        reopened: list[int] = []
         with arrivals.changed:
             if not arrivals.has(number):
+                self._on_dropped(number, reopened)
                 return
             arrivals.digests[number] = ""
             piece = [(arrivals.states[s.file], s) for s in self._catalogue.pieces[number]]
@@ -192,6 +199,9 @@ class Assembler:
                 if state.final:  # a file without a digest, which could not be verified
                     self._partials.reopen(state)
                 state.drop_segment(arrivals.get_index(segment))
+                reopened.append(segment.file)
+            self._on_dropped(number, reopened)
+            arrivals.changed.notify_all()
 
     def void_digest(self, number: int) -> None:
         """Ignore the digest of a file, which is not a digest of the bytes in the store."""
@@ -241,6 +251,18 @@ class Assembler:
     def count_drops(self, number: int) -> int:
         """Return how many segments of a file were dropped, over the whole run."""
         return self._arrivals.states[number].drops
+
+    def is_verified(self, number: int) -> bool:
+        """Tell whether a file has its final name, and a digest. Then no segment can be dropped."""
+        return self._arrivals.states[number].is_verified
+
+    def call_unless_dropped(self, number: int, drops: int, call: Callable[[], None]) -> None:
+        """Call a function that reports a file, unless its `drops` have increased."""
+        self._arrivals.call_unless_dropped(number, drops, call)
+
+    def wait_dropped(self, number: int, drops: int) -> bool:
+        """Wait until a further segment of a file is dropped; return False if that cannot be."""
+        return self._arrivals.wait_dropped(number, drops)
 
     def count_unallocated(self) -> int:
         """Return the bytes of incomplete files that have no allocated disk space."""

@@ -163,8 +163,8 @@ class _PrewarmDriver:
         state.dispatch(state.tracker.begin(now))
 
     def _is_over(self) -> bool:
-        files = len(self._catalogue.files)
-        ready = all(member.has_all(files) for member in self._state.members.list_living())
+        state, files = self._state, len(self._catalogue.files)
+        ready = all(state.is_finished(member, files) for member in state.members.list_living())
         if not self._startup or not ready or self._reader.is_busy:
             return False
         return not self._quorum.awaits_latecomers(time.monotonic())

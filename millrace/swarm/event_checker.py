@@ -16,6 +16,7 @@ from millrace.swarm.messages import (
     FileUnusable,
     NodeEvent,
     NodeFailed,
+    PieceDropped,
     PieceFailed,
     PieceRedundant,
     PieceWritten,
@@ -68,6 +69,7 @@ class EventChecker:
             BytesReceived: {"total": _check_count},
             PieceWritten: {**moved, "digest": _check_digest, "size": _check_count},
             PieceRedundant: {**moved, "size": _check_count},
+            PieceDropped: {"piece": piece, "files": self._check_files},
             PieceFailed: {
                 **moved, "reason": _check_sentence, "status": _check_count, "is_wrong": _check_flag
             },
@@ -85,8 +87,11 @@ class EventChecker:
 
     @property
     def max_events_bytes(self) -> int:
-        """Longest answer with events, in bytes. An agent limits the events of one answer."""
-        return _MAX_EVENTS_BYTES + _FILE_NUMBER_BYTES * self._count
+        """Longest answer with events, in bytes. An agent limits the events of one answer.
+
+        An answer may name each file twice: as dropped, and as ready.
+        """
+        return _MAX_EVENTS_BYTES + 2 * _FILE_NUMBER_BYTES * self._count
 
     def read_pieces(self, answer: Any) -> list[tuple[int, str]]:
         """Return the pieces that a node has, with their digests.

@@ -111,6 +111,20 @@ class PieceRedundant:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceDropped:
+    """The node has carried out a `DropPiece`. No file is ready that lacks the piece.
+
+    Attributes:
+        piece: Number of the piece.
+        files: Files that lack a segment now. A `FilesReady` or `FileUnusable` before this event no
+            longer counts for them.
+    """
+
+    piece: int
+    files: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class PieceFailed:
     """A transfer has failed.
 
@@ -175,6 +189,7 @@ NodeEvent: TypeAlias = (
     BytesReceived
     | PieceWritten
     | PieceRedundant
+    | PieceDropped
     | PieceFailed
     | ReadRetried
     | FilesReady
@@ -195,6 +210,7 @@ EVENT_TYPES: dict[str, type[NodeEvent]] = {
     "bytes-received": BytesReceived,
     "piece-written": PieceWritten,
     "piece-redundant": PieceRedundant,
+    "piece-dropped": PieceDropped,
     "piece-failed": PieceFailed,
     "read-retried": ReadRetried,
     "files-ready": FilesReady,

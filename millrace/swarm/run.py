@@ -6,6 +6,7 @@ This module owns the time of the last request of the driver, and the order of th
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from millrace.swarm.messages import (
     FetchPiece,
     FilesReady,
     FileUnusable,
+    NodeEvent,
     NodeFailed,
+    PieceDropped,
     VoidDigest,
     decode_order,
     encode_message,
@@ -61,6 +64,7 @@ class Run:
             spec.catalogue,
             check=spec.check,
             on_finished=self._report_finished,
+            on_dropped=self._report_dropped,
             on_mismatch=self._report_mismatch,
             on_fault=self._report_fault,
         )
@@ -134,21 +138,32 @@ class Run:
     def _report_mismatch(self, number: int, combined: str) -> None:
         self._events.append(DigestMismatch(number, combined))
 
+    def _report_dropped(self, piece: int, files: list[int]) -> None:
+        self._events.append(PieceDropped(piece, files))
+
     def _report_finished(self, numbers: list[int]) -> None:
         """Report files with final names. An archive is reported once it is unpacked."""
         if plain := [number for number in numbers if not self._files[number].unpack]:
             self._events.append(FilesReady(plain))
 
     def _unpack(self, number: int) -> None:
-        """Unpack an archive while it arrives. A failure affects only this archive."""
-        try:
-            self._archives.unpack(number)
-        except ChangedError:
-            return  # the run has ended
-        except Exception as error:  # noqa: BLE001 - the driver is told
-            self._events.append(FileUnusable(number, describe_error(error)))
-            return
-        self._events.append(FilesReady([number]))
+        """Unpack an archive while it arrives, and again when pieces of it were dropped.
+
+        A failure affects only this archive.
+        """
+        assembler = self.assembler
+        while True:
+            event: NodeEvent = FilesReady([number])
+            drops = assembler.count_drops(number)
+            try:
+                drops = self._archives.unpack(number)
+            except ChangedError:
+                return  # the run has ended
+            except Exception as error:  # noqa: BLE001 - the driver is told
+                event = FileUnusable(number, describe_error(error))
+            assembler.call_unless_dropped(number, drops, partial(self._events.append, event))
+            if not assembler.wait_dropped(number, drops):
+                return
 
 
 def describe_error(error: BaseException) -> str:

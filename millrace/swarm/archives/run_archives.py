@@ -33,8 +33,12 @@ class ArchiveUnpacker:
         self._root, self._catalogue, self._assembler = root.resolve(), catalogue, assembler
         self._limits = limits
 
-    def unpack(self, number: int) -> None:
+    def unpack(self, number: int) -> int:
         """Unpack one archive, and return when its folder has the final name.
+
+        Returns:
+            Number of dropped segments of the archive before its bytes were read. If more are
+            dropped later, the folder may have wrong members: call this again.
 
         Raises:
             ChangedError: The run ended before.
@@ -43,14 +47,18 @@ class ArchiveUnpacker:
         """
         from millrace.swarm.archives.unpack import CONTENT_NAME, SINGLE_FILE_METHODS  # noqa: PLC0415
 
-        file = self._catalogue.files[number]
+        assembler, file = self._assembler, self._catalogue.files[number]
         into = self._root / file.into
         name = hashlib.sha256(file.into.encode()).hexdigest()[:16]
         record = _Record(self._root / RECORDS_FOLDER / "unpacked" / name)
         if os.path.lexists(into):
-            if record.is_record_of(file) and record.is_whole(into):
-                self._assembler.wait_final(number)
-                return
+            if record.is_record_of(file):
+                if not assembler.count_drops(number) and record.is_whole(into):
+                    assembler.wait_final(number)
+                    if assembler.is_verified(number) or not assembler.count_drops(number):
+                        return assembler.count_drops(number)
+                if assembler.count_drops(number):
+                    record.disown()  # the folder may have wrong members, also after a kill
             record.check_replaceable(into, file)
         into.parent.mkdir(parents=True, exist_ok=True)
         if not into.parent.resolve().is_relative_to(self._root):
@@ -62,9 +70,9 @@ class ArchiveUnpacker:
         old = into.parent / f".{name}.replaced"
         for left in (half, old):  # leftovers of a killed run
             _remove(left)
-            self._assembler.note_folder(left)
+            assembler.note_folder(left)
         try:
-            self._unpack_final(number, file, half)
+            drops = self._unpack_final(number, file, half)
             if os.path.lexists(into):
                 record.check_replaceable(into, file)
                 into.rename(old)
@@ -76,9 +84,13 @@ class ArchiveUnpacker:
             raise
         _remove(half)
         _remove(old)
+        return drops
 
-    def _unpack_final(self, number: int, file: File, half: Path) -> None:
+    def _unpack_final(self, number: int, file: File, half: Path) -> int:
         """Unpack an archive while it arrives, and again if a part of its bytes was replaced since.
+
+        Returns:
+            Number of dropped segments of the archive.
 
         Raises:
             ChangedError: The run ended before the archive had its final name.
@@ -98,7 +110,7 @@ class ArchiveUnpacker:
                 continue
             if failure is not None:
                 raise failure
-            return
+            return drops
 
     def _unpack_into(self, number: int, file: File, half: Path) -> None:
         from millrace.swarm.archives.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415
@@ -135,6 +147,17 @@ class _Record:
                 lines.write(f"{json.dumps(member)}\n")
             lines.flush()
             os.fsync(lines.fileno())
+        half.rename(self._path)
+
+    def disown(self) -> None:
+        """Note that the folder has not the content of its archive. It may still be replaced."""
+        half = self._path.with_suffix(".part")
+        with self._path.open() as lines, half.open("w") as rest:
+            lines.readline()
+            rest.write("{}\n")
+            shutil.copyfileobj(lines, rest)
+            rest.flush()
+            os.fsync(rest.fileno())
         half.rename(self._path)
 
     def is_record_of(self, file: File) -> bool:

@@ -23,7 +23,8 @@ class FileFinisher:
         targets: Paths of the files.
         index: Path of the cache index.
         piece_size: Bytes of a piece at most.
-        on_finished: Called with the numbers of files that have received their final names.
+        on_finished: Called with the numbers of files that have received their final names, while
+            the lock of the arrivals is held.
         on_mismatch: Called with the number of a file whose bytes do not have its digest, and with
             the combined digest of its segments (`combine_digests`).
     """
@@ -83,20 +84,26 @@ class FileFinisher:
         append_entries(
             self._index, [state.make_entry(self._piece_size) for _, state, _ in complete]
         )
-        ready: list[tuple[int, FileState]] = []
+        ready: list[tuple[int, FileState, int]] = []
         for number, state, drops in complete:
             if self._arrivals.rename(state, drops):
                 self._targets.link(state.target)
-                ready.append((number, state))
+                ready.append((number, state, drops))
         if not ready:
             return
-        append_identities(
-            self._index,
-            {state.file.path: read_identity(state.target.final) for _, state in ready},
-        )
-        for folder in {state.target.folder for _, state in ready}:
+        with self._arrivals.changed:  # a drop takes the final name away again
+            seen = {
+                state.file.path: read_identity(state.target.final)
+                for _, state, drops in ready
+                if state.drops == drops
+            }
+        append_identities(self._index, seen)
+        for folder in {state.target.folder for _, state, _ in ready}:
             sync(folder)
-        self._on_finished([number for number, _ in ready])
+        with self._arrivals.changed:
+            kept = [number for number, state, drops in ready if state.drops == drops]
+            if kept:
+                self._on_finished(kept)
 
     def _is_verified(self, number: int, state: FileState) -> bool:
         """Tell whether the bytes of a file have its digest.

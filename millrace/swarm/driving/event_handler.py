@@ -13,6 +13,7 @@ from millrace.swarm.messages import (
     FileUnusable,
     NodeEvent,
     NodeFailed,
+    PieceDropped,
     PieceFailed,
     PieceRedundant,
     PieceWritten,
@@ -61,10 +62,8 @@ class EventHandler:
                 self._handle_failed(member, event)
             case ReadRetried():
                 member.counts.failures += 1
-            case FilesReady(files):
-                self._handle_ready(member, files)
-            case FileUnusable(file, reason):
-                member.unusable[file] = reason
+            case FilesReady() | FileUnusable() | PieceDropped():
+                self._handle_files(member, event)
             case DigestMismatch(file, digest):
                 self._files.note_mismatch(member, file, digest)
             case NodeFailed(reason):
@@ -116,11 +115,22 @@ class EventHandler:
         if wrong:
             state.note_untrusted()
 
+    def _handle_files(
+        self, member: Member, event: FilesReady | FileUnusable | PieceDropped
+    ) -> None:
+        match event:
+            case FilesReady(files):
+                self._handle_ready(member, files)
+            case FileUnusable(file, reason):
+                member.unusable[file] = reason
+            case PieceDropped(piece, files):
+                member.note_dropped(piece, files)
+
     def _handle_ready(self, member: Member, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
             member.files.update(numbers)
             member.last_progress = time.monotonic()
-        if len(member.files) == self._file_count and not member.ready:
+        if len(member.files) == self._file_count and not (member.ready or member.dropping):
             member.ready = True
             member.seconds = time.monotonic() - self._began
             name = self._state.members.format_name(member.node)

@@ -47,6 +47,7 @@ class Member:
         lost_reason: Reason for the loss of the node; empty while the node is not lost.
         files: Numbers of the files that have their final names.
         unusable: Reason for each archive that could not be unpacked, by the number of the file.
+        dropping: Pieces that the member was ordered to drop, and has not reported as dropped.
         accused: Nodes that have sent wrong bytes, as this node reports.
         counts: Bytes on the node.
         ready: Whether all files have their final names.
@@ -60,6 +61,7 @@ class Member:
     lost_reason: str = ""
     files: set[int] = field(default_factory=set[int])
     unusable: dict[int, str] = field(default_factory=dict[int, str])
+    dropping: set[int] = field(default_factory=set[int])
     accused: set[str] = field(default_factory=set[str])
     counts: TransferCounts = field(default_factory=TransferCounts)
     ready: bool = False
@@ -72,8 +74,25 @@ class Member:
         return bool(self.lost_reason)
 
     def has_all(self, files: int) -> bool:
-        """Tell whether every file has its final name or is an unusable archive."""
-        return len(self.files | self.unusable.keys()) == files
+        """Tell whether every file has its final name or is an unusable archive.
+
+        False from the order to drop a piece until the files without the piece are known.
+        """
+        return not self.dropping and len(self.files | self.unusable.keys()) == files
+
+    def note_drop(self, piece: int) -> None:
+        """Note that the member is ordered to drop a piece, and to fetch it again."""
+        self.dropping.add(piece)
+        self.ready, self.last_progress = False, time.monotonic()
+
+    def note_dropped(self, piece: int, files: list[int]) -> None:
+        """Note the files that lack a dropped piece. Ignore a report without an order."""
+        if piece not in self.dropping:
+            return
+        self.dropping.discard(piece)
+        self.files.difference_update(files)
+        for number in files:
+            self.unusable.pop(number, None)
 
 
 class RunMembers:

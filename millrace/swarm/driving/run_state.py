@@ -86,15 +86,25 @@ class RunState:
         """Return the bytes of the pieces that a member has."""
         return sum(self.tracker.list_held_sizes(member.node.id, self._sizes))
 
+    def is_finished(self, member: Member, files: int) -> bool:
+        """Tell whether a member has all files that it can get, and the votes for all its pieces.
+
+        An agent may report a file before the last piece of the file.
+        """
+        lacks = member.joined and self.tracker.lacks(member.node.id)
+        return member.has_all(files) and not lacks
+
     def dispatch(self, orders: list[PieceOrder]) -> None:
         """Pass orders of the tracker to the members.
 
         Then request the disputed pieces, and mark the faulty nodes as lost.
         """
         for order in orders:
-            queued = self.members[order.node].orders
+            member = self.members[order.node]
+            queued = member.orders
             if order.drop:
                 self.held -= self._sizes[order.piece]
+                member.note_drop(order.piece)
                 queued.put(DropPiece(order.piece))
             else:
                 commitment = commit_to_digest(order.digest)

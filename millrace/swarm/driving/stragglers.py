@@ -72,7 +72,7 @@ class StragglerFinder:
             self._half_ready_at = now
         found: list[tuple[Member, str]] = []
         for member in members:
-            if member.has_all(self._files):
+            if self._state.is_finished(member, self._files):
                 continue
             reason = self._judge(member, done, now)
             if reason:

@@ -19,6 +19,7 @@ from millrace.swarm.messages import (
     FilesReady,
     FileUnusable,
     NodeFailed,
+    PieceDropped,
     PieceFailed,
     PieceRedundant,
     PieceWritten,
@@ -43,6 +44,7 @@ EVENTS = (
     BytesReceived(5),
     PieceWritten(0, "", DIGEST, 10),
     PieceRedundant(1, "node-b", 0),
+    PieceDropped(1, [0]),
     PieceFailed(1, "node-b", "wrong bytes", is_wrong=True),
     PieceFailed(0, "", "gone", 404),
     ReadRetried("a reset connection"),
@@ -82,6 +84,8 @@ def test_events_are_read_as_they_were_sent():
         (PieceFailed(0, "", "gone"), {"is_wrong": True}),
         (PieceFailed(0, "", "gone"), {"is_wrong": 1}),
         (PieceFailed(0, "", "gone"), {"reason": 7}),
+        (PieceDropped(0, [0]), {"piece": 2}),
+        (PieceDropped(0, [0]), {"files": [1]}),
         (FilesReady([0]), {"files": [1]}),
         (NodeFailed("full"), {"type": "fetch-piece"}),
         (NodeFailed("full"), {"type": ["node-failed"]}),
@@ -121,7 +125,7 @@ def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     body = make_body()
     monkeypatch.undo()
     with pytest.raises(
-        ProtocolVersionError, match=r"driver speaks version 4 .* and this Millrace version"
+        ProtocolVersionError, match=r"driver speaks version 5 .* and this Millrace version"
     ):
         decode_start_body(body)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import ArchiveError
+from millrace.errors import ArchiveError, ChangedError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
@@ -38,6 +38,7 @@ class Node:
             root,
             self.catalogue,
             on_finished=lambda _: None,
+            on_dropped=lambda *_: None,
             on_mismatch=lambda *_: self.mismatched.set(),
             on_fault=self.faults.append,
         )
@@ -85,6 +86,44 @@ def test_an_archive_whose_bytes_were_replaced_is_unpacked_again(tmp_path, monkey
     assert (tmp_path / "d.archive").read_bytes() == data
     assert (tmp_path / "d/weights.bin").read_bytes() == BODY
     assert not list(tmp_path.glob(".*.unpacking"))
+
+
+def test_a_folder_of_an_earlier_run_is_unpacked_again_if_its_archive_was_wrong(tmp_path):
+    data = tarred({"weights.bin": BODY}, "w")
+    node = Node(tmp_path, data, "tar")
+    node.write_all(flipped=1)
+    assert node.unpacker.unpack(0) == 0
+    node.assembler.close()
+    assert (tmp_path / "d/weights.bin").read_bytes() != BODY
+    node = Node(tmp_path, data, "tar")
+    assert node.unpacker.unpack(0) == 0
+    node.assembler.drop(1)
+    assert node.assembler.wait_dropped(0, 0)
+    node.write(1)
+    assert node.unpacker.unpack(0) == 1
+    assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+    node.assembler.close()
+    node = Node(tmp_path, data, "tar")
+    assert node.unpacker.unpack(0) == 0  # known again
+    node.assembler.close()
+
+
+def test_a_folder_whose_archive_was_wrong_is_not_taken_over_after_a_kill(tmp_path):
+    data = tarred({"weights.bin": BODY}, "w")
+    node = Node(tmp_path, data, "tar")
+    node.write_all(flipped=1)
+    node.unpacker.unpack(0)
+    node.assembler.drop(1)
+    node.assembler.stop()
+    with pytest.raises(ChangedError):
+        node.unpacker.unpack(0)  # the right piece has not arrived
+    node.assembler.close()
+    node = Node(tmp_path, data, "tar")
+    node.assembler.drop(1)
+    node.write(1)
+    node.unpacker.unpack(0)
+    node.assembler.close()
+    assert (tmp_path / "d/weights.bin").read_bytes() == BODY
 
 
 def test_an_archive_that_is_damaged_in_the_store_is_unpacked_once(tmp_path):

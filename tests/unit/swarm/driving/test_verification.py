@@ -9,10 +9,14 @@ from millrace.swarm.driving.event_handler import EventHandler
 from millrace.swarm.driving.file_checks import FileChecks
 from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
+from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.messages import (
+    DropPiece,
     FetchPiece,
     FilesReady,
+    FileUnusable,
     NodeFailed,
+    PieceDropped,
     PieceFailed,
     PieceWritten,
     ReadRetried,
@@ -270,3 +274,67 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
 def test_pieces_of_files_without_a_digest_are_unproven():
     catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
     assert catalogue.list_unproven_pieces() == [1]
+
+
+def make_wrong_reader() -> tuple[Run, EventHandler, PieceChecks]:
+    """Make a run whose nodes have two files, of which `b` on the node n has wrong bytes."""
+    run, wrong = Run("nm", needs=2), compute_blake3(b"wrong")
+    pieces, _ = make_piece_checks(run)
+    files = FileChecks(run.state, make_catalogue(), lambda _: None)
+    handler = EventHandler(run.state, pieces, files, file_count=2, began=0.0)
+    run.state.dispatch(run.state.tracker.begin(0.0))
+    handler.handle(run["n"], PieceWritten(0, "", RIGHT, SIZE))
+    handler.handle(run["m"], PieceWritten(1, "", RIGHT, SIZE))
+    handler.handle(run["m"], PieceWritten(0, "", RIGHT, SIZE))
+    for name in "nm":
+        handler.handle(run[name], FilesReady([0, 1]))
+    assert not run.state.is_finished(run["n"], 2)  # its vote for the last piece is not known
+    handler.handle(run["n"], PieceWritten(1, "", wrong, SIZE))
+    assert run.disputed == [1]
+    assert run.state.is_finished(run["n"], 2)
+    return run, handler, pieces
+
+
+def test_a_node_that_is_to_drop_a_piece_is_not_ready_before_its_files_are_right():
+    run, handler, pieces = make_wrong_reader()
+    node = run["n"]
+    pieces.handle_digest(1, RIGHT)
+    assert DropPiece(1) in run.take_orders("n")
+    assert not node.ready
+    assert not run.state.is_finished(node, 2)
+    handler.handle(node, FilesReady([0, 1]))  # sent before the order
+    handler.handle(node, PieceDropped(1, [1]))
+    assert not run.state.is_finished(node, 2)
+    handler.handle(node, PieceWritten(1, "id-m", RIGHT, SIZE))
+    assert not run.state.is_finished(node, 2)
+    assert not node.ready
+    handler.handle(node, FilesReady([1]))
+    assert run.state.is_finished(node, 2)
+    assert node.ready
+    assert run.state.is_finished(run["m"], 2)
+
+
+def test_an_archive_without_a_dropped_piece_may_be_usable_again():
+    run, handler, pieces = make_wrong_reader()
+    node = run["n"]
+    node.files.discard(1)
+    handler.handle(node, FileUnusable(1, "damaged"))
+    pieces.handle_digest(1, RIGHT)
+    handler.handle(node, PieceDropped(1, [1]))
+    assert node.unusable == {}
+
+
+def test_a_node_that_drops_a_piece_without_an_order_stays_as_it_is():
+    run, handler, _ = make_wrong_reader()
+    handler.handle(run["n"], PieceDropped(1, [1]))
+    assert run["n"].files == {0, 1}
+
+
+def test_a_node_that_drops_a_piece_late_in_a_run_has_not_stopped():
+    run, _, pieces = make_wrong_reader()
+    finder = StragglerFinder(run.state, 2, 2 * SIZE, 10.0, 0.0)
+    assert finder.find(0.0) == []
+    for name in "nm":
+        run[name].last_progress = -1e6
+    pieces.handle_digest(1, RIGHT)
+    assert finder.find(run["n"].last_progress + 9.0) == []
