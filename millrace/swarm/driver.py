@@ -143,7 +143,7 @@ class _PrewarmDriver:
                 over = self._is_over()
                 if over:
                     self._lose_incomplete()
-                    self._quorum.check(time.monotonic())
+                    self._quorum.check(time.monotonic(), is_last=True)
                 events = state.take_progress_events()
                 if over or time.monotonic() >= due:
                     due = time.monotonic() + _TICK_INTERVAL
@@ -163,9 +163,8 @@ class _PrewarmDriver:
         state.dispatch(state.tracker.begin(now))
 
     def _is_over(self) -> bool:
-        state, files = self._state, len(self._catalogue.files)
-        ready = all(state.is_finished(member, files) for member in state.members.list_living())
-        if not self._startup or not ready or self._reader.is_busy:
+        finished = self._state.has_finished(len(self._catalogue.files))
+        if not self._startup or not finished or self._reader.is_busy:
             return False
         return not self._quorum.awaits_latecomers(time.monotonic())
 

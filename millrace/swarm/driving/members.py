@@ -120,6 +120,10 @@ class RunMembers:
         """Iterate over all members, with the lost ones."""
         return iter(self._members.values())
 
+    def __len__(self) -> int:
+        """Return the number of all members, with the lost ones."""
+        return len(self._members)
+
     def get(self, identity: str) -> Member | None:
         """Return the member of an id; None if there is none, such as for the store."""
         return self._members.get(identity)

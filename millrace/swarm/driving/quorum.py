@@ -35,36 +35,56 @@ class Quorum:
         The run starts when each expected node has joined, is lost or is absent, and enough have
         joined. After the timeout, the run starts with one node.
         """
-        joined = sum(member.joined or member.is_lost for member in self._members)
-        enough = joined >= self._min_share * self.expected
-        if enough and joined + len(self._members.absent) >= self.expected > 0:
+        members = self._members
+        joined = len(members.list_joined())
+        settled = joined + sum(member.is_lost for member in members) + len(members.absent)
+        if self._is_enough(joined) and settled >= self.expected > 0:
             return True
-        return bool(joined) and self._is_start_over(now)
+        return joined > 0 and self._is_start_over(now)
 
     def awaits_latecomers(self, now: float) -> bool:
-        """Tell whether to wait for a missing node when all others are ready."""
-        limit = min(_LATECOMER_TIMEOUT, self._start_timeout)
+        """Tell whether to wait for a missing node when all others are ready.
+
+        While the others are too few, the wait is as long as that for the first order.
+        """
+        limit = self._start_timeout
+        if self._is_enough(len(self._members.list_living())):
+            limit = min(_LATECOMER_TIMEOUT, limit)
         return self._members.has_awaited() and now - self._began <= limit
 
-    def check(self, now: float) -> None:
-        """Check that enough nodes live.
+    def check(self, now: float, *, is_last: bool = False) -> None:
+        """Check that enough nodes live, or may still join.
+
+        A lost node does not count if another node has joined instead.
+
+        Args:
+            now: Time.
+            is_last: Whether the run is over, so that no further node joins.
 
         Raises:
             WorkerError: Too many nodes are lost.
         """
         members = self._members
         lost = {members.format_name(m.node): m.lost_reason for m in members if m.is_lost}
-        over = self._is_start_over(now)
+        over = is_last or self._is_start_over(now)
+        living = len(members.list_living())
+        if not is_last:  # agents that are being started
+            living += max(0, self.expected - len(members) - len(members.absent))
         for absent in members.absent.values():
             if over or not members.is_awaited(absent):
                 lost[members.format_name(absent)] = absent.reason
-        if not self.expected or len(lost) > (1 - self._min_share) * self.expected + 1e-9:
+            else:
+                living += 1
+        if not self.expected or not self._is_enough(living):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(lost.items())[:5])
             raise errors.WorkerError(
-                f"{len(lost)} of {self.expected} nodes are lost, and at least "
+                f"{self.expected - living} of {self.expected} nodes are lost, and at least "
                 f"{self._min_share:.0%} must live ({reasons or 'the cluster has no node'}). Run "
                 "it again when they are back: the other nodes keep the data that they have."
             )
+
+    def _is_enough(self, nodes: int) -> bool:
+        return nodes > 0 and nodes >= self._min_share * self.expected - 1e-9
 
     def _is_start_over(self, now: float) -> bool:
         return now - self._began > self._start_timeout

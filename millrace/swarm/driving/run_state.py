@@ -94,6 +94,11 @@ class RunState:
         lacks = member.joined and self.tracker.lacks(member.node.id)
         return member.has_all(files) and not lacks
 
+    def has_finished(self, files: int) -> bool:
+        """Tell whether a member lives, and every living member has all files that it can get."""
+        living = self.members.list_living()
+        return bool(living) and all(self.is_finished(member, files) for member in living)
+
     def dispatch(self, orders: list[PieceOrder]) -> None:
         """Pass orders of the tracker to the members.
 

@@ -74,9 +74,59 @@ def test_a_run_ends_when_too_many_are_lost():
         quorum.check(11.0)
 
 
+def test_a_run_does_not_begin_or_end_without_a_living_node():
+    run = Run("a")
+    quorum = Quorum(run.state.members, 0.5, 30.0, 0.0)
+    quorum.expected = 2
+    run.state.lose(run["a"], "the request is signed with another key")
+    run.state.members.await_member(make_member("b"), "silent")
+    assert not quorum.can_start(1.0)
+    assert not quorum.can_start(31.0)
+    assert not run.state.has_finished(0)
+    quorum.check(5.5)  # b may yet come
+    with pytest.raises(errors.WorkerError, match=r"2 of 2 nodes are lost.*b: silent"):
+        quorum.check(31.0)
+
+
+def test_too_few_ready_nodes_end_no_run_well():
+    run = Run("ab")
+    quorum = Quorum(run.state.members, 0.5, 30.0, 0.0)
+    quorum.expected = 4
+    run.state.lose(run["a"], "broken")
+    for name in "cd":
+        run.state.members.await_member(make_member(name), "silent")
+    assert quorum.awaits_latecomers(29.0)  # b alone is too few
+    quorum.check(29.0)
+    with pytest.raises(errors.WorkerError, match="3 of 4 nodes are lost"):
+        quorum.check(29.0, is_last=True)
+
+
+def test_nodes_that_were_replaced_are_not_missing():
+    run = Run("abcd")
+    quorum = Quorum(run.state.members, 0.75, 30.0, 0.0)
+    quorum.expected = 4
+    for old, new in zip("abc", "efg", strict=True):
+        run.state.lose(run[old], "preempted")
+        run.join(new)
+        quorum.check(100.0, is_last=True)
+    run.state.lose(run["d"], "preempted")
+    quorum.check(100.0, is_last=True)
+    run.state.lose(run["e"], "preempted")
+    with pytest.raises(errors.WorkerError, match="2 of 4 nodes are lost"):
+        quorum.check(100.0)
+
+
+def test_agents_that_are_still_starting_are_not_lost():
+    quorum = Quorum(RunMembers(), 0.5, 30.0, 0.0)
+    quorum.expected = 2
+    quorum.check(1.0)
+    assert not quorum.can_start(31.0)
+
+
 def test_a_latecomer_is_waited_for_a_few_seconds():
     run = Run("a")
     quorum = Quorum(run.state.members, 0.5, 60.0, 0.0)
+    quorum.expected = 2
     assert not quorum.awaits_latecomers(1.0)
     run.state.members.await_member(make_member("b"), "silent")
     assert quorum.awaits_latecomers(1.0)
