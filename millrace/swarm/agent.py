@@ -59,6 +59,7 @@ class Agent:
         self._peer_signatures = SignatureChecker(self.identity, _MAX_PEER_SIGNATURES)
         self._run: Run | None = None
         self._starting = False
+        self._ending = 0  # runs that are being ended
         self._lock = threading.Lock()
         self._certificate_lock = threading.Lock()
         self._server = listen(host, port)
@@ -118,6 +119,10 @@ class Agent:
                 raise BusyAgentError(
                     "another run is being started on this node: wait for it, or stop it"
                 )
+            if self._ending:
+                raise BusyAgentError(
+                    "the last run on this node is being ended: wait for its open files and archives"
+                )
             if self._run is not None and self._run.name != name and self._run.is_driven():
                 raise BusyAgentError(
                     f"another run uses this node, since {self._run.began:%Y-%m-%d %H:%M:%S} UTC, "
@@ -146,7 +151,12 @@ class Agent:
             if run is None or name not in {None, run.name}:
                 return
             self._run = None
-        run.close()
+            self._ending += 1
+        try:
+            run.close()
+        finally:
+            with self._lock:
+                self._ending -= 1
 
     def get_run(self, name: str) -> Run:
         """Return the run of a name.

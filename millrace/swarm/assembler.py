@@ -252,6 +252,14 @@ class Assembler:
         """Return how many segments of a file were dropped, over the whole run."""
         return self._arrivals.states[number].drops
 
+    def check_open(self, number: int) -> None:
+        """Check that the run has not ended while a file is read.
+
+        Raises:
+            ChangedError: The run has ended.
+        """
+        self._arrivals.check_open(number)
+
     def is_verified(self, number: int) -> bool:
         """Tell whether a file has its final name, and a digest. Then no segment can be dropped."""
         return self._arrivals.states[number].is_verified

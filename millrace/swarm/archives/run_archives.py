@@ -1,16 +1,18 @@
 """Archives of a run: unpack each archive while it arrives, then give its folder the final name."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from millrace.errors import ArchiveError, ConfigurationError
 from millrace.swarm.assembler import Assembler
-from millrace.swarm.assembly.arrivals import ArrivingFile
 from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
 from millrace.swarm.targets import SPARE_BYTES
 
@@ -119,12 +121,36 @@ class ArchiveUnpacker:
         limits = UnpackLimits(
             **self._limits, spare=SPARE_BYTES + self._assembler.count_unallocated()
         )
-        if method is Unpacking.ZIP:  # the directory of a zip is at its end
-            self._assembler.wait_final(number)
-            archive: Path | ArrivingFile = self._root / file.path
-        else:
-            archive = self._assembler.open_sequential(number)
-        unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
+        with contextlib.ExitStack() as stack:
+            if method is Unpacking.ZIP:  # the directory of a zip is at its end
+                self._assembler.wait_final(number)
+                opened = stack.enter_context((self._root / file.path).open("rb"))
+                archive = _CompleteFile(opened, partial(self._assembler.check_open, number))
+            else:
+                archive = self._assembler.open_sequential(number)
+            unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
+
+
+class _CompleteFile:
+    """Reader of a complete archive, until the run ends.
+
+    Args:
+        opened: The archive.
+        check: Called before each read; raises an error if the run has ended.
+    """
+
+    def __init__(self, opened: BinaryIO, check: Callable[[], None]) -> None:
+        self._opened, self._check = opened, check
+
+    def read(self, size: int = -1, /) -> bytes:
+        self._check()
+        return self._opened.read(size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._opened.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._opened.tell()
 
 
 class _Record:

@@ -195,14 +195,27 @@ class Arrivals:
             Number of bytes from this position to the end of its segment; 0 at the end of the file.
 
         Raises:
-            ChangedError: The run ended before.
+            ChangedError: The run has ended, also if the byte has arrived.
         """
         state, size = self.states[number], self._catalogue.piece_size
         if at >= state.file.size:
             return 0
         index = at // size if state.file.size >= size else 0
         self._wait_until(state, lambda: state.digests[index] is not None)
+        self.check_open(number)
         return min(state.file.size, (index + 1) * size) - at
+
+    def check_open(self, number: int) -> None:
+        """Check that the run has not ended, so that its threads end soon after `stop`.
+
+        Args:
+            number: File that the caller reads.
+
+        Raises:
+            ChangedError: The run has ended.
+        """
+        if self._closing:
+            raise _make_end_error(self.states[number])
 
     def wait_final(self, number: int) -> None:
         """Wait until a file has its final name.
@@ -280,7 +293,7 @@ class Arrivals:
         with self.changed:
             while not has_arrived():
                 if self._closing:
-                    raise ChangedError(f"The run ended before {state.file.path} was complete.")
+                    raise _make_end_error(state)
                 self.changed.wait()
 
 
@@ -308,6 +321,10 @@ class ArrivingFile:
             os.close(descriptor)
         self._at += len(data)
         return data
+
+
+def _make_end_error(state: FileState) -> ChangedError:
+    return ChangedError(f"The run ended before {state.file.path} was complete.")
 
 
 def _count_segments(catalogue: Catalogue) -> list[int]:

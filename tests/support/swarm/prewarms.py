@@ -4,6 +4,7 @@ import hashlib
 import io
 import subprocess
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,14 @@ def tarred(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
             info = tarfile.TarInfo(name)
             info.size = len(body)
             tar.addfile(info, io.BytesIO(body))
+    return out.getvalue()
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as opened:
+        for name, body in members.items():
+            opened.writestr(name, body)
     return out.getvalue()
 
 

@@ -11,9 +11,10 @@ from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.transfer import hash_segments
-from tests.support.swarm.prewarms import MIB, tarred
+from tests.support.swarm.prewarms import MIB, tarred, zipped
 
 BODY = hashlib.shake_256(b"weights").digest(3 * MIB)
+METHODS = ["tar", "tar.gz", "zip"]
 MODES = {"tar": "w", "tar.gz": "w:gz"}
 
 
@@ -124,6 +125,20 @@ def test_a_folder_whose_archive_was_wrong_is_not_taken_over_after_a_kill(tmp_pat
     node.unpacker.unpack(0)
     node.assembler.close()
     assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_complete_archive_is_not_unpacked_after_the_end_of_the_run(tmp_path, method):
+    members = {f"{number}.bin": BODY[:MIB] for number in range(3)}
+    data = zipped(members) if method == "zip" else tarred(members, MODES[method])
+    node = Node(tmp_path, data, method)
+    node.write_all()
+    node.assembler.wait_final(0)
+    node.assembler.stop()
+    with pytest.raises(ChangedError):
+        node.unpacker.unpack(0)
+    node.assembler.close()
+    assert not (tmp_path / "d").exists()
 
 
 def test_an_archive_that_is_damaged_in_the_store_is_unpacked_once(tmp_path):
