@@ -75,17 +75,16 @@ class ArchiveUnpacker:
             assembler.note_folder(left)
         try:
             drops = self._unpack_final(number, file, half)
-            if os.path.lexists(into):
-                record.check_replaceable(into, file)
-                into.rename(old)
             made = half / CONTENT_NAME if file.unpack in SINGLE_FILE_METHODS else half
-            record.write(file, made)
-            made.rename(into)
+            record.prepare(file, made)
+            _replace_folder(into, made, old, file, record)
         except BaseException:
             _remove(half)
+            record.discard()
             raise
         _remove(half)
         _remove(old)
+        record.discard()
         return drops
 
     def _unpack_final(self, number: int, file: File, half: Path) -> int:
@@ -162,29 +161,44 @@ class _Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part, self._old = path.with_suffix(".part"), path.with_suffix(".old")
 
-    def write(self, file: File, folder: Path) -> None:
-        """Record all members of a folder, before the folder gets its final name."""
+    def prepare(self, file: File, folder: Path) -> None:
+        """Write a new record with all members of a folder, which `commit` makes valid."""
         self._path.parent.mkdir(exist_ok=True)
-        half = self._path.with_suffix(".part")
-        with half.open("w") as lines:
+        self._old.unlink(missing_ok=True)  # of a killed run
+        with self._part.open("w") as lines:
             lines.write(f"{json.dumps(_describe_source(file))}\n")
             for member in _iterate_members(folder):
                 lines.write(f"{json.dumps(member)}\n")
             lines.flush()
             os.fsync(lines.fileno())
-        half.rename(self._path)
+
+    def commit(self) -> None:
+        """Make the new record valid, before the folder gets its final name."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.rename(self._old)
+        self._part.rename(self._path)
+
+    def roll_back(self) -> None:
+        """Make the record before `commit` valid again, if there was one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._old.rename(self._path)
+
+    def discard(self) -> None:
+        """Remove the new record that is not valid yet, and the earlier one that is no longer."""
+        for path in (self._part, self._old):
+            path.unlink(missing_ok=True)
 
     def disown(self) -> None:
         """Note that the folder has not the content of its archive. It may still be replaced."""
-        half = self._path.with_suffix(".part")
-        with self._path.open() as lines, half.open("w") as rest:
+        with self._path.open() as lines, self._part.open("w") as rest:
             lines.readline()
             rest.write("{}\n")
             shutil.copyfileobj(lines, rest)
             rest.flush()
             os.fsync(rest.fileno())
-        half.rename(self._path)
+        self._part.rename(self._path)
 
     def is_record_of(self, file: File) -> bool:
         """Tell whether the folder was unpacked from this content of this object."""
@@ -198,8 +212,13 @@ class _Record:
         """Tell whether no recorded member was changed. Other files in the folder are allowed."""
         return all(_stat_member(folder, member[0]) == member for member in self._read_members())
 
-    def check_replaceable(self, folder: Path, file: File) -> None:
+    def check_replaceable(self, folder: Path, file: File, *, final: Path | None = None) -> None:
         """Check that a folder has only unchanged members.
+
+        Args:
+            folder: Folder.
+            file: Archive that is unpacked instead.
+            final: Final path of the folder, for the error; by default the folder.
 
         Raises:
             ConfigurationError: The folder has another file, or a changed one.
@@ -208,9 +227,10 @@ class _Record:
         other = next((m[0] for m in _iterate_members(folder) if m not in noted), None)
         if other is None:
             return
+        final = final or folder
         raise ConfigurationError(
-            f"{file.origin} cannot be unpacked into {folder}: Millrace did not unpack "
-            f"{folder / other}, or it was changed since. The folder was not changed. Move it "
+            f"{file.origin} cannot be unpacked into {final}: Millrace did not unpack "
+            f"{final / other}, or it was changed since. The folder was not changed. Move it "
             "away, or unpack into another one."
         )
 
@@ -224,6 +244,35 @@ class _Record:
             for line in lines:
                 path, size, mtime = json.loads(line)
                 yield path, size, mtime
+
+
+def _replace_folder(into: Path, made: Path, old: Path, file: File, record: _Record) -> None:
+    """Give an unpacked folder its final name. After an error, the earlier folder has it again.
+
+    Args:
+        into: Final path of the folder.
+        made: Current path of the folder.
+        old: Path for the earlier folder.
+        file: Archive of the folder.
+        record: Prepared record of the folder.
+
+    Raises:
+        ConfigurationError: The earlier folder has files that Millrace did not unpack.
+    """
+    is_replaced = os.path.lexists(into)
+    if is_replaced:
+        record.check_replaceable(into, file)
+        into.rename(old)
+    try:
+        if is_replaced:  # the first check may have taken minutes, in which files were added
+            record.check_replaceable(old, file, final=into)
+        record.commit()
+        made.rename(into)
+    except BaseException:
+        record.roll_back()
+        if is_replaced:
+            old.rename(into)
+        raise
 
 
 def _describe_source(file: File) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Archives of a run on one node: an unpacked folder always has the members of the final archive."""
 
+import errno
 import hashlib
 import threading
 from pathlib import Path
 
 import pytest
 
-from millrace.errors import ArchiveError, ChangedError
+from millrace.errors import ArchiveError, ChangedError, ConfigurationError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
@@ -27,9 +28,11 @@ class Node:
         mismatched: Set when the bytes do not have the digest of the archive.
     """
 
-    def __init__(self, root: Path, data: bytes, method: str, *, digest: str = "") -> None:
+    def __init__(
+        self, root: Path, data: bytes, method: str, *, digest: str = "", etag: str = "1"
+    ) -> None:
         file = File(
-            "d.archive", len(data), "etag", "s3://b/d.archive", digest, unpack=method, into="d"
+            "d.archive", len(data), etag, "s3://b/d.archive", digest, unpack=method, into="d"
         )
         self._data = data
         self.catalogue = build_catalogue([file], MIB)
@@ -151,3 +154,74 @@ def test_an_archive_that_is_damaged_in_the_store_is_unpacked_once(tmp_path):
     node.assembler.close()
     assert not (tmp_path / "d").exists()
     assert not list(tmp_path.glob(".*.unpacking"))
+
+
+def make_replaced(root: Path) -> Node:
+    """Unpack an archive, and return a node that replaces it by another one."""
+    for etag, body in (("1", b"old"), ("2", b"new")):
+        node = Node(root, tarred({"x": body * 999}, "w"), "tar", etag=etag)
+        node.write_all()
+        if etag == "1":
+            node.unpacker.unpack(0)
+            node.assembler.close()
+    return node
+
+
+def check_old_folder(node: Node, root: Path, *, other: str = "") -> None:
+    """Check that the earlier folder is there, and that a later run replaces it."""
+    assert (root / "d/x").read_bytes() == b"old" * 999
+    assert [path.name for path in root.glob(".*") if path.name != ".millrace"] == []
+    if other:
+        (root / "d" / other).unlink()
+    node.unpacker.unpack(0)
+    assert (root / "d/x").read_bytes() == b"new" * 999
+    assert len(list((root / ".millrace/unpacked").iterdir())) == 1
+    node.assembler.close()
+
+
+def test_a_full_disk_keeps_the_folder_that_was_to_be_replaced(tmp_path, monkeypatch):
+    node = make_replaced(tmp_path)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        node.assembler.wait_final(0)
+        patch.setattr("millrace.swarm.archives.run_archives.os.fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            node.unpacker.unpack(0)
+    check_old_folder(node, tmp_path)
+
+
+def test_a_name_that_cannot_be_given_keeps_the_folder_that_was_to_be_replaced(
+    tmp_path, monkeypatch
+):
+    node, rename = make_replaced(tmp_path), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name.endswith(".unpacking"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        node.assembler.wait_final(0)
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            node.unpacker.unpack(0)
+    check_old_folder(node, tmp_path)
+
+
+def test_a_file_that_is_added_while_the_folder_is_checked_is_kept(tmp_path, monkeypatch):
+    node, rename = make_replaced(tmp_path), Path.rename
+
+    def add_and_rename(path: Path, target: Path) -> Path:
+        if path == tmp_path / "d":
+            (path / "results.csv").write_text("mine")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", add_and_rename)
+        with pytest.raises(ConfigurationError, match=r"did not unpack .*/d/results\.csv"):
+            node.unpacker.unpack(0)
+    assert (tmp_path / "d/results.csv").read_text() == "mine"
+    check_old_folder(node, tmp_path, other="results.csv")
