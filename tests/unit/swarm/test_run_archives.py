@@ -2,6 +2,9 @@
 
 import errno
 import hashlib
+import re
+import shlex
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.transfer import hash_segments
+from millrace.testing.process import REPOSITORY
 from tests.support.swarm.prewarms import MIB, tarred, zipped
 
 BODY = hashlib.shake_256(b"weights").digest(3 * MIB)
@@ -225,3 +229,25 @@ def test_a_file_that_is_added_while_the_folder_is_checked_is_kept(tmp_path, monk
             node.unpacker.unpack(0)
     assert (tmp_path / "d/results.csv").read_text() == "mine"
     check_old_folder(node, tmp_path, other="results.csv")
+
+
+def test_the_command_of_the_guide_finds_the_leftovers_of_a_kill(tmp_path, monkeypatch):
+    data = tarred({"weights.bin": BODY}, "w")
+    node = Node(tmp_path, data, "tar")
+    node.write(0)
+    kept: list[Path] = []
+    monkeypatch.setattr(node.assembler, "note_folder", kept.append)
+    node.assembler.stop()
+    with pytest.raises(ChangedError):
+        node.unpacker.unpack(0)
+    node.assembler.close()
+    left = {folder.name for folder in kept} | {path.name for path in tmp_path.glob(".*.part")}
+    for folder in kept:
+        folder.mkdir()
+    guide = (REPOSITORY / "docs/guides/swarm.md").read_text()
+    command = re.search(r"^\$ (find .* -print)$", guide, re.MULTILINE)
+    assert command is not None
+    arguments = shlex.split(command[1])
+    found = subprocess.run(arguments, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert {Path(line).name for line in found.stdout.splitlines()} == left
+    assert len(left) == 3
