@@ -12,7 +12,7 @@ from millrace.digest import Algorithm, make_local_etag
 from millrace.keys.checkpoints import parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
-from millrace.schemas.dataset import Manifest
+from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import (
     Backend,
     Stat,
@@ -204,11 +204,7 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
                 f"{store.make_url(shard.key)} is missing, and the manifest of {dataset} names it: "
                 "run `millrace verify`."
             )
-        if stat.size != shard.size:
-            raise errors.CorruptError(
-                f"{store.make_url(shard.key)} has {stat.size} bytes, and {shard.size} by the "
-                f"manifest of {dataset}: run `millrace verify`."
-            )
+        _check_shard_size(store, dataset, shard, stat.size)
         inside = shard.key.removeprefix(f"{dataset}/")
         destination = f"{request.destination}/{inside}" if request.destination else shard.key
         file = _make_file(request, store, stat, destination)
@@ -272,6 +268,9 @@ def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, tuple[str
     """Return the digests of objects by their keys, with the manifests of the datasets of shards.
 
     The digests of shards are in manifests. The key of a part of a checkpoint has its digest.
+
+    Raises:
+        CorruptError: A shard has another size than its manifest states.
     """
     known: dict[str, tuple[str, Manifest | None]] = {
         key: (digest, None) for key in sizes if (digest := parse_part_digest(key))
@@ -283,6 +282,15 @@ def _find_digests(store: Store, sizes: Mapping[str, int]) -> dict[str, tuple[str
         except (errors.NotFoundError, errors.ConfigurationError, errors.CorruptError):
             continue  # the prefix is no dataset of Millrace, or the dataset is not complete
         for shard in manifest.shards:
-            if sizes.get(shard.key) == shard.size:
+            if shard.key in sizes:
+                _check_shard_size(store, dataset, shard, sizes[shard.key])
                 known[shard.key] = shard.digest, manifest
     return known
+
+
+def _check_shard_size(store: Store, dataset: str, shard: ManifestShard, size: int) -> None:
+    if size != shard.size:
+        raise errors.CorruptError(
+            f"{store.make_url(shard.key)} has {size} bytes, and {shard.size} by the "
+            f"manifest of {dataset}: run `millrace verify`."
+        )

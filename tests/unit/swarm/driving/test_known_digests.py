@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize, SecretStr
 
+from millrace import errors
 from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Store, delete, open_store, put
@@ -74,6 +75,16 @@ def test_the_digests_of_all_pieces_of_a_dataset_are_those_of_its_bytes(store, pi
     whole = [p for p in range(len(parts)) if resolved.catalogue.pieces[p][0].file == 0]
     assert known.files[0] == combine_digests([part for p in whole for part in parts[p]])
     assert known.refused == ()
+
+
+@pytest.mark.parametrize("by", ["dataset", "prefix", "key"])
+def test_a_shard_of_another_size_than_the_manifest_states_is_refused(store, by):
+    key = next(iter(SHARDS))
+    put(store, key, SHARDS[key][:-1])
+    name = {"dataset": "text", "prefix": "text/shards", "key": key}[by]
+    stated = f"has {len(SHARDS[key]) - 1} bytes, and {len(SHARDS[key])} by the manifest of text"
+    with pytest.raises(errors.CorruptError, match=stated):
+        resolve(store, Request.model_validate({by: name}))
 
 
 @pytest.mark.parametrize("piece_size", [100_000, MIB + 1])
