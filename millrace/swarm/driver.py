@@ -18,7 +18,12 @@ from millrace.swarm.driving.known_digests import KnownDigests, find_known_digest
 from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.quorum import Quorum
 from millrace.swarm.driving.reports import PrewarmReport, ProgressRecorder, report_nodes
-from millrace.swarm.driving.run_setup import VOTES_NEEDED, RunSecrets, make_run_spec
+from millrace.swarm.driving.run_setup import (
+    VOTES_NEEDED,
+    RunSecrets,
+    encode_run_spec,
+    make_run_spec,
+)
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.event_checker import EventChecker
@@ -81,6 +86,7 @@ class _PrewarmDriver:
         )
         secrets = RunSecrets()
         spec = make_run_spec(settings, catalogue, resolved.make_sources(_URL_TTL), secrets.key)
+        encoded = encode_run_spec(spec)
         self._reader = DriverReader(
             catalogue,
             spec.sources,
@@ -96,7 +102,7 @@ class _PrewarmDriver:
         self._followers = NodeFollowers(
             self._state,
             AgentClient(secrets.name, EventChecker(sizes, files, members, known.pieces)),
-            spec.encode(),
+            encoded,
             sizes,
             on_event=handler.handle,
             list_void=lambda: self._file_checks.void,

@@ -42,6 +42,9 @@ MAX_CLOCK_SKEW = 300.0
 IDENTITY_SIZE = 4096
 """Bytes of an answer to ``GET /agent`` at most."""
 
+MAX_BODY_SIZE = 256 << 20
+"""Bytes of the body of a request to an agent at most."""
+
 _MAX_IDLE = 32
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"(?P<origin>[^/?#]+://[^/?#]+)(?P<target>[^#]*)(?:#.*)?")

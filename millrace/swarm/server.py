@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any, cast
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
 from millrace.swarm.heads import HeadError, RequestHead, get_length, keeps_alive, read_request
-from millrace.swarm.protocol import AUTH_HEADER, ProtocolVersionError, SignatureError, check_rate
+from millrace.swarm.protocol import (
+    AUTH_HEADER,
+    MAX_BODY_SIZE,
+    ProtocolVersionError,
+    SignatureError,
+    check_rate,
+)
 from millrace.swarm.run import Run, describe_error
 from millrace.swarm.uploads import UploadLimiter
 
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
     from millrace.swarm.agent import Agent
 
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
-_MAX_BODY_SIZE = 256 << 20
 _LINGER_TIMEOUT = 10.0  # seconds to discard the rest of a refused request
 _DISCARD_SIZE = 256 * 1024  # bytes that are discarded at a time
 _BACKLOG = 256
@@ -190,7 +195,7 @@ class AgentRequestHandler(StreamRequestHandler):
         elif verb is None:
             reason = f"the method {self._head.method[:20]} is not supported"
             self._refuse(reason, size, http.client.NOT_IMPLEMENTED)
-        elif size > _MAX_BODY_SIZE:
+        elif size > MAX_BODY_SIZE:
             self._closing = True
             self._send(http.client.REQUEST_ENTITY_TOO_LARGE)
         else:

@@ -3,13 +3,17 @@
 import secrets
 from dataclasses import dataclass, field
 
+from millrace import errors
+from millrace.formatting import format_size
 from millrace.swarm.catalogue import Catalogue
+from millrace.swarm.protocol import MAX_BODY_SIZE
 from millrace.swarm.run_spec import RunSpec
 from millrace.swarm.settings import PrewarmSettings
 
 VOTES_NEEDED = 2
 """Number of equal votes that decide the digest of a piece, where a file of it has no digest."""
 
+_ADDRESSES_SIZE = 16 << 20  # bytes for the addresses of the agents, which precede the files
 _FURTHER_SLOTS = 4  # orders of a node beyond its reads and downloads, such as those ordered twice
 
 
@@ -30,6 +34,24 @@ def read_authorities(settings: PrewarmSettings) -> str | None:
     """Return the certificate authorities of the stores, PEM; None if no store names any."""
     files = [spec.ca_file for spec in settings.stores.values() if spec.ca_file]
     return "\n".join(file.read_text() for file in files) or None
+
+
+def encode_run_spec(spec: RunSpec) -> bytes:
+    """Return the encoded specification of a run, which each agent receives in one request.
+
+    Raises:
+        ConfigurationError: The files are too many for one request.
+    """
+    encoded, longest = spec.encode(), MAX_BODY_SIZE - _ADDRESSES_SIZE
+    if len(encoded) > longest:
+        count = len(spec.sources)
+        raise errors.ConfigurationError(
+            f"The {count:,} files are too many for one run: their list has "
+            f"{format_size(len(encoded))}, and an agent accepts {format_size(longest)}, about "
+            f"{count * longest // len(encoded):,} such files. Request them in several runs, or "
+            "pack them into archives and set `unpack`."
+        )
+    return encoded
 
 
 def make_run_spec(

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from millrace.errors import ConfigurationError
 from millrace.swarm import messages, protocol
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
-from millrace.swarm.driving.run_setup import make_run_spec
+from millrace.swarm.driving import run_setup
+from millrace.swarm.driving.run_setup import encode_run_spec, make_run_spec
 from millrace.swarm.event_checker import EventChecker, ProtocolError
 from millrace.swarm.messages import (
     EVENT_TYPES,
@@ -30,7 +32,7 @@ from millrace.swarm.messages import (
     encode_message,
 )
 from millrace.swarm.protocol import Endpoint, ProtocolVersionError
-from millrace.swarm.run_spec import decode_start_body, encode_start_body
+from millrace.swarm.run_spec import RunSpec, decode_start_body, encode_start_body
 from millrace.swarm.settings import PrewarmSettings
 
 DIGEST = f"blake3:{0:064x}"
@@ -116,6 +118,16 @@ def make_body() -> bytes:
     )
     catalogue = build_catalogue([File("a", 1, "e", "s3://b/a")])
     return encode_start_body({}, make_run_spec(settings, catalogue, ["url"], b"key").encode())
+
+
+def test_more_files_than_an_agent_accepts_in_a_request_are_refused_before_the_run(monkeypatch):
+    catalogue = build_catalogue([File(f"{n}", 1, "e", f"s3://b/{n}") for n in range(100)])
+    spec = RunSpec(catalogue, ["url"] * 100, b"key", CacheCheck.SAMPLED, 1, None, {})
+    assert encode_run_spec(spec) == spec.encode()
+    longest = len(spec.encode()) - 1
+    monkeypatch.setattr(run_setup, "MAX_BODY_SIZE", longest + run_setup._ADDRESSES_SIZE)
+    with pytest.raises(ConfigurationError, match=r"The 100 files are too many .* about 99"):
+        encode_run_spec(spec)
 
 
 def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
