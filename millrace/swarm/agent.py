@@ -121,7 +121,7 @@ class Agent:
                 )
             if self._ending:
                 raise BusyAgentError(
-                    "the last run on this node is being ended: wait for its open files and archives"
+                    "the last run on this node is being ended: wait for it, and try again"
                 )
             if self._run is not None and self._run.name != name and self._run.is_driven():
                 raise BusyAgentError(

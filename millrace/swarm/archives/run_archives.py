@@ -57,8 +57,9 @@ class ArchiveUnpacker:
             if record.is_record_of(file):
                 if not assembler.count_drops(number) and record.is_whole(into):
                     assembler.wait_final(number)
-                    if assembler.is_verified(number) or not assembler.count_drops(number):
-                        return assembler.count_drops(number)
+                    drops = assembler.count_drops(number)  # read once: a later drop is seen later
+                    if assembler.is_verified(number) or not drops:
+                        return drops
                 if assembler.count_drops(number):
                     record.disown()  # the folder may have wrong members, also after a kill
             record.check_replaceable(into, file)
