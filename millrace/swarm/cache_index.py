@@ -97,6 +97,8 @@ def recognise_file(
         catalogue: Files of this run.
         check: Kind of the check.
 
+    A file of Millrace has the size and modification time of an entry, or the recorded bytes.
+
     Returns:
         None if the existing file is one of Millrace with another content: the run replaces it.
 
@@ -107,11 +109,14 @@ def recognise_file(
     plain = path.is_file() and not path.is_symlink()
     content = file.origin, file.etag, file.size
     same = [entry for entry in made if (entry.origin, entry.etag, entry.size) == content]
-    if plain and same and stat.st_size == file.size:
-        return _check_cached(path, file, same[-1], catalogue, check)
-    if plain and any(
+    unchanged = plain and any(
         (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
-    ):
+    )
+    if plain and same and stat.st_size == file.size:
+        cached = _check_cached(path, file, same[-1], catalogue, check)
+        if unchanged or None not in cached.digests:  # other bytes with another time are a user's
+            return cached
+    elif unchanged:
         return None
     if file.digest and not file.has_md5 and plain and stat.st_size == file.size:
         whole, digests = hash_file(path, file, catalogue.piece_size)

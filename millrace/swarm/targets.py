@@ -133,12 +133,24 @@ class Targets:
         if folder in self._made:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._check_folder(folder)
+        self._made.add(folder)
+
+    def check_folders(self, targets: Iterable[Target]) -> None:
+        """Check the folders of files, before any of these files is written or renamed.
+
+        Raises:
+            ConfigurationError: A folder is outside of the root, through a link.
+        """
+        for folder in {target.folder for target in targets}:
+            self._check_folder(folder)
+
+    def _check_folder(self, folder: Path) -> None:
         if not folder.resolve().is_relative_to(self._root):
             raise ConfigurationError(
                 f"{folder} leads out of {self._root} through a link. Nothing was written there: "
                 "remove the link."
             )
-        self._made.add(folder)
 
     def sync_partials(self, targets: list[Target]) -> None:
         """Sync partial files to the disk: a few one by one, many with the whole file system."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -323,11 +324,13 @@ def damage_cache(swarm: Swarm) -> tuple[bool, str]:
 
 
 def _flip_bit(path: Path) -> None:
+    stat = path.stat()
     with path.open("r+b") as file:
         file.seek(SIZE // 2)
         byte = file.read(1)[0]
         file.seek(SIZE // 2)
         file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def fill_disk(swarm: Swarm) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.assembly.partial_files import PartialFiles
 from millrace.swarm.cache_index import (
     CacheCheck,
+    CachedFile,
     CacheEntry,
     append_entries,
     append_identities,
@@ -59,11 +60,42 @@ class Leftovers:
         return bool(self._others)
 
     def find_final(self) -> list[int]:
-        """Take over final files of earlier runs that pass the check; return their numbers."""
-        made = read_index(self._index)
+        """Take over final files of earlier runs that pass the check; return their numbers.
+
+        The files at all destinations are checked before the first one is renamed.
+        """
+        found = self._recognise_files(read_index(self._index))
         whole: list[int] = []
         again: list[CacheEntry] = []  # recorded again, since all of their bytes were read
         seen: dict[str, tuple[int, ...]] = {}
+        for number, known in found.items():
+            state = self._arrivals.states[number]
+            if state.missing:  # a damaged file: its correct segments are kept
+                self._targets.make_partial(state.target)
+                continue
+            self._targets.link(state.target)
+            whole.append(number)
+            identity = read_identity(state.target.final)
+            if known.made is not None and (known.hashed or known.made.seen != identity):
+                seen[state.file.path] = identity
+                again += [state.make_entry(self._catalogue.piece_size)] if known.hashed else []
+        if seen:
+            append_entries(self._index, again)
+            append_identities(self._index, seen)
+        return whole
+
+    def _recognise_files(self, made: dict[str, list[CacheEntry]]) -> dict[int, CachedFile]:
+        """Check the files at the destinations, and note the segments that they have.
+
+        Returns:
+            Files that are complete or damaged, by their numbers. A file with another content of
+            Millrace has no entry.
+
+        Raises:
+            ConfigurationError: A file that Millrace did not make is at a destination, or a folder
+                is outside of the root.
+        """
+        found: dict[int, CachedFile] = {}
         for number, state in enumerate(self._arrivals.states):
             path = state.target.final
             if not os.path.lexists(path):
@@ -73,22 +105,12 @@ class Leftovers:
             )
             if known is None:
                 continue
+            found[number] = known
             state.digests = known.digests
             state.missing = sum(digest is None for digest in known.digests)
             state.final = not state.missing
-            if state.missing:  # a damaged file: its correct segments are kept
-                self._targets.make_partial(state.target)
-                continue
-            self._targets.link(state.target)
-            whole.append(number)
-            identity = read_identity(path)
-            if known.made is not None and (known.hashed or known.made.seen != identity):
-                seen[state.file.path] = identity
-                again += [state.make_entry(self._catalogue.piece_size)] if known.hashed else []
-        if seen:
-            append_entries(self._index, again)
-            append_identities(self._index, seen)
-        return whole
+        self._targets.check_folders(state.target for state in self._arrivals.iterate_coming())
+        return found
 
     def find_partial(self) -> None:
         """Take over the segments of partial files whose bytes have the digests in the journal."""
