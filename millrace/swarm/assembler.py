@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from millrace.errors import ConflictError
+from millrace.errors import ConfigurationError, ConflictError
 from millrace.swarm.assembly.arrivals import Arrivals, ArrivingFile
 from millrace.swarm.assembly.finishing import FileFinisher
 from millrace.swarm.assembly.hashing import FileHashes, hash_arriving
@@ -197,7 +197,11 @@ class Assembler:
                 if state.is_verified:  # the wrong bytes are in another file of this piece
                     continue
                 if state.final:  # a file without a digest, which could not be verified
-                    self._partials.reopen(state)
+                    try:
+                        self._partials.reopen(state)
+                    except ConfigurationError as error:
+                        self._on_fault(error)
+                        return
                 state.drop_segment(arrivals.get_index(segment))
                 reopened.append(segment.file)
             self._on_dropped(number, reopened)

@@ -85,6 +85,18 @@ def read_identity(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
+def is_unchanged(path: Path, identity: tuple[int, ...]) -> bool:
+    """Tell whether a file still has an earlier identity (`read_identity`).
+
+    The change time is not compared: it also changes with the mode, and with each link to the file.
+    """
+    try:
+        size, modified, _, inode = read_identity(path)
+    except FileNotFoundError:
+        return False
+    return (size, modified, inode) == (identity[0], identity[1], identity[3])
+
+
 def recognise_file(
     path: Path, file: File, made: list[CacheEntry], catalogue: Catalogue, check: CacheCheck
 ) -> CachedFile | None:

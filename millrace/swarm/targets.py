@@ -1,6 +1,7 @@
 """Paths of the files of a run: partial and final names. No path leads out of the root."""
 
 import ctypes
+import errno
 import hashlib
 import os
 import shutil
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import ConfigurationError, NoSpaceError
+from millrace.swarm.cache_index import is_unchanged
 from millrace.swarm.catalogue import Catalogue, File
 from millrace.swarm.journal import compute_object_id
 
@@ -18,6 +20,9 @@ SPARE_BYTES = 64 << 20
 _MAX_SINGLE_SYNCS = 8  # files that are synced one by one; for more, the file system is synced
 _NEEDED_MODE = 0o600  # permission bits that the agent needs
 _NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +168,31 @@ class Targets:
         for target in targets:
             sync(target.partial)
 
-    def make_partial(self, target: Target) -> None:
-        """Make a final file partial again."""
+    def make_final(self, target: Target, existing: tuple[int, ...] | None) -> None:
+        """Give a complete partial file its final name.
+
+        Args:
+            target: Paths of the file.
+            existing: Identity of the file that is replaced (`read_identity`); None if the run has
+                found no file at the destination.
+
+        Raises:
+            ConfigurationError: Another file is at the destination.
+        """
+        _place(target.partial, target.final, existing)
+
+    def make_partial(self, target: Target, existing: tuple[int, ...]) -> None:
+        """Make a final file partial again.
+
+        Args:
+            target: Paths of the file.
+            existing: Identity of the final file (`read_identity`).
+
+        Raises:
+            ConfigurationError: Another file has the final name now, or no file has it.
+        """
+        if not is_unchanged(target.final, existing):
+            raise _make_conflict(target.final)
         target.final.rename(target.partial)
         target.partial.chmod(target.file.mode | _NEEDED_MODE)
 
@@ -189,6 +217,43 @@ class Targets:
                 shutil.copy2(target.final, link)
 
 
+def _place(source: Path, final: Path, existing: tuple[int, ...] | None) -> None:
+    """Rename a file, and replace at most the file with the given identity."""
+    if existing is not None and is_unchanged(final, existing):
+        source.rename(final)
+        return
+    try:
+        _rename_new(source, final)
+    except FileExistsError as error:
+        raise _make_conflict(final) from error
+
+
+def _rename_new(source: Path, final: Path) -> None:
+    """Rename a file to a name that no file has.
+
+    Raises:
+        FileExistsError: A file has this name.
+    """
+    names = os.fsencode(source), os.fsencode(final)
+    if hasattr(_LIBC, "renameat2"):
+        if _LIBC.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+            raise OSError(code, os.strerror(code), str(source), None, str(final))
+    # The file system, such as NFS, cannot refuse to replace a file: a short race remains.
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    source.rename(final)
+
+
+def _make_conflict(path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} was created, changed or removed by another program during the run. Millrace did "
+        "not change it: move it away if it exists, and run again."
+    )
+
+
 def sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -202,7 +267,7 @@ def _sync_file_system(folder: Path) -> None:
     """Sync a whole file system, which is far faster than many calls of fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+        if _LIBC.syncfs(descriptor) != 0:
             raise OSError(ctypes.get_errno(), "syncfs failed", str(folder))
     finally:
         os.close(descriptor)

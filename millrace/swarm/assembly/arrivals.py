@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import ChangedError
-from millrace.swarm.cache_index import CacheEntry
+from millrace.swarm.cache_index import CacheEntry, read_identity
 from millrace.swarm.catalogue import Catalogue, File, Segment, combine_digests
 from millrace.swarm.journal import Range
-from millrace.swarm.targets import Target
+from millrace.swarm.targets import Target, Targets
 
 
 @dataclass(slots=True)
@@ -28,6 +28,8 @@ class FileState:
         fresh: Whether the hash over the arriving bytes is valid: no hashed byte was replaced.
         drops: Number of dropped segments, over the whole run.
         void: Whether the digest of the file is ignored (`VoidDigest`).
+        existing: Identity of the file of Millrace at the destination (`read_identity`), the only
+            one that may be replaced; None if there was none.
     """
 
     target: Target
@@ -37,6 +39,7 @@ class FileState:
     fresh: bool = True
     drops: int = 0
     void: bool = False
+    existing: tuple[int, ...] | None = None
 
     @property
     def file(self) -> File:
@@ -265,20 +268,25 @@ class Arrivals:
             with self.changed:
                 return os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW)
 
-    def rename(self, state: FileState, drops: int) -> bool:
+    def rename(self, state: FileState, drops: int, targets: Targets) -> bool:
         """Give a file its final name, and end the waits for this name.
 
         Args:
             state: Complete file.
             drops: Number of dropped segments when the file was seen to be complete.
+            targets: Paths of the files.
 
         Returns:
             False if a segment was dropped since. The file is submitted again when it is complete.
+
+        Raises:
+            ConfigurationError: A file that Millrace did not make is at the destination.
         """
         with self.changed:  # `open_current` waits until the file and `path` agree
             if state.drops != drops:
                 return False
-            state.target.partial.rename(state.target.final)
+            targets.make_final(state.target, state.existing)
+            state.existing = read_identity(state.target.final)
             state.final = True
             self.changed.notify_all()
             return True

@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
+from millrace.errors import ConfigurationError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.assembly.hashing import FileHashes
 from millrace.swarm.cache_index import append_entries, append_identities, read_identity
@@ -69,7 +70,11 @@ class FileFinisher:
             self.finish(list(dict.fromkeys(batch)))
 
     def finish(self, numbers: list[int]) -> None:
-        """Verify complete files, sync them to the disk, and give them their final names."""
+        """Verify complete files, sync them to the disk, and give them their final names.
+
+        Raises:
+            ConfigurationError: A file that Millrace did not make is at a destination.
+        """
         complete: list[tuple[int, FileState, int]] = []
         for number in numbers:
             state = self._arrivals.states[number]
@@ -85,12 +90,25 @@ class FileFinisher:
             self._index, [state.make_entry(self._piece_size) for _, state, _ in complete]
         )
         ready: list[tuple[int, FileState, int]] = []
+        faults: list[ConfigurationError] = []
         for number, state, drops in complete:
-            if self._arrivals.rename(state, drops):
-                self._targets.link(state.target)
-                ready.append((number, state, drops))
-        if not ready:
-            return
+            try:
+                if self._arrivals.rename(state, drops, self._targets):
+                    self._targets.link(state.target)
+                    ready.append((number, state, drops))
+            except ConfigurationError as error:  # the other files become ready nonetheless
+                faults.append(error)
+        if ready:
+            self._note_ready(ready)
+        if faults:
+            raise faults[0]
+
+    def _note_ready(self, ready: list[tuple[int, FileState, int]]) -> None:
+        """Note the identities of files with final names, sync the names, and report the files.
+
+        Args:
+            ready: Number and state of each file, and its dropped segments before its rename.
+        """
         with self._arrivals.changed:  # a drop takes the final name away again
             seen = {
                 state.file.path: read_identity(state.target.final)

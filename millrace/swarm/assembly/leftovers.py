@@ -71,7 +71,7 @@ class Leftovers:
         for number, known in found.items():
             state = self._arrivals.states[number]
             if state.missing:  # a damaged file: its correct segments are kept
-                self._targets.make_partial(state.target)
+                self._partials.reopen(state)
                 continue
             self._targets.link(state.target)
             whole.append(number)
@@ -100,6 +100,7 @@ class Leftovers:
             path = state.target.final
             if not os.path.lexists(path):
                 continue
+            state.existing = read_identity(path)
             known = recognise_file(
                 path, state.file, made.get(state.file.path, []), self._catalogue, self._check
             )

@@ -67,9 +67,14 @@ class PartialFiles:
                 at += size
 
     def reopen(self, state: FileState) -> None:
-        """Make a final file partial again, to replace some of its segments."""
-        self._targets.make_partial(state.target)
-        state.final = False
+        """Make a final file partial again, to replace some of its segments.
+
+        Raises:
+            ConfigurationError: Another program has replaced the file since.
+        """
+        if state.existing is not None:
+            self._targets.make_partial(state.target, state.existing)
+        state.final, state.existing = False, None
 
     def _note_file(self, state: FileState) -> None:
         partial = state.target.partial

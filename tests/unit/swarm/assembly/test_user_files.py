@@ -1,5 +1,7 @@
 """Files of a user at destinations of a run: none is changed, renamed or replaced."""
 
+import ctypes
+import errno
 import hashlib
 import os
 import shutil
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace import errors
+from millrace.swarm import targets
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.transfer import hash_segments
@@ -127,3 +130,65 @@ def test_no_file_is_renamed_if_a_folder_leads_out_of_the_root(tmp_path, where):
     run.assembler.close()
     assert path.read_bytes() == damaged
     assert [each.name for each in outside.rglob("*")] == (["m"] if where == "file" else [])
+
+
+class OldFileSystem:
+    """System calls of a file system that cannot refuse to replace a file."""
+
+    @staticmethod
+    def renameat2(*_: object) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+
+@pytest.mark.parametrize("can_refuse", [True, False])
+@pytest.mark.parametrize("before", [None, OLD], ids=["nothing", "old"])
+def test_a_file_that_a_user_saves_during_the_run_is_not_replaced(
+    tmp_path, monkeypatch, before, can_refuse
+):
+    if not can_refuse:
+        monkeypatch.setattr(targets, "_LIBC", OldFileSystem)
+    if before is not None:
+        assert prewarm(tmp_path, make_file(before), before).finished == [0]
+    small = NEW[:1000]  # in one piece with the other file, so that both are complete at once
+    run = Run(tmp_path, {make_file(small): small, make_file(b"z", path="z"): b"z"})
+    run.assembler.open()
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "saved").write_bytes(USERS)
+    (tmp_path / "saved").rename(tmp_path / "model" / "m")
+    run.write_all()
+    run.assembler.close()
+    assert (tmp_path / "model" / "m").read_bytes() == USERS
+    assert [str(each) for each in run.faults if "during the run" in str(each)]
+    assert run.finished == [1]  # the fault of one file delays no other one
+
+
+def test_a_file_that_is_replaced_while_the_files_are_checked_is_not_renamed(tmp_path, monkeypatch):
+    prewarm(tmp_path, make_file())
+    path = tmp_path / "model" / "m"
+    damage(path)
+
+    def save(*_: object) -> None:
+        (tmp_path / "saved").write_bytes(USERS)
+        (tmp_path / "saved").rename(path)
+
+    monkeypatch.setattr(targets.Targets, "check_folders", save)
+    with pytest.raises(errors.ConfigurationError, match="during the run"):
+        prewarm(tmp_path, make_file())
+    assert path.read_bytes() == USERS
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_dropped_piece_of_a_final_file_changes_no_file_of_a_user(tmp_path, saved):
+    path = tmp_path / "model" / "m"
+    prewarm(tmp_path, make_file())
+    run = Run(tmp_path, {make_file(): OLD})
+    run.assembler.open()
+    if saved:
+        (tmp_path / "saved").write_bytes(USERS)
+        (tmp_path / "saved").rename(path)
+    run.assembler.drop(0)
+    run.write_all()
+    run.assembler.close()
+    assert path.read_bytes() == (USERS if saved else OLD)
+    assert ["during the run" in str(each) for each in run.faults] == [True] * saved
