@@ -112,7 +112,13 @@ class Targets:
         An incomplete file is writable for the agent, whatever its final mode is.
         """
         self.make_folder(target.folder)
-        descriptor = os.open(target.partial, _NEW_FILE_FLAGS, 0o600)
+        try:
+            descriptor = os.open(target.partial, _NEW_FILE_FLAGS, _NEEDED_MODE)
+        except PermissionError:  # a kill, or a dropped piece, after the file had its final mode
+            if target.partial.is_symlink():
+                raise
+            target.partial.chmod(_NEEDED_MODE)
+            descriptor = os.open(target.partial, _NEW_FILE_FLAGS, _NEEDED_MODE)
         try:
             os.fchmod(descriptor, target.file.mode | _NEEDED_MODE)
             if target.file.owner is not None:
