@@ -19,7 +19,8 @@ SPARE_BYTES = 64 << 20
 
 _MAX_SINGLE_SYNCS = 8  # files that are synced one by one; for more, the file system is synced
 _NEEDED_MODE = 0o600  # permission bits that the agent needs
-_NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+# Readable, since `posix_fallocate` reads the existing bytes if the file system cannot allocate.
+_NEW_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -99,6 +100,8 @@ class Targets:
         try:
             os.posix_fallocate(descriptor, 0, target.file.size)
         except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
             raise NoSpaceError(
                 f"The disk has no space for the {target.file.size} bytes of {target.partial} "
                 f"({error.strerror}): free some space, or choose another root."

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace import errors
 from millrace.swarm import targets
-from tests.unit.swarm.assembly.test_user_files import OLD, Run, make_file
+from tests.unit.swarm.assembly.test_user_files import MIB, OLD, Run, make_file, prewarm
 
 open_file = os.open
 
@@ -39,3 +40,34 @@ def test_a_run_continues_after_a_kill_when_the_file_had_its_final_mode(tmp_path,
     run.assembler.close()
     assert run.finished == [0]
     assert (tmp_path / "model" / "m").stat().st_mode & 0o777 == mode
+
+
+def allocate_without_system_call(descriptor: int, start: int, size: int) -> None:
+    """Read existing blocks and extend the file, as glibc does if a file system cannot allocate."""
+    for at in range(start, os.fstat(descriptor).st_size, MIB):
+        os.pread(descriptor, 1, at)
+    os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, start + size))
+
+
+def test_a_run_continues_on_a_file_system_that_cannot_allocate(tmp_path, monkeypatch):
+    monkeypatch.setattr(targets.os, "posix_fallocate", allocate_without_system_call)
+    for number in range(2):
+        run = Run(tmp_path, {make_file(): OLD})
+        run.assembler.open()
+        run.write(number)
+        run.assembler.close()
+    assert run.finished == [0]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(errno.ENOSPC, errors.NoSpaceError), (errno.EDQUOT, errors.NoSpaceError)]
+    + [(errno.EIO, OSError)],
+)
+def test_only_a_full_disk_is_reported_as_one(tmp_path, monkeypatch, code, error):
+    def refuse(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(targets.os, "posix_fallocate", refuse)
+    with pytest.raises(error, match=os.strerror(code)):
+        prewarm(tmp_path, make_file())
