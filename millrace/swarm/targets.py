@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.errors import ConfigurationError, NoSpaceError
+from millrace.errors import ConfigurationError, CorruptError, NoSpaceError
 from millrace.swarm.cache_index import is_unchanged
 from millrace.swarm.catalogue import Catalogue, File
 from millrace.swarm.journal import compute_object_id
@@ -20,7 +20,7 @@ SPARE_BYTES = 64 << 20
 _MAX_SINGLE_SYNCS = 8  # files that are synced one by one; for more, the file system is synced
 _NEEDED_MODE = 0o600  # permission bits that the agent needs
 # Readable, since `posix_fallocate` reads the existing bytes if the file system cannot allocate.
-_NEW_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+_PARTIAL_FLAGS = os.O_RDWR | os.O_NOFOLLOW
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -59,6 +59,7 @@ class Targets:
     def __init__(self, root: Path, catalogue: Catalogue) -> None:
         self._root = root
         self._made: set[Path] = set()  # folders that exist, and are below the root
+        self._created: set[Path] = set()  # partial files that exist
         self.by_file = [self._make_target(file) for file in catalogue.files]
 
     def _make_target(self, file: File) -> Target:
@@ -113,15 +114,26 @@ class Targets:
         """Open a partial file for writing, and set its owner and mode.
 
         An incomplete file is writable for the agent, whatever its final mode is.
+
+        Raises:
+            CorruptError: Another program has removed the file since this run created or found it.
         """
         self.make_folder(target.folder)
+        # A file that was created again would lack the bytes that were written before.
+        flags = _PARTIAL_FLAGS | (0 if target.partial in self._created else os.O_CREAT)
         try:
-            descriptor = os.open(target.partial, _NEW_FILE_FLAGS, _NEEDED_MODE)
+            descriptor = os.open(target.partial, flags, _NEEDED_MODE)
+        except FileNotFoundError as error:
+            raise CorruptError(
+                f"{target.partial} was removed by another program during the run: let no program "
+                "clean the root, and run again."
+            ) from error
         except PermissionError:  # a kill, or a dropped piece, after the file had its final mode
             if target.partial.is_symlink():
                 raise
             target.partial.chmod(_NEEDED_MODE)
-            descriptor = os.open(target.partial, _NEW_FILE_FLAGS, _NEEDED_MODE)
+            descriptor = os.open(target.partial, flags, _NEEDED_MODE)
+        self._created.add(target.partial)
         try:
             os.fchmod(descriptor, target.file.mode | _NEEDED_MODE)
             if target.file.owner is not None:
@@ -189,6 +201,7 @@ class Targets:
             ConfigurationError: Another file is at the destination.
         """
         _place(target.partial, target.final, existing)
+        self._created.discard(target.partial)
 
     def make_partial(self, target: Target, existing: tuple[int, ...]) -> None:
         """Make a final file partial again.
@@ -203,6 +216,7 @@ class Targets:
         if not is_unchanged(target.final, existing):
             raise _make_conflict(target.final)
         target.final.rename(target.partial)
+        self._created.add(target.partial)
         target.partial.chmod(target.file.mode | _NEEDED_MODE)
 
     def link(self, target: Target) -> None:

@@ -15,7 +15,7 @@ from millrace.digest import (
     compute_file_digest,
     make_hasher,
 )
-from millrace.errors import ChangedError
+from millrace.errors import ChangedError, CorruptError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.catalogue import can_combine
 
@@ -35,7 +35,11 @@ class FileHashes:
         self._buffer = memoryview(bytearray(BLOCK_SIZE))
 
     def update(self, number: int, size: int) -> None:
-        """Hash the next `size` bytes of a file, which have arrived."""
+        """Hash the next `size` bytes of a file, which have arrived.
+
+        Raises:
+            CorruptError: Another program has cut the file.
+        """
         hasher = self._hashers.get(number)
         if hasher is None:
             hasher = make_hasher(self._arrivals.states[number].file.algorithm)
@@ -45,6 +49,11 @@ class FileHashes:
             while size:
                 block = self._buffer[: min(size, BLOCK_SIZE)]
                 got = os.preadv(descriptor, [block], self._hashed[number])
+                if not got:
+                    raise CorruptError(
+                        f"{self._arrivals.states[number].path} was cut by another program during "
+                        "the run: let no program change the root, and run again."
+                    )
                 hasher.update(self._buffer[:got])
                 self._hashed[number] += got
                 size -= got

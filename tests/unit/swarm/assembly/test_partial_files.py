@@ -8,6 +8,7 @@ import pytest
 
 from millrace import errors
 from millrace.swarm import targets
+from tests.oracle import compute_blake3
 from tests.unit.swarm.assembly.test_user_files import MIB, OLD, Run, make_file, prewarm
 
 open_file = os.open
@@ -20,7 +21,7 @@ def find_partial(root: Path) -> Path:
 def open_as_user(path: Path, flags: int, *mode: int) -> int:
     """Open a file as a user who is not root does."""
     wants_write = flags & (os.O_WRONLY | os.O_RDWR)
-    if wants_write and os.path.lexists(path) and not os.stat(path).st_mode & 0o200:
+    if wants_write and os.path.lexists(path) and not path.stat().st_mode & 0o200:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return open_file(path, flags, *mode)
 
@@ -61,8 +62,11 @@ def test_a_run_continues_on_a_file_system_that_cannot_allocate(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(errno.ENOSPC, errors.NoSpaceError), (errno.EDQUOT, errors.NoSpaceError)]
-    + [(errno.EIO, OSError)],
+    [
+        (errno.ENOSPC, errors.NoSpaceError),
+        (errno.EDQUOT, errors.NoSpaceError),
+        (errno.EIO, OSError),
+    ],
 )
 def test_only_a_full_disk_is_reported_as_one(tmp_path, monkeypatch, code, error):
     def refuse(*_: int) -> None:
@@ -71,3 +75,15 @@ def test_only_a_full_disk_is_reported_as_one(tmp_path, monkeypatch, code, error)
     monkeypatch.setattr(targets.os, "posix_fallocate", refuse)
     with pytest.raises(error, match=os.strerror(code)):
         prewarm(tmp_path, make_file())
+
+
+def test_a_partial_file_that_another_program_removes_is_not_created_again(tmp_path):
+    run = Run(tmp_path, {make_file(digest=compute_blake3(OLD)): OLD})
+    run.assembler.open()
+    run.write(0)
+    find_partial(tmp_path).unlink()
+    with pytest.raises(errors.CorruptError, match="was removed"):
+        run.write(1)
+    run.assembler.close()
+    assert run.finished == []
+    assert not (tmp_path / "model" / "m").exists()

@@ -232,6 +232,15 @@ def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path, digest
     assert parts.finished == [[0]]
 
 
+def test_a_file_that_another_program_cuts_is_not_hashed_for_ever(tmp_path):
+    parts = Parts(tmp_path, large=sha256_digest(LARGE))
+    parts.begin()
+    parts.write_large(0)
+    os.truncate(parts.targets.by_file[0].partial, 10)
+    with pytest.raises(errors.CorruptError, match="was cut"):
+        parts.hashes.update(0, SIZE)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path, right):
     digest = compute_blake3(ALIGNED if right else b"other")
