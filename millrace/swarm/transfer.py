@@ -148,14 +148,19 @@ class StoreReader:
     def _read_local(self, path: Path, segment: Segment, into: memoryview) -> None:
         file = self._catalogue.files[segment.file]
         with path.open("rb", buffering=0) as opened:
-            if make_local_etag(os.fstat(opened.fileno())) != file.etag:
-                raise FetchError("the object was replaced", http.client.PRECONDITION_FAILED)
+            _check_etag(opened.fileno(), file.etag)
             at = 0
             while at < len(into):
                 got = os.preadv(opened.fileno(), [into[at:]], segment.start + at)
                 if not got:
                     raise FetchError("the file was truncated")
                 at += got
+            _check_etag(opened.fileno(), file.etag)  # the file may have been written meanwhile
+
+
+def _check_etag(descriptor: int, etag: str) -> None:
+    if make_local_etag(os.fstat(descriptor)) != etag:
+        raise FetchError("the object was replaced", http.client.PRECONDITION_FAILED)
 
 
 class PeerReader:
