@@ -211,10 +211,10 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
 
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:
-    """Read the entries of each file. Skip lines that a kill has cut."""
+    """Read the entries of each file. Skip lines that are cut or damaged."""
     made: dict[str, list[CacheEntry]] = {}
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 seen = tuple(row.pop("seen", ()))

@@ -9,8 +9,10 @@ import pytest
 from millrace.swarm.cache_index import (
     CacheCheck,
     CacheEntry,
+    append_entries,
     hash_file,
     hash_file_segments,
+    read_index,
     recognise_file,
 )
 from millrace.swarm.catalogue import File, build_catalogue
@@ -62,3 +64,13 @@ def test_pieces_that_do_not_begin_with_a_block_are_all_fetched_again(tmp_path, b
 def test_a_record_that_does_not_fit_the_digest_keeps_nothing(tmp_path):
     other = compute_blake3(b"other")
     assert not any(list_kept(tmp_path / "file", BODY, digest=other, before=MIB, now=4 * MIB))
+
+
+def test_a_damaged_line_of_the_index_affects_no_other_line(tmp_path):
+    path = tmp_path / "files.jsonl"
+    entry = CacheEntry("file", 1, 2, "etag", "s3://bucket/file", "", MIB, [])
+    append_entries(path, [entry])
+    with path.open("ab") as opened:
+        opened.write(b"\xff\xfe torn\n")
+    append_entries(path, [entry])
+    assert read_index(path) == {"file": [entry, entry]}
