@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -368,22 +369,38 @@ class _CredentialProbe:
         if store.is_s3_compatible:
             found[Operation.ABORT] = lambda: _abort_upload(store, write_store, keys["parts"])
         found[Operation.DELETE] = require_test_object(delete_object)
-        others = list(self._iterate_other_buckets(store))
-        if others:
-            found[Operation.OTHER_BUCKET] = lambda: self._attempt_access(others)
-        if role.prefix or store.location.prefix:
-            found[Operation.OUTSIDE] = lambda: self._attempt_access([self._open_bucket_root(store)])
+        for operation, areas in self._find_forbidden_areas(store, role).items():
+            found[operation] = partial(self._attempt_access, areas)
         return found
 
-    def _iterate_other_buckets(self, store: Store) -> Iterator[Store]:
-        """Yield the buckets of other roles, opened with these credentials."""
-        known = {_identify_bucket(store)}
-        for role in self.settings.roles.values():
-            update = {"credentials": store.spec.credentials}
-            other = self._open_bucket_root(self._open_store(role.store.model_copy(update=update)))
-            if _identify_bucket(other) not in known:
-                known.add(_identify_bucket(other))
-                yield other
+    def _find_forbidden_areas(
+        self, store: Store, role: AuditedRole
+    ) -> "dict[Operation, list[_ForbiddenArea]]":
+        """Return the areas of other roles and the roots of all buckets, with these credentials.
+
+        An area within the role's own area is not forbidden.
+        """
+        areas = [_ForbiddenArea(self._open_bucket_root(store))]
+        for other in self.settings.roles.values():
+            there = self._open_store(
+                other.store.model_copy(update={"credentials": store.spec.credentials})
+            )
+            owner = self._open_role_store(other, Right.WRITE) if other.write_credentials else None
+            areas.append(_ForbiddenArea(there, other.prefix, owner))
+            areas.append(_ForbiddenArea(self._open_bucket_root(there)))
+        own_bucket, own_prefix = _identify_bucket(store), _ForbiddenArea(store, role.prefix).path
+        found: dict[object, _ForbiddenArea] = {}
+        for area in areas:
+            bucket = _identify_bucket(area.store)
+            if bucket == own_bucket and area.path.startswith(own_prefix):
+                continue
+            known = found.get((bucket, area.path))
+            if known is None or known.owner is None:
+                found[bucket, area.path] = area
+        outside = [one for one in found.values() if _identify_bucket(one.store) == own_bucket]
+        elsewhere = [one for one in found.values() if _identify_bucket(one.store) != own_bucket]
+        both = {Operation.OTHER_BUCKET: elsewhere, Operation.OUTSIDE: outside}
+        return {operation: areas for operation, areas in both.items() if areas}
 
     def _open_bucket_root(self, store: Store) -> Store:
         """Return the store of the whole bucket."""
@@ -391,30 +408,58 @@ class _CredentialProbe:
         url = store.url.removesuffix(below)
         return self._open_store(store.spec.model_copy(update={"url": url}))
 
-    def _attempt_access(self, stores: list[Store]) -> None:
-        """List and write in forbidden stores; raise the first refusal.
+    def _attempt_access(self, areas: "list[_ForbiddenArea]") -> None:
+        """Write, list, delete and read in forbidden areas; raise the first refusal.
 
         Raises:
-            _KnownOutcomeError: A request succeeds.
+            _KnownOutcomeError: A request succeeds, or cannot be tried.
         """
-        refused: errors.MillraceError | None = None
-        for store in stores:
-            key = make_audit_probe_key("", secrets.token_hex(8), "outside")
-            for attempt in (
-                lambda store=store, key=key: put(store, key, _BODY),
-                lambda store=store: next(list_objects(store, ""), None),
-            ):
+        refused: Exception | None = None
+        for area in areas:
+            key = make_audit_probe_key(area.prefix, secrets.token_hex(8), "outside")
+            for attempt in self._make_forbidden_attempts(area, key):
                 try:
                     attempt()
-                except errors.MillraceError as error:
+                except (errors.MillraceError, _KnownOutcomeError) as error:
                     refused = refused or error
                 else:
-                    self._delete_test_object(key, store)
+                    self._delete_test_object(
+                        key, area.store, *((area.owner,) if area.owner else ())
+                    )
                     raise _KnownOutcomeError(
-                        RequestOutcome.ALLOWED, f"The credentials reach {store.url}."
+                        RequestOutcome.ALLOWED, f"The credentials reach {area.url}."
                     )
         if refused is not None:
             raise refused
+
+    def _make_forbidden_attempts(
+        self, area: "_ForbiddenArea", key: str
+    ) -> list[Callable[[], object]]:
+        """Return the requests that must be refused; `key` is the key of no object."""
+        store = area.store
+        attempts: list[Callable[[], object]] = [
+            lambda: put(store, key, _BODY),
+            lambda: next(list_objects(store, _make_folder_prefix(area.prefix)), None),
+            lambda: delete_one(store, key),
+        ]
+        if area.owner is not None:
+            attempts.append(lambda: self._read_object_of_owner(area))
+        return attempts
+
+    def _read_object_of_owner(self, area: "_ForbiddenArea") -> None:
+        """Read an object that the owner of the area creates. Absent objects prove nothing."""
+        assert area.owner is not None
+        key = make_audit_probe_key(area.prefix, secrets.token_hex(8), "owned")
+        try:
+            if not self._try_create_test_object(area.owner, key):
+                raise _KnownOutcomeError(
+                    RequestOutcome.UNKNOWN,
+                    f"Reading in {area.url} was not tried: its own credentials could not write "
+                    "an object.",
+                )
+            read(area.store, key, max_size=len(_BODY))
+        finally:
+            self._delete_test_object(key, area.owner, area.store)
 
     def _make_finding(self, operation: Operation, actual: RequestOutcome, message: str) -> Finding:
         is_allowed = operation in READ_OPERATIONS or (
@@ -453,6 +498,31 @@ class _CredentialProbe:
                         f"{store.make_url(key)} could not be deleted: delete it by hand."
                     )
                 return
+
+
+@dataclass(frozen=True, slots=True)
+class _ForbiddenArea:
+    """Part of a bucket that the tried credentials must not reach.
+
+    Attributes:
+        store: Store, opened with the tried credentials.
+        prefix: Prefix of the area in the store; empty for the whole store.
+        owner: The same store with the write credentials of the area's role; None without them.
+    """
+
+    store: Store
+    prefix: str = ""
+    owner: Store | None = None
+
+    @property
+    def path(self) -> str:
+        """Prefix of the area's keys in the bucket, with a slash at its end; empty for its root."""
+        return _make_folder_prefix(make_full_key(self.store, self.prefix).strip("/"))
+
+    @property
+    def url(self) -> str:
+        """URL of the area."""
+        return self.store.make_url(self.prefix) if self.prefix else self.store.url
 
 
 class _KnownOutcomeError(Exception):

@@ -9,5 +9,7 @@ from millrace.testing.key import Key
 def make_credentials(key: Key) -> Credentials:
     """Return the credentials with which Millrace signs by a key."""
     return Credentials(
-        access_key_id=key.access_key_id, secret_access_key=SecretStr(key.secret_access_key)
+        access_key_id=key.access_key_id,
+        secret_access_key=SecretStr(key.secret_access_key),
+        session_token=SecretStr(key.session_token) if key.session_token else None,
     )

@@ -30,6 +30,7 @@ from millrace.storage import (
     open_store,
     put,
 )
+from millrace.storage.scoped import make_session_policy
 from millrace.testing.credentials import make_credentials
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
@@ -183,6 +184,55 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     (excess,) = (one for one in wider.findings if one.verdict is AccessVerdict.EXCESSIVE)
     assert excess.operation is Operation.OUTSIDE
     assert excess.message == f"The credentials reach {whole.url}."
+    clean()
+
+
+@pytest.mark.parametrize(
+    "excess", [None, "s3:PutObject", "s3:ListBucket", "s3:DeleteObject", "s3:GetObject"]
+)
+def test_a_key_that_reaches_the_prefix_of_another_role_is_excessive(place, rgw, clean, excess):
+    bucket = open_store(place).location.bucket
+    role = rgw.create_role(f"audit-{secrets.token_hex(4)}")
+    keys: dict[str, Credentials] = {}
+    for name in ("gradients", "dataset"):
+        statements = make_session_policy(bucket, [f"{name}/"], Right.WRITE)["Statement"]
+        if excess and name == "gradients":
+            at = "" if excess == "s3:ListBucket" else "/dataset/*"
+            condition = {"StringLike": {"s3:prefix": ["dataset/*"]}}
+            statements.append(
+                {"Effect": "Allow", "Action": [excess], "Resource": [f"arn:aws:s3:::{bucket}{at}"]}
+                | ({} if at else {"Condition": condition})
+            )
+        keys[name] = make_credentials(rgw.assume_role(role, *statements))
+    root = place.model_copy(update={"url": f"s3://{bucket}"})
+    in_url = place.model_copy(update={"url": f"s3://{bucket}/dataset"})
+    found = run(
+        {
+            "gradients": AuditedRole(
+                store=root, prefix="gradients", write_credentials=keys["gradients"]
+            ),
+            "dataset": AuditedRole(store=in_url, write_credentials=keys["dataset"]),
+        }
+    )
+    assert [(one.role, one.operation, one.message) for one in found.failures] == (
+        [("gradients", Operation.OUTSIDE, f"The credentials reach {in_url.url}.")] if excess else []
+    )
+    assert found.exit_code == (20 if excess else 0)
+    clean()
+
+
+def test_a_key_may_reach_a_role_within_its_own_prefix(place, rgw, clean):
+    bucket = open_store(place).location.bucket
+    assumed = rgw.create_role(f"audit-{secrets.token_hex(4)}")
+    roles: dict[str, AuditedRole] = {}
+    for name in ("project", "project/gradients"):
+        policy = make_session_policy(bucket, [f"{name}/"], Right.WRITE)
+        roles[name] = AuditedRole(
+            store=place.model_copy(update={"url": f"s3://{bucket}/{name}"}),
+            write_credentials=make_credentials(rgw.assume_role(assumed, *policy["Statement"])),
+        )
+    found = run(roles)
+    assert found.is_proven, found.failures
     clean()
 
 
