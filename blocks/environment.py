@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from blocks.bucket import Bucket, BucketRole
 from millrace.errors import ConfigurationError
-from millrace.storage import Right
+from millrace.storage import Backend, Location, Right
 
 BUCKET_LIST_VARIABLE = "R2_DATASET_BUCKET_LIST"
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
@@ -39,16 +39,42 @@ class BucketSettings:
     key_pairs: Mapping[Right, AwsCredentials] = field(repr=False)
     mirrors: tuple[str, ...] = ()
 
-    def make_block(self, credentials: Mapping[Right, AwsCredentials]) -> Bucket:
-        """Return the block, with these credentials, which may be saved blocks."""
+    def make_block(
+        self, credentials: Mapping[Right, AwsCredentials], existing: Bucket | None = None
+    ) -> Bucket:
+        """Return the block, with these credentials, which may be saved blocks.
+
+        Args:
+            credentials: Credentials for each right.
+            existing: Block of this name on the server. If its bucket is the same, the new block
+                keeps its prefix, and its credentials for the other rights.
+        """
+        url = f"r2://{self.account_id}/{self.bucket}"
+        pairs = dict(credentials)
+        if existing is not None and self._is_bucket_of(existing):
+            url = existing.url
+            for right, pair in (
+                (Right.READ, existing.read_credentials),
+                (Right.WRITE, existing.write_credentials),
+            ):
+                if pair is not None:
+                    pairs.setdefault(right, pair)
         return Bucket(
             role=self.role,
-            url=f"r2://{self.account_id}/{self.bucket}",
+            url=url,
             account_id=self.account_id,
-            read_credentials=credentials.get(Right.READ),
-            write_credentials=credentials.get(Right.WRITE),
+            read_credentials=pairs.get(Right.READ),
+            write_credentials=pairs.get(Right.WRITE),
             mirrors=list(self.mirrors),
         )
+
+    def _is_bucket_of(self, block: Bucket) -> bool:
+        try:
+            location = Location.parse(block.url, account_id=block.account_id)
+        except ConfigurationError:
+            return False
+        own = (Backend.R2, self.account_id, self.bucket)
+        return (location.backend, location.account, location.bucket) == own
 
 
 def read_buckets(

@@ -199,7 +199,8 @@ def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str
         name = f"{wanted.name}-{right}"
         credentials[right], outcome = _save_block(pair, name, dry_run=dry_run)
         yield f"block aws-credentials/{name}", outcome
-    _, outcome = _save_block(wanted.make_block(credentials), wanted.name, dry_run=dry_run)
+    block = wanted.make_block(credentials, _load_block(Bucket, wanted.name))
+    _, outcome = _save_block(block, wanted.name, dry_run=dry_run)
     yield f"block millrace-bucket/{wanted.name}", outcome
 
 
@@ -212,16 +213,19 @@ def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, st
 
 def _save_block(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
     """Save a block unless the server has an equal one."""
-    kind = type(block)
-    try:
-        existing = cast("B", kind.load(name))
-    except ValueError:
-        existing = None
+    existing = _load_block(type(block), name)
     if existing is not None and _dump_content(existing) == _dump_content(block):
         return existing, SetupOutcome.UNCHANGED
     if not dry_run:
         block.save(name, overwrite=True)
     return block, SetupOutcome.CREATED if existing is None else SetupOutcome.UPDATED
+
+
+def _load_block(kind: type[B], name: str) -> B | None:
+    try:
+        return cast("B", kind.load(name))
+    except ValueError:
+        return None
 
 
 def _dump_content(block: Block) -> Any:
@@ -359,5 +363,5 @@ def _strip_ids(data: Any) -> Any:
 def _check_credentials(buckets: list[BucketSettings], rights: Sequence[Right]) -> None:
     for bucket in buckets:
         for right in rights:
-            bucket.make_block(bucket.key_pairs).check(right)
+            bucket.make_block(bucket.key_pairs, _load_block(Bucket, bucket.name)).check(right)
             click.echo(f"{bucket.name}: the {right} credentials do what they are for")

@@ -1,0 +1,99 @@
+"""What `millrace setup` does to a block that is on the server already."""
+
+import pytest
+from prefect.blocks.core import Block
+from prefect_aws import AwsCredentials
+
+from blocks import Bucket, BucketRole, setup
+from blocks.environment import BucketSettings, read_buckets
+from blocks.setup import SetupOutcome
+from millrace.storage import Right
+from tests.unit.blocks.test_environment import ACCOUNT, RIGHTS, variables
+
+Saved = dict[tuple[type[Block], str], Block]
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> Saved:
+    """Return the blocks of a server, by kind and name, which load and save use."""
+    blocks: Saved = {}
+
+    def load(kind: type[Block], name: str) -> Block:
+        if (kind, name) not in blocks:
+            raise ValueError(name)
+        return blocks[kind, name]
+
+    def save(block: Block, name: str, *, overwrite: bool) -> None:
+        assert overwrite
+        blocks[type(block), name] = block
+
+    for kind in (Bucket, AwsCredentials):
+        monkeypatch.setattr(kind, "load", classmethod(load))
+        monkeypatch.setattr(kind, "save", save)
+    return blocks
+
+
+def read_dataset(right: Right | None = None, **changed: str) -> list[BucketSettings]:
+    environment = variables(BucketRole.DATASET) | changed
+    return read_buckets(environment, [BucketRole.DATASET], [right] if right else RIGHTS)
+
+
+def save(buckets: list[BucketSettings]) -> dict[str, SetupOutcome]:
+    return dict(one for bucket in buckets for one in setup._save_bucket(bucket, dry_run=False))
+
+
+def get_bucket(saved: Saved) -> Bucket:
+    block = saved[Bucket, "dataset"]
+    assert isinstance(block, Bucket)
+    return block
+
+
+def test_setup_of_one_right_keeps_the_credentials_of_the_other(saved: Saved) -> None:
+    save(read_dataset())
+    again = save(read_dataset(Right.READ))
+    assert set(again.values()) == {SetupOutcome.UNCHANGED}
+    save(read_dataset(Right.READ, R2_DATASET_READ_ACCESS_KEY_ID="rotated"))
+    keys = {}
+    for right in Right:
+        credentials = get_bucket(saved).make_spec(right).credentials
+        assert credentials is not None
+        keys[right] = credentials.access_key_id
+    assert keys == {Right.READ: "rotated", Right.WRITE: "dataset-write"}
+
+
+def test_setup_of_another_bucket_does_not_keep_credentials_of_the_earlier_one(
+    saved: Saved,
+) -> None:
+    save(read_dataset())
+    save(read_dataset(Right.READ, R2_DATASET_BUCKET_NAME="moved"))
+    assert get_bucket(saved).url == f"r2://{ACCOUNT}/moved"
+    assert get_bucket(saved).write_credentials is None
+
+
+@pytest.mark.parametrize("url", [f"r2://{ACCOUNT}/dataset/team-a", "r2://dataset/team-a"])
+def test_setup_keeps_the_prefix_of_a_block(saved: Saved, url: str) -> None:
+    save(read_dataset())
+    saved[Bucket, "dataset"] = get_bucket(saved).model_copy(update={"url": url})
+    again = save(read_dataset())
+    assert set(again.values()) == {SetupOutcome.UNCHANGED}
+    assert get_bucket(saved).url == url
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Right]]:
+    """Return the URL and the right of each check, which sends nothing."""
+    calls: list[tuple[str, Right]] = []
+    monkeypatch.setattr(
+        Bucket, "check", lambda block, right: calls.append((block.make_spec(right).url, right))
+    )
+    return calls
+
+
+def test_the_check_is_below_the_prefix_of_the_block(
+    saved: Saved, checked: list[tuple[str, Right]]
+) -> None:
+    save(read_dataset())
+    url = f"r2://{ACCOUNT}/dataset/team-a"
+    saved[Bucket, "dataset"] = get_bucket(saved).model_copy(update={"url": url})
+    setup._check_credentials(read_dataset(), [Right.READ])
+    assert checked == [(url, Right.READ)]
