@@ -39,6 +39,11 @@ class BucketSettings:
     key_pairs: Mapping[Right, AwsCredentials] = field(repr=False)
     mirrors: tuple[str, ...] = ()
 
+    @property
+    def is_mirror(self) -> bool:
+        """True if the bucket is a mirror of the bucket of its role."""
+        return self.name != self.role
+
     def make_block(
         self, credentials: Mapping[Right, AwsCredentials], existing: Bucket | None = None
     ) -> Bucket:

@@ -1,14 +1,17 @@
 """What `millrace setup` does to a block that is on the server already."""
 
+import json
+
 import pytest
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials
 
 from blocks import Bucket, BucketRole, setup
-from blocks.environment import BucketSettings, read_buckets
+from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
 from blocks.setup import SetupOutcome
+from millrace.errors import ConfigurationError
 from millrace.storage import Right
-from tests.unit.blocks.test_environment import ACCOUNT, RIGHTS, variables
+from tests.unit.blocks.test_environment import ACCOUNT, OTHER, PAIR, RIGHTS, variables
 
 Saved = dict[tuple[type[Block], str], Block]
 
@@ -87,6 +90,29 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Right]]:
         Bucket, "check", lambda block, right: calls.append((block.make_spec(right).url, right))
     )
     return calls
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_mirror_without_write_credentials_is_checked_for_reading(
+    checked: list[tuple[str, Right]],
+) -> None:
+    mirror = {"account_id": OTHER, "name": "mirror", "credentials": {"read": PAIR}}
+    setup._check_credentials(read_dataset(**{BUCKET_LIST_VARIABLE: json.dumps([mirror])}), RIGHTS)
+    assert checked == [
+        (f"r2://{OTHER}/mirror", Right.READ),
+        (f"r2://{ACCOUNT}/dataset", Right.READ),
+        (f"r2://{ACCOUNT}/dataset", Right.WRITE),
+    ]
+
+
+@pytest.mark.usefixtures("saved", "checked")
+def test_a_bucket_without_write_credentials_fails_the_check() -> None:
+    entry = {"account_id": ACCOUNT, "name": "first", "credentials": {"read": PAIR}}
+    buckets = read_buckets(
+        {BUCKET_LIST_VARIABLE: json.dumps([entry])}, [BucketRole.DATASET], RIGHTS
+    )
+    with pytest.raises(ConfigurationError, match="write credentials are needed"):
+        setup._check_credentials(buckets, RIGHTS)
 
 
 def test_the_check_is_below_the_prefix_of_the_block(
