@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -229,7 +230,8 @@ def _load_block(kind: type[B], name: str) -> B | None:
 
 
 def _dump_content(block: Block) -> Any:
-    return _strip_ids(block.model_dump(mode="json", context={"include_secrets": True}))
+    content = block.model_dump(mode="json", context={"include_secrets": True})
+    return _strip_ids(content, is_sorted=False)
 
 
 def _set_upload_limit(
@@ -339,7 +341,8 @@ def _save_automation(
     fields: Callable[[AutomationCore], Any] = lambda a: a.model_dump(  # noqa: E731
         mode="json", include={"name", "description", "enabled", "trigger", "actions"}
     )
-    if existing and _strip_ids(fields(existing[0])) == _strip_ids(fields(wanted)):
+    strip = partial(_strip_ids, is_sorted=True)  # the server returns sets in any order
+    if existing and strip(fields(existing[0])) == strip(fields(wanted)):
         return SetupOutcome.UNCHANGED
     if not dry_run:
         if existing:
@@ -349,13 +352,15 @@ def _save_automation(
     return SetupOutcome.UPDATED if existing else SetupOutcome.CREATED
 
 
-def _strip_ids(data: Any) -> Any:
-    """Return the data without the ids of the server, in a stable order."""
+def _strip_ids(data: Any, *, is_sorted: bool) -> Any:
+    """Return the data without the ids of the server, with its lists sorted if they are sets."""
+    strip = partial(_strip_ids, is_sorted=is_sorted)
     match data:
         case dict():
-            return {k: _strip_ids(v) for k, v in data.items() if k != "id" and k[0] != "_"}
+            return {k: strip(v) for k, v in data.items() if k != "id" and k[0] != "_"}
         case list():
-            return sorted((_strip_ids(item) for item in data), key=repr)
+            items = [strip(item) for item in data]
+            return sorted(items, key=repr) if is_sorted else items
         case _:
             return data
 

@@ -82,6 +82,13 @@ def test_setup_keeps_the_prefix_of_a_block(saved: Saved, url: str) -> None:
     assert get_bucket(saved).url == url
 
 
+def test_setup_writes_a_new_order_of_mirrors(saved: Saved) -> None:
+    save(read_dataset(**{BUCKET_LIST_VARIABLE: "s3://far, s3://near"}))
+    again = save(read_dataset(**{BUCKET_LIST_VARIABLE: "s3://near, s3://far"}))
+    assert again["block millrace-bucket/dataset"] is SetupOutcome.UPDATED
+    assert get_bucket(saved).mirrors == ["s3://near", "s3://far"]
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Right]]:
     """Return the URL and the right of each check, which sends nothing."""
