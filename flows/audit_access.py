@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from blocks import Bucket
 from millrace.audit import AuditedRole, AuditReport, AuditSettings
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.storage import Right, StoreSpec
+from millrace.storage import Right
 from tasks.auditing import audit_buckets, report_audit
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
@@ -28,23 +28,14 @@ class AuditedBucket(BaseModel):
         """Return the role of the block for the engine, with the credentials of the block.
 
         Raises:
-            ConfigurationError: The block has no credentials.
+            ConfigurationError: Credentials of the block cannot be used.
         """
-        specs = {right: spec for right in Right if (spec := _find_spec(bucket, right)) is not None}
-        if not specs:
-            raise ConfigurationError(
-                f"The block of {bucket.url} has no credentials to audit: add credentials."
-            )
+        pairs = {Right.READ: bucket.read_credentials, Right.WRITE: bucket.write_credentials}
+        held = [right for right, pair in pairs.items() if pair is not None]
+        specs = {right: bucket.make_spec(right) for right in held or Right}
         keys = {f"{right}_credentials": spec.credentials for right, spec in specs.items()}
         store = next(iter(specs.values())).model_copy(update={"credentials": None})
         return AuditedRole(store=store, prefix=self.prefix, **keys)
-
-
-def _find_spec(bucket: Bucket, right: Right) -> StoreSpec | None:
-    try:
-        return bucket.make_spec(right)
-    except ConfigurationError:
-        return None
 
 
 @draw_form
