@@ -409,19 +409,21 @@ class _CredentialProbe:
         return self._open_store(store.spec.model_copy(update={"url": url}))
 
     def _attempt_access(self, areas: "list[_ForbiddenArea]") -> None:
-        """Write, list, delete and read in forbidden areas; raise the first refusal.
+        """Write, list, delete and read in forbidden areas; raise the error of a refusal.
+
+        A denial is raised only if all requests were denied: another error proves nothing.
 
         Raises:
             _KnownOutcomeError: A request succeeds, or cannot be tried.
         """
-        refused: Exception | None = None
+        refusals: list[Exception] = []
         for area in areas:
             key = make_audit_probe_key(area.prefix, secrets.token_hex(8), "outside")
             for attempt in self._make_forbidden_attempts(area, key):
                 try:
                     attempt()
                 except (errors.MillraceError, _KnownOutcomeError) as error:
-                    refused = refused or error
+                    refusals.append(error)
                 else:
                     self._delete_test_object(
                         key, area.store, *((area.owner,) if area.owner else ())
@@ -429,8 +431,9 @@ class _CredentialProbe:
                     raise _KnownOutcomeError(
                         RequestOutcome.ALLOWED, f"The credentials reach {area.url}."
                     )
-        if refused is not None:
-            raise refused
+        unproven = (one for one in refusals if not isinstance(one, errors.DeniedError))
+        if refusals:
+            raise next(unproven, refusals[0])
 
     def _make_forbidden_attempts(
         self, area: "_ForbiddenArea", key: str

@@ -1,0 +1,131 @@
+"""Verdicts of an audit on answers that a server gives only by chance."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from pydantic import SecretStr
+
+from millrace import errors
+from millrace.audit import (
+    AuditedRole,
+    AuditReport,
+    AuditSettings,
+    Operation,
+    RequestOutcome,
+    audit,
+)
+from millrace.storage import Backend, Credentials, Right, Store, StoreSpec
+from millrace.storage.clients import make_full_key
+
+ALL = frozenset({"put", "get", "head", "delete", "list"})
+
+
+@dataclass
+class Answers:
+    """Objects in buckets, and what each key may do there.
+
+    Attributes:
+        rights: Bucket, prefix and allowed requests, by the id of the key.
+        silent: Buckets that do not answer.
+        lost: Buckets that write the first object, and then do not answer any more.
+        objects: Objects by bucket and key.
+    """
+
+    rights: dict[str, list[tuple[str, str, frozenset[str]]]]
+    silent: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    objects: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+    def find(self, store: Store, key: str, request: str) -> tuple[str, str]:
+        assert store.location.backend is Backend.S3
+        assert store.spec.credentials is not None
+        bucket, full = store.location.bucket, make_full_key(store, key)
+        if bucket in self.silent:
+            raise errors.UnavailableError(f"{bucket} does not answer")
+        for where, prefix, allowed in self.rights[store.spec.credentials.access_key_id]:
+            if where == bucket and full.startswith(prefix) and request in allowed:
+                return bucket, full
+        raise errors.DeniedError(f"{request} of {bucket}/{full} is denied")
+
+    def put(self, store: Store, key: str, data: bytes) -> None:
+        self.objects[self.find(store, key, "put")] = data
+        if store.location.bucket in self.lost:
+            self.silent.add(store.location.bucket)
+            raise errors.UnavailableError("the answer is lost")
+
+    def create(self, store: Store, key: str, data: bytes) -> None:
+        if self.find(store, key, "put") in self.objects:
+            raise errors.ExistsError(key)
+        self.put(store, key, data)
+
+    def read(self, store: Store, key: str, *, max_size: int) -> bytes:
+        del max_size
+        return self.objects[self.find(store, key, "get")]
+
+    def head(self, store: Store, key: str) -> None:
+        self.find(store, key, "head")
+
+    def exists(self, store: Store, key: str) -> bool:
+        return self.find(store, key, "head") in self.objects
+
+    def delete_one(self, store: Store, key: str) -> None:
+        self.objects.pop(self.find(store, key, "delete"), None)
+
+    def list_objects(self, store: Store, prefix: str) -> Iterator[object]:
+        self.find(store, prefix, "list")
+        return iter(())
+
+    def upload(self, store: Store, key: str) -> None:
+        self.put(store, key, b"parts")
+
+    def abort(self, store: Store, write_store: Store | None, key: str) -> None:
+        del write_store
+        self.find(store, key, "put")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    found = Answers({})
+    for name in ("put", "create", "read", "head", "exists", "delete_one", "list_objects"):
+        monkeypatch.setattr(f"millrace.audit.access.{name}", getattr(found, name))
+    monkeypatch.setattr("millrace.audit.access._upload_multipart", found.upload)
+    monkeypatch.setattr("millrace.audit.access._abort_upload", found.abort)
+    return found
+
+
+def make_pair(key: str) -> Credentials:
+    return Credentials(access_key_id=key, secret_access_key=SecretStr("secret"))
+
+
+def make_role(
+    url: str, *, reader: str | None = None, writer: str | None = None, prefix: str = ""
+) -> AuditedRole:
+    return AuditedRole(
+        store=StoreSpec(url=url),
+        prefix=prefix,
+        read_credentials=make_pair(reader) if reader else None,
+        write_credentials=make_pair(writer) if writer else None,
+    )
+
+
+def find(report: AuditReport, operation: Operation, right: Right = Right.WRITE) -> RequestOutcome:
+    (outcome,) = (
+        one.actual
+        for one in report.findings
+        if (one.role, one.right, one.operation) == ("one", right, operation)
+    )
+    return outcome
+
+
+@pytest.mark.parametrize("others", [["denying", "silent"], ["silent", "denying"]])
+def test_one_denial_does_not_prove_that_other_buckets_are_denied(
+    answers: Answers, others: list[str]
+) -> None:
+    answers.rights = {"writer": [("own", "", ALL), ("silent", "", ALL)]}
+    answers.silent = {"silent"}
+    roles = {"one": make_role("s3://own", writer="writer")}
+    roles |= {name: make_role(f"s3://{name}") for name in others}
+    report = audit(AuditSettings(roles=roles))
+    assert find(report, Operation.OTHER_BUCKET) is RequestOutcome.UNREACHABLE
+    assert not report.is_proven
