@@ -12,8 +12,9 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import partial
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace import errors
 from millrace.audit.outcomes import RequestOutcome, classify_error
@@ -96,6 +97,19 @@ class AuditedRole(BaseModel):
     write_credentials: Credentials | None = Field(
         default=None, description="Credentials that may read and write in the store."
     )
+
+    @field_validator("prefix")
+    @classmethod
+    def _strip_slashes(cls, prefix: str) -> str:
+        return prefix.strip("/")
+
+    @field_validator("read_credentials", "write_credentials")
+    @classmethod
+    def _check_end(cls, credentials: Credentials | None) -> Credentials | None:
+        end = credentials.expires_at if credentials else None
+        if end is not None and end.tzinfo is None:
+            raise ValueError(f"expires_at needs a time zone: write {end.isoformat()}Z for UTC")
+        return credentials
 
 
 class AuditSettings(BaseModel):
@@ -378,10 +392,15 @@ class _CredentialProbe:
     ) -> "dict[Operation, list[_ForbiddenArea]]":
         """Return the areas of other roles and the roots of all buckets, with these credentials.
 
-        An area within the role's own area is not forbidden.
+        An area within the role's own area is not forbidden. A store that takes no key pair of S3
+        has no forbidden areas, and is not tried.
         """
+        if not store.is_s3_compatible:
+            return {}
         areas = [_ForbiddenArea(self._open_bucket_root(store))]
         for other in self.settings.roles.values():
+            if urlsplit(other.store.url).scheme not in {Backend.S3, Backend.R2}:
+                continue
             there = self._open_store(
                 other.store.model_copy(update={"credentials": store.spec.credentials})
             )

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from millrace import errors
 from millrace.audit import (
@@ -129,3 +130,40 @@ def test_one_denial_does_not_prove_that_other_buckets_are_denied(
     report = audit(AuditSettings(roles=roles))
     assert find(report, Operation.OTHER_BUCKET) is RequestOutcome.UNREACHABLE
     assert not report.is_proven
+
+
+@pytest.mark.parametrize("url", ["gs://other", "FOLDER"])
+def test_a_store_that_takes_no_key_pair_is_not_tried(
+    answers: Answers, url: str, tmp_path: Path
+) -> None:
+    answers.rights = {"writer": [("own", "", ALL)]}
+    roles = {
+        "one": make_role("s3://own", writer="writer"),
+        "two": make_role(url.replace("FOLDER", (tmp_path / "folder").as_uri())),
+    }
+    report = audit(AuditSettings(roles=roles))
+    assert report.is_proven, report.failures
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_folder_is_not_reached_by_credentials(tmp_path: Path) -> None:
+    roles = {
+        "one": make_role((tmp_path / "a").as_uri(), writer="writer", prefix="mine"),
+        "two": make_role((tmp_path / "b").as_uri()),
+    }
+    report = audit(AuditSettings(roles=roles))
+    assert report.is_proven, report.failures
+
+
+def test_a_prefix_may_end_with_a_slash(answers: Answers) -> None:
+    answers.rights = {"writer": [("own", "mine/", ALL)]}
+    role = make_role("s3://own", writer="writer", prefix="mine/")
+    assert role.prefix == "mine"
+    report = audit(AuditSettings(roles={"one": role}))
+    assert report.is_proven, report.failures
+
+
+def test_an_end_without_a_time_zone_is_refused() -> None:
+    pair = {"access_key_id": "id", "secret_access_key": "s", "expires_at": "2026-12-01 00:00:00"}
+    with pytest.raises(ValidationError, match="needs a time zone"):
+        AuditedRole.model_validate({"store": {"url": "s3://own"}, "read_credentials": pair})
