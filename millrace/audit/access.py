@@ -363,7 +363,7 @@ class _CredentialProbe:
 
         def delete_object() -> None:
             delete_one(store, keys["existing"])
-            if exists(write_store or store, keys["existing"]):
+            if _exists_by_any(keys["existing"], *((write_store,) if write_store else ()), store):
                 raise _KnownOutcomeError(
                     RequestOutcome.WRONG,
                     "The store confirms a deletion, and the object is still there.",
@@ -563,6 +563,21 @@ def _observe_outcome(attempt: Callable[[], object]) -> tuple[RequestOutcome, str
     except errors.MillraceError as error:
         return classify_error(error), str(error)
     return RequestOutcome.ALLOWED, "The operation is allowed."
+
+
+def _exists_by_any(key: str, *stores: Store) -> bool:
+    """Decide whether an object exists, with the first credentials that may find out.
+
+    Raises:
+        _KnownOutcomeError: No credentials may find out.
+    """
+    for store in stores:
+        with suppress(errors.MillraceError):
+            return exists(store, key)
+    raise _KnownOutcomeError(
+        RequestOutcome.UNKNOWN,
+        "The store confirms a deletion, and no credentials may look whether the object is gone.",
+    )
 
 
 def _check_create_once(store: Store, key: str) -> None:

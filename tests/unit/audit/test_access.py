@@ -9,6 +9,7 @@ from pydantic import SecretStr, ValidationError
 
 from millrace import errors
 from millrace.audit import (
+    AccessVerdict,
     AuditedRole,
     AuditReport,
     AuditSettings,
@@ -167,3 +168,30 @@ def test_an_end_without_a_time_zone_is_refused() -> None:
     pair = {"access_key_id": "id", "secret_access_key": "s", "expires_at": "2026-12-01 00:00:00"}
     with pytest.raises(ValidationError, match="needs a time zone"):
         AuditedRole.model_validate({"store": {"url": "s3://own"}, "read_credentials": pair})
+
+
+@pytest.mark.parametrize(
+    ("reads", "outcome", "verdict"),
+    [
+        ({"list", "get", "head", "delete"}, RequestOutcome.ALLOWED, AccessVerdict.EXCESSIVE),
+        ({"list", "get", "delete"}, RequestOutcome.UNKNOWN, AccessVerdict.UNPROVEN),
+        ({"list", "get", "head"}, RequestOutcome.DENIED, AccessVerdict.CORRECT),
+    ],
+)
+def test_a_deletion_by_a_reader_is_judged_by_the_answer_to_the_deletion(
+    answers: Answers, reads: set[str], outcome: RequestOutcome, verdict: AccessVerdict
+) -> None:
+    answers.rights = {
+        "reader": [("own", "", frozenset(reads))],
+        "writer": [("own", "", frozenset({"put", "delete"}))],
+    }
+    report = audit(
+        AuditSettings(roles={"one": make_role("s3://own", reader="reader", writer="writer")})
+    )
+    (found,) = (
+        one
+        for one in report.findings
+        if (one.right, one.operation) == (Right.READ, Operation.DELETE)
+    )
+    assert (found.actual, found.verdict) == (outcome, verdict)
+    assert not answers.objects
