@@ -296,9 +296,11 @@ class _CredentialProbe:
                     unavailable = outcome, message  # each further request would fail alike
                 yield self._make_finding(operation, outcome, message)
         finally:
-            if has_test_object or unavailable is None:  # otherwise no object was written
+            if has_test_object or unavailable is None:
                 for key in keys.values():
                     self._delete_test_object(key, *((write_store,) if write_store else ()), store)
+            elif write_store is not None:  # the answer to the first write may be lost
+                self._delete_test_object(keys["existing"], write_store)
 
     def _open_role_store(self, role: AuditedRole, right: Right) -> Store:
         credentials = role.read_credentials if right is Right.READ else role.write_credentials
@@ -513,13 +515,20 @@ class _CredentialProbe:
             with suppress(errors.MillraceError):
                 delete_one(store, key)
                 return
+        url, is_unknown = stores[0].make_url(key), False
         for store in stores:
-            with suppress(errors.MillraceError):
+            try:
                 if exists(store, key):
-                    self.leftover_notes.append(
-                        f"{store.make_url(key)} could not be deleted: delete it by hand."
-                    )
+                    self.leftover_notes.append(f"{url} could not be deleted: delete it by hand.")
+            except errors.MillraceError as error:
+                is_unknown = is_unknown or isinstance(error, errors.UnavailableError)
+            else:
                 return
+        if is_unknown:
+            self.leftover_notes.append(
+                f"{url} may remain, as the store does not answer: look for it later, and delete "
+                "it by hand."
+            )
 
 
 @dataclass(frozen=True, slots=True)

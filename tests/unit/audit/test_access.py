@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,16 @@ def test_a_deletion_by_a_reader_is_judged_by_the_answer_to_the_deletion(
     )
     assert (found.actual, found.verdict) == (outcome, verdict)
     assert not answers.objects
+
+
+def test_an_object_whose_answer_was_lost_is_named(answers: Answers) -> None:
+    answers.rights = {"writer": [("own", "", ALL)]}
+    answers.lost = {"own"}
+    report = audit(
+        AuditSettings(
+            roles={"one": make_role("s3://own", writer="writer")},
+            expiry_warning=timedelta(0),
+        )
+    )
+    ((bucket, key),) = answers.objects
+    assert any(f"s3://{bucket}/{key} may remain" in note for note in report.notes), report.notes
