@@ -9,10 +9,11 @@ import re
 import tomllib
 from collections.abc import Mapping
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ValidationError
 
 from millrace.environment import read_variable
 from millrace.errors import ConfigurationError
@@ -22,6 +23,9 @@ _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
 _MAX_DURATION_LENGTH = 100  # characters: the search takes quadratic time in a run of digits
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+_SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
+_MAX_SIZE_LENGTH = 100  # characters
 
 _PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
@@ -64,6 +68,35 @@ def _is_iso(text: str) -> bool:
 
 Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
 """A duration with its unit: `90s`, `20m`, `24h`, `7d`, `1w`, or ISO 8601, such as `PT20M`."""
+
+
+def parse_size(value: Any) -> int:
+    """Parse a size such as `64MiB`, `80GB`, `1.5 GiB`, or a whole number of bytes.
+
+    Returns:
+        Number of bytes. A fraction of a byte is cut off a size with a larger unit.
+
+    Raises:
+        ValueError: The whole text is not a number with a unit of pydantic's `ByteSize`, or the
+            size is not a whole number of bytes.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip()
+    if len(text) > _MAX_SIZE_LENGTH:
+        raise ValueError(f"a text of {len(text):,} characters is no size: write 80GB or 512MiB")
+    found = _SIZE.fullmatch(text)
+    factor = ByteSize.byte_sizes.get((found[2] or "b").lower()) if found else None
+    size = Fraction(found[1]) * Fraction(factor) if found and factor else None
+    if size is None or (size.denominator > 1 and (factor == 1 or size < 1)):
+        raise ValueError(
+            f"{str(value)!r} is no size: write 80GB or 512MiB, or a whole number of bytes"
+        )
+    return int(size)
+
+
+Size = Annotated[ByteSize, BeforeValidator(parse_size)]
+"""A number of bytes, with or without a unit: `64MiB`, `80GB`, `1000`."""
 
 
 def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:

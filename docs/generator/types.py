@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from docs.generator.markdown import format_code, join_words
 from docs.generator.values import format_value
 from millrace.formatting import format_count
+from millrace.settings import Size
 from millrace.settings_values import write_duration, write_size
 
 Link = Callable[[type[BaseModel]], str]
@@ -113,6 +114,6 @@ def _find_noun(annotation: Any) -> str:
 def _format_limit(limit: Any, annotation: Any) -> str:
     if isinstance(limit, timedelta):
         return write_duration(limit)
-    if ByteSize in {annotation, *get_args(annotation)}:
+    if annotation is ByteSize or Size in get_args(annotation):
         return write_size(limit)
     return format_code(limit) if isinstance(limit, str) else f"{limit:g}"

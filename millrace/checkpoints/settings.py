@@ -7,7 +7,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule
 from millrace.checkpoints.find import VerifyDepth
-from millrace.settings import Duration
+from millrace.settings import Duration, Size
 
 
 class SaveSettings(BaseModel):
@@ -15,7 +15,7 @@ class SaveSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    part_bytes: ByteSize = Field(
+    part_bytes: Size = Field(
         title="File size",
         default=ByteSize(64 << 20),
         ge=1024,

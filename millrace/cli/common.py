@@ -65,12 +65,12 @@ class _SizeOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from pydantic import ByteSize, TypeAdapter, ValidationError
+        from millrace.settings import parse_size
 
         try:
-            return int(TypeAdapter(ByteSize).validate_python(value))
-        except ValidationError:
-            self.fail(f"{value!r} is not a size: write 80GB, or 512MiB.", param, ctx)
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
 
 
 class NounGroup(click.Group):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
 from millrace.lease import MAX_TTL, MIN_TTL
-from millrace.settings import Duration
+from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
 from millrace.threads import count_processors
 
@@ -19,7 +19,7 @@ class ShardingSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shard_bytes: ByteSize = Field(
+    shard_bytes: Size = Field(
         title="Shard size",
         default=ByteSize(64 << 20),
         ge=10240,
@@ -35,7 +35,7 @@ class ShardingSettings(BaseModel):
         ge=1,
         description="Largest number of samples in a shard.",
     )
-    partition_bytes: ByteSize = Field(
+    partition_bytes: Size = Field(
         title="Partition size",
         default=ByteSize(512 << 20),
         ge=1024,

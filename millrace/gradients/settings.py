@@ -11,7 +11,7 @@ read without them.
 from datetime import timedelta
 from typing import ClassVar, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.lease import MAX_TTL, MIN_TTL
@@ -19,7 +19,7 @@ from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
-from millrace.settings import Duration
+from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec
 
 
@@ -74,7 +74,7 @@ class GatherSettings(BaseModel):
         description="Largest L2 norm of a gradient, without its buffers. A gradient with a larger "
         "norm is refused. By default, only norms that overflow float32 are refused.",
     )
-    max_stored: ByteSize | None = Field(
+    max_stored: Size | None = Field(
         title="Largest storage per worker",
         default=None,
         gt=0,

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.settings import Duration
+from millrace.settings import Duration, Size
 from millrace.storage import StoreSpec
 from millrace.swarm.archives.unpack import Unpacking
 from millrace.swarm.cache_index import CacheCheck
@@ -242,7 +242,7 @@ class PrewarmSettings(_Settings):
         description="Check of files from an earlier run: by `sampled` digests, or by the digests "
         "of all bytes (`full`).",
     )
-    piece_size: ByteSize | None = Field(
+    piece_size: Size | None = Field(
         default=None,
         ge=64 * 1024,
         le=MAX_PIECE_SIZE,
@@ -264,7 +264,7 @@ class PrewarmSettings(_Settings):
         default=timedelta(minutes=2),
         description="Longest time that reads from the store may keep failing.",
     )
-    unpacked_bytes: ByteSize = Field(
+    unpacked_bytes: Size = Field(
         default=ByteSize(1 << 40), description="Largest size of the unpacked content of an archive."
     )
     unpacked_members: int = Field(

@@ -4,16 +4,20 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
 
+import click
 import pytest
 import yaml
-from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
 from millrace.checkpoints import MemberSettings
+from millrace.checkpoints.settings import SaveSettings
 from millrace.cleanup import CleanupSettings
+from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
+from millrace.datasets.settings import ShardingSettings
 from millrace.gradients import AggregatorSettings
-from millrace.settings import Duration, load_settings
+from millrace.settings import Duration, Size, load_settings
 from millrace.storage import StoreSpec
 
 
@@ -137,6 +141,64 @@ def test_a_long_text_is_refused_at_once():
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (0, 0), ("0", 0), (1000, 1000), (5.0, 5), ("1_000", 1000), ("64MiB", 64 << 20),
+        ("64 mib", 64 << 20), (" 80GB ", 80 * 10**9), ("1.5KB", 1500), (".5K", 500),
+        ("2G", 2 * 10**9), ("11.3GiB", 12133282611), ("9007199254740993B", 2**53 + 1),
+        ("100Mb", 10**8), ("100Mbit", 12_500_000), (ByteSize(7), 7),
+    ],
+)  # fmt: skip
+def test_a_size_has_a_unit_or_is_a_number_of_bytes(value, size):
+    adapter = TypeAdapter(Size)
+    found = adapter.validate_python(value)
+    assert found == size
+    assert type(found) is ByteSize
+    assert adapter.validate_json(adapter.dump_json(found)) == size
+    assert SIZE.convert(value, None, None) == size
+
+
+NO_SIZES = [
+    "1,000GB", "1,000,000GB", "64MB/s", "2.5.1GB", "2.5.1", "64MB 5", "5.", "1_000_GB", "-1",
+    "-1GB", "+5", "1e3", "GB", "", "all", "5 parsecs", "0.5", "0.5B", "1.5", "0.1KiBx", "0.0001KB",
+    "1bit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*NO_SIZES, -1, 0.5, float("inf"), float("nan"), True, None])
+def test_a_text_that_is_no_whole_size_is_refused(value):
+    with pytest.raises(ValidationError) as refused:
+        TypeAdapter(Size).validate_python(value)
+    said = refused.value.errors()[0]["msg"]
+    assert "write 80GB or 512MiB, or a whole number of bytes" in said
+    assert repr(str(value)) in said
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
+def test_an_option_refuses_a_text_that_is_no_whole_size(text):
+    with pytest.raises(click.BadParameter, match="write 80GB or 512MiB, or a whole number"):
+        SIZE.convert(text, None, None)
+
+
+def test_a_long_text_is_no_size():
+    with pytest.raises(ValidationError, match="a text of 1,000,000 characters is no size"):
+        TypeAdapter(Size).validate_python("1" * 1_000_000)
+
+
+def test_a_size_setting_keeps_its_limits():
+    assert SaveSettings(part_bytes="1KiB").part_bytes == 1024
+    assert ShardingSettings(shard_bytes="1GiB").shard_bytes == 1 << 30
+    with pytest.raises(ValidationError, match="greater than or equal to 1024"):
+        SaveSettings(part_bytes="1KB")
+    with pytest.raises(ValidationError, match="less than or equal to 1073741824"):
+        ShardingSettings(shard_bytes="1.1GiB")
+
+
+def test_a_form_takes_a_size_as_text_or_number():
+    assert TypeAdapter(Size).json_schema() == TypeAdapter(ByteSize).json_schema()
+
+
 def _models() -> list[type[BaseModel]]:
     """Every pydantic model of the project."""
     for package in ("millrace", "tasks", "flows", "blocks"):
@@ -161,6 +223,18 @@ def test_every_setting_that_is_a_duration_is_read_as_one():
         and "parse_duration" not in f"{field.annotation} {field.metadata}"
     ]
     assert bare == []
+
+
+def test_every_setting_that_is_a_size_is_read_as_one():
+    """So that `1,000GB` is refused everywhere, and is 1 byte nowhere."""
+    loose = [
+        f"{kind.__module__}.{kind.__name__}.{name}"
+        for kind in _models()
+        for name, field in kind.model_fields.items()
+        if "ByteSize" in str(field.annotation)
+        and "parse_size" not in f"{field.annotation} {field.metadata}"
+    ]
+    assert loose == []
 
 
 def test_the_old_names_of_presets_take_no_bare_hours(tmp_path):
