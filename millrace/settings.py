@@ -187,23 +187,22 @@ def _format_path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> s
 
 
 def _parse_text(path: Path, text: str) -> object:
-    import yaml  # noqa: PLC0415 - slow to import, and a worker reads no settings
+    match path.suffix.lower():
+        case ".yaml" | ".yml":
+            from millrace.settings_yaml import parse_yaml  # noqa: PLC0415 - slow to import
 
+            return parse_yaml(path, text)
+        case ".toml":
+            return _parse_toml(path, text)
+        case other:
+            raise ConfigurationError(
+                f"{path}: a settings file ends in .yaml, .yml or .toml, not {other!r}."
+            )
+
+
+def _parse_toml(path: Path, text: str) -> object:
     try:
-        match path.suffix.lower():
-            case ".yaml" | ".yml":
-                return yaml.safe_load(text)
-            case ".toml":
-                return tomllib.loads(text)
-            case other:
-                raise ConfigurationError(
-                    f"{path}: a settings file ends in .yaml, .yml or .toml, not {other!r}."
-                )
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        hint = " (inside [] and {} a ${NAME} must be quoted)" if "${" in text else ""
-        raise ConfigurationError(f"{path}{line}: not valid YAML: {error.problem}{hint}.") from None
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
 

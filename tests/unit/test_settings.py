@@ -17,7 +17,7 @@ from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
 from millrace.gradients import AggregatorSettings
-from millrace.settings import Duration, Size, load_settings
+from millrace.settings import Duration, Size, load_settings, read_settings_file
 from millrace.storage import StoreSpec
 
 
@@ -100,6 +100,38 @@ def test_what_is_wrong_is_said_without_the_value(name, text, said, tmp_path):
     with pytest.raises(errors.ConfigurationError, match=said) as refusal:
         load_settings(written(tmp_path, name, text), Model, {"BIG": "hush-hush"})
     assert "hush-hush" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("size: 1\nsize: 2\n", "line 2: .*'size' is already set in line 1: remove one"),
+        ("size: 1\ninner: {}\n'size': 1\n", "line 3: .*'size' is already set in line 1"),
+        ("inner:\n  key: ${A}\n  size: 1\n  key: a\n", "line 4: .*'key' is already set in line 2"),
+        ("inner: {names: [a], names: [b]}\n", "line 1: .*'names' is already set in line 1"),
+        ("a:\n- 1\n- x: 1\n  0x1: 2\n  1: 3\n", "line 5: .*1 is already set in line 4"),
+        ("a: &a {x: 1}\nb:\n  <<: *a\n  y: 1\n  y: 1\n", "line 5: .*'y' is already set in line 4"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_written_twice_is_refused(text, said, tmp_path):
+    """YAML allows no repeated keys, but its parser kept the last one only."""
+    with pytest.raises(errors.ConfigurationError, match=f"a.yaml, {said}") as refusal:
+        load_settings(written(tmp_path, "a.yaml", text), Model, {"A": "a"})
+    assert "must be quoted" not in str(refusal.value)
+
+
+def test_merge_keys_are_no_repeated_keys(tmp_path):
+    text = (
+        "a: &a {x: 1, y: 1}\nb: &b {z: 3}\n"
+        "c: {d: {e: &e {<<: *a, x: 2}}}\n"  # nested more deeply than its use
+        "f:\n  <<: *e\n  x: 5\n"
+        "g: {<<: [*a, *b], y: 2}\nh: {<<: *a, <<: *b}\n"
+    )
+    found = read_settings_file(written(tmp_path, "a.yaml", text), {})
+    assert found["c"] == {"d": {"e": {"x": 2, "y": 1}}}
+    assert found["f"] == {"x": 5, "y": 1}
+    assert found["g"] == {"x": 1, "y": 2, "z": 3}
+    assert found["h"] == {"x": 1, "y": 1, "z": 3}
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):
