@@ -108,8 +108,8 @@ def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None 
         environ: Values of variables; by default the environment of the process.
 
     Raises:
-        ConfigurationError: There is no such file, the file is not YAML or TOML, variables are not
-            set, or the model refuses values. The message names all unset variables with their
+        ConfigurationError: The file cannot be read, the file is not YAML or TOML, variables are
+            not set, or the model refuses values. The message names all unset variables with their
             lines. The message contains no value, since a value could be a secret.
     """
     return validate_settings(model, read_settings_file(path, environ), source=str(path))
@@ -134,6 +134,13 @@ def read_settings_file(
         raise ConfigurationError(
             f"There is no settings file at {path}. `{template}` writes one to start from."
         ) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(
+            f"{path}, line {line}: the text is not UTF-8: save the file with the encoding UTF-8."
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
     data = _parse_text(path, text)
     if not isinstance(data, dict):
         raise ConfigurationError(
@@ -203,7 +210,7 @@ def _parse_text(path: Path, text: str) -> object:
 def _parse_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also an integer of too many digits
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
 
 

@@ -1,7 +1,8 @@
-"""Parse settings files of YAML, and refuse repeated keys."""
+"""Parse settings files of YAML, refuse repeated keys, and name the lines of faults."""
 
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +34,20 @@ class _Loader(yaml.SafeLoader):
             lines[name] = key.start_mark.line + 1
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Construct a value, and name its line if it is no value of its type."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError, KeyError, AttributeError):
+            # PyYAML does not check a date such as 2024-13-45, or a text behind the tag `!!int`.
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"this is no {node.tag.rpartition(':')[2]}: correct the value, or put the value in "
+                "quotes if it is a text",
+                node.start_mark,
+            ) from None
+
 
 def parse_yaml(path: Path, text: str) -> object:
     """Parse the text of a settings file.
@@ -46,6 +61,12 @@ def parse_yaml(path: Path, text: str) -> object:
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigurationError(
+            f"{path}, line {line}: not valid YAML: the character "
+            f"U+{ord(text[error.position]):04X} is not allowed: remove the character."
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""

@@ -134,6 +134,52 @@ def test_merge_keys_are_no_repeated_keys(tmp_path):
     assert found["h"] == {"x": 1, "y": 1, "z": 3}
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"size: 1\nname: caf\xe9\n", ", line 2: the text is not UTF-8: save the file"),
+        ("size: 1\n".encode("utf-16"), ", line 1: the text is not UTF-8: save the file"),
+        (b"size: 1\nname: a\x07\n", r", line 2: not valid YAML: .* U\+0007 .*: remove the char"),
+        (b"size: 1\nname: a\xef\xbf\xbe", r", line 2: .* U\+FFFE is not allowed"),
+        (b"size: 1\ndate: 2024-13-45\n", ", line 2: .* no timestamp: correct .* quotes"),
+        (b"size: 1\n2024-13-45: 1\n", ", line 2: .* no timestamp: correct .* quotes"),
+        (b"size: 1\na:\n- {b: 2024-02-30T00:00:00Z}\n", ", line 3: .* no timestamp"),
+        (b"size: !!int hush-hush\n", ", line 1: .* no int: correct"),
+        (b"size: !!bool hush-hush\n", ", line 1: .* no bool: correct"),
+        (b"size: !!timestamp hush-hush\n", ", line 1: .* no timestamp: correct"),
+        (b"size: " + 5000 * b"1", ", line 1: .* no int: correct"),
+        (b"size: 1" + 200 * b":59" + b".5", ", line 1: .* no float: correct"),
+    ],
+)
+def test_a_file_of_other_bytes_or_values_is_refused_with_its_line(text, said, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(text)
+    with pytest.raises(errors.ConfigurationError, match=f"a.yaml{said}") as refusal:
+        load_settings(path, Model, {})
+    assert "hush-hush" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"size = 1\nname = 'caf\xe9'\n", ", line 2: the text is not UTF-8"),
+        (b"size = 2024-13-45\n", ": not valid TOML"),
+        (b"size = " + 5000 * b"1", ": not valid TOML"),
+    ],
+)
+def test_a_file_of_toml_is_refused_likewise(text, said, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_bytes(text)
+    with pytest.raises(errors.ConfigurationError, match=f"a.toml{said}"):
+        load_settings(path, Model, {})
+
+
+def test_a_folder_in_place_of_a_file_is_said(tmp_path):
+    (tmp_path / "a.yaml").mkdir()
+    with pytest.raises(errors.ConfigurationError, match=r"a\.yaml cannot be read: Is a"):
+        load_settings(tmp_path / "a.yaml", Model)
+
+
 def test_a_file_that_is_not_there_is_said(tmp_path):
     with pytest.raises(errors.ConfigurationError, match="millrace init"):
         load_settings(tmp_path / "none.yaml", Model)
