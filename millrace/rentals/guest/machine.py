@@ -54,6 +54,7 @@ class GuestProgram:
         )
         self._keys = MachineKeys(config.prefix)
         self._heartbeat_count = self._chunk_count = self._uploaded_bytes = 0
+        self._pending_bytes = 0  # size of a chunk whose upload had no answer
         self._log = logging.getLogger(__name__)
 
     def run(self) -> int:
@@ -133,10 +134,15 @@ class GuestProgram:
         self._upload_log_chunk(output)
 
     def _upload_log_chunk(self, output: IO[bytes]) -> bool:
-        """Upload the next chunk of the log; return whether there may be more."""
-        chunk = os.pread(output.fileno(), LOG_CHUNK_BYTES, self._uploaded_bytes)
+        """Upload the next chunk of the log; return whether there may be more.
+
+        After a failure, the next call uploads the same bytes, since the chunk may be stored.
+        """
+        size = self._pending_bytes or LOG_CHUNK_BYTES
+        chunk = os.pread(output.fileno(), size, self._uploaded_bytes)
         if not chunk:
             return False
+        self._pending_bytes = len(chunk)
         try:
             with contextlib.suppress(
                 errors.ExistsError
@@ -146,8 +152,9 @@ class GuestProgram:
             self._log.warning("the log could not be uploaded: %s", errors.format_error(error))
             return False  # the next heartbeat tries again
         self._uploaded_bytes += len(chunk)
+        self._pending_bytes = 0
         self._chunk_count += 1
-        return len(chunk) == LOG_CHUNK_BYTES
+        return len(chunk) == size
 
     def _send_message(self, key: str, message: BaseModel) -> None:
         try:
