@@ -14,7 +14,7 @@ _MERGE = "tag:yaml.org,2002:merge"  # a mapping may have several keys `<<`
 class _Loader(yaml.SafeLoader):
     """Loader of plain values that refuses a mapping in which a key is repeated."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping, and check its own keys. Merged keys are not there yet."""
         node = super().compose_mapping_node(anchor)
         lines: dict[Hashable, int] = {}
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
         """Construct a value, and name its line if it is no value of its type."""
         try:
-            return super().construct_object(node, deep)
+            return super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
         except (ValueError, OverflowError, KeyError, AttributeError):
             # PyYAML does not check a date such as 2024-13-45, or a text behind the tag `!!int`.
             raise yaml.constructor.ConstructorError(
