@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 _PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
 _MAX_DURATION_LENGTH = 100  # characters: the search takes quadratic time in a run of digits
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}  # seconds
 
 _SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
 _MAX_SIZE_LENGTH = 100  # characters
@@ -57,7 +57,8 @@ def parse_duration(value: Any) -> Any:
             "minutes, hours, days; 1w is a week, PT20M is ISO 8601)"
         )
     try:
-        return sum((timedelta(**{_UNITS[part[2]]: float(part[1])}) for part in parts), timedelta())
+        seconds = sum(Fraction(part[1]) * _UNITS[part[2]] for part in parts)
+        return timedelta(microseconds=round(seconds * 1_000_000))
     except OverflowError:
         raise ValueError(f"{text!r} is too long a duration: write at most 5000w") from None
 

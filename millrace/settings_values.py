@@ -8,17 +8,28 @@ from typing import Any, Literal, cast, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60))
 _SIZES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def write_duration(value: timedelta) -> str:
-    """Return a duration with the largest unit that divides it, such as `20m`."""
-    seconds = value.total_seconds()
+    """Return a duration with the largest unit that divides it, such as `20m`.
+
+    A negative duration is written as ISO 8601, such as `-P0DT90S`.
+    """
+    if value < timedelta(0):
+        days, rest = divmod(-value, timedelta(days=1))  # pydantic bounds the number of seconds
+        return f"-P{days}DT{_write_seconds(rest)}S"
     for unit, size in _UNITS:
-        if seconds and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"
+        if value and not value % timedelta(seconds=size):
+            return f"{value // timedelta(seconds=size)}{unit}"
+    return f"{_write_seconds(value)}s"
+
+
+def _write_seconds(value: timedelta) -> str:
+    """Return the seconds of a duration with all digits. A `timedelta` counts microseconds."""
+    whole, rest = divmod(value, timedelta(seconds=1))
+    return f"{whole}.{rest.microseconds:06d}".rstrip("0").rstrip(".")
 
 
 def write_size(value: int) -> str:

@@ -7,6 +7,8 @@ from pkgutil import walk_packages
 import click
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import BaseModel, ByteSize, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
@@ -18,6 +20,7 @@ from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
 from millrace.gradients import AggregatorSettings
 from millrace.settings import Duration, Size, load_settings, read_settings_file
+from millrace.settings_values import write_duration
 from millrace.storage import StoreSpec
 
 
@@ -209,6 +212,25 @@ def test_a_bare_number_is_no_duration(value):
     assert "(seconds, minutes, hours, days; 1w is a week, PT20M is ISO 8601)" in str(refused.value)
     if value in {48, "48"}:
         assert "write 48s, 48m, 48h or 48d" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"), (90, "90s"), (1200, "20m"), (86400, "1d"), (1_234_567, "1234567s"),
+        (0.05, "0.05s"), (90.123457, "90.123457s"), (100 * 86400, "100d"), (-90, "-P0DT90S"),
+    ],
+)  # fmt: skip
+def test_a_duration_is_written_with_all_digits(seconds, text):
+    assert write_duration(timedelta(seconds=seconds)) == text
+
+
+@given(st.timedeltas())
+@example(timedelta(seconds=1_234_567))
+@example(timedelta.max)
+@example(timedelta.min)
+def test_a_written_duration_is_read_as_the_same_duration(value):
+    assert TypeAdapter(Duration).validate_python(write_duration(value)) == value
 
 
 def test_a_long_text_is_refused_at_once():
