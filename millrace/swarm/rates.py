@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _WINDOW = 2  # reads of each slot over which a rate is measured
 _MIN_GAIN = 1.2  # rate after a doubling of the reads, over the rate before, for a further doubling
+_FIRST_PAUSE = 4  # windows between a trial of more reads that failed and the next one
 _MIN_TIMEOUT = 3.0  # seconds before a transfer can be late
 _UNKNOWN_TIMEOUT = 30.0  # the same, before there are enough transfers to compare with
 _LATE = 6.0  # duration of a late transfer, over the median
@@ -21,7 +22,8 @@ class ReadConcurrency:
     """Number of concurrent reads from the store by each node.
 
     The number begins with one, and doubles while this increases the bytes a second enough. More
-    reads than useful would delay each piece, and so its copies.
+    reads than useful would delay each piece, and so its copies. A trial that failed may have fallen
+    into a bad moment of the network, so it is repeated, after twice as many reads each time.
 
     Attributes:
         most: Upper limit for one node.
@@ -30,7 +32,9 @@ class ReadConcurrency:
 
     most: int
     read_slots: int = 1
-    _grows: bool = True
+    _is_trial: bool = False
+    _pause: int = _FIRST_PAUSE
+    _windows_left: int = 1
     _before: float = 0.0
     _since: float | None = None
     _count: int = 0
@@ -46,25 +50,28 @@ class ReadConcurrency:
             now: Time.
         """
         if nodes < self._nodes:  # the remaining nodes may share a higher rate
-            self._grows, self._before, self._since, self._count, self._bytes = True, 0.0, None, 0, 0
+            self._is_trial, self._windows_left, self._since = False, 1, None
         self._nodes = nodes
-        if not self._grows:
-            return
         if self._since is None:  # the waiting time of the first read is unknown
-            self._since = now
+            self._since, self._count, self._bytes = now, 0, 0
             return
         self._count += 1
         self._bytes += size
         if self._count < _WINDOW * self.read_slots * max(nodes, 1):
             return
         rate = self._bytes / max(now - self._since, 1e-6)
-        if rate < _MIN_GAIN * self._before:
-            self.read_slots, self._grows = self.read_slots // 2, False
+        self._since, self._count, self._bytes = now, 0, 0
+        if self._is_trial and rate < _MIN_GAIN * self._before:
+            self.read_slots //= 2
+            self._is_trial, self._windows_left = False, self._pause
+            self._pause *= 2
             return
-        self._before, self._since, self._count, self._bytes = rate, now, 0, 0
-        if self.read_slots * 2 > self.most:
-            self._grows = False
-        else:
+        if self._is_trial:
+            self._pause, self._windows_left = _FIRST_PAUSE, 1
+        self._windows_left -= 1
+        self._before = rate
+        self._is_trial = self._windows_left <= 0 and self.read_slots * 2 <= self.most
+        if self._is_trial:
             self.read_slots *= 2
 
 
