@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Site:
-    """What a server has, and how it behaves.
+    """Files of a server, its behaviour, and the requests that it got.
 
     Attributes:
         files: Bytes by path, as in a URL.
@@ -21,7 +21,9 @@ class Site:
         statuses: Statuses of the next answers, each with headers.
         cut_after: Bytes after which the next answers are cut off.
         redirects: URL by path.
-        requests: Method, path and header Range of each request.
+        requests: Path and header Range of each request.
+        authorizations: Header Authorization of each request.
+        url: URL of the server while it serves.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)

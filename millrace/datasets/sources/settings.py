@@ -34,7 +34,7 @@ class SourceSettings(BaseModel):
     paths: list[str] | None = Field(
         default=None,
         description="Files below an `https://` URL, which cannot be listed, such as "
-        "`[a.jsonl, b.jsonl]`. Without them the URL is that of one file.",
+        '`["a.jsonl", "b.jsonl"]`. Without them the URL is that of one file.',
     )
     allow_private: bool = Field(
         title="Allow private addresses",

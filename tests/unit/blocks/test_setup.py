@@ -1,4 +1,4 @@
-"""What `millrace setup` does to a block that is on the server already."""
+"""Changes of `millrace setup` to a block that is on the server already."""
 
 import json
 

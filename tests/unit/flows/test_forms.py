@@ -205,6 +205,6 @@ def test_items_of_a_list_are_read_likewise() -> None:
 
 
 def test_what_no_setting_takes_is_still_refused() -> None:
-    source = {"url": "file:///x", "include": None}
-    with pytest.raises(Exception, match="include"):
+    source = {"url": "file:///x", "exclude": None}
+    with pytest.raises(Exception, match="exclude"):
         shard_dataset.validate_parameters({"dataset": "d", "source": source, "destination": "/x"})

@@ -25,9 +25,9 @@ def test_a_node_decodes_what_the_driver_has_encoded():
     assert decode_start_body(encode_start_body(AGENTS, SPEC.encode())) == (SPEC, AGENTS)
 
 
-def test_the_fields_of_the_body_are_those_of_version_three():
+def test_the_fields_of_the_body_are_those_of_version_four():
     agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()).split(b"\n"))
-    assert VERSION == 3
+    assert VERSION == 4
     assert agents == {
         "node-b": {
             "scheme": "https",
@@ -39,7 +39,7 @@ def test_the_fields_of_the_body_are_those_of_version_three():
     }
     row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", ""]
     assert spec == {
-        "version": 3,
+        "version": 4,
         "catalogue": {"piece_size": 1 << 20, "files": [row]},
         "sources": ["https://b/a?signature"],
         "key": b"key".hex(),
