@@ -209,6 +209,12 @@ class ErrorFeedback:
             self._kept[name] = kept + decoder.decode(body, tuple(kept.shape), mask=self._mask)
         self._sent = {}
 
+    def clear(self) -> bool:
+        """Drop the residuals and the last sent values, and return whether there were any."""
+        found = bool(self._kept)
+        self._kept, self._sent = {}, {}
+        return found
+
     @contextmanager
     def restore_on_error(self) -> Generator[None]:
         """Restore the residuals if the block raises an error."""

@@ -1,5 +1,6 @@
 """Training-loop API of a worker with one or more ranks."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.storage import Store, put
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +154,7 @@ class Participant:
     def catch_up(self) -> None:
         """Apply all new links of the chain."""
         for link in self._chain.iterate_new_links():
-            if link.window == self._submitted:
-                self._settle(link)
+            self._settle(link)
 
     def submit(self, model: torch.nn.Module, *, tokens: int = 0, samples: str = "") -> int:
         """Send the largest changes of the model in this window, and all buffers.
@@ -232,20 +234,44 @@ class Participant:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, with the same number of ranks.
 
+        If a gradient of this worker was merged after the state was made, the state's values may be
+        in it: then they are dropped, so that no value is sent twice.
+
         Raises:
-            ChainError: The link of the last submitted window is missing.
+            ChainError: The link of the last submitted window, or a later one, is missing.
         """
         self._compressor.feedback.load_state_dict(state)
-        self._submitted = state["submitted"]["window"]
-        if 0 < self._submitted <= self._chain.window:  # the window was merged in the meantime
-            self._settle(self._chain.read_link(self._submitted))
+        self._submitted = submitted = state["submitted"]["window"]
+        if not submitted:
+            return  # the state has no values
+        for window in range(submitted, self._chain.window + 1):  # merged in the meantime
+            link = self._chain.read_link(window)
+            self._settle(link)
+            if window > submitted and self._is_merged(link):
+                return  # no value is left
 
     def _settle(self, link: ChainStart | ChainLink) -> None:
-        """Add the submitted values to the residuals again, unless the link has merged them.
+        """Correct the residuals by the link of the last submitted window, or of a later one.
 
-        The merged gradient may be that of an earlier process of this worker, which had trained in
-        the same window. Then its change is merged already, and sending this one repeats it.
+        Add the submitted values to the residuals again, unless the link has merged them. The merged
+        gradient may be that of an earlier process of this worker, which had trained in the same
+        window. Then its change is merged already, and sending this one repeats it.
+
+        In a later window, another process of this worker may have sent values of the residuals.
         """
+        feedback, merged = self._compressor.feedback, self._is_merged(link)
+        window = link.window if isinstance(link, ChainLink) else 0
+        if window == self._submitted and not merged:
+            feedback.restore_sent()
+        elif window > self._submitted and merged and feedback.clear():
+            log.warning(
+                "Window %d merged a gradient of %s that is newer than the loaded state: values "
+                "that were not sent are dropped, since they may be merged already.",
+                window,
+                self._uid,
+            )
+
+    def _is_merged(self, link: ChainStart | ChainLink) -> bool:
+        """Decide whether a link has merged a gradient of this worker."""
         taken = link.taken.get(self._uid) if isinstance(link, ChainLink) else None
-        if taken is None or not taken.share:  # without a share, no update has the gradient
-            self._compressor.feedback.restore_sent()
+        return taken is not None and taken.share > 0  # without a share, no update has the gradient

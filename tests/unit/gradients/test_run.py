@@ -1,5 +1,6 @@
 """A run of windows: workers that train, an aggregator, and who comes late."""
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -13,6 +14,7 @@ from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
     ChainError,
+    ChainLink,
     ChainStart,
     Codec,
     ExclusionReason,
@@ -22,9 +24,11 @@ from millrace.gradients import (
     Participant,
     RunSettings,
     Sender,
+    WeightState,
     begin_run,
     check_weights,
     commit_first_link,
+    copy_state,
     iterate_links,
     load_checkpoint_state,
     merge_windows,
@@ -246,6 +250,82 @@ def test_a_worker_whose_weight_is_zero_loses_nothing_that_it_sent(store):
     kept = participant.state_dict()["kept"]
     participant.apply(mine, timeout=timedelta(0))
     assert_same_tensors(participant.state_dict()["kept"], kept)
+
+
+PAIR = settings_of(1).model_copy(
+    update={"codec": Codec(k=1, bits=32), "outer": OuterOptimizer(lr=1.0)}
+)
+"""Settings of a run that sends one value of each window."""
+
+
+def make_pair() -> torch.nn.Module:
+    """Return a model of two weights, of which each window sends one."""
+    one = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        one.weight.zero_()
+    return one
+
+
+def train_pair(one: torch.nn.Module) -> None:
+    """Change both weights, once for the whole run."""
+    with torch.no_grad():
+        one.weight += torch.tensor([[1.0, 0.9]])
+
+
+def join_pair(store: Store, state: WeightState, *, after: int = 0) -> Participant:
+    return Participant(PAIR, "0", store, store, copy_state(state.weights), after=after)
+
+
+def run_window(
+    participant: Participant, one: torch.nn.Module, store: Store, state: WeightState
+) -> ChainLink:
+    """Submit the model, merge its window, and load the merged weights."""
+    window = participant.open_window.number
+    participant.submit(one)
+    merge_pair(store, state, window)
+    return participant.apply(one, timeout=timedelta(0))
+
+
+def merge_pair(store: Store, state: WeightState, window: int) -> None:
+    sender = [Sender("0", store)]
+    list(merge_windows(store, PAIR, sender, state, after=window - 1, until=window))
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_state_from_before_merged_windows_sends_no_value_twice(store, caplog, newest):
+    """The process starts again from an old checkpoint of the run, or from the newest one."""
+    state, one = select_weights(make_pair()), make_pair()
+    first = join_pair(store, state)
+    train_pair(one)
+    run_window(first, one, store, state)
+    saved, weights = first.state_dict(), copy_state(state.weights)
+    assert run_window(first, one, store, state).taken  # sends the rest of the change
+    again = join_pair(store, state, after=2) if newest else join_pair(store, weights, after=1)
+    with caplog.at_level(logging.WARNING):
+        again.load_state_dict(saved)
+        assert next(again.iterate_windows()).number == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "Window 2 merged a gradient of 0 that is newer than the loaded state: values that were "
+        "not sent are dropped, since they may be merged already."
+    ]
+    again.load(one)
+    run_window(again, one, store, state)
+    torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 0.9]]))
+
+
+def test_a_state_from_before_windows_without_its_worker_keeps_its_values(store):
+    state, one = select_weights(make_pair()), make_pair()
+    first = join_pair(store, state)
+    train_pair(one)
+    run_window(first, one, store, state)
+    saved = first.state_dict()
+    short = PAIR.model_copy(update={"window_length": timedelta(milliseconds=1)})
+    (link,) = merge_windows(store, short, [Sender("0", store)], state, after=1, until=2)
+    assert not link.taken
+    again = join_pair(store, state, after=2)
+    again.load_state_dict(saved)
+    run_window(again, one, store, state)
+    torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 0.9]]))
 
 
 def test_an_aggregator_that_is_started_again_goes_on(store):
