@@ -91,6 +91,7 @@ class Participant:
             settings, weights, ranks, self._tensors, threads=threads
         )
         self._submitted = 0
+        self._packed: Sequence[bytes] | None = None  # gradient whose upload has failed
 
     @classmethod
     def join(
@@ -160,6 +161,8 @@ class Participant:
         """Send the largest changes of the model in this window, and all buffers.
 
         If the gradient is not merged, its values are added to the next one, except for buffers.
+        That also holds if the upload fails. Then call this method again, which uploads the same
+        values, or continue with `apply`.
 
         Args:
             model: Model after its steps. Before them, it had the weights from `apply`.
@@ -174,14 +177,17 @@ class Participant:
             UnavailableError, DeniedError: The bucket does not answer, or refuses.
         """
         window = self._chain.window + 1
-        if self._submitted == window:
+        if self._submitted != window:
+            with self._compressor.feedback.restore_on_error():
+                packed = self._ranks.gather_bytes(self._compressor.compress(model, window))
+            self._submitted, self._packed = window, packed
+        elif self._packed is None:
             raise errors.ConfigurationError(
                 f"Window {window} was submitted already: apply it before the next one."
             )
-        with self._compressor.feedback.restore_on_error():
-            packed = self._ranks.gather_bytes(self._compressor.compress(model, window))
-            size = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
-        self._submitted = window
+        packed = self._packed
+        size = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
+        self._packed = None
         self._progress(GradientSent(uid=self._uid, window=window, size=size))
         return size
 
@@ -242,6 +248,7 @@ class Participant:
         """
         self._compressor.feedback.load_state_dict(state)
         self._submitted = submitted = state["submitted"]["window"]
+        self._packed = None
         if not submitted:
             return  # the state has no values
         for window in range(submitted, self._chain.window + 1):  # merged in the meantime

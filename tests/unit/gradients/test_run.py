@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,10 @@ from millrace.gradients import (
     select_weights,
 )
 from millrace.gradients.settings import WindowOpening
+from millrace.gradients.sync import participant as participant_module
 from millrace.records import commit_once, fetch
 from millrace.schemas.merge import MergeRule, MergeSettings
-from millrace.storage import Store, delete, exists, open_store
+from millrace.storage import Store, delete, exists, open_store, put
 
 WINDOWS = 4
 
@@ -310,6 +312,54 @@ def test_a_state_from_before_merged_windows_sends_no_value_twice(store, caplog, 
     ]
     again.load(one)
     run_window(again, one, store, state)
+    torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 0.9]]))
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_submit_without_an_answer_loses_no_value_and_sends_none_twice(
+    store, monkeypatch, caplog, lands
+):
+    """The link decides whether the gradient was sent."""
+
+    def put_without_answer(*arguments: Any) -> None:
+        if lands:
+            put(*arguments)
+        raise errors.UnavailableError("There was no answer.")
+
+    state, one = select_weights(make_pair()), make_pair()
+    participant = join_pair(store, state)
+    train_pair(one)
+    run_window(participant, one, store, state)  # sends 1.0, and keeps 0.9
+    with torch.no_grad():
+        one.weight += torch.tensor([[0.0, 0.5]])
+    with monkeypatch.context() as patch:
+        patch.setattr(participant_module, "put", put_without_answer)
+        with pytest.raises(errors.UnavailableError, match="no answer"):
+            participant.submit(one)
+    short = PAIR.model_copy(update={"window_length": timedelta(milliseconds=1)})
+    (link,) = merge_windows(store, short, [Sender("0", store)], state, after=1, until=2)
+    assert bool(link.taken) is lands
+    participant.apply(one, timeout=timedelta(0))
+    run_window(participant, one, store, state)
+    torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 1.4]]))
+    assert not caplog.records
+
+
+def test_a_repeated_submit_sends_the_same_gradient(store, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise errors.UnavailableError("There was no answer.")
+
+    state, one = select_weights(make_pair()), make_pair()
+    participant = join_pair(store, state)
+    train_pair(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(participant_module, "put", refuse)
+        with pytest.raises(errors.UnavailableError, match="no answer"):
+            participant.submit(one)
+    run_window(participant, make_pair(), store, state)  # the model of the first call counts
+    participant.load(one)
+    torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 0.0]]))
+    run_window(participant, one, store, state)
     torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 0.9]]))
 
 
