@@ -23,6 +23,7 @@ from millrace.gradients.sync.model_tensors import ModelTensors
 from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Store, put
 
 log = logging.getLogger(__name__)
@@ -262,21 +263,33 @@ class Participant:
 
         Add the submitted values to the residuals again, unless the link has merged them. The merged
         gradient may be that of an earlier process of this worker, which had trained in the same
-        window. Then its change is merged already, and sending this one repeats it.
+        window. Then its change is merged already, and sending this one repeats it. The values of a
+        gradient whose norm is too large are dropped with the rest of its change.
 
         In a later window, another process of this worker may have sent values of the residuals.
         """
+        if not isinstance(link, ChainLink) or link.window < self._submitted:
+            return
         feedback, merged = self._compressor.feedback, self._is_merged(link)
-        window = link.window if isinstance(link, ChainLink) else 0
-        if window == self._submitted and not merged:
-            feedback.restore_sent()
-        elif window > self._submitted and merged and feedback.clear():
+        if link.window > self._submitted:
+            if merged and feedback.clear():
+                log.warning(
+                    "Window %d merged a gradient of %s that is newer than the loaded state: values "
+                    "that were not sent are dropped, since they may be merged already.",
+                    link.window,
+                    self._uid,
+                )
+        elif self._uid in link.out and link.out[self._uid].reason is ExclusionReason.NORM:
+            feedback.clear()
             log.warning(
-                "Window %d merged a gradient of %s that is newer than the loaded state: values "
-                "that were not sent are dropped, since they may be merged already.",
-                window,
+                "The gradient of %s in window %d was refused for its norm: its values and those "
+                "that were not sent are dropped, as the next gradient would be refused for them "
+                "too.",
                 self._uid,
+                link.window,
             )
+        elif not merged:
+            feedback.restore_sent()
 
     def _is_merged(self, link: ChainStart | ChainLink) -> bool:
         """Decide whether a link has merged a gradient of this worker."""

@@ -516,6 +516,39 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     assert f"more than {limit:.3g}" in link.excluded[more].sentence
 
 
+def test_a_gradient_above_the_largest_norm_is_dropped_and_the_next_one_is_merged(store, caplog):
+    """Otherwise its values would make the norms of all later gradients too large."""
+    gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=5.0)
+    change = {"codec": Codec(), "gather": gather, "window_length": timedelta(seconds=1)}
+    settings = PAIR.model_copy(update=change)
+    one = torch.nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        one.weight.zero_()
+    state, dice = select_weights(one), torch.Generator().manual_seed(1)
+    participant = Participant(settings, "0", store, store, select_weights(one))
+    refused: list[int] = []
+    for window, factor in enumerate([1.0, 100.0, 1.0], start=1):
+        step = torch.randn(64, 64, generator=dice)
+        with torch.no_grad():
+            one.weight += factor * step / step.norm()
+        participant.submit(one)
+        list(
+            merge_windows(
+                store, settings, [Sender("0", store)], state, after=window - 1, until=window
+            )
+        )
+        link = participant.apply(one, timeout=timedelta(0))
+        if "0" not in link.taken:
+            assert link.out["0"].reason is ExclusionReason.NORM
+            refused.append(window)
+    assert refused == [2]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "The gradient of 0 in window 2 was refused for its norm: its values and those that were "
+        "not sent are dropped, as the next gradient would be refused for them too."
+    )
+
+
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window_length": timedelta(milliseconds=1)})
     opening = short.chain.make_opening_key(1)
