@@ -80,7 +80,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
     with group as workers:
         if not progress.has_merged_windows:
             ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
-            campaigning.await_workers(training, workers)
+        campaigning.await_workers(training, workers)
         for epoch in range(training.rules.epochs):
             run_epoch(plan, training, epoch, workers)
         workers.wait_until_done(training.cooldown_timeout)
@@ -114,9 +114,8 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         await_machines(supervisor)
         if campaigning.awaits_prewarm(training):
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
-                files = [FilesRequest(bucket=bucket, dataset=training.dataset)]
                 machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
-                prewarm(files, cluster=machines)
+                prewarm([FilesRequest(bucket=bucket, dataset=training.dataset)], cluster=machines)
             campaigning.end_prewarm(training)
         yield supervisor
     release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

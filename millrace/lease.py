@@ -138,10 +138,12 @@ class HeldLease:
 
     Attributes:
         holder: Holder of the lease.
+        since: Begin of the holder's term, by the store's clock.
         until: End of the lease without another heartbeat, by the store's clock.
     """
 
     holder: Holder
+    since: datetime
     until: datetime
 
 
@@ -217,7 +219,8 @@ def acquire(
     commit = commit_once(store, keys.make_term_key(number + 1), LeaseTerm(holder=holder, ttl=ttl))
     if commit.mine:
         return Lease(store, keys, number + 1, holder, ttl)
-    return HeldLease(commit.record.holder, clock.now() + commit.record.ttl)
+    now = clock.now()
+    return HeldLease(commit.record.holder, now, now + commit.record.ttl)
 
 
 def await_lease(
@@ -255,6 +258,12 @@ def await_lease(
 def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease | None:
     """Return the current holder of a lease; None if the lease is free."""
     return _find_current(store, keys, clock)[1]
+
+
+def find_term_start(store: Store, keys: LeaseKeys) -> datetime | None:
+    """Return when the newest term of a lease began, by the store's clock; None without a term."""
+    record = _find_newest(keys, list_objects(store, keys.prefix))[1].get("json")
+    return record and record.last_modified.astimezone(UTC)
 
 
 def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
@@ -297,7 +306,7 @@ def _find_live_holder(
     until = _compute_end(newest, record.ttl)
     if record.holder.is_known_dead or until < clock.now():
         return None
-    return HeldLease(record.holder, until)
+    return HeldLease(record.holder, newest["json"].last_modified.astimezone(UTC), until)
 
 
 def _compute_end(newest: Mapping[str, Stat], ttl: timedelta) -> datetime:

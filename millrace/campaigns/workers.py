@@ -6,7 +6,9 @@ from typing import Protocol
 
 from millrace.campaigns.campaign import Training
 from millrace.campaigns.worker import find_joined_workers
+from millrace.checkpoints.cooldown.membership import make_census
 from millrace.errors import NotFoundError, UnavailableError, WorkerError
+from millrace.lease import Holder, StoreClock, find_term_start
 from millrace.rentals import list_attempts
 from millrace.storage import open_store
 
@@ -34,11 +36,41 @@ class CampaignWorkers(Protocol):
         ...
 
 
+class _JoinedWorkers:
+    """Workers that have joined the run since the campaign's leader has started.
+
+    A worker that joined before and still lives counts too. The objects of earlier processes do not.
+
+    Args:
+        training: Training of the workers.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._store = open_store(training.read_store, make_folder=False)
+        leader = open_store(training.write_store)
+        clock = StoreClock.read(leader, training.campaign, Holder.describe_this_process())
+        self._census = make_census(self._store, training.keys.job, clock)
+        self._started_at = find_term_start(leader, training.keys.lease)
+
+    def find(self) -> set[str]:
+        """Return the names of the workers.
+
+        Raises:
+            NotFoundError: The run has not begun.
+        """
+        run, uids, started_at = self._training.run, self._training.uids, self._started_at
+        if started_at is None:  # no leader: any worker counts
+            return find_joined_workers(self._store, run, uids)
+        joined = {uid: held.since for uid, held in self._census.find_holders().items()}
+        since = {uid: min(started_at, joined.get(uid, started_at)) for uid in uids}
+        return find_joined_workers(self._store, run, uids, since)
+
+
 def has_joined_worker(training: Training) -> bool:
-    """Decide whether any worker has ever joined the run."""
-    store = open_store(training.read_store, make_folder=False)
+    """Decide whether any worker has joined the run since the campaign's leader has started."""
     try:
-        return bool(find_joined_workers(store, training.run, training.uids))
+        return bool(_JoinedWorkers(training).find())
     except NotFoundError:
         return False  # the run has not begun
 
@@ -50,9 +82,10 @@ def has_unreleased_machines(training: Training) -> bool:
 
 
 def await_workers(training: Training, workers: CampaignWorkers) -> int:
-    """Wait until enough workers have joined the run for its first window to open.
+    """Wait until enough workers have joined the run for its next window to be merged.
 
-    The quorum is enough. After `join_timeout`, one worker is enough.
+    The quorum is enough. After `join_timeout`, one worker is enough. Workers of an earlier start of
+    the campaign count if they still live.
 
     Args:
         training: Training, whose run has begun.
@@ -65,12 +98,12 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
         UnavailableError: No worker has joined in this time.
         WorkerError, MachineError: The workers have failed, or have ended.
     """
-    store = open_store(training.read_store, make_folder=False)
+    joined = _JoinedWorkers(training)
     run, uids, timeout = training.run, training.uids, training.rules.join_timeout
     deadline = time.monotonic() + timeout.total_seconds()
     enough = min(max(1, run.gather.quorum), len(uids))
     while True:
-        found = len(find_joined_workers(store, run, uids))
+        found = len(joined.find())
         if found >= enough:
             return found
         workers.raise_failure()

@@ -2,7 +2,8 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from itertools import islice
 
 from millrace import errors
@@ -17,24 +18,31 @@ _MAX_OBJECTS = 100_000  # objects of one worker that are looked at
 _MAX_METRIC = 1e12  # larger values are ignored
 
 
-def find_joined_workers(store: Store, run: RunSettings, workers: Sequence[str]) -> set[str]:
+def find_joined_workers(
+    store: Store,
+    run: RunSettings,
+    workers: Sequence[str],
+    since: Mapping[str, datetime] | None = None,
+) -> set[str]:
     """Return the workers that have written an object since a run began.
 
     Args:
         store: Store of the gradients and the chain.
         run: Settings of the run.
         workers: Names of the workers that are looked for.
+        since: Later times from which on the objects of some workers count.
 
     Raises:
         NotFoundError: The run has not begun.
         UnavailableError: The store does not answer.
     """
     started_at = head(store, run.chain.make_link_key(0)).last_modified
+    since = since or {}
     return {
         uid
         for uid in workers
         if any(
-            one.last_modified >= started_at
+            one.last_modified >= max(started_at, since.get(uid, started_at))
             for one in islice(
                 list_objects(store, run.gradients.make_worker_prefix(uid)), _MAX_OBJECTS
             )

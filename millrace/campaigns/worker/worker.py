@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.schemas.gradient import StartWindow
 from millrace.settings import load_settings
-from millrace.storage import exists, open_store
+from millrace.storage import exists, open_store, put, read
 
 _POLL_INTERVAL = 1.0  # seconds between two checks whether the run has begun
 _JOIN_TIMEOUT = timedelta(hours=2)  # of a run that has not begun
@@ -151,7 +151,7 @@ class Worker:
                     f"The run {run.name} has not begun in {timeout}: is there an aggregator?"
                 )
             time.sleep(_POLL_INTERVAL)
-        return Participant.join(
+        participant = Participant.join(
             run,
             self.settings.uid,
             self._write_store,
@@ -159,6 +159,18 @@ class Worker:
             threads=threads,
             progress=self._progress,
         )
+        participant.catch_up()
+        self._renew_report(participant.open_window.number)
+        return participant
+
+    def _renew_report(self, window: int) -> None:
+        """Write the report of a window again if an earlier process of this worker has written it.
+
+        By its time, a campaign that was started again sees that this process has joined.
+        """
+        key = self.settings.run.gradients.make_start_window_key(self.settings.uid, window)
+        with suppress(errors.NotFoundError, errors.DeniedError):  # no report, or no right to read
+            put(self._write_store, key, read(self._write_store, key))
 
     def begin_window(
         self, window: TrainingWindow, state: Mapping[str, Any], **metrics: float
@@ -184,7 +196,8 @@ class Worker:
             measured={name: value for name, value in metrics.items() if math.isfinite(value)},
         )
         key = self.settings.run.gradients.make_start_window_key(start.uid, number)
-        commit_once(self._write_store, key, start)  # a restarted script has committed it before
+        if not commit_once(self._write_store, key, start).mine:
+            self._renew_report(number)
         done, rest = divmod(number - 1, self.settings.windows_per_epoch)
         if done and not rest:
             self._end_epoch(done - 1, number - 1, window.step, state)

@@ -1,6 +1,8 @@
 """Environment of a training script, and its reports."""
 
 import json
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,30 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     with Worker(settings) as worker:
         worker.begin_window(worker.join().open_window, model.state_dict())
     assert find_joined_workers(store, settings.run, uids) == {"worker-0"}
+
+
+def test_a_worker_that_joins_or_begins_a_window_again_has_joined_again(
+    store: Store, make: Make
+) -> None:
+    settings, model = make(), torch.nn.Linear(3, 2)
+    begin_run(store, settings.run.chain, select_weights(model))
+    window = TrainingWindow(1, 0, 30)
+    Worker(settings).begin_window(window, model.state_dict(), loss=2.0)
+    key = settings.run.gradients.make_start_window_key("worker-0", 1)
+    file = Path(store.url.removeprefix("file://")) / key
+    later = file.stat().st_mtime - 30
+    since = {"worker-0": datetime.fromtimestamp(later, UTC)}
+    link = Path(store.url.removeprefix("file://")) / settings.run.chain.make_link_key(0)
+    os.utime(link, (later - 60, later - 60))
+    for join_again in (
+        lambda worker: worker.join(),  # a script that has sent its gradient waits for the window
+        lambda worker: worker.begin_window(window, model.state_dict(), loss=9.0),
+    ):
+        os.utime(file, (later - 30, later - 30))
+        assert find_joined_workers(store, settings.run, ["worker-0"], since) == set()
+        join_again(Worker(settings))
+        assert find_joined_workers(store, settings.run, ["worker-0"], since) == {"worker-0"}
+    assert fetch(store, key, StartWindow).measured == {"loss": 2.0}
 
 
 OUTSIDE = [

@@ -1,5 +1,9 @@
 """Opening of the first window, and machines that are not released."""
 
+import os
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,10 +15,13 @@ from millrace.campaigns import (
     end_prewarm,
     has_joined_worker,
     has_unreleased_machines,
+    hold_campaign_lease,
 )
+from millrace.checkpoints.cooldown.membership import Membership
 from millrace.errors import UnavailableError, WorkerError
 from millrace.gradients import begin_run, select_weights
-from millrace.storage import Store, put
+from millrace.keys.members import make_member_lease
+from millrace.storage import Store, StoreSpec, put
 from tests.support.campaigns.training import RENTED, FakeWorkers, MakeTraining
 
 
@@ -24,6 +31,13 @@ def begin(store: Store, training: Training) -> None:
 
 def join(store: Store, training: Training, uid: str) -> None:
     put(store, training.run.gradients.make_start_window_key(uid, 1), b"{}")
+
+
+def make_older(store: Store, key: str) -> None:
+    """Set the time of an object to a minute ago."""
+    file = Path(store.url.removeprefix("file://")) / key
+    before = file.stat().st_mtime - 60
+    os.utime(file, (before, before))
 
 
 def test_nobody_joins_a_run_that_has_not_begun(store: Store, make_training: MakeTraining) -> None:
@@ -48,6 +62,46 @@ def test_one_worker_opens_it_after_the_timeout(store: Store, make_training: Make
     begin(store, training)
     join(store, training, "worker-0")
     assert await_workers(training, FakeWorkers()) == 1
+
+
+def test_workers_of_an_earlier_start_that_have_ended_do_not_open_a_window(
+    store: Store, place: StoreSpec, make_training: MakeTraining
+) -> None:
+    """The leader was killed after a window, and its local workers ended with it."""
+    training = make_training(run={"gather": {"quorum": 2}})
+    begin(store, training)
+    for uid in training.uids:
+        join(store, training, uid)
+        make_older(store, training.run.gradients.make_start_window_key(uid, 1))
+    make_older(store, training.run.chain.make_link_key(0))
+    with hold_campaign_lease(place, training.campaign):
+        assert not has_joined_worker(training)
+        with pytest.raises(WorkerError, match="none has joined the run"):
+            await_workers(training, FakeWorkers(is_over=True))
+        for uid in training.uids:
+            join(store, training, uid)
+        assert has_joined_worker(training)
+        assert await_workers(training, FakeWorkers()) == 2
+
+
+def test_workers_that_live_since_an_earlier_start_open_the_next_window(
+    store: Store, place: StoreSpec, make_training: MakeTraining
+) -> None:
+    """Rented machines train while the leader starts again: they wait for the open window."""
+    training = make_training()
+    begin(store, training)
+    make_older(store, training.run.chain.make_link_key(0))
+    with Membership(store, training.keys.job, "worker-1", timedelta(hours=1)):
+        make_older(store, make_member_lease(training.keys.job, "worker-1").make_term_key(0))
+        join(store, training, "worker-1")
+        make_older(store, training.run.gradients.make_start_window_key("worker-1", 1))
+        with hold_campaign_lease(place, training.campaign):
+            assert await_workers(training, FakeWorkers(is_over=True)) == 1
+    with (
+        hold_campaign_lease(place, training.campaign),
+        pytest.raises(WorkerError, match="none has joined the run"),
+    ):
+        await_workers(training, FakeWorkers(is_over=True))
 
 
 def test_workers_that_do_not_join_are_not_waited_for_longer(
