@@ -53,9 +53,11 @@ def begin_run(
         step: Step of the training that the weights come from.
 
     Raises:
+        ConfigurationError: A weight is NaN, or a buffer of BatchNorm is not finite.
         ConflictError: The run began with other weights, or at another step.
     """
     with _open_weights(weights) as sharded:
+        sharded.check_values()
         digest = sharded.digest()
         try:
             root = save_weights(sharded, store, keys.job, step=step, window=0).root

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from math import prod
 
+from millrace import errors
 from millrace.gradients.backends.interface import WeightBackend
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import (
@@ -63,6 +64,20 @@ class ShardedWeights:
         """Return the digest of the weights: see `WeightState.digest`."""
         digests = self._backend.call_all(WeightShard.compute_digests)
         return combine_digests({name: one for part in digests for name, one in part.items()})
+
+    def check_values(self) -> None:
+        """Check that workers can send changes of all tensors.
+
+        Raises:
+            ConfigurationError: A tensor has values that workers cannot send.
+        """
+        found = self._backend.call_all(WeightShard.find_unusable_tensors)
+        if names := sorted(name for part in found for name in part):
+            more = f" (and {len(names) - 1:,} more)" if len(names) > 1 else ""
+            raise errors.ConfigurationError(
+                f"The tensor {names[0]}{more} has values that are not finite, so no worker could "
+                "send a gradient: begin the run with other weights."
+            )
 
     def check(self, link: ChainStart | ChainLink) -> None:
         """Check that the weights have the digest of a link.

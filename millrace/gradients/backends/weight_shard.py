@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from millrace import errors
@@ -40,7 +41,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.schemas.gradient import Codec
+from millrace.schemas.gradient import BUFFER_NAMES, Codec, take_last_part
 from millrace.storage import Stat, Store
 from millrace.threads import count_processors
 
@@ -123,6 +124,15 @@ class WeightShard:
     def compute_digests(self) -> dict[str, str]:
         """Return the digest of each tensor: see `WeightState.compute_digests`."""
         return self._state.compute_digests()
+
+    def find_unusable_tensors(self) -> list[str]:
+        """Return the names of tensors with NaN, and of BatchNorm's buffers with infinite values."""
+        return [
+            name
+            for name, values in self._state.weights.items()
+            if np.isnan(values).any()
+            or (take_last_part(name) in BUFFER_NAMES and np.isinf(values).any())
+        ]
 
     def fetch(self, store: Store, link: ChainLink) -> None:
         """Read the updates of a link for these tensors. `apply` merges and applies them later.

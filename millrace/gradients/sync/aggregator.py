@@ -159,6 +159,7 @@ def load_or_begin_run(
 
     Raises:
         NotFoundError: The run has not begun, and the settings have no initial weights.
+        ConfigurationError: An initial weight is NaN, or a buffer of BatchNorm is not finite.
         ChainError: The chain has no undamaged checkpoint.
     """
     allocate = allocate or allocate_locally()

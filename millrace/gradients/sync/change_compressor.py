@@ -88,6 +88,19 @@ class ChangeCompressor:
         )
 
     def _compute_change(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return how a weight has changed; 0 for equal values, also if these are infinite.
+
+        Raises:
+            ConfigurationError: A change is not finite.
+        """
         whole = torch.from_numpy(self._weights.held.weights[name])  # pyright: ignore[reportUnknownMemberType]
         before = whole.to(weight.dtype).float()  # rounded as the model received it
-        return before - weight.detach().cpu().float()
+        after = weight.detach().cpu().float()
+        change = before - after
+        if not torch.isfinite(change.sum()):  # without memory for a mask, as is usual
+            change.masked_fill_(before == after, 0.0)  # such as -inf in an attention mask
+            if not torch.isfinite(change).all():
+                raise errors.ConfigurationError(
+                    f"The change of {name} has values that are not finite: leave this step out."
+                )
+        return change

@@ -18,6 +18,7 @@ from millrace.gradients import (
     Sender,
     WeightState,
     begin_run,
+    copy_state,
     merge_windows,
     select_weights,
 )
@@ -124,6 +125,31 @@ def test_values_that_are_not_finite_are_refused_and_leave_the_residuals(name):
     ):
         compressor.compress(model, 1)
     assert compressor.feedback.state_dict()["kept"] == {}
+
+
+def test_an_infinite_value_that_stays_equal_has_no_change():
+    """An attention mask, which is saved with the model."""
+    before = model_of()
+    before.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    weights = weights_of(copy_state(before.state_dict()))
+    packed = unpack(compressor_of(weights).compress(before, 1))
+    change = Decoder(SETTINGS.codec, 1).decode(packed["mask"].tobytes(), (2, 2))
+    assert torch.equal(change, torch.zeros(2, 2))
+    with torch.no_grad():
+        before.mask[0, 1] = 1.0
+    with pytest.raises(ConfigurationError, match="The change of mask has values that are not fin"):
+        compressor_of(weights).compress(before, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("0.weight", "nan"), ("1.running_var", "nan"), ("1.running_mean", "inf")]
+)
+def test_a_run_begins_with_no_weights_that_cannot_be_sent(tmp_path, name, value):
+    state = select_weights(model_of())
+    state.weights[name].fill(float(value))
+    with pytest.raises(ConfigurationError, match=f"The tensor {name} has values that are not"):
+        begin_run(open_store(tmp_path.as_uri()), SETTINGS.chain, state)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- the weights
