@@ -1,5 +1,6 @@
 """The codec: what is decoded is the quantised top-k, exactly; nothing is lost, only late."""
 
+import io
 from math import prod
 
 import numpy as np
@@ -215,6 +216,21 @@ def test_what_is_small_is_sent_later():
     got = [decode(body, (3,), codec).tolist() for body in bodies]
     assert got == [[3, 0, 0], [0, 2, 0], [0, 0, 1]]
     assert feedback.read_residual("w").tolist() == [0, 0, 0]
+
+
+def test_a_state_can_be_loaded_by_torch_with_its_defaults():
+    feedback = ErrorFeedback(Codec(k=1))
+    body = feedback.compress("w", torch.tensor([3.0, 2.0]))
+    feedback.compress("empty", torch.zeros(0, 3))
+    with io.BytesIO() as file:
+        torch.save(feedback.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file)
+    for saved in (state, {**state, "sent": {"w": body, "empty": b""}}):  # bytes of earlier versions
+        again = ErrorFeedback(Codec(k=1))
+        again.load_state_dict(saved)
+        again.restore_sent()
+        assert again.read_residual("w").tolist() == [3.0, 2.0]
 
 
 @pytest.mark.parametrize("transform", Transform)
