@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
@@ -32,7 +33,7 @@ from millrace.processes import kill_by_environment
 from millrace.progress import Event, Progress, ignore_event
 
 _EXIT_TIMEOUT = 5.0  # seconds that a process has to end after a signal
-_MAX_LINE_LENGTH = 2000  # characters of a logged line
+_MAX_LINE_LENGTH = 2000  # bytes of a logged line
 _TAIL_LINES = 10  # last lines of a failed worker, in the message
 
 
@@ -154,11 +155,28 @@ class LocalWorkerProcesses:
 
     def _read_output(self, uid: str, printed: IO[bytes]) -> None:
         with printed:
-            for line in printed:
-                text = line[:_MAX_LINE_LENGTH].decode(errors="replace").rstrip()
+            for text in iterate_printed_lines(printed):
                 self._tails[uid].append(text)
                 self._report(LocalWorkerPrinted(uid=uid, text=text))
 
     def _report(self, event: Event) -> None:
         with self._progress_lock:  # an event at a time, though each worker has a reader
             self._progress(event)
+
+
+def iterate_printed_lines(printed: IO[bytes]) -> Iterator[str]:
+    """Yield the lines that a process prints, without the part of a line after 2,000 bytes.
+
+    A progress bar overwrites its line after a carriage return. Of 2,000 bytes of such a line, the
+    newest complete text is yielded, while the process still prints the line.
+    """
+    is_cut = False  # whether the line before was cut, so that its rest follows
+    for piece in iter(lambda: printed.readline(_MAX_LINE_LENGTH), b""):
+        is_rest, is_cut = is_cut, not piece.endswith(b"\n")
+        *before, last = (piece if is_cut else piece.rstrip()).split(b"\r")
+        if is_rest and not before:
+            continue
+        texts = [text for text in before[is_rest:] if text.strip()]
+        if not texts or not is_cut:
+            texts.append(last)
+        yield texts[-1].decode(errors="replace").rstrip()
