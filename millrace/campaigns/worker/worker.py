@@ -104,7 +104,7 @@ class Worker:
                 workers, every worker gets all shards.
 
         Raises:
-            ConfigurationError: The campaign has no dataset.
+            ConfigurationError: The campaign has no dataset, or the dataset no shards of the split.
             NotFoundError: The dataset is not complete.
             CorruptError: A shard differs from its manifest.
         """
@@ -118,6 +118,13 @@ class Worker:
                 f"{manifest.dataset}: a dataset is read under the name that it was made under."
             )
         shards = [one for one in manifest.shards if one.split == split]
+        if not shards:
+            splits = " or ".join(
+                repr(one) for one in sorted({one.split for one in manifest.shards})
+            )
+            raise errors.ConfigurationError(
+                f"{manifest.dataset} has no shards of the split {split!r}: name {splits}."
+            )
         if only_own and len(shards) >= self.settings.workers:
             shards = shards[self.settings.number :: self.settings.workers]
         return [self._fetch_shard(manifest, one) for one in shards]

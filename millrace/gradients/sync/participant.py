@@ -215,6 +215,10 @@ class Participant:
             model: Model whose weights and buffers are overwritten.
             timeout: Longest wait; by default twice the length of the window.
 
+        Returns:
+            Newest link, whose weights the model has. It is that of a later window if more windows
+            were merged meanwhile.
+
         Raises:
             UnavailableError: The window was not merged in time.
             ChainError: The chain is broken.

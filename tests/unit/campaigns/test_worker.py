@@ -182,6 +182,16 @@ def test_a_worker_that_joins_or_begins_a_window_again_has_joined_again(
     assert fetch(store, key, StartWindow).measured == {"loss": 2.0}
 
 
+@pytest.mark.parametrize("split", ["vla", "test"])
+def test_a_split_that_the_dataset_lacks_is_refused(store: Store, make: Make, split: str) -> None:
+    finalize_dataset(store, 2)
+    with pytest.raises(
+        errors.ConfigurationError,
+        match=f"text has no shards of the split '{split}': name 'train' or 'val'",
+    ):
+        Worker(make()).fetch_shards(split)
+
+
 OUTSIDE = [
     "/{root}/evil", "text/shards/../../../evil", "../evil", "text/shards//evil", "text/shards/./x",
     "text/shards/a\\..\\evil", "text/shards/a\nb", "other/shards/evil", "text/evil", "",

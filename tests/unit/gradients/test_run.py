@@ -307,8 +307,10 @@ def test_a_state_from_before_merged_windows_sends_no_value_twice(store, caplog, 
         again.load_state_dict(saved)
         assert next(again.iterate_windows()).number == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "Window 2 merged a gradient of 0 that is newer than the loaded state: values that were "
-        "not sent are dropped, since they may be merged already."
+        (
+            "Window 2 merged a gradient of 0 that is newer than the loaded state: values that were "
+            "not sent are dropped, since they may be merged already."
+        )
     ]
     again.load(one)
     run_window(again, one, store, state)
