@@ -21,6 +21,7 @@ from blake3 import blake3
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 BLOCK_SIZE = 2**20
+_SHARE_TOLERANCE = 0.3  # relative; ranges of a source are in one split as a whole
 _PARTIAL_FILE = re.compile(r"#\d+$")  # unfinished file of a killed process; no store lists it
 _COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
 _PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
@@ -131,8 +132,9 @@ def judge(
     dataset: str,
     *,
     rows: Counter[str],
-    bad_rows: int,
+    bad_rows: Counter[str],
     reference: Mapping[str, str] | None,
+    val_share: float = 0.0,
 ) -> Verdict:
     """Compare a finished dataset with its source and with a reference.
 
@@ -140,9 +142,10 @@ def judge(
         bucket: Location of the dataset.
         dataset: Name of the dataset.
         rows: Tokens of the valid rows of the source.
-        bad_rows: Number of rows of the source that make no sample.
+        bad_rows: Lines of the source that make no sample.
         reference: Digests of the shards of an undisturbed run by their names. None if this dataset
             is the reference.
+        val_share: Share of the samples that is requested for the split ``val``.
     """
     verdict = Verdict()
     names = []
@@ -170,6 +173,10 @@ def judge(
     verdict.problems += _find_record_faults(
         dataset, bodies, shards, verdict.digests, samples, bad_rows
     )
+    val_samples = sum(count for name, count in samples.items() if _read_split(name) == "val")
+    share = val_samples / max(1, sum(samples.values()))
+    if abs(share - val_share) > _SHARE_TOLERANCE * val_share:
+        verdict.problems.append(f"{share:.3f} of the samples are in val, not {val_share}")
     return verdict
 
 
@@ -186,7 +193,7 @@ def _find_record_faults(
     shards: dict[str, bytes],
     digests: dict[str, str],
     samples: dict[str, int],
-    bad_rows: int,
+    bad_rows: Counter[str],
 ) -> Iterator[str]:
     """Yield the faults of the plan, the ledger, the manifest and the index, each a sentence."""
     missing = {"plan.json", "manifest.json", "index.json"} - set(bodies)
@@ -205,8 +212,7 @@ def _find_record_faults(
         expected = actual.get(shard["key"].removeprefix(f"{dataset}/"), {})
         if any(shard[key] != value for key, value in expected.items()):
             yield f"the manifest is wrong about {shard['key']}"
-    if sum(manifest["samples"].values()) != sum(samples.values()):
-        yield f"the manifest counts {manifest['samples']}, there are {sum(samples.values())}"
+    yield from _find_split_faults(dataset, manifest, samples)
 
     ordered = [shards.get(s["key"].removeprefix(f"{dataset}/"), b"") for s in manifest["shards"]]
     yield from _find_block_digest_faults(bodies.get("block_digests.bin"), ordered)
@@ -226,17 +232,46 @@ def _find_record_faults(
         yield "the ledger does not name each shard exactly once"
     yield from _find_partition_faults(plan, entries, bodies)
 
-    quarantined = {n: b.splitlines() for n, b in bodies.items() if n.startswith("quarantine/")}
-    counted = sum(len(lines) for lines in quarantined.values())
-    if {f"{dataset}/{name}" for name in quarantined} != {e["quarantine_key"] for e in entries} - {
-        None
-    }:
+    yield from _find_quarantine_faults(dataset, bodies, entries, bad_rows)
+    if manifest["quarantined"] != bad_rows.total():
+        yield f"{bad_rows.total()} bad rows went in, the manifest says {manifest['quarantined']}"
+
+
+def _find_split_faults(
+    dataset: str, manifest: dict[str, Any], samples: dict[str, int]
+) -> Iterator[str]:
+    """Yield the contradictions between the manifest's splits and the names of the shards."""
+    per_split = Counter[str]()
+    for name, count in samples.items():
+        per_split[_read_split(name)] += count
+    if manifest["samples"] != dict(per_split):
+        yield f"the manifest counts {manifest['samples']}, there are {dict(per_split)}"
+    for shard in manifest["shards"]:
+        if shard["split"] != _read_split(shard["key"].removeprefix(f"{dataset}/")):
+            yield f"the manifest says that {shard['key']} is in {shard['split']}"
+
+
+def _find_quarantine_faults(
+    dataset: str, bodies: dict[str, bytes], entries: list[dict[str, Any]], bad_rows: Counter[str]
+) -> Iterator[str]:
+    """Yield the faults of the quarantined rows, of which each has the original."""
+    quarantined = {
+        name: [json.loads(line)["data"] for line in body.splitlines()]
+        for name, body in bodies.items()
+        if name.startswith("quarantine/")
+    }
+    named = {entry["quarantine_key"] for entry in entries} - {None}
+    if {f"{dataset}/{name}" for name in quarantined} != named:
         yield "the ledger does not name exactly the quarantines there are"
-    if not bad_rows == counted == manifest["quarantined"]:
-        yield (
-            f"{bad_rows} bad rows went in, {counted} are in quarantine, "
-            f"the manifest says {manifest['quarantined']}"
-        )
+    rows = Counter(row for rows in quarantined.values() for row in rows)
+    if rows != bad_rows:
+        missing, surplus = sorted(bad_rows - rows), sorted(rows - bad_rows)
+        yield f"the quarantine lacks {missing}, and has surplus {surplus}"
+
+
+def _read_split(name: str) -> str:
+    """Return the split in the name of a shard: ``shards/SPLIT-PARTITION-NUMBER.tar``."""
+    return name.removeprefix("shards/").partition("-")[0]
 
 
 def _find_block_digest_faults(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:

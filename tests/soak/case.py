@@ -114,6 +114,7 @@ class Case:
             rows=self.source.rows,
             bad_rows=self.source.bad_rows,
             reference=reference,
+            val_share=self.source.sharding.get("holdout", 0.0),
         )
 
 

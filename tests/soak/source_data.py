@@ -22,7 +22,7 @@ class SourceData:
         source: Settings of the source, without its store.
         sharding: Settings of the sharding.
         rows: Tokens of the valid rows.
-        bad_rows: Number of rows that make no sample.
+        bad_rows: Lines that make no sample.
     """
 
     name: str
@@ -30,7 +30,7 @@ class SourceData:
     source: dict[str, Any]
     sharding: dict[str, Any]
     rows: Counter[str] = field(repr=False)
-    bad_rows: int = 0
+    bad_rows: Counter[str] = field(default_factory=Counter[str], repr=False)
 
 
 def make_all_sources(folder: Path, seed: int) -> list[SourceData]:
@@ -68,16 +68,17 @@ def make_columns(folder: Path, generator: random.Random) -> SourceData:
     """Make JSON lines of which two columns are taken, with bad rows and a held-out share."""
     folder.mkdir(parents=True)
     rows: Counter[str] = Counter()
-    written, bad_rows = [], 0
+    bad_rows: Counter[str] = Counter()
+    written: list[str] = []
     for i in range(500):
         name, text = f"row-{i}", _make_text(generator, 100, 3200)
         match generator.randrange(25):
             case 0:
                 written.append('{"id": "' + name)
-                bad_rows += 1
+                bad_rows[written[-1]] += 1
             case 1:
                 written.append(json.dumps({"id": name}))
-                bad_rows += 1
+                bad_rows[written[-1]] += 1
             case _:
                 rows[make_row_token(name, text.encode())] += 1
                 written.append(json.dumps({"id": name, "text": text, "more": i}))

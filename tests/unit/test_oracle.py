@@ -7,10 +7,19 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.oracle import Folder, compute_blake3, compute_block_list, judge, judge_checkpoints
+from millrace.datasets import PipelineSettings, shard_dataset
+from tests.oracle import (
+    Folder,
+    compute_blake3,
+    compute_block_list,
+    judge,
+    judge_checkpoints,
+)
+from tests.soak.source_data import make_columns
 
 MIB = 1 << 20
 SIZES = (3 * MIB, MIB + 5, 7)
@@ -112,6 +121,7 @@ def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
         write(tmp_path / "d" / name, body)
     named = [
         {"key": f"d/{name}", "size": len(body), "digest": compute_blake3(body), "samples": 1}
+        | {"split": "train"}
         for name, body in shards.items()
     ]
     write_record(tmp_path / "d/plan.json", {"partitions": []})
@@ -120,7 +130,7 @@ def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
     write(tmp_path / "d/index.json", json.dumps({"shardlist": []}).encode())
 
     def find_problems() -> list[str]:
-        verdict = judge(Folder(tmp_path), "d", rows=Counter(), bad_rows=0, reference=None)
+        verdict = judge(Folder(tmp_path), "d", rows=Counter(), bad_rows=Counter(), reference=None)
         return [problem for problem in verdict.problems if "block_digests" in problem]
 
     joined = b"".join(map(compute_block_list, FILES))
@@ -128,3 +138,49 @@ def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
     assert find_problems() == []
     write(tmp_path / "d/block_digests.bin", FAULTS[fault](joined))
     assert len(find_problems()) == 1
+
+
+def swap_splits(manifest: dict[str, Any]) -> None:
+    """Name each shard's other split."""
+    for shard in manifest["shards"]:
+        shard["split"] = {"train": "val", "val": "train"}[shard["split"]]
+
+
+def swap_counts(manifest: dict[str, Any]) -> None:
+    """Exchange the numbers of samples of the two splits."""
+    train, val = manifest["samples"]["train"], manifest["samples"]["val"]
+    manifest["samples"] = {"train": val, "val": train}
+
+
+def test_wrong_splits_and_quarantined_rows_are_found(tmp_path):
+    source = make_columns(tmp_path / "source", random.Random(1))
+    settings = {
+        "dataset": "d",
+        "source": {**source.source, "url": source.folder.as_uri()},
+        "store": {"url": (tmp_path / "store").as_uri()},
+        "sharding": source.sharding,
+        "execution": {"workers": 0, "max_quarantined": 0.2},
+    }
+    shard_dataset(PipelineSettings.model_validate(settings))
+
+    def find_problems(bad_rows: Counter[str] = source.bad_rows, share: float = 0.15) -> list[str]:
+        verdict = judge(
+            Folder(tmp_path / "store"), "d", rows=source.rows, bad_rows=bad_rows, reference=None,
+            val_share=share,
+        )  # fmt: skip
+        assert (verdict.lost, verdict.duplicated) == (0, 0)
+        return verdict.problems
+
+    assert find_problems() == []
+    manifest = tmp_path / "store/d/manifest.json"
+    original = manifest.read_bytes()
+    for mutate, found in ((swap_splits, "is in train"), (swap_counts, "the manifest counts")):
+        envelope = json.loads(original)
+        mutate(envelope["record"])
+        manifest.write_text(json.dumps(envelope))
+        assert any(found in problem for problem in find_problems())
+    manifest.write_bytes(original)
+    other_row = source.bad_rows - Counter(list(source.bad_rows)[:1]) + Counter(["another row"])
+    assert len(find_problems(other_row)) == 1
+    assert len(find_problems(share=0.5)) == 1
+    assert find_problems() == []
