@@ -17,7 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from blake3 import blake3
+from safetensors.numpy import load as load_tensors
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 BLOCK_SIZE = 2**20
@@ -339,6 +341,49 @@ def judge_checkpoints(bucket: Bucket, job: str = "", *, is_cleaned: bool) -> lis
             f"no large file of a checkpoint has the list {name}" for name in sorted(unreferenced)
         ]
     return faults
+
+
+def read_checkpoints(bucket: Bucket, job: str) -> dict[int, dict[str, Any]]:
+    """Return the metadata of a job's complete checkpoints by their steps."""
+    prefix = f"{job}/checkpoints/"
+    records = [
+        _parse_record(bucket.read(name))
+        for name in bucket.list_names()
+        if (match := _METADATA_NAME.fullmatch(name)) and match["below"] == prefix
+    ]
+    return {record["step"]: record for record in records}
+
+
+def compute_weights_digest(bucket: Bucket, checkpoint: dict[str, Any]) -> str:
+    """Return the digest of a checkpoint's weights and moments as in the links of a chain."""
+    files = [
+        bucket.read(
+            f"{checkpoint['job']}/checkpoints/step_{part['step']:09d}/parts/"
+            f"{part['digest'].removeprefix('blake3:')}.safetensors"
+        )
+        for part in checkpoint["parts"]
+    ]
+    tensors: dict[str, np.ndarray] = {}
+    for name, record in checkpoint["tensors"].items():
+        if name.startswith(("weights.", "moments.")):
+            tensors[name] = np.full(record["shape"], np.nan, "<f4")
+            for chunk in record["chunks"]:
+                box = tuple(
+                    slice(at, at + size)
+                    for at, size in zip(chunk["start"], chunk["shape"], strict=True)
+                )
+                tensors[name][box] = load_tensors(files[chunk["part"]])[chunk["name"]]
+    contents = {
+        name: compute_blake3(
+            _dump_record({"shape": list(tensor.shape), "content": compute_blake3(tensor.tobytes())})
+        )
+        for name, tensor in tensors.items()
+    }
+    return compute_blake3(_dump_record(contents))
+
+
+def _dump_record(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _find_file_fault(bucket: Bucket, names: set[str], folder: str, digest: str, size: int) -> str:

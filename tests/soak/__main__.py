@@ -119,9 +119,8 @@ def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
 def _run_windows(options: argparse.Namespace) -> tuple[bool, str]:
     """Aggregate runs of gradients in a folder, on RGW, and through a proxy that injects faults."""
     with _start_stores(options.seed, "windows") as (folder, stores, proxy):
-        specs = list(map(races.make_spec, stores))
         found = windows.run_windows(
-            specs, folder, options.seed, runs=options.windows, report=_print_line
+            stores, folder, options.seed, runs=options.windows, report=_print_line
         )
         fired = proxy.count_fired()
         print(*windows.format_summary(found), f"faults {fired}", "", sep="\n")

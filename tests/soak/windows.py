@@ -44,17 +44,22 @@ from millrace.gradients import (
     merge_windows,
 )
 from millrace.gradients.sync.aggregator import load_or_begin_run
-from millrace.gradients.sync.chain import find_newest_window
+from millrace.gradients.sync.chain import find_newest_window, read_link
 from millrace.storage import Store, StoreSpec, list_objects, open_store
+from tests.oracle import compute_weights_digest, judge_checkpoints, read_checkpoints
 from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_stopped
+from tests.soak.races import PREFIX, make_spec
+from tests.soak.shared_stores import FolderStore, SharedStore
 
 EVENTS = ("gradient.taken", "update.stored", "window.merged", "checkpoint.part", "checkpoint.saved")
 REPLAYED = "chain.applied"  # event of an aggregator that continues a run
 POINTS = (*EVENTS, REPLAYED, ANY_MOMENT)
 UIDS = ("a", "b", "c")
 WINDOWS = 4
+_EVERY = 2  # windows between two checkpoints
 _HANG_SECONDS = 180.0  # seconds
 _CONCURRENCY = 4
+_CLEAN_END = "its end"  # end of an aggregator that merged all windows
 _POLL_SECONDS = 0.3  # interval between two checks
 
 Report = Callable[[str], None]
@@ -82,12 +87,12 @@ class Counts:
 
 
 def run_windows(
-    specs: Sequence[StoreSpec], folder: Path, seed: int, *, runs: int, report: Report
+    stores: Sequence[SharedStore], folder: Path, seed: int, *, runs: int, report: Report
 ) -> Counts:
     """Aggregate so many runs, in each store in turn.
 
     Args:
-        specs: Settings of the stores of the runs.
+        stores: Stores of the runs.
         folder: Folder for the initial weights and the results of the aggregators.
         seed: Seed of all random choices.
         runs: Number of runs.
@@ -97,19 +102,19 @@ def run_windows(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.soak.windows"])
     initial_weights = _save_initial_weights(folder)
-    undisturbed = _Run(
-        context, StoreSpec(url=(folder / "clean").as_uri()), initial_weights, folder, 0, []
-    )
+    undisturbed = _Run(context, FolderStore(folder / "clean"), initial_weights, folder, 0, [])
     undisturbed.run()
     expected = undisturbed.states
+    if undisturbed.saved_windows != [*range(0, WINDOWS + 1, _EVERY)]:
+        undisturbed.wrong.append(f"checkpoints of windows {undisturbed.saved_windows}")
     if undisturbed.wrong:
         found.wrong += [f"undisturbed: {what}" for what in undisturbed.wrong]
         return found
 
     def run_aggregation(number: int) -> None:
         generator = Random(f"{seed} windows {number}")
-        spec = specs[number % len(specs)]
-        run = _Run(context, spec, initial_weights, folder, number, _draw_interruptions(generator))
+        store = stores[number % len(stores)]
+        run = _Run(context, store, initial_weights, folder, number, _draw_interruptions(generator))
         try:
             run.run()
         except TimeoutError as error:
@@ -194,7 +199,7 @@ class _Run:
     def __init__(
         self,
         context: Any,
-        spec: StoreSpec,
+        shared_store: SharedStore,
         initial_weights: InitialWeights,
         folder: Path,
         number: int,
@@ -209,9 +214,11 @@ class _Run:
             steps=5,
         )
         self.settings = AggregatorSettings(
-            run=run, store=spec, workers=UIDS, initial_weights=initial_weights, until=WINDOWS,
-            every=2, lease=timedelta(seconds=3),
+            run=run, store=make_spec(shared_store), workers=UIDS,
+            initial_weights=initial_weights, until=WINDOWS, every=_EVERY,
+            lease=timedelta(seconds=3),
         )  # fmt: skip
+        self._bucket = shared_store.open_bucket(PREFIX)
         self._context, self._interruptions = context, interruptions
         self.is_pair = number > 0 and not interruptions
         self._folder = folder / f"results-{number:04d}"
@@ -219,6 +226,7 @@ class _Run:
         self._started: list[tuple[BaseProcess, Interruption | None]] = []
         self.interrupted: list[Interruption] = []
         self.states: list[str] = []
+        self.saved_windows: list[int] = []
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
 
@@ -321,6 +329,28 @@ class _Run:
             self.wrong.append(
                 f"the weights from window {window} on differ from those of the workers"
             )
+        self._judge_checkpoints(store, chain)
+
+    def _judge_checkpoints(self, store: Store, chain: Sequence[ChainLink]) -> None:
+        """Judge each checkpoint by its window's link, and require the newest one."""
+        job = self.settings.run.chain.job
+        if not self.is_pair and not self.ends[_CLEAN_END]:  # no aggregator saved its last weights
+            list(aggregate_run(self.settings))
+        self.wrong += judge_checkpoints(self._bucket, job, is_cleaned=False)
+        links = [read_link(store, self.settings.run.chain, 0), *chain]
+        for step, checkpoint in sorted(read_checkpoints(self._bucket, job).items()):
+            window = checkpoint["position"].get("window")
+            if not isinstance(window, int) or not 0 <= window < len(links):
+                self.wrong.append(f"the checkpoint of step {step} names window {window}")
+                continue
+            self.saved_windows.append(window)
+            if step != links[window].step:
+                self.wrong.append(f"the checkpoint of window {window} is of step {step}")
+            elif compute_weights_digest(self._bucket, checkpoint) != links[window].state:
+                self.wrong.append(f"the checkpoint of window {window} has other weights")
+        newest = 0 if self.is_pair else WINDOWS
+        if max(self.saved_windows, default=-1) != newest:
+            self.wrong.append(f"the newest checkpoint is of windows {self.saved_windows}")
 
 
 def _change_model(model: torch.nn.Module, window: int, uid: str) -> None:
@@ -349,7 +379,7 @@ def _aggregate(
             list(aggregate_run(aggregator_settings, progress=interrupted))
         else:
             list(_merge_without_lease(aggregator_settings))
-        end = "its end"
+        end = _CLEAN_END
     except (errors.HeldError, errors.ConflictError) as error:
         end = type(error).__name__
     Path(f"{path_stem}.json").write_text(json.dumps(end))

@@ -9,15 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.datasets import PipelineSettings, shard_dataset
+from millrace.gradients import WeightState, begin_run
+from millrace.keys.gradients import ChainKeys
+from millrace.storage import open_store
 from tests.oracle import (
     Folder,
     compute_blake3,
     compute_block_list,
+    compute_weights_digest,
     judge,
     judge_checkpoints,
+    read_checkpoints,
 )
 from tests.soak.source_data import make_columns
 
@@ -138,6 +144,18 @@ def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
     assert find_problems() == []
     write(tmp_path / "d/block_digests.bin", FAULTS[fault](joined))
     assert len(find_problems()) == 1
+
+
+def test_the_digest_of_saved_weights_is_that_of_the_chain(tmp_path):
+    keys = ChainKeys("run", "1")
+    state = WeightState(
+        {"w": np.arange(300_000, dtype=np.float32).reshape(100, 3000), "b": np.ones(3, np.float32)},
+        {"w": np.zeros((100, 3000), np.float32), "b": np.full(3, 2, np.float32)},
+    )
+    start = begin_run(open_store(tmp_path.as_uri()), keys, state)
+    ((step, checkpoint),) = read_checkpoints(Folder(tmp_path), keys.job).items()
+    assert (step, checkpoint["position"]) == (0, {"window": 0})
+    assert compute_weights_digest(Folder(tmp_path), checkpoint) == start.state == state.digest()
 
 
 def swap_splits(manifest: dict[str, Any]) -> None:
