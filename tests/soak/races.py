@@ -47,7 +47,7 @@ from millrace.lease import Holder, StoreClock
 from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
-from tests.oracle import judge_checkpoints
+from tests.oracle import Folder, judge_checkpoints, read_checkpoints
 from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_running, is_stopped
 from tests.soak.shared_stores import SharedStore
 
@@ -60,6 +60,7 @@ PREFIX = "below"  # prefix of the races in each store
 _TTL = timedelta(seconds=3)
 _HANG_SECONDS = 180.0  # seconds
 _CONCURRENCY = 6
+_SOURCE_FOLDER = "sources"
 _SOURCES = 4
 
 Report = Callable[[str], None]
@@ -172,7 +173,7 @@ def _make_sources(folder: Path, seed: int) -> str:
     """Save the contents of the races in a folder, each as a step of one job, and return its URL."""
     import torch
 
-    url = (folder / "sources").as_uri()
+    url = (folder / _SOURCE_FOLDER).as_uri()
     generator = torch.Generator().manual_seed(seed)
     with Saver(open_store(url), "source", SMALL_FILES) as saver:
         for step in range(_SOURCES):
@@ -197,6 +198,7 @@ class _Race:
         self.job = f"races/r{number:04d}"
         self._context, self._sources, self._generator = context, sources, generator
         self._spec, self._bucket = make_spec(shared_store), shared_store.open_bucket(PREFIX)
+        self._source_bucket = Folder(folder / _SOURCE_FOLDER)
         self._folder = folder / self.job
         self._folder.mkdir(parents=True)
         self._step = generator.randrange(_SOURCES)
@@ -352,6 +354,34 @@ class _Race:
         if stored != named:
             self.wrong.append(f"{len(stored - named)} unnamed, {len(named - stored)} missing")
         self.wrong += judge_checkpoints(self._bucket, self.job, is_cleaned=True)
+        self._compare_with_source()
+
+    def _compare_with_source(self) -> None:
+        """Compare the committed metadata with that of the members' content."""
+        committed = read_checkpoints(self._bucket, self.job)[self._step]
+        source = read_checkpoints(self._source_bucket, "source")[self._step]
+        for what, list_items in (("files", _list_files), ("tensors", _list_tensors)):
+            if (found := list_items(committed)) != (expected := list_items(source)):
+                surplus, missing = sorted(found - expected), sorted(expected - found)
+                self.wrong.append(f"{what} that the members lack {surplus}, missing {missing}")
+        if committed["position"] != {"sample": self._step}:
+            self.wrong.append(f"the position is {committed['position']}")
+
+
+def _list_files(checkpoint: dict[str, Any]) -> set[tuple[str, int]]:
+    """Return the digests and sizes of the files of a checkpoint's metadata."""
+    return {(part["digest"], part["size"]) for part in checkpoint["parts"]}
+
+
+def _list_tensors(checkpoint: dict[str, Any]) -> set[str]:
+    """Return the tensors of a checkpoint's metadata, with the digests of their files, as JSON."""
+    digests = [part["digest"] for part in checkpoint["parts"]]
+
+    def describe(name: str, tensor: dict[str, Any]) -> str:
+        chunks = [{**chunk, "part": digests[chunk["part"]]} for chunk in tensor["chunks"]]
+        return json.dumps({**tensor, "name": name, "chunks": chunks}, sort_keys=True)
+
+    return {describe(name, tensor) for name, tensor in checkpoint["tensors"].items()}
 
 
 def _run_member(
