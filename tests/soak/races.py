@@ -60,6 +60,7 @@ PREFIX = "below"  # prefix of the races in each store
 _TTL = timedelta(seconds=3)
 _HANG_SECONDS = 180.0  # seconds
 _CONCURRENCY = 6
+_FILES = 9  # of a save, with that of the state
 _SOURCE_FOLDER = "sources"
 _SOURCES = 4
 
@@ -138,6 +139,8 @@ def run_races(
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
         list(pool.map(run_race, range(races)))
         list(pool.map(save, range(saves)))
+    if found.save_kills < saves // 2:
+        found.wrong.append(f"only {found.save_kills} of {saves} savers were killed")
     return found
 
 
@@ -436,8 +439,8 @@ def _save_with_kill(
     keys = CheckpointKeys(job)
     interruption = generator.choice(
         [
-            Interruption("checkpoint.part", generator.randint(1, 8)),
-            Interruption("checkpoint.part", 9),  # the last part before the metadata
+            Interruption("checkpoint.part", generator.randint(1, _FILES - 1)),
+            Interruption("checkpoint.part", _FILES),  # the last part before the metadata
             Interruption(ANY_MOMENT, generator.randrange(60)),
         ]
     )
@@ -448,12 +451,21 @@ def _save_with_kill(
         )
         process.start()
         process.join(_HANG_SECONDS)
-        killed += process.exitcode == -signal.SIGKILL
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return killed, [f"{job}: a saver hangs"]
+        is_killed = each is not None and process.exitcode == -signal.SIGKILL
+        killed += is_killed
+        if process.exitcode and not is_killed:
+            return killed, [f"{job}: a saver ended with {process.exitcode}"]
+        if each is not None and each.event != ANY_MOMENT and not is_killed:
+            return killed, [f"{job}: the saver was not killed at file {each.number}"]
         found = find_newest_verified(store, job)
         if found is not None and found.step != 1:
             return killed, [f"{job}: step {found.step} exists"]
     wrong: list[str] = []
-    if load(store, job).state["step"] != number:
+    if not _are_equal(load(store, job).state, _make_state(number)):
         wrong.append(f"{job}: different state")
     stored = {stat.key for stat in list_objects(store, keys.make_parts_prefix(1))}
     final = find_newest(store, job)
@@ -466,13 +478,32 @@ def _run_saver(
     spec: dict[str, Any], job: str, number: int, interruption: Interruption | None
 ) -> None:
     """Save a checkpoint in this process."""
-    import torch
-
-    generator = torch.Generator().manual_seed(number)
-    state = {f"w{i}": torch.randn(4000, generator=generator) for i in range(7)} | {"step": number}
-    state["large"] = torch.randn(LARGE_SHAPE, generator=generator)
+    state = _make_state(number)
     store = open_store(StoreSpec(**spec))
     with Saver(
         store, job, SMALL_FILES, progress=Interrupter(interruption, Path(os.devnull))
     ) as saver:
         saver.save(state, step=1).result()
+
+
+def _make_state(number: int) -> dict[str, Any]:
+    """Return the state of a save."""
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    state = {f"w{i}": torch.randn(4000, generator=generator) for i in range(7)} | {"step": number}
+    state["large"] = torch.randn(LARGE_SHAPE, generator=generator)
+    return state
+
+
+def _are_equal(state: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Decide whether two states of `_make_state` have equal bytes."""
+    import torch
+
+    if state.keys() != expected.keys() or state["step"] != expected["step"]:
+        return False
+    tensors = [name for name in expected if name != "step"]
+    return all(
+        state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name])
+        for name in tensors
+    )
