@@ -277,6 +277,7 @@ class _Race:
         running: dict[str, BaseProcess] = {}
         barrier = self._context.Barrier(len(self._names))
         for name in self._names:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)  # of the race before
             arguments = (
                 self._spec.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
                 interruptions.get(name), str(self._folder / name), barrier, self._owner_ready,
@@ -300,9 +301,11 @@ class _Race:
                 self.wrong.append(f"{name} does not end")
                 process.kill()
                 process.join()
-            if name in interruptions and (self._folder / f"{name}.interrupted").exists():
+            marker, is_killed = self._folder / f"{name}.interrupted", False
+            if name in interruptions and marker.exists():
                 self.interrupted.append(interruptions[name])
-            elif not (self._folder / f"{name}.json").exists():
+                is_killed = interruptions[name].is_kill
+            if not is_killed and not (self._folder / f"{name}.json").exists():
                 self.wrong.append(f"{name} ended with {process.exitcode}")
 
     def _read_results(self) -> dict[str, dict[str, Any]]:
