@@ -112,6 +112,7 @@ def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
         is_covered = (
             min(fired.values()) >= MIN_FAULTS
             and min(found.interruptions[at] for at in races.POINTS) > 0
+            and 0 < found.early_resumptions < found.stops
         )
         return is_covered and not found.wrong, races.format_summary(found)[-1]
 
@@ -128,7 +129,7 @@ def _run_windows(options: argparse.Namespace) -> tuple[bool, str]:
             min(fired.values()) >= MIN_FAULTS
             and min(found.interruptions[at] for at in windows.POINTS) > 0
         )
-        is_covered = is_covered and found.stops > 0 and found.pairs > 0
+        is_covered = is_covered and 0 < found.early_resumptions < found.stops and found.pairs > 0
         return is_covered and not found.wrong, windows.format_summary(found)[-1]
 
 

@@ -48,7 +48,16 @@ from millrace.records import fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.oracle import Folder, judge_checkpoints, read_checkpoints
-from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_running, is_stopped
+from tests.soak.interruptions import (
+    ANY_MOMENT,
+    Interrupter,
+    Interruption,
+    Resumption,
+    draw_resumption,
+    is_running,
+    is_stopped,
+    make_resumption_marker,
+)
 from tests.soak.shared_stores import SharedStore
 
 EVENTS = ("cooldown.agreed", "cooldown.racing", "checkpoint.part", "cooldown.complete")
@@ -75,6 +84,7 @@ class Counts:
         races: Number of races.
         interruptions: Number of interruptions by event.
         stops: Number of interruptions with SIGSTOP.
+        early_resumptions: Number of stopped members that continued beside the others.
         all_killed: Number of races in which all members were killed.
         with_owner: Number of races in which an owner committed for the members.
         outcomes: Number of members by outcome.
@@ -86,6 +96,7 @@ class Counts:
     races: int = 0
     interruptions: Counter[str] = field(default_factory=Counter[str])
     stops: int = 0
+    early_resumptions: int = 0
     all_killed: int = 0
     with_owner: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
@@ -155,7 +166,7 @@ def format_summary(found: Counts) -> list[str]:
     ends = ", ".join(f"{name} {count}" for name, count in sorted(found.outcomes.items()))
     last = (
         f"races {found.races}, killed {found.interruptions.total() - found.stops}, "
-        f"stopped {found.stops}, "
+        f"stopped {found.stops} (resumed early {found.early_resumptions}), "
         f"all killed {found.all_killed}, with an owner {found.with_owner}; "
         f"savers killed {found.save_kills} of {found.saves}; wrong {len(found.wrong)}"
     )
@@ -166,6 +177,7 @@ def _add_race(found: Counts, race: "_Race") -> None:
     found.races += 1
     found.interruptions += Counter(interruption.event for interruption in race.interrupted)
     found.stops += sum(not interruption.is_kill for interruption in race.interrupted)
+    found.early_resumptions += race.early_resumptions
     found.all_killed += race.all_killed
     found.with_owner += race.is_confined
     found.outcomes += Counter(race.outcomes)
@@ -212,6 +224,7 @@ class _Race:
         # before would be missing in the roster.
         self._owner_ready = context.Event() if self.is_confined else None
         self.interrupted: list[Interruption] = []
+        self.early_resumptions = 0
         self.all_killed = False
         self.outcomes: list[str] = []
         self.wrong: list[str] = []
@@ -267,22 +280,29 @@ class _Race:
             number = generator.randrange(1500) if event == ANY_MOMENT else 1
             if event == "checkpoint.part":
                 number = generator.randint(1, 4)
-            found[name] = Interruption(
-                event, number, is_kill=choice == 1 or generator.random() < 0.8
-            )
+            is_kill = choice == 1 or generator.random() < 0.8
+            resumption = 0 if is_kill else draw_resumption(generator)
+            found[name] = Interruption(event, number, is_kill=is_kill, resumption=resumption)
         return found
 
     def _race_members(self, interruptions: dict[str, Interruption]) -> None:
-        """Run all members at once. Stopped members continue after the others have ended."""
+        """Run all members at once. Stopped members continue at the latest after the others."""
         running: dict[str, BaseProcess] = {}
         barrier = self._context.Barrier(len(self._names))
         for name in self._names:
             (self._folder / f"{name}.json").unlink(missing_ok=True)  # of the race before
+            resumptions = [
+                Resumption(self._folder / f"{other}.interrupted", one.resumption)
+                for other, one in interruptions.items()
+                if other != name
+            ]
             arguments = (
                 self._spec.reveal_secrets(), self.job, name, self._seed, self._sources, self._step,
                 interruptions.get(name), str(self._folder / name), barrier, self._owner_ready,
             )  # fmt: skip
-            process = self._context.Process(target=_run_member, args=arguments)
+            process = self._context.Process(
+                target=_run_member, args=arguments, kwargs={"resumptions": resumptions}
+            )
             process.start()
             running[name] = process
         deadline = time.monotonic() + _HANG_SECONDS
@@ -293,7 +313,7 @@ class _Race:
             for process in running.values():
                 process.join(0.02)
         for name, process in running.items():
-            if is_stopped(process):
+            if is_stopped(process.pid):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGCONT)
             process.join(_HANG_SECONDS)
@@ -304,6 +324,7 @@ class _Race:
             marker, is_killed = self._folder / f"{name}.interrupted", False
             if name in interruptions and marker.exists():
                 self.interrupted.append(interruptions[name])
+                self.early_resumptions += make_resumption_marker(marker).exists()
                 is_killed = interruptions[name].is_kill
             if not is_killed and not (self._folder / f"{name}.json").exists():
                 self.wrong.append(f"{name} ended with {process.exitcode}")
@@ -401,6 +422,8 @@ def _run_member(
     path_stem: str,
     barrier: Any,
     owner_ready: Any | None,
+    *,
+    resumptions: Sequence[Resumption],
 ) -> None:
     """Run a member in this process, and write its result to a file."""
     source = open_store(sources)
@@ -418,7 +441,7 @@ def _run_member(
             position={"sample": step},
             seed=seed,
             settings=CooldownSettings(time=timedelta(minutes=5)),
-            progress=Interrupter(interruption, Path(f"{path_stem}.interrupted")),
+            progress=Interrupter(interruption, Path(f"{path_stem}.interrupted"), resumptions),
         )
     member_result = {
         "outcome": result.outcome,

@@ -47,7 +47,16 @@ from millrace.gradients.sync.aggregator import load_or_begin_run
 from millrace.gradients.sync.chain import find_newest_window, read_link
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.oracle import compute_weights_digest, judge_checkpoints, read_checkpoints
-from tests.soak.interruptions import ANY_MOMENT, Interrupter, Interruption, is_stopped
+from tests.soak.interruptions import (
+    ANY_MOMENT,
+    Interrupter,
+    Interruption,
+    Resumption,
+    draw_resumption,
+    is_running,
+    is_stopped,
+    make_resumption_marker,
+)
 from tests.soak.races import PREFIX, make_spec
 from tests.soak.shared_stores import FolderStore, SharedStore
 
@@ -73,6 +82,7 @@ class Counts:
         runs: Number of runs.
         interruptions: Number of interruptions by event.
         stops: Number of interruptions with SIGSTOP.
+        early_resumptions: Number of stopped aggregators that continued beside their successors.
         pairs: Number of runs with two aggregators at once.
         ends: Number of aggregators by the reason of their end.
         wrong: Descriptions of the faults.
@@ -81,6 +91,7 @@ class Counts:
     runs: int = 0
     interruptions: Counter[str] = field(default_factory=Counter[str])
     stops: int = 0
+    early_resumptions: int = 0
     pairs: int = 0
     ends: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
@@ -128,6 +139,7 @@ def run_windows(
             found.runs += 1
             found.interruptions += Counter(interruption.event for interruption in run.interrupted)
             found.stops += sum(not interruption.is_kill for interruption in run.interrupted)
+            found.early_resumptions += run.early_resumptions
             found.pairs += run.is_pair
             found.ends += run.ends
             found.wrong += [f"{run.settings.run.name}: {what}" for what in run.wrong]
@@ -147,7 +159,8 @@ def format_summary(found: Counts) -> list[str]:
     last = (
         f"runs of gradients {found.runs}, "
         f"aggregators killed {found.interruptions.total() - found.stops}, "
-        f"stopped {found.stops}, two at once {found.pairs}; wrong {len(found.wrong)}"
+        f"stopped {found.stops} (resumed early {found.early_resumptions}), "
+        f"two at once {found.pairs}; wrong {len(found.wrong)}"
     )
     return [f"interruptions at {points}", f"aggregators ended by {ends}", *found.wrong, last]
 
@@ -171,10 +184,13 @@ def _draw_interruptions(generator: Random) -> list[Interruption]:
 
 
 def _draw_interruption(generator: Random, event: str, *, is_kill: bool) -> Interruption:
-    if event == ANY_MOMENT:
-        return Interruption(event, generator.randrange(3000), is_kill=is_kill)
     largest = {"gradient.taken": len(UIDS) * WINDOWS, REPLAYED: 1, "checkpoint.saved": 2}
-    return Interruption(event, generator.randint(1, largest.get(event, WINDOWS)), is_kill=is_kill)
+    if event == ANY_MOMENT:
+        number = generator.randrange(3000)
+    else:
+        number = generator.randint(1, largest.get(event, WINDOWS))
+    resumption = 0 if is_kill else draw_resumption(generator)
+    return Interruption(event, number, is_kill=is_kill, resumption=resumption)
 
 
 def _make_model() -> torch.nn.Module:
@@ -225,6 +241,7 @@ class _Run:
         self._folder.mkdir()
         self._started: list[tuple[BaseProcess, Interruption | None]] = []
         self.interrupted: list[Interruption] = []
+        self.early_resumptions = 0
         self.states: list[str] = []
         self.saved_windows: list[int] = []
         self.ends: Counter[str] = Counter()
@@ -264,9 +281,7 @@ class _Run:
         while not done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.settings.run.name} hangs")
-            running = sum(
-                process.is_alive() and not is_stopped(process) for process, _ in self._started
-            )
+            running = sum(is_running(process) for process, _ in self._started)
             if not running:
                 for _ in range(2 if self.is_pair else 1):
                     self._start_aggregator()
@@ -283,16 +298,24 @@ class _Run:
                 self.settings.store.reveal_secrets(),
                 interruption,
                 path_stem,
+                [
+                    Resumption(self._make_marker(before), one.resumption)
+                    for before, (_, one) in enumerate(self._started)
+                    if one is not None
+                ],
             ),
             kwargs={"with_lease": not self.is_pair},
         )
         process.start()
         self._started.append((process, interruption))
 
+    def _make_marker(self, number: int) -> Path:
+        return self._folder / f"{number}.interrupted"
+
     def _wait_for_aggregators(self) -> None:
         """Resume the stopped aggregators, wait for all, and read their results."""
         for number, (process, interruption) in enumerate(self._started):
-            if is_stopped(process):
+            if is_stopped(process.pid):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGCONT)
             process.join(_HANG_SECONDS)
@@ -300,8 +323,9 @@ class _Run:
                 self.wrong.append("an aggregator does not end")
                 process.kill()
                 process.join()
-            if interruption is not None and (self._folder / f"{number}.interrupted").exists():
+            if interruption is not None and self._make_marker(number).exists():
                 self.interrupted.append(interruption)
+            self.early_resumptions += make_resumption_marker(self._make_marker(number)).exists()
             result = self._folder / f"{number}.json"
             if result.exists():
                 self.ends[json.loads(result.read_bytes())] += 1
@@ -366,6 +390,7 @@ def _aggregate(
     spec: dict[str, Any],
     interruption: Interruption | None,
     path_stem: str,
+    resumptions: Sequence[Resumption],
     *,
     with_lease: bool,
 ) -> None:
@@ -373,7 +398,8 @@ def _aggregate(
     torch.set_num_threads(1)
     aggregator_settings = AggregatorSettings.model_validate_json(settings)
     aggregator_settings = aggregator_settings.model_copy(update={"store": StoreSpec(**spec)})
-    interrupted = Interrupter(interruption, Path(f"{path_stem}.interrupted"))
+    marker = Path(f"{path_stem}.interrupted")
+    interrupted = Interrupter(interruption, marker, resumptions)
     try:
         if with_lease:
             list(aggregate_run(aggregator_settings, progress=interrupted))
