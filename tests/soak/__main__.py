@@ -104,6 +104,7 @@ def main() -> int:
 def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
     """Run races and saves in a folder, on RGW, and through a proxy that injects faults."""
     with _start_stores(options.seed, "races") as (folder, stores, proxy):
+        _lose_answers(proxy, "/epochs/", "/metadata.json")
         found = run_races(
             stores, folder, options.seed, races=options.races, saves=SAVES, report=_print_line
         )
@@ -113,6 +114,7 @@ def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
             min(fired.values()) >= MIN_FAULTS
             and min(found.interruptions[at] for at in races.POINTS) > 0
             and 0 < found.early_resumptions < found.stops
+            and not proxy.count_pending()
         )
         return is_covered and not found.wrong, races.format_summary(found)[-1]
 
@@ -120,6 +122,7 @@ def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
 def _run_windows(options: argparse.Namespace) -> tuple[bool, str]:
     """Aggregate runs of gradients in a folder, on RGW, and through a proxy that injects faults."""
     with _start_stores(options.seed, "windows") as (folder, stores, proxy):
+        _lose_answers(proxy, "/chain/000000000", "/chain/000000002", "/metadata.json")
         found = windows.run_windows(
             stores, folder, options.seed, runs=options.windows, report=_print_line
         )
@@ -130,6 +133,7 @@ def _run_windows(options: argparse.Namespace) -> tuple[bool, str]:
             and min(found.interruptions[at] for at in windows.POINTS) > 0
         )
         is_covered = is_covered and 0 < found.early_resumptions < found.stops and found.pairs > 0
+        is_covered = is_covered and not proxy.count_pending()
         return is_covered and not found.wrong, windows.format_summary(found)[-1]
 
 
@@ -206,6 +210,12 @@ def _run_demo(_: argparse.Namespace) -> tuple[bool, str]:
             print(error)
             return False, "demo: wrong 1"
     return True, "demo: correct"
+
+
+def _lose_answers(proxy: R2Proxy, *keys: str) -> None:
+    """Lose the answer to the next commit of each kind. `count_pending` tells whether all fired."""
+    for part_of_key in keys:
+        proxy.fail_next(Fault.LOST, 1, "PUT", part_of_key)
 
 
 @contextmanager
