@@ -6,7 +6,7 @@ the measurement. ``up`` is a save, and ``down`` is a load.
 
 - ``millrace``: `Saver.save` until its result, and `load`. Both hash every byte.
 - ``torch-dcp``: ``torch.distributed.checkpoint`` with its file system writer, in RGW through s3fs.
-- ``boto3``: ``safetensors`` to a local file and boto3's transfer manager, or a copy in the folder.
+- ``boto3``: ``safetensors`` to a local file and boto3's transfer manager; straight into a folder.
 - ``floor``: obstore with the files of Millrace, from memory and with the same concurrency. Puts in
   RGW are hashed for S3's signature. The content of gets is discarded.
 
@@ -246,25 +246,19 @@ def _prepare_boto3_save(
     """Return a function that saves a state with safetensors and boto3."""
     from safetensors.torch import save_file
 
+    from millrace.storage import make_boto3_client
+
+    if place["name"] == "folder":  # without boto3
+        return lambda: save_file(state["model"], f"{place['folder']}/boto3-{step}")
     local = Path(place["scratch"]) / f"{step}.safetensors"
-    upload = _make_uploader(place, step)
+    client = make_boto3_client(_open_store(place))
 
     def run() -> None:
         save_file(state["model"], local)
-        upload(local)
+        client.upload_file(str(local), place["bucket"], f"boto3-{step}")
         local.unlink()
 
     return run
-
-
-def _make_uploader(place: dict[str, Any], step: int) -> Callable[[Path], object]:
-    """Return a function that uploads a file with boto3, or copies it into the folder."""
-    if place["name"] == "folder":
-        return lambda local: shutil.copyfile(local, f"{place['folder']}/boto3-{step}")
-    from millrace.storage import make_boto3_client
-
-    client = make_boto3_client(_open_store(place))
-    return lambda local: client.upload_file(str(local), place["bucket"], f"boto3-{step}")
 
 
 def _prepare_boto3_load(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:

@@ -11,8 +11,9 @@ work runs at three sizes, up to 100 times the smallest one, each in a process of
 - ``nodes``: nodes of a swarm that receive 100 pieces each. The tracker gives the orders, and the
   transfers are simulated.
 
-``CPU s`` has the user and system time of the process and its children. ``exponent`` is the slope of
-a line through the logarithms of sizes and costs: 1 if ten times the work costs ten times as much.
+``CPU s`` has the user and system time of the process and its children. ``exponent`` is the growth
+between the two largest sizes: 1 if ten times the work costs ten times as much. The cost of a run of
+size 1 is subtracted, because a constant cost would hide the growth.
 """
 
 import heapq
@@ -175,10 +176,21 @@ KINDS = {
 }
 
 
-def fit_exponent(costs: dict[int, float]) -> float:
-    """Return the slope of a line through the logarithms of sizes and costs."""
-    sizes = [math.log(size) for size in costs]
-    return statistics.linear_regression(sizes, [math.log(cost) for cost in costs.values()]).slope
+def compute_exponent(costs: dict[int, float], constant: float) -> float | None:
+    """Return the slope of the logarithm of the cost between the two largest sizes.
+
+    Args:
+        costs: Costs by sizes.
+        constant: Cost of a run of a size near 0, which is subtracted.
+
+    Returns:
+        Slope; None if one of the two costs is not above the constant.
+    """
+    before, last = sorted(costs)[-2:]
+    if min(costs[before], costs[last]) <= constant:
+        return None
+    growth = (costs[last] - constant) / (costs[before] - constant)
+    return math.log(growth) / math.log(last / before)
 
 
 def main() -> int:
@@ -188,18 +200,18 @@ def main() -> int:
     factors, repeats = ((1, 3, 10), 1) if asked.quick else ((1, 10, 100), 3)
     for name in asked.only:
         kind, costs = KINDS[name], dict[int, float]()
-        for factor in factors:
-            size = factor * kind.smallest
+        for size in (1, *(factor * kind.smallest for factor in factors)):
             work = f"{size:,} {name}"
             for _ in range(repeats):
                 for metric, value in kind.run(size).items():
                     results.add(work, "millrace", metric, value)
             costs[size] = statistics.median(results.values[work, "millrace", "CPU s"])
-        exponent = fit_exponent(costs)
-        results.add(name, "millrace", "exponent", exponent)
+        exponent = compute_exponent(costs, costs[1])
+        if exponent is not None:
+            results.add(name, "millrace", "exponent", exponent)
         cells = [f"{size:,}: {cost:.3g}" for size, cost in costs.items()]
-        lines.append([name, *cells, f"{exponent:.2f}", f"{GOAL}"])
-    print_table(["kind", *["size: CPU s"] * len(factors), "exponent", "goal"], lines)
+        lines.append([name, *cells, f"{exponent:.2f}" if exponent is not None else "-", f"{GOAL}"])
+    print_table(["kind", *["size: CPU s"] * (len(factors) + 1), "exponent", "goal"], lines)
     results.save(asked.file)
     return 0
 
