@@ -31,4 +31,6 @@ def test_only_what_was_asked_for_is_found(world: Reset) -> None:
     )
     assert find_offers(account.vast, request(gpu_memory=80.0)) == []
     cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
-    assert all(one.dollars_per_hour <= 0.3 for one in find_offers(account.vast, cheap))
+    offers = find_offers(account.vast, cheap)
+    assert offers
+    assert all(one.dollars_per_hour <= 0.3 for one in offers)
