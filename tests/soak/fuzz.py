@@ -13,7 +13,7 @@ import atheris
 with atheris.instrument_imports(
     include=["millrace.gradients"], exclude=["millrace.gradients.codec.kernels"]
 ):
-    from millrace.gradients import PayloadError, read_payload
+    from millrace.gradients import PayloadError, check_payload, read_payload
     from millrace.gradients.codec.byte_tensors import encode_byte_tensors
 from millrace.storage import head, open_store, put
 from tests.unit.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
@@ -21,6 +21,7 @@ from tests.unit.gradients.test_updates import Fuzzed
 
 STORE = open_store("memory://fuzz")
 PARTS, VALID, TORCH = bodies(), made(), as_torch(made())
+HEADER = check_payload(VALID, EXPECTED).header
 UPDATE = Fuzzed()
 
 
@@ -71,6 +72,10 @@ def check_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
     with suppress(PayloadError):
         found = read_payload(STORE, head(STORE, key), EXPECTED)
         assert set(found.tensors) == set(SHAPES)
+        changeable: dict[str, object] = {"tokens": 0, "samples": ""}  # no digest covers them
+        if kind == 2:  # a header for the random tensor
+            changeable |= {"body": HEADER.body, "digest": HEADER.digest}
+        assert found.header.model_copy(update=changeable) == HEADER
 
 
 def main() -> None:
