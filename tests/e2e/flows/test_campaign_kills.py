@@ -8,6 +8,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from millrace.testing.vast import VastServer
 from tests.prefect_server import PrefectServer, Worker, wait_until
 from tests.support.flows.campaign_kills import Site, kill_and_go_on
+from tests.support.flows.campaigns import WORKERS
 
 AT = ["window.merged 1"]
 """A boundary in the middle; `tests.soak.campaigns` has all others."""
@@ -29,6 +30,7 @@ def test_a_campaign_killed_in_the_middle_ends_right(
     vast.reset()
     assert killed.at == AT
     assert killed.wrong == [], killed.log[-3000:]
+    assert killed.machines == WORKERS
     (report,) = prewarm_reports(prefect_api, "killed-text")
     assert "**2 of 2 nodes** have all of " in report
     assert "unverified at the source" not in report  # the manifest has the digests

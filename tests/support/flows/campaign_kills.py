@@ -18,7 +18,14 @@ from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
 from tests.prefect_server import PrefectServer
-from tests.support.flows.campaigns import find_faults, find_shards, make_plan_settings, make_text
+from tests.support.flows.campaigns import (
+    WORKERS,
+    find_committed_shards,
+    find_faults,
+    find_shards,
+    make_plan_settings,
+    make_text,
+)
 
 
 @dataclass
@@ -86,6 +93,9 @@ class Site:
             killed.wrong.append("a shard was made twice")
         books = self.vast.list_machines()
         killed.machines = len(books)
+        most = WORKERS + sum(where.startswith("rental.rented") for where in killed.at)
+        if not WORKERS <= killed.machines <= most:
+            killed.wrong.append(f"{killed.machines} machines were rented, at most {most} may be")
         if alive := [one["id"] for one in books if one["destroyed"] is None]:
             killed.wrong.append(f"machines {alive} are left")
         killed.log = self.log.read_text(errors="replace")
@@ -153,15 +163,19 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
     """
     killed, left = Killed(), list(at)
     shards: dict[str, tuple[int, int]] = {}
+    committed: dict[str, tuple[int, int]] = {}
     while True:
         leader = site.lead()
         for where in leader.read_boundaries():
             if not shards and where == "before await_machines":
                 shards = find_shards(site.store, f"{site.name}-text")
             if where == "done":
-                return site.judge(killed, shards)
+                return site.judge(killed, shards | committed)
             if where in left:
                 left.remove(where)
                 killed.at.append(where)
                 leader.kill()
+                # A shard that is committed now must stay as it is.
+                for name, shard in find_committed_shards(site.store, f"{site.name}-text").items():
+                    committed.setdefault(name, shard)
                 break

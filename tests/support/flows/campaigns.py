@@ -70,6 +70,17 @@ def find_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
 
 
+def find_committed_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
+    """As `find_shards`, without those that no commit names: another leader makes these again."""
+    records = [
+        json.loads(path.read_bytes())["record"]
+        for path in (store / dataset / "commits").glob("*.json")
+    ]
+    committed = {record["key"] for record in records if record.get("key")}
+    found = find_shards(store, dataset)
+    return {name: one for name, one in found.items() if f"{dataset}/shards/{name}" in committed}
+
+
 def read_texts(store: Path, dataset: str) -> Counter[str]:
     """Return the samples of all shards, by Python's own tar reader."""
     said: Counter[str] = Counter()
