@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,13 @@ from tests.integration.hostile.junk import (
     Reach,
     make_junk,
 )
-from tests.integration.hostile.matrix import Matrix, hostile_matrix, silent
+from tests.integration.hostile.matrix import (
+    Matrix,
+    UndisturbedError,
+    hostile_matrix,
+    refuse_exit_code,
+    silent,
+)
 from tests.integration.hostile.site import Ended
 
 QUICK = (
@@ -63,6 +70,20 @@ def test_a_report_that_does_not_say_what_a_sender_sent_is_found() -> None:
     told = ["n2 is trusted: it no longer answers", "n1 is not trusted: ", "rows"]
     blamed = [["n1 is not trusted"], ["n2 is not trusted"], ["n2 is trusted", "no agent"]]
     assert silent(Ended(said=told, blamed=blamed)) == blamed[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("millrace plan", [0, [], ["key"]], [2, [], ["key"]]),
+        ("millrace bucket audit", [20, [], []], [0, [], []]),
+        ("millrace machine rent", {"result": [[], [], []]}, {"result": [[], [1], []]}),
+    ],
+)
+def test_a_command_that_fails_undisturbed_is_refused(name: str, good: Any, bad: Any) -> None:
+    refuse_exit_code(name, good)
+    with pytest.raises(UndisturbedError, match=name):
+        refuse_exit_code(name, bad)
 
 
 def test_names_for_rgw_have_only_characters_that_its_answers_can_have() -> None:
