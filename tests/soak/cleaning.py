@@ -24,6 +24,7 @@ from tests.support.cleanup.material import BucketBuilder
 
 LARGE = 2**18  # repetitions of a text, so that its file has several blocks
 VERSIONS = ("0.2.1", "0.2.10", "0.2.11")
+BATCH, BATCHES_AT_ONCE = 1000, 8  # of a deletion; a killed one may have sent so many more
 NO_AGE = timedelta(0)
 RULES = (
     Rule(kinds=(CleanupKind.GRADIENTS,), version="<0.2.11", keep_last=2, older_than=NO_AGE),
@@ -35,6 +36,8 @@ RULES = (
         older_than=NO_AGE,
     ),
     Rule(kinds=(CleanupKind.START_WINDOWS,), version="!=0.2.11", older_than=NO_AGE),
+    # No object is so old.
+    Rule(kinds=(CleanupKind.START_WINDOWS,), version="0.2.11", older_than=timedelta(hours=1)),
     Rule(kinds=(CleanupKind.GATHERS,), keep_last=3, older_than=NO_AGE),
     Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=2, older_than=NO_AGE),
     Rule(
@@ -149,7 +152,10 @@ def clean_with_kills(
     generator = random.Random(seed)
     settings = CleanupSettings(store=spec, rules=RULES)
     objects = list_all()
-    rules = [{**rule.model_dump(mode="json"), "older_than": 0} for rule in RULES]
+    rules = [
+        {**rule.model_dump(mode="json"), "older_than": rule.older_than / timedelta(hours=1)}
+        for rule in RULES
+    ]
     expected = Judge(objects, rules, datetime.now(UTC) + timedelta(minutes=5)).list_deletions()
     plan = make_plan(settings)
     with open_plan(open_store(spec), plan.name) as (_, entries):
@@ -157,11 +163,10 @@ def clean_with_kills(
     keys = found.keys() | expected.keys()
     differing = [key for key in keys if found.get(key) != expected.get(key)]
     killed = 0
+    most_batches = max(1, len(found) // BATCH // kills - BATCHES_AT_ONCE)  # enough for all kills
     for _ in range(kills):
         before = _count_left(spec, found)
-        was_killed = _execute_and_kill(
-            settings, plan.name, generator.randrange(1, 4 if kills == 1 else 12)
-        )
+        was_killed = _execute_and_kill(settings, plan.name, generator.randint(1, most_batches))
         killed += was_killed and 0 < _count_left(spec, found) < before
     execute(settings, plan.name)
     left = [thing for thing in list_all() if not thing.key.startswith("_clean/")]
