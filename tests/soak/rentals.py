@@ -35,7 +35,6 @@ from millrace.rentals import (
     machine_starter,
     reap,
 )
-from millrace.rentals.destroy import LISTING_LAG
 from millrace.storage import StoreSpec
 from millrace.testing.vast import StandInClock, VastServer
 
@@ -51,6 +50,7 @@ FAULTS = {
     "bare list": 0.005,
 }  # fmt: skip
 LEASE = 180.0
+LISTING_LAG = 180.0  # longest time from a rental to its listing, after which an owner gives up
 REAP_INTERVAL = 900.0  # interval between two reapers in seconds
 BOUNDARIES = [
     f"{when} {request}"
@@ -71,43 +71,58 @@ class Counts:
         runs: Number of runs.
         killed: Number of owners that were killed.
         boundaries: Number of kills by boundary.
+        elsewhere: Number of killed owners that seemed to run on another machine.
         continued: Number of rentals that a second owner continued.
         fired: Number of injected faults of the API by kind.
         rented: Number of machines that were rented.
+        fates: Number of own machines by their fates.
         left: Number of own machines that were left after the reapers.
+        left_by_owners: Number of listed machines that an owner left at its end with exit code 0.
         billed_late: Number of machines that were billed for longer than the owner's lease and the
             interval between reapers, counted from their first listing.
         lost_foreign: Number of machines of other users that were destroyed.
         overspent: Number of rentals whose owner was not killed, and whose machines cost more than
             the limit. Machines that were listed too late do not count.
+        undercounted: Number of rentals whose records have a lower cost than the provider's.
         unexpected: Unexpected ends of owners and reapers.
     """
 
     runs: int = 0
     killed: int = 0
     boundaries: Counter[str] = field(default_factory=Counter[str])
+    elsewhere: int = 0
     continued: int = 0
     fired: Counter[str] = field(default_factory=Counter[str])
     rented: int = 0
+    fates: Counter[str] = field(default_factory=Counter[str])
     left: int = 0
+    left_by_owners: int = 0
     billed_late: int = 0
     lost_foreign: int = 0
     overspent: int = 0
+    undercounted: int = 0
     unexpected: list[str] = field(default_factory=list[str])
 
     @property
     def wrong(self) -> int:
         """Number of all faults."""
         return (
-            self.left + self.billed_late + self.lost_foreign + self.overspent + len(self.unexpected)
+            self.left
+            + self.left_by_owners
+            + self.billed_late
+            + self.lost_foreign
+            + self.overspent
+            + self.undercounted
+            + len(self.unexpected)
         )
 
     def __str__(self) -> str:
         return (
-            f"rentals {self.runs} (killed {self.killed}, continued {self.continued}), machines "
-            f"{self.rented}: left {self.left}, billed late {self.billed_late}, "
+            f"rentals {self.runs} (killed {self.killed}, of these elsewhere {self.elsewhere}, "
+            f"continued {self.continued}), machines {self.rented}: left {self.left}, "
+            f"left by owners {self.left_by_owners}, billed late {self.billed_late}, "
             f"foreign {self.lost_foreign}, overspent {self.overspent}, "
-            f"unexpected {len(self.unexpected)}"
+            f"undercounted {self.undercounted}, unexpected {len(self.unexpected)}"
         )
 
 
@@ -145,6 +160,7 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
             "key": key,
             "url": server.url,
             "store": store.as_uri(),
+            "cost": str(store / "cost"),
             "count": generator.choice([1, 1, 2, 3]),
             "interruptible": generator.random() < 0.4,
             "max_total": generator.choice([0.2, 1.0, 20.0]),
@@ -156,7 +172,9 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
         counts.continued += 1
     killed = _run_owners(server, text, kills, store, counts)
     killed_at = server.read_time()
-    server.advance(generator.uniform(0, REAP_INTERVAL))
+    if killed and generator.random() < 0.5:
+        counts.elsewhere += _move_owner(store)
+    _pass_time(server, store, generator.uniform(0, REAP_INTERVAL))
     for _ in range(8):
         code = _run_in_fork(lambda: _reap_machines(server, text), store)
         if code not in {0, 3}:
@@ -165,11 +183,38 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
             )
         if not _list_own_machines(server):
             break
-        server.advance(REAP_INTERVAL)
+        _pass_time(server, store, REAP_INTERVAL)
     _count_faults(server, counts, planted, json.loads(text), killed_at if killed else None)
+    counts.undercounted += _is_undercounted(server, store)
     counts.runs += 1
     counts.fired += server.count_fired()
     shutil.rmtree(store)
+
+
+def _move_owner(store: Path) -> bool:
+    """Name another machine in the newest term of the owner's lease, so that only time ends it.
+
+    Returns:
+        Whether the owner has such a term.
+    """
+    terms = sorted(store.glob("**/fleet/lease/owner/*.json"))
+    if not terms:
+        return False
+    envelope = json.loads(terms[-1].read_bytes())
+    envelope["record"]["holder"]["machine"] = "another machine"
+    at = terms[-1].stat().st_mtime
+    terms[-1].write_text(json.dumps(envelope))
+    os.utime(terms[-1], (at, at))
+    return True
+
+
+def _pass_time(server: VastServer, store: Path, seconds: float) -> None:
+    """Let time pass at the provider, and since the heartbeats of the owner's lease."""
+    server.advance(seconds)
+    for path in store.glob("**/lease/**/*"):
+        if path.is_file():
+            at = path.stat().st_mtime - seconds
+            os.utime(path, (at, at))
 
 
 def _draw_boundary(generator: random.Random) -> tuple[str, int]:
@@ -192,12 +237,42 @@ def _run_owners(
                 f"an owner ended with {code}:\n{(store / 'error').read_text()}"
             )
         else:
+            if code == 0:
+                counts.left_by_owners += sum(map(_is_soon_listed, _list_own_machines(server)))
             return False
     return bool(kills)
 
 
 def _list_own_machines(server: VastServer) -> list[dict[str, Any]]:
     return [machine for machine in server.list_alive() if machine["label"] not in FOREIGN]
+
+
+def _is_soon_listed(machine: dict[str, Any]) -> bool:
+    """Decide whether a machine is listed before an owner gives up the search for it."""
+    return machine["listed"] - machine["created"] <= LISTING_LAG
+
+
+def _is_undercounted(server: VastServer, store: Path) -> bool:
+    """Decide whether machines have cost more than their release records or their owner say.
+
+    After the kill of an owner, records may be missing until a later reaper.
+    """
+    billed = Counter[str]()
+    for machine in server.list_machines():
+        if machine["label"] not in FOREIGN and _is_soon_listed(machine):
+            billed[machine["label"].split("/")[3]] += machine["cost"]  # number of the attempt
+    recorded = {
+        path.name.partition("-")[0]: json.loads(path.read_bytes())["record"]["cost"]
+        for path in store.glob("**/fleet/attempts/*-released.json")
+    }
+    told = store / "cost"  # by an owner that was not killed
+    if told.exists() and (
+        billed.keys() - recorded.keys() or float(told.read_text()) < sum(billed.values()) - 1e-6
+    ):
+        return True
+    return any(
+        recorded[number] < cost - 1e-6 for number, cost in billed.items() if number in recorded
+    )
 
 
 def _count_faults(
@@ -210,16 +285,13 @@ def _count_faults(
     machines = server.list_machines()
     own_machines = [machine for machine in machines if machine["label"] not in FOREIGN]
     counts.rented += len(own_machines)
+    counts.fates += Counter(machine["fate"] for machine in own_machines)
     counts.left += len(_list_own_machines(server))
     counts.lost_foreign += sum(
         machine["destroyed"] is not None for machine in machines if machine["id"] in planted
     )
     if killed_at is None:  # an owner only knows the costs of listed machines
-        costs = [
-            machine["cost"]
-            for machine in own_machines
-            if machine["listed"] - machine["created"] <= LISTING_LAG
-        ]
+        costs = [machine["cost"] for machine in own_machines if _is_soon_listed(machine)]
         counts.overspent += sum(costs) > arguments["max_total"]
     else:
         for machine in own_machines:
@@ -273,6 +345,7 @@ def _rent(server: VastServer, text: str, boundary: str, number: int) -> None:
     )
     with Rental(settings, vast=_make_client(server, arguments)) as rental:
         rental.wait_until_done()
+    Path(arguments["cost"]).write_text(str(rental.cost))
 
 
 def _reap_machines(server: VastServer, text: str) -> None:
@@ -321,10 +394,14 @@ def main(runs: int, seed: int) -> int:
         counts = run_rentals(
             server, Path(folder), runs=runs, seed=seed, report=lambda line: print(line, flush=True)
         )
-    never = set(BOUNDARIES) - counts.boundaries.keys() if runs >= 300 else set()
+    happened = counts.boundaries.keys() | counts.fates.keys() | counts.fired.keys()
+    wanted = {*BOUNDARIES, *FATES, *FAULTS} - {"dearer"}  # the stand-in forgets this fate
+    never = wanted - happened if runs >= 300 else set()
+    is_covered = not never and counts.killed and (counts.elsewhere or runs < 300)
     print(*counts.unexpected[:3], f"boundaries {dict(counts.boundaries)}",
-          f"faults {dict(counts.fired)}", f"never killed at {never}", counts, sep="\n")  # fmt: skip
-    return 1 if counts.wrong or never or not counts.killed else 0
+          f"faults {dict(counts.fired)}", f"fates {dict(counts.fates)}",
+          f"never happened {never}", counts, sep="\n")  # fmt: skip
+    return 0 if is_covered and not counts.wrong else 1
 
 
 if __name__ == "__main__":
