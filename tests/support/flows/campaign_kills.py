@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -93,13 +94,25 @@ class Site:
             killed.wrong.append("a shard was made twice")
         books = self.vast.list_machines()
         killed.machines = len(books)
-        most = WORKERS + sum(where.startswith("rental.rented") for where in killed.at)
+        # Without a next leader in half a minute, the monitor of a killed one releases its machines.
+        most = WORKERS * (1 + len(killed.at))
         if not WORKERS <= killed.machines <= most:
             killed.wrong.append(f"{killed.machines} machines were rented, at most {most} may be")
+        at_once = max((count_alive(books, one["created"]) for one in books), default=0)
+        if at_once > WORKERS + sum(where.startswith("rental.rented") for where in killed.at):
+            killed.wrong.append(f"{at_once} machines were rented at once, for {WORKERS} workers")
         if alive := [one["id"] for one in books if one["destroyed"] is None]:
             killed.wrong.append(f"machines {alive} are left")
         killed.log = self.log.read_text(errors="replace")
         return killed
+
+
+def count_alive(books: list[dict[str, Any]], time: float) -> int:
+    """Count the machines that are rented at a time, by the provider's records."""
+    return sum(
+        one["created"] <= time and (one["destroyed"] is None or time < one["destroyed"])
+        for one in books
+    )
 
 
 class Leader:
