@@ -197,7 +197,7 @@ def shard_dataset(
         shard_all_partitions(
             store,
             keys,
-            _make_jobs(config, plan),
+            _make_jobs(config, plan, files.url),
             workers=config.execution.workers,
             lease_timeout=config.execution.lease_timeout,
             progress=limit.wrap_progress(counter),
@@ -244,15 +244,17 @@ def _refuse_overlap(files: SourceFiles, target: Store, dataset: str) -> None:
         )
 
 
-def _make_jobs(config: PipelineSettings, plan: DatasetPlan) -> list[PartitionJob]:
+def _make_jobs(config: PipelineSettings, plan: DatasetPlan, url: str) -> list[PartitionJob]:
+    """Return the jobs of all partitions. The source is at the URL of this run's settings."""
     digest = compute_plan_digest(plan)
+    source_store = config.source.store.model_copy(update={"url": url})
     return [
         PartitionJob(
             dataset=plan.dataset,
             plan_digest=digest,
             layout=plan.layout,
             source=plan.source,
-            source_store=config.source.store,
+            source_store=source_store,
             allow_private=config.source.allow_private,
             store=config.store,
             partition=partition,

@@ -52,8 +52,7 @@ class PartitionJob(BaseModel):
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     """Shard one partition."""
     store = open_store(job.store)
-    spec = job.source_store.model_copy(update={"url": job.source.url})
-    files = open_files(spec, paths=(), allow_private=job.allow_private)
+    files = open_files(job.source_store, paths=(), allow_private=job.allow_private)
     source = open_source(job.source, files, store)
     keys = DatasetKeys(job.dataset)
     return shard_partition(

@@ -88,11 +88,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of a client that has closed its connection."""
+
+
 @contextmanager
 def serve(site: Site, context: ssl.SSLContext | None = None) -> Generator[Site]:
     """Serve a site until the end of the context."""
     handler = type("SiteHandler", (_Handler,), {"site": site})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         if context:
             server.socket = context.wrap_socket(server.socket, server_side=True)
         site.url = f"http{'s' * bool(context)}://127.0.0.1:{server.server_port}"

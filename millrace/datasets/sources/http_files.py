@@ -35,7 +35,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 _LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _REDIRECTS = {301, 302, 303, 307, 308}
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_TRANSLATED = [ipaddress.IPv6Network(one) for one in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")]
 _RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<size>\d+)")
+_HEADER = re.compile(r"(?!(?i:range|accept-encoding)$)[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_HEADER_VALUE = re.compile(r"[\t -~]+")
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "millrace"}
 
 
@@ -55,7 +59,7 @@ class HttpFiles:
         allow_private: Whether addresses of private networks and of this machine may be read.
 
     Raises:
-        ConfigurationError: The URL has credentials or a query in it.
+        ConfigurationError: The URL has credentials or a query in it, or a header cannot be sent.
     """
 
     is_local = False
@@ -70,12 +74,18 @@ class HttpFiles:
                 "it: write secrets as headers into `options`, such as {Authorization: Bearer ...}."
             )
         url = spec.url.rstrip("/")
-        if paths is None and parts.path.strip("/"):
+        if paths is None and parts.path.strip("/") and not parts.path.endswith("/"):
             url, _, name = url.rpartition("/")
             paths = [unquote(name)]
         self._url, self._paths = url, tuple(paths or ())
         self._timeout = spec.retry_timeout.total_seconds()
         self._headers = {name: value.get_secret_value() for name, value in spec.options.items()}
+        for name, value in self._headers.items():
+            if not (_HEADER.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+                raise errors.ConfigurationError(
+                    f"The header {name!r} in `options` cannot be sent: write it in ASCII, without "
+                    "a line break at its end."
+                )
         self._unseekable: set[str] = set()
         options: dict[str, Any] = {"ca_certs": str(spec.ca_file)} if spec.ca_file else {}
         self._pool = urllib3.PoolManager(
@@ -141,10 +151,13 @@ class HttpFiles:
                 with self._open(file.path, (start, end), clock) as answer:
                     self._check_unchanged(file, answer)
                     skipped = 0 if answer.status == 206 else start
+                    before = start
                     for data in _iterate_body(answer, skipped, end - start, block):
                         start += len(data)
-                        clock.restart()
                         yield data
+                        clock.restart()  # the time that the caller took does not count
+                if start == before:
+                    clock.wait(self._make_unavailable_error(file.path, "it sent no bytes"))
             except errors.NotFoundError:
                 raise make_changed_error(self, file, describe_difference(file, None)) from None
             except (HTTPError, OSError) as error:  # within the body
@@ -167,6 +180,8 @@ class HttpFiles:
 
     def _check_unchanged(self, file: FileRef, answer: BaseHTTPResponse) -> None:
         found = _Description.read(answer)
+        if found.size is None:
+            raise make_changed_error(self, file, "is sent without its size now")
         if found.size != file.size or (file.etag and found.etag != file.etag):
             raise make_changed_error(self, file, describe_difference(file, found.size))
 
@@ -247,7 +262,10 @@ class _Description(NamedTuple):
         headers = answer.headers
         span = _RANGE.fullmatch(headers.get("Content-Range", ""))
         size = int(span["size"]) if span else _parse_size(headers.get("Content-Length"))
-        return cls(size, headers.get("ETag") or headers.get("Last-Modified") or "")
+        etag = headers.get("ETag") or headers.get("Last-Modified") or ""
+        if size == 0:  # an answer to a range of an empty file often has neither
+            etag = etag or "empty"
+        return cls(size, etag if etag.isprintable() else "")
 
 
 class _RetryClock:
@@ -289,13 +307,24 @@ def _require_public(connection: Any, opened: socket.socket) -> socket.socket:
         ConfigurationError: The address is not public.
     """
     address = str(opened.getpeername()[0]).partition("%")[0]
-    if not ipaddress.ip_address(address).is_global:
+    if not all(one.is_global for one in _list_addresses(ipaddress.ip_address(address))):
         opened.close()
         raise _PrivateAddressError(
             f"{connection.host} is {address}, an address of a private network or of this machine. "
             "If it is meant, set `allow_private: true` in `source`."
         )
     return opened
+
+
+def _list_addresses(address: _Address) -> list[_Address]:
+    """Return an address, and the IPv4 address that a network translates it to."""
+    found: list[_Address] = [address]
+    if isinstance(address, ipaddress.IPv6Address):
+        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if any(address in network for network in _TRANSLATED):
+            embedded.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        found += [one for one in embedded if one is not None]
+    return found
 
 
 class _PublicConnection(HTTPConnection):

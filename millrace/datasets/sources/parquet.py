@@ -32,6 +32,9 @@ _CONCURRENCY = 16  # concurrent reads of footers
 _BATCH_BYTES = 4 << 20  # bytes of the rows that are decoded at a time
 _MAX_BATCH_ROWS = 1024
 _MAX_HELD_BYTES = 128 << 20  # of a row group that is read as a whole, while another is decoded
+_FOOTER_BYTES = 64 << 10  # bytes at the end of a file that are read first
+_SIGNATURE_BYTES = 28  # of a footer that is signed, since columns are encrypted
+_PROBED_ROWS = 16  # rows by which the size of the rows of a group is estimated
 _BUFFER_SIZE = 8 << 20  # bytes of a request for a column of a larger row group
 
 Array = Any  # `pa.Array` of any type; its stubs do not type the elements
@@ -113,6 +116,19 @@ def _check_columns(
     url = files.make_url(file.path)
     if not schema.names:
         raise errors.ConfigurationError(f"{url} has no columns. Leave the file out with `exclude`.")
+    wanted = schema.names if columns is None else [*columns.values()]
+    for name in sorted({name.partition(".")[0] for name in wanted} | set(wanted)):
+        if schema.names.count(name) > 1:
+            raise errors.ConfigurationError(
+                f"{url} has several columns {name!r}. Rename them, or leave the file out with "
+                "`exclude`."
+            )
+        kind: Any = cast("Any", schema).field(name).type if name in schema.names else None
+        if kind is not None and _has_inexact_times(kind, top=True):
+            raise errors.ConfigurationError(
+                f"{url}: the column {name!r} has durations or times in nanoseconds within lists or "
+                "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
+            )
     if columns is None:
         for field in cast("list[Any]", list(schema)):
             if path := _find_binary(field.type, field.name):
@@ -136,12 +152,21 @@ def _find_binary(kind: pa.DataType, path: str) -> str:
     """Return the path of the first binary value in a type; empty if there is none."""
     if _is_binary(kind):
         return path
+    if isinstance(kind, pa.BaseExtensionType):
+        return _find_binary(kind.storage_type, path)
     if pa.types.is_dictionary(kind):
         return _find_binary(kind.value_type, path)
     fields: list[Any] = [cast("Any", kind).field(i) for i in range(kind.num_fields)]
     is_struct = pa.types.is_struct(kind)
     found = (_find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
     return next(filter(None, found), "")
+
+
+def _has_inexact_times(kind: Any, *, top: bool = False) -> bool:
+    """Decide whether a nested type has times that Python's types do not hold exactly."""
+    if pa.types.is_temporal(kind):
+        return not top and (pa.types.is_duration(kind) or getattr(kind, "unit", "") == "ns")
+    return any(_has_inexact_times(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _find_path(schema: pa.Schema, column: str) -> tuple[str, ...]:
@@ -169,11 +194,23 @@ def _open_file(
         ConfigurationError: The file is no parquet file, or is damaged.
     """
     try:
-        return pq.ParquetFile(
+        start = max(0, file.size - _FOOTER_BYTES)
+        tail = reader.fetch([(start, file.size)])
+        reader.hold(tail)
+        parquet = pq.ParquetFile(
             cast("Any", reader), buffer_size=buffer_size, page_checksum_verification=True
         )
-    except (pa.ArrowException, OSError) as error:
+        _ = parquet.schema_arrow.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _make_damage_error(files, file, error) from error
+    length = int.from_bytes(tail[0][1][-8:-4], "little")
+    if length - parquet.metadata.serialized_size == _SIGNATURE_BYTES:
+        # pyarrow ends the process if it is asked about an encrypted column.
+        raise errors.ConfigurationError(
+            f"{files.make_url(file.path)} has encrypted columns. Decrypt the file, or leave it out "
+            "with `exclude`."
+        )
+    return parquet
 
 
 def _make_damage_error(
@@ -222,6 +259,8 @@ class ParquetSource:
             for batch in self._iterate_batches(file, position, source_range.end):
                 yield from self._make_rows(file, source_range.file_index, position, batch)
                 position += batch.num_rows
+        except MemoryError:  # Arrow's is an `ArrowException`, too
+            raise
         except (pa.ArrowException, OSError) as error:
             raise _make_damage_error(self._files, file, error) from error
 
@@ -253,16 +292,27 @@ class ParquetSource:
                     at += batch.num_rows
                     if lower < upper:
                         yield batch.slice(lower, upper - lower)
+                if at - first != parquet.metadata.row_group(group).num_rows:
+                    raise OSError(f"its row group {group} has another number of rows than it says")
 
     def _decode_group(
         self, parquet: pq.ParquetFile, group: int, names: list[str] | None
     ) -> Iterator[pa.RecordBatch]:
-        described = parquet.metadata.row_group(group)
-        row_bytes = described.total_byte_size // max(1, described.num_rows)
-        rows = min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, row_bytes)))
-        return cast("Any", parquet).iter_batches(
-            rows, row_groups=[group], columns=names, use_threads=False
-        )
+        """Yield the rows of a row group in batches of about 4 MiB.
+
+        The size of the rows is that of the first ones, since a repeated value is stored once.
+        """
+
+        def decode(rows: int) -> Iterator[pa.RecordBatch]:
+            return cast("Any", parquet).iter_batches(
+                rows, row_groups=[group], columns=names, use_threads=False
+            )
+
+        probed = next(decode(_PROBED_ROWS), None)
+        if probed is None:
+            return iter(())
+        row_bytes = max(1, probed.nbytes // max(1, probed.num_rows))
+        return decode(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // row_bytes)))
 
     def _select_names(self, schema: pa.Schema) -> list[str] | None:
         """Return the paths of the columns to read; None for all."""
@@ -348,6 +398,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 def _encode_column(array: Array) -> Values:
     """Return the bytes of a column's values."""
+    array = _drop_extension(array)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind = array.type
@@ -376,9 +427,13 @@ def _read_values(array: Array) -> list[Any]:
 
     Times and decimals become text, since Python's types hold fewer digits.
     """
+    array = _drop_extension(array)
     kind = array.type
     if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        texts: list[str | None] = array.cast(pa.string()).to_pylist()
+        try:
+            texts: list[str | None] = array.cast(pa.string()).to_pylist()
+        except pa.ArrowInvalid as error:  # such as an unknown time zone
+            return [error] * len(array)
         if not pa.types.is_temporal(kind):
             return texts
         return [text if text is None else _format_time(text) for text in texts]
@@ -386,6 +441,11 @@ def _read_values(array: Array) -> list[Any]:
         return array.to_pylist()
     except (ValueError, OverflowError):  # not Unicode, or a time beyond Python's
         return [_read_value(array[index]) for index in range(len(array))]
+
+
+def _drop_extension(array: Array) -> Array:
+    """Return the stored values of an extension type, such as the text of JSON."""
+    return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
 
 
 def _format_time(text: str) -> str | ValueError:

@@ -66,4 +66,4 @@ class SourceSettings(BaseModel):
                 )
         if len({name.lower() for name in columns or {}}) < len(columns or {}):
             raise ValueError("two fields differ in upper and lower case only: readers see one")
-        return columns
+        return columns or None

@@ -1,5 +1,6 @@
 """Files behind HTTP, from a real server on this machine that behaves as it is told."""
 
+import ipaddress
 import json
 import ssl
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from pydantic import SecretStr
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import SourceLocation, preflight_dataset
-from millrace.datasets.sources import open_files
+from millrace.datasets.plan import make_plan, pin_plan
+from millrace.datasets.sources import http_files, open_files
 from millrace.datasets.sources.files import Patterns
+from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
-from millrace.storage import StoreSpec
+from millrace.storage import StoreSpec, open_store
 from millrace.testing.tls import make_certificates
 from tests.oracle import Folder
 from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
@@ -224,3 +227,73 @@ def test_headers_are_in_no_record_and_in_no_message(site, tmp_path):
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert not any(b"planted" in body for body in written)
     assert "planted" not in json.dumps(settings.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Range", "Accept-Encoding"])
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(site, name):
+    value = "Bearer planted\n" if name == "Authorization" else "planted"
+    with pytest.raises(errors.ConfigurationError, match=f"The header '{name}'") as refused:
+        open_files(StoreSpec(url=site.url, options={name: SecretStr(value)}))
+    assert "planted" not in str(refused.value)
+
+
+def test_the_source_is_read_where_the_settings_say_and_not_where_the_plan_says(
+    site, other, tmp_path
+):
+    for place in (site, other):
+        place.files["/data/a.jsonl"] = make_jsonl(make_texts(10))
+    settings = make_settings(site, tmp_path, paths=["a.jsonl"])
+    keys = DatasetKeys("words")
+    plan, divided = make_plan(
+        keys, settings.source, settings.source.open_files(), settings.sharding
+    )
+    pin_plan(open_store(settings.store), keys, plan, divided.sample_lists)
+    site.requests.clear()
+    moved = make_settings(other, tmp_path, paths=["a.jsonl"])
+    assert shard_dataset(moved).samples == 10
+    assert site.requests == []
+
+
+def test_an_answer_without_bytes_is_given_up(site):
+    site.files["/data/a.jsonl"] = b"0123456789"
+    files = open_site(site, retry=0.0)
+    span = {"Content-Range": "bytes 0-9/10", "ETag": '"1"'}
+    site.statuses = [(206, span)] * 50
+    file = FileRef(path="a.jsonl", size=10, etag='"1"')
+    with pytest.raises(errors.UnavailableError, match="it sent no bytes"):
+        list(files.iterate_blocks(file, 0, 10))
+
+
+def test_the_time_of_the_caller_is_no_time_without_an_answer(site, monkeypatch):
+    body = bytes(100)
+    site.files["/data/a.jsonl"] = body
+    files = open_site(site, retry=5.0)
+    now = [0.0]
+    monkeypatch.setattr(http_files.time, "monotonic", lambda: now[0])
+    site.cut_after = [30]
+    read = b""
+    for block in files.iterate_blocks(FileRef(path="a.jsonl", size=100, etag=""), 0, 100, block=10):
+        read += block
+        now[0] += 60.0  # the caller is busy for longer than the time for retries
+    assert read == body
+
+
+def test_a_folder_is_not_taken_for_a_file(site):
+    files = open_files(StoreSpec(url=site.url + "/data/"), allow_private=True)
+    with pytest.raises(errors.ConfigurationError, match="cannot be listed"):
+        files.collect(Patterns())
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        ("127.0.0.1", False), ("0.0.0.0", False), ("10.1.2.3", False), ("169.254.1.1", False),
+        ("100.64.0.1", False), ("::1", False), ("::ffff:127.0.0.1", False), ("fc00::1", False),
+        ("64:ff9b::7f00:1", False), ("64:ff9b:1::a00:1", False), ("2002:7f00:1::", False),
+        ("::7f00:1", False), ("1.1.1.1", True), ("2606:4700::1111", True),
+        ("64:ff9b::101:101", True),
+    ],
+)  # fmt: skip
+def test_an_address_is_public_only_if_the_one_within_it_is(address, is_public):
+    found = http_files._list_addresses(ipaddress.ip_address(address))
+    assert all(one.is_global for one in found) == is_public

@@ -1,5 +1,6 @@
 """Rows of parquet files: every row once, from any row on, with the values that the files have."""
 
+import base64
 import datetime
 import decimal
 import io
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow.parquet import encryption
 
 from millrace import errors
 from millrace.datasets.sample import BadRow, Sample
@@ -236,3 +238,98 @@ def test_rows_of_a_large_row_group_are_read_in_parts(store, monkeypatch):
     put(store, "a.parquet", make_body(table, compression="none", use_dictionary=False))
     rows = read_all(store, {"txt": "t"})
     assert [row.fields["txt"].decode() for row in rows] == table["t"].to_pylist()
+
+
+class PlainKms(encryption.KmsClient):
+    """Key service whose keys are wrapped in nothing, for files with encrypted columns."""
+
+    def __init__(self, _):
+        super().__init__()
+
+    def wrap_key(self, key, _):
+        return base64.b64encode(key)
+
+    def unwrap_key(self, key, _):
+        return base64.b64decode(key)
+
+
+def test_encrypted_columns_are_refused_before_pyarrow_ends_the_process(store):
+    wanted = encryption.EncryptionConfiguration(
+        footer_key="f", column_keys={"c": ["b"]}, plaintext_footer=True
+    )
+    factory = encryption.CryptoFactory(PlainKms)
+    keys = factory.file_encryption_properties(encryption.KmsConnectionConfig(), wanted)
+    table = pa.table({"a": [1], "b": ["x"]})
+    put(store, "a.parquet", make_body(table, encryption_properties=keys))
+    with pytest.raises(errors.ConfigurationError, match=r"a\.parquet has encrypted columns"):
+        read_all(store, {"txt": "a"})
+
+
+def test_a_row_group_with_fewer_rows_than_its_footer_says_is_damage(store):
+    body = io.BytesIO()
+    plain = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
+    schema = pa.schema([("a", pa.int64())])
+    with pq.ParquetWriter(body, schema, store_schema=False, **plain) as writer:
+        writer.write_table(pa.table({"a": list(range(90))}))
+        writer.write_table(pa.table({"a": list(range(90, 167))}))
+    data = body.getvalue()
+    size = int.from_bytes(data[-8:-4], "little")
+    # The numbers of rows in the footer, as zigzag varints: 90 of the group, 167 of the file.
+    footer = (
+        data[-8 - size : -8].replace(b"\xb4\x01", b"\xc8\x01").replace(b"\xce\x02", b"\xe2\x02")
+    )
+    put(store, "a.parquet", data[: -8 - size] + footer + data[-8:])
+    partitions, source = open_parquet(store)
+    rows = source.iterate_rows(partitions[0].source_range, 0)
+    assert len([next(rows) for _ in range(90)]) == 90
+    with pytest.raises(errors.ConfigurationError, match="another number of rows than it says"):
+        next(rows)
+
+
+def test_a_value_that_is_repeated_takes_the_memory_of_few_rows(store):
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * 512, pa.int32()), pa.array(["x" * 2**20]))
+    put(store, "a.parquet", make_body(pa.table({"t": long}), store_schema=False))
+    before = pa.default_memory_pool().bytes_allocated()
+    partitions, source = open_parquet(store, {"txt": "t"})
+    rows = source.iterate_rows(partitions[0].source_range, 0)
+    first = next(rows)
+    assert len(first.fields["txt"]) == 2**20
+    assert pa.default_memory_pool().bytes_allocated() - before < 64 << 20
+    assert sum(1 for _ in rows) == 511
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pa.Table.from_arrays([pa.array([1]), pa.array([3])], ["a", "a"]), "several columns 'a'"),
+        (pa.table({"a": pa.array([[1]], pa.list_(pa.timestamp("ns")))}), "in nanoseconds within"),
+        (pa.table({"a": pa.array([[1]], pa.list_(pa.duration("s")))}), "durations or times"),
+    ],
+)
+def test_columns_that_would_lose_values_are_refused(store, table, said):
+    put(store, "a.parquet", make_body(table))
+    with pytest.raises(errors.ConfigurationError, match=said):
+        read_all(store)
+
+
+def test_json_of_an_extension_type_is_not_encoded_again(store):
+    kind = pa.json_(pa.string())
+    table = pa.table({"a": pa.ExtensionArray.from_storage(kind, pa.array(['{"x":1}']))})
+    put(store, "a.parquet", make_body(table))
+    (row,) = read_all(store, {"json": "a"})
+    assert row.fields == {"json": b'{"x":1}'}
+
+
+def test_an_unknown_time_zone_costs_its_rows(store):
+    put(
+        store, "a.parquet", make_body(pa.table({"t": pa.array([1], pa.timestamp("us", "No/Zone"))}))
+    )
+    (row,) = read_all(store)
+    assert isinstance(row, BadRow)
+    assert "No/Zone" in row.reason
+
+
+def test_no_columns_at_all_keep_each_row_whole(store):
+    put(store, "a.parquet", make_body(pa.table({"a": [1]})))
+    (row,) = read_all(store, {})
+    assert row.fields == {"json": b'{"a":1}'}
