@@ -32,6 +32,7 @@ ProbeOperation = CommitOperationAdd | CommitOperationDelete
 
 _MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+_MAX_LONG_TRIES = 5  # transfers that each took longer than the time for retries before they failed
 # hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 # hf_xet repeats each request five times itself, by default after pauses of up to six minutes. The
@@ -249,13 +250,20 @@ class HubClient:
     def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
         """Make a request to the Hub, with retries of transient errors and full jitter.
 
-        The time for retries begins with the first error, as a transfer may take hours.
+        The time for retries begins with the first error, as a transfer may take hours. It begins
+        again after a try that took longer than that time, up to five times.
         """
         deadline, pause = math.inf, _FIRST_PAUSE
+        long_tries = 0
         while True:
+            began = time.monotonic()
             try:
                 return self._call_once(key, call)
             except errors.UnavailableError:
+                if time.monotonic() - began > self.spec.retry_timeout.total_seconds():
+                    long_tries += 1
+                    if long_tries <= _MAX_LONG_TRIES:
+                        deadline, pause = math.inf, _FIRST_PAUSE
                 deadline = min(deadline, self.compute_deadline())
                 wait = random.uniform(0, pause)
                 if time.monotonic() + wait > deadline:

@@ -107,6 +107,7 @@ class ArchiveUnpacker:
                 self._unpack_into(number, file, half)
             except (ArchiveError, OSError) as error:
                 failure = error
+                _remove(half)  # others may need the space until the archive has arrived
             self._assembler.wait_final(number)  # verified
             if self._assembler.count_drops(number) != drops:
                 continue

@@ -95,8 +95,9 @@ def test_the_pauses_of_transfers_are_shortened_unless_the_environment_sets_them(
     monkeypatch.delenv(connect)
 
 
-def test_a_long_transfer_that_fails_once_is_repeated(
-    client: HubClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failures", [1, 3, 100])
+def test_a_long_transfer_that_fails_is_repeated(
+    client: HubClient, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     now = 0.0
 
@@ -108,14 +109,19 @@ def test_a_long_transfer_that_fails_once_is_repeated(
         nonlocal now
         begun.append(now)
         now += 600
-        if len(begun) == 1:
+        if len(begun) <= failures:
             raise ConnectionError("Network error: the connection broke")
         return "done"
 
     begun: list[float] = []
     monkeypatch.setattr(hub_client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    assert client._call_with_retries("model.bin", transfer) == "done"
-    assert len(begun) == 2
+    if failures > 6:
+        with pytest.raises(errors.UnavailableError):
+            client._call_with_retries("model.bin", transfer)
+        assert len(begun) == 6
+    else:
+        assert client._call_with_retries("model.bin", transfer) == "done"
+        assert len(begun) == failures + 1
 
 
 def test_a_request_is_repeated_for_no_longer_than_its_time(
