@@ -176,8 +176,10 @@ class Worker:
         By its time, a campaign that was started again sees that this process has joined.
         """
         key = self.settings.run.gradients.make_start_window_key(self.settings.uid, window)
-        with suppress(errors.NotFoundError, errors.DeniedError):  # no report, or no right to read
-            put(self._write_store, key, read(self._write_store, key))
+        # No report, one that no reader accepts, or no right to read.
+        with suppress(errors.NotFoundError, errors.CorruptError, errors.DeniedError):
+            report = read(self._write_store, key, max_size=StartWindow.record_bytes)
+            put(self._write_store, key, report)
 
     def begin_window(
         self, window: TrainingWindow, state: Mapping[str, Any], **metrics: float

@@ -51,6 +51,7 @@ from millrace.storage import (
     read,
 )
 from millrace.testing.credentials import make_credentials
+from millrace.testing.key import Key
 from millrace.testing.process import find_free_ports
 from tasks.cleaning import describe_cleaning, describe_plan
 from tests.stores import make_spec
@@ -187,9 +188,7 @@ def test_a_lease_that_cannot_be_read_is_not_taken_for_none(folder):
     dead = StoreSpec(
         url="s3://none",
         endpoint=f"http://127.0.0.1:{port}",
-        credentials=make_credentials(
-            type("Key", (), {"access_key_id": "a", "secret_access_key": "b"})
-        ),
+        credentials=make_credentials(Key("a", "b")),
         retry_timeout=timedelta(seconds=0.5),
     )
     with pytest.raises(errors.UnavailableError):
