@@ -13,7 +13,6 @@ from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.store_files import StoreFiles
-from millrace.datasets.sources.table import FileTable, unpack_row
 from millrace.errors import ConfigurationError
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
@@ -100,12 +99,12 @@ def partition_source(
         case SourceKind.FILES:
             return partition_folder(record, table, keys, division, local=files.is_local)
     return PartitionedSource(
-        record, partition_ranges(ranges, division), {}, notes=_describe_unseekable(files, table)
+        record, partition_ranges(ranges, division), {}, notes=_describe_unseekable(files)
     )
 
 
-def _describe_unseekable(files: SourceFiles, table: FileTable) -> tuple[str, ...]:
-    count = sum(not files.is_seekable(unpack_row(row)) for row in table.rows)
+def _describe_unseekable(files: SourceFiles) -> tuple[str, ...]:
+    count = len(files.unseekable)
     if not count:
         return ()
     note = (

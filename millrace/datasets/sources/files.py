@@ -1,7 +1,7 @@
 """Interface of the files of a source, and the detection of their changes."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -28,6 +28,14 @@ class SourceFiles(Protocol):
         """URL of the source."""
         ...
 
+    @property
+    def unseekable(self) -> Set[str]:
+        """Paths of the files of which no part can be read without all bytes before it.
+
+        They are known after `collect`.
+        """
+        ...
+
     def make_url(self, path: str) -> str:
         """Return the URL of a file, for messages."""
         ...
@@ -38,10 +46,6 @@ class SourceFiles(Protocol):
         Raises:
             ConfigurationError: A file has nothing by which a change could be seen.
         """
-        ...
-
-    def is_seekable(self, file: FileRef) -> bool:
-        """Decide whether a part of a file can be read without all bytes before it."""
         ...
 
     def read(self, file: FileRef) -> bytes:

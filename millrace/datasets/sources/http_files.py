@@ -58,6 +58,9 @@ class HttpFiles:
             that were described before are read without them.
         allow_private: Whether addresses of private networks and of this machine may be read.
 
+    Attributes:
+        unseekable: Paths of the described files of which the server sends no parts.
+
     Raises:
         ConfigurationError: The URL has credentials or a query in it, or a header cannot be sent.
     """
@@ -86,7 +89,7 @@ class HttpFiles:
                     f"The header {name!r} in `options` cannot be sent: write it in ASCII, without "
                     "a line break at its end."
                 )
-        self._unseekable: set[str] = set()
+        self.unseekable: set[str] = set()
         options: dict[str, Any] = {"ca_certs": str(spec.ca_file)} if spec.ca_file else {}
         self._pool = urllib3.PoolManager(
             8, maxsize=_CONCURRENCY, block=True, retries=False,
@@ -123,10 +126,6 @@ class HttpFiles:
         wanted = [path for path in dict.fromkeys(self._paths) if patterns.matches(path)]
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="http") as pool:
             return FileTable.collect(pool.map(self._describe, wanted))
-
-    def is_seekable(self, file: FileRef) -> bool:
-        """Decide whether the server sends parts of a file that `collect` has described."""
-        return file.path not in self._unseekable
 
     def read(self, file: FileRef) -> bytes:
         """Return the content of a file.
@@ -168,7 +167,7 @@ class HttpFiles:
         with self._open(path, (0, 1), _RetryClock(self._timeout)) as answer:
             found = _Description.read(answer)
             if answer.status == 200:
-                self._unseekable.add(path)
+                self.unseekable.add(path)
         if found.size is None or not found.etag:
             lacks = "does not tell its size"
             if found.size is not None:
@@ -296,10 +295,6 @@ class _RetryClock:
         time.sleep(pause)
 
 
-class _PrivateAddressError(errors.ConfigurationError):
-    """An address that is not public."""
-
-
 def _require_public(connection: Any, opened: socket.socket) -> socket.socket:
     """Refuse a connection to an address of a private network, before anything is sent.
 
@@ -309,7 +304,7 @@ def _require_public(connection: Any, opened: socket.socket) -> socket.socket:
     address = str(opened.getpeername()[0]).partition("%")[0]
     if not all(one.is_global for one in _list_addresses(ipaddress.ip_address(address))):
         opened.close()
-        raise _PrivateAddressError(
+        raise errors.ConfigurationError(
             f"{connection.host} is {address}, an address of a private network or of this machine. "
             "If it is meant, set `allow_private: true` in `source`."
         )

@@ -16,12 +16,7 @@ from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles, drop_etag
 from millrace.datasets.sources.ranges import FileRange
-from millrace.datasets.sources.table import (
-    FileTable,
-    decode_path,
-    find_unreadable_reason,
-    unpack_row,
-)
+from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
@@ -214,11 +209,9 @@ def divide_files(files: SourceFiles, table: FileTable, partition_bytes: int) -> 
         ConfigurationError: A file is compressed, so no run could seek to a row.
     """
     ranges: list[FileRange] = []
-    for number, row in enumerate(table.rows):
-        path = decode_path(row.partition(b"\0")[0])
-        reason = find_unreadable_reason(path, local=files.is_local)
-        file = unpack_row(row)
-        size = partition_bytes if reason or files.is_seekable(file) else max(1, file.size)
+    for number, file, reason in iterate_files(table, local=files.is_local):
+        whole = file.path in files.unseekable
+        size = max(1, file.size) if whole and not reason else partition_bytes
         ranges += divide_file(file, number, size, reason=reason)
     return ranges
 

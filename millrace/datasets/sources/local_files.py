@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ class LocalFiles:
         folder: Path of the folder.
     """
 
+    unseekable: Set[str] = frozenset()
     is_local = True
 
     def __init__(self, folder: Path) -> None:
@@ -52,10 +53,6 @@ class LocalFiles:
             MillraceError: A folder or a link cannot be read.
         """
         return FileTable.collect(_walk_folder(str(self._folder), patterns))
-
-    def is_seekable(self, file: FileRef) -> bool:
-        """Return True: a part of any file can be read."""
-        return True
 
     def read(self, file: FileRef) -> bytes:
         """Return the content of a file.

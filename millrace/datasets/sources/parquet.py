@@ -20,12 +20,7 @@ from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles, drop_etag
 from millrace.datasets.sources.ranges import FileRange
 from millrace.datasets.sources.reader import SourceFileReader
-from millrace.datasets.sources.table import (
-    FileTable,
-    decode_path,
-    find_unreadable_reason,
-    unpack_row,
-)
+from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.schemas.dataset import FileRef, RowRange, SourceRange
 
 _CONCURRENCY = 16  # concurrent reads of footers
@@ -60,24 +55,22 @@ def divide_row_groups(
         ConfigurationError: A file is no parquet file, or does not have the columns.
     """
 
-    def divide(numbered: tuple[int, bytes]) -> list[FileRange]:
-        number, row = numbered
-        file = unpack_row(row)
-        reason = find_unreadable_reason(decode_path(row.partition(b"\0")[0]), local=files.is_local)
-        if not reason and not files.is_seekable(file):
-            raise errors.ConfigurationError(
-                f"{files.make_url(file.path)}: the server sends no parts of files, which parquet "
-                "needs. Copy the file to a bucket or a folder."
-            )
+    def divide(described: tuple[int, FileRef, str]) -> list[FileRange]:
+        number, file, reason = described
         if reason:
             return [
                 RowRange(
                     file=file, file_index=number, start=0, end=1, size=file.size, reason=reason
                 )
             ]
+        if file.path in files.unseekable:
+            raise errors.ConfigurationError(
+                f"{files.make_url(file.path)}: the server sends no parts of files, which parquet "
+                "needs. Copy the file to a bucket or a folder."
+            )
         return _divide_file(files, file, number, partition_bytes, columns)
 
-    rows = enumerate(table.rows)
+    rows = iterate_files(table, local=files.is_local)
     ranges: list[FileRange] = []
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="footers") as pool:
         while batch := list(islice(rows, 4 * _CONCURRENCY)):

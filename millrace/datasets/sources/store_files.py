@@ -1,6 +1,6 @@
 """Files of a source in a bucket. A change shows in an object's ETag."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from millrace import errors
 from millrace.datasets.sources.files import (
@@ -21,6 +21,7 @@ class StoreFiles:
         store: The store.
     """
 
+    unseekable: Set[str] = frozenset()
     is_local = False
 
     def __init__(self, store: Store) -> None:
@@ -53,10 +54,6 @@ class StoreFiles:
                     "copy the source to a store that gives one."
                 )
             yield found.key, found.size, found.etag
-
-    def is_seekable(self, file: FileRef) -> bool:
-        """Return True: a part of any file can be read."""
-        return True
 
     def read(self, file: FileRef) -> bytes:
         """Return the content of an object.

@@ -7,7 +7,7 @@ of rows is in the order of the paths. A name that is not UTF-8 keeps its bytes.
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from millrace.digest import make_hasher
@@ -77,6 +77,18 @@ def unpack_row(row: bytes) -> FileRef:
     """Return the file of a row. A name that is not UTF-8 is shown with escapes."""
     path, size, etag = row.split(_NUL)
     return FileRef(path=escape_path(decode_path(path)), size=int(size), etag=etag.decode())
+
+
+def iterate_files(table: FileTable, *, local: bool) -> Iterator[tuple[int, FileRef, str]]:
+    """Yield the number of each file, the file, and the reason why its name cannot be read.
+
+    Args:
+        table: The files.
+        local: Whether the files are in a folder of this machine.
+    """
+    for number, row in enumerate(table.rows):
+        path = decode_path(row.partition(_NUL)[0])
+        yield number, unpack_row(row), find_unreadable_reason(path, local=local)
 
 
 def encode_path(path: str) -> bytes:

@@ -71,7 +71,7 @@ def find_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
 
 
 def find_committed_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
-    """As `find_shards`, without those that no commit names: another leader makes these again."""
+    """Return the shards that a commit names. Another leader makes the others again."""
     records = [
         json.loads(path.read_bytes())["record"]
         for path in (store / dataset / "commits").glob("*.json")
