@@ -12,7 +12,7 @@ from millrace.datasets import (
     ShardReport,
     SourceLocation,
 )
-from millrace.datasets.sources import is_web_url
+from millrace.datasets.sources import is_store_url
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Right
 from tasks.forms import draw_form
@@ -60,7 +60,7 @@ def shard_dataset(
         execution=execution,
     )
     check_right(destination, Right.WRITE, dataset)
-    if not is_web_url(str(source.location)):
+    if is_store_url(str(source.location)):
         check_right(source.location, Right.READ, source.prefix)
     with reserve_upload_slots(execution) as share:
         made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)

@@ -1,5 +1,6 @@
 """Plan, shard and finalize a dataset."""
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, field
@@ -8,7 +9,13 @@ from pathlib import Path
 
 from millrace import errors, settings
 from millrace.datasets.finalize import finalize_dataset
-from millrace.datasets.plan import check_manifest, check_pinned, make_plan, pin_plan
+from millrace.datasets.plan import (
+    check_manifest,
+    check_pinned,
+    find_pinned_url,
+    make_plan,
+    pin_plan,
+)
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
@@ -102,7 +109,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         NotFoundError: The source has no files.
     """
     keys = DatasetKeys(config.dataset)
-    files = config.source.open_files()
+    files = _open_files(config, keys)
     plan, partitioned = make_plan(keys, config.source, files, config.sharding)
     timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
     spec = config.store.model_copy(update={"retry_timeout": timeout})
@@ -169,7 +176,7 @@ def shard_dataset(
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
-    files = config.source.open_files()
+    files = _open_files(config, keys)
     _refuse_overlap(files, store, config.dataset)
     plan, partitioned = make_plan(keys, config.source, files, config.sharding)
     try:
@@ -234,6 +241,15 @@ def run_from_file(
     if dataset is not None:
         config = config.model_copy(update={"dataset": dataset})
     return shard_dataset(config, progress=progress)
+
+
+def _open_files(config: PipelineSettings, keys: DatasetKeys) -> SourceFiles:
+    """Open the files of a source, at the commit of the Hub that the plan pins if there is one."""
+    pinned = ""
+    if config.source.url.startswith("hf://"):
+        with contextlib.suppress(errors.MillraceError):  # the caller finds what is wrong
+            pinned = find_pinned_url(open_store(config.store, make_folder=False), keys)
+    return config.source.open_files(pinned)
 
 
 def _refuse_overlap(files: SourceFiles, target: Store, dataset: str) -> None:

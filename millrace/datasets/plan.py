@@ -164,6 +164,12 @@ def pin_plan(
             return pinned
 
 
+def find_pinned_url(store: Store, keys: DatasetKeys) -> str:
+    """Return the URL of the source in the committed plan; empty if there is no plan."""
+    pinned = _find_pinned_plan(store, keys)
+    return pinned.source.url if pinned else ""
+
+
 def _find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
     try:
         return fetch(store, keys.plan, DatasetPlan)

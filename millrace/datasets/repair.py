@@ -85,7 +85,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         shard = manifest_shards[fault.key]
         expected = entry.model_copy(update={"size": shard.size, "digest": shard.digest})
         lost.append(LostShard(expected, fault.reason))
-    remake_shards(store, plan, config.source.open_files(), lost, progress=progress)
+    remake_shards(store, plan, config.source.open_files(plan.source.url), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
     if found.block_digests_fault:
         put(store, keys.block_digests, join_shard_blocks(manifest, entries))

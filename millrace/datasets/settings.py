@@ -101,14 +101,19 @@ class SourceLocation(SourceSettings, StoreSettings):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def open_files(self) -> SourceFiles:
+    def open_files(self, pinned: str = "") -> SourceFiles:
         """Open the files of the source. Nothing is sent.
+
+        Args:
+            pinned: URL of the source in the plan of the dataset; empty if there is no plan.
 
         Raises:
             NotFoundError: There is no such folder.
             ConfigurationError: The URL names no store, or the settings do not fit it.
         """
-        return open_files(self.store, paths=self.paths, allow_private=self.allow_private)
+        return open_files(
+            self.store, paths=self.paths, allow_private=self.allow_private, pinned=pinned
+        )
 
 
 class PipelineSettings(BaseModel):

@@ -1,7 +1,7 @@
 """The Hugging Face Hub's HTTP API, as much of it as committing and reading files takes.
 
-A process of its own, in memory, on 127.0.0.1. Model repositories with branches and commits
-(``parentCommit``), uploads by Git LFS (which it holds to their SHA-256), trees, downloads with
+A process of its own, in memory, on 127.0.0.1. Repositories of models and datasets, with branches
+and commits (``parentCommit``), uploads by Git LFS (held to their SHA-256), trees, downloads with
 ranges. Two tokens: one may write, the other only read. Source: the requests of the package
 ``huggingface_hub``, and "Hub API Endpoints" of the Hub's documentation.
 
@@ -57,10 +57,14 @@ class HubServer:
         child = start_module("millrace.testing.hub", str(xet), log=folder / "hub.log")
         return cls(child, child.read_announcement()["port"])
 
-    def make_repo(self) -> str:
-        """Make a new repository, with one commit, and return its name."""
+    def make_repo(self, *, dataset: bool = False) -> str:
+        """Make a new repository, with one commit, and return its name.
+
+        Args:
+            dataset: Whether it is a dataset's; otherwise it is a model's.
+        """
         name = f"person/repo-{next(self._names)}"
-        self._ask("repo", {"name": name})
+        self._ask("repo", {"name": "datasets/" * dataset + name})
         return name
 
     def fail_next(self, count: int, status: int, path: str = ".*", *, after: bool = False) -> None:
@@ -257,23 +261,27 @@ class _HubApplication:
     def application(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._faults])
         repo = "{owner:[^/]+}/{name:[^/]+}"
-        app.add_routes(
-            [
-                web.post(CONTROL + "{verb}", self.control),
-                web.get(f"/api/models/{repo}/revision/{{revision}}", self.info),
-                web.get(f"/api/models/{repo}/tree/{{revision}}", self.tree),
-                web.get(f"/api/models/{repo}/tree/{{revision}}/{{path:.*}}", self.tree),
-                web.post(f"/api/models/{repo}/preupload/{{revision}}", self.preupload),
-                web.post(f"/api/models/{repo}/commit/{{revision}}", self.commit),
-                web.post(f"/api/models/{repo}/branch/{{branch}}", self.make_branch),
-                web.delete(f"/api/models/{repo}/branch/{{branch}}", self.delete_branch),
-                web.post(f"/{repo}.git/info/lfs/objects/batch", self.batch),
-                web.put(f"/lfs/{repo}/{{oid}}", self.upload),
-                web.get(f"/api/models/{repo}/xet-write-token/{{revision}}", self.write_by_xet),
-                web.get(f"/api/models/{repo}/xet-read-token/{{revision}}", self.read_by_xet),
-                web.get(f"/{repo}/resolve/{{revision}}/{{path:.*}}", self.resolve),
+        api = f"/api/{{kind:models|datasets}}/{repo}"
+        routes = [
+            web.post(CONTROL + "{verb}", self.control),
+            web.post("/api/validate-yaml", self.validate_card),
+            web.get(f"{api}/revision/{{revision}}", self.info),
+            web.get(f"{api}/tree/{{revision}}", self.tree),
+            web.get(f"{api}/tree/{{revision}}/{{path:.*}}", self.tree),
+            web.post(f"{api}/preupload/{{revision}}", self.preupload),
+            web.post(f"{api}/commit/{{revision}}", self.commit),
+            web.post(f"{api}/branch/{{branch}}", self.make_branch),
+            web.delete(f"{api}/branch/{{branch}}", self.delete_branch),
+            web.get(f"{api}/xet-write-token/{{revision}}", self.write_by_xet),
+            web.get(f"{api}/xet-read-token/{{revision}}", self.read_by_xet),
+        ]
+        for page in (f"/{{kind:datasets}}/{repo}", f"/{repo}"):
+            routes += [
+                web.post(f"{page}.git/info/lfs/objects/batch", self.batch),
+                web.put(f"/lfs{page}/{{oid}}", self.upload),
+                web.get(f"{page}/resolve/{{revision}}/{{path:.*}}", self.resolve),
             ]
-        )
+        app.add_routes(routes)
         return app
 
     @web.middleware
@@ -295,7 +303,7 @@ class _HubApplication:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in {WRITER, READER}:
             raise _refused(401, "", "Invalid credentials in Authorization header")
-        repo = self.repos.get(f"{request.match_info['owner']}/{request.match_info['name']}")
+        repo = self.repos.get(_read_name(request))
         if repo is None:
             raise _refused(404, "RepoNotFound", "Repository not found")
         if write and token != WRITER:
@@ -304,8 +312,12 @@ class _HubApplication:
 
     async def info(self, request: web.Request) -> web.Response:
         commit = self._repo(request).at(unquote(request.match_info["revision"]))
-        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        name = _read_name(request)
         return web.json_response({"id": name, "modelId": name, "sha": commit.sha, "siblings": []})
+
+    async def validate_card(self, request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"errors": [], "warnings": []})
 
     async def tree(self, request: web.Request) -> web.Response:
         commit = self._repo(request).at(unquote(request.match_info["revision"]))
@@ -339,7 +351,7 @@ class _HubApplication:
 
     async def batch(self, request: web.Request) -> web.Response:
         repo = self._repo(request, write=True)
-        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        name = _read_name(request)
         objects: list[dict[str, Any]] = []
         for one in (await request.json())["objects"]:
             entry: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
@@ -350,7 +362,7 @@ class _HubApplication:
         return web.json_response({"transfer": "basic", "objects": objects})
 
     async def upload(self, request: web.Request) -> web.Response:
-        repo = self.repos[f"{request.match_info['owner']}/{request.match_info['name']}"]
+        repo = self.repos[_read_name(request)]
         body = await request.read()
         if hashlib.sha256(body).hexdigest() != request.match_info["oid"]:
             raise _refused(400, "", "These bytes have another SHA-256")
@@ -405,7 +417,7 @@ class _HubApplication:
                 case other:
                     raise _refused(400, "", f"{other} is not understood here")
         made = repo.commit(branch, files)
-        name = f"{request.match_info['owner']}/{request.match_info['name']}"
+        name = _read_name(request)
         url = f"http://{request.host}/{name}/commit/{made.sha}"
         return web.json_response({"success": True, "commitOid": made.sha, "commitUrl": url})
 
@@ -433,7 +445,7 @@ class _HubApplication:
         if file.lfs:
             headers |= {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(file.size)}
         if file.xet:
-            name = f"{request.match_info['owner']}/{request.match_info['name']}"
+            name = _read_name(request)
             route = f"http://{request.host}/api/models/{name}/xet-read-token/{commit.sha}"
             headers |= {"X-Xet-Hash": file.xet.name, "X-Xet-Refresh-Route": route}
             if request.method != "HEAD":
@@ -487,6 +499,12 @@ class _HubApplication:
             case verb:
                 raise _refused(404, "", verb)
         return web.json_response({})
+
+
+def _read_name(request: web.Request) -> str:
+    """Return the name of a repository; that of a dataset begins with ``datasets/``."""
+    prefix = "datasets/" * (request.match_info.get("kind") == "datasets")
+    return f"{prefix}{request.match_info['owner']}/{request.match_info['name']}"
 
 
 def _flip_bit(body: bytes, index: int) -> bytes:

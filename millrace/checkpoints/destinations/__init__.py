@@ -7,9 +7,9 @@ from millrace.checkpoints.destinations.base import (
     copy_checkpoint,
 )
 from millrace.checkpoints.destinations.bucket import StoreDestination
-from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.environment import drop_empty_variables
 from millrace.errors import ConfigurationError
+from millrace.hub.spec import HubSpec
 from millrace.storage import StoreSpec, open_store
 
 __all__ = [

@@ -24,12 +24,12 @@ from millrace import errors
 from millrace.checkpoints.block_digests import needs_block_list
 from millrace.checkpoints.contents import Content, PartContent, make_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
-from millrace.checkpoints.destinations.hub_client import HubClient
-from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.checkpoints.find import VerifyDepth, check_content, check_metadata
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.digest import combine_blocks, hash_blocks
 from millrace.formatting import format_count
+from millrace.hub.client import HubClient
+from millrace.hub.spec import HubSpec
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event

@@ -14,6 +14,7 @@ from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.store_files import StoreFiles
 from millrace.errors import ConfigurationError
+from millrace.extras import import_extra_module
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import SourceRecord
@@ -29,15 +30,26 @@ __all__ = [
     "SourceFiles",
     "SourceKind",
     "SourceSettings",
-    "is_web_url",
+    "is_store_url",
     "open_files",
     "open_source",
     "partition_source",
 ]
 
+_HUB = "hf://"
+
+
+def is_store_url(url: str) -> bool:
+    """Decide whether a URL is that of a store, and not of a web server or of the Hub."""
+    return not is_web_url(url) and not url.startswith(_HUB)
+
 
 def open_files(
-    spec: StoreSpec, *, paths: Sequence[str] | None = None, allow_private: bool = False
+    spec: StoreSpec,
+    *,
+    paths: Sequence[str] | None = None,
+    allow_private: bool = False,
+    pinned: str = "",
 ) -> SourceFiles:
     """Open the files at the URL of a source. Nothing is sent.
 
@@ -45,6 +57,8 @@ def open_files(
         spec: URL and credentials.
         paths: Paths of the files below the URL, for a web server, which cannot be listed.
         allow_private: Whether a web server may be in a private network or on this machine.
+        pinned: URL of the source in the plan of the dataset, which may name a commit of the Hub;
+            empty if there is no plan.
 
     Raises:
         NotFoundError: There is no such folder.
@@ -52,6 +66,10 @@ def open_files(
     """
     if is_web_url(spec.url):
         return HttpFiles(spec, paths, allow_private=allow_private)
+    if spec.url.startswith(_HUB):
+        return import_extra_module("millrace.datasets.sources.hub_files", "hub").HubFiles(
+            spec, pinned
+        )
     if paths:
         raise ConfigurationError(
             f"`paths` is for https://. Choose the files of {spec.url} by `include` and `exclude`."

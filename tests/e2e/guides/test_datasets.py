@@ -1,5 +1,6 @@
 """The guide to datasets, block by block."""
 
+import io
 import os
 import tarfile
 from collections import Counter
@@ -9,8 +10,10 @@ from typing import Any
 import pyarrow
 import pytest
 import yaml
+from huggingface_hub import CommitOperationAdd, HfApi
 from pyarrow import parquet
 
+from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.vast import VastServer
 from tests.oracle import Folder
 from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
@@ -23,6 +26,7 @@ def test_every_block_of_the_guide_to_datasets(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     vast: VastServer,
+    hub: HubServer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, folder = tmp_path / "store", tmp_path / "datasets"
@@ -52,6 +56,13 @@ def test_every_block_of_the_guide_to_datasets(
             "00000-0000000001.jpg": b"\x01", "00000-0000000001.txt": b"caption.1",
         }  # fmt: skip
 
+        repo = hub.make_repo(dataset=True)
+        commit_pictures(hub, repo)
+        here = {"hf://datasets/OWNER/NAME": f"hf://datasets/{repo}", "${HF_TOKEN}": READER}
+        path = guide.write("job.yaml", here, update=True)
+        update_source(path, "hub", columns={"txt": "caption"}, endpoint=hub.endpoint)
+        assert "2 samples" in guide.type(run)
+
         texts = make_texts(20)
         with serve(Site(token="Bearer token")) as site:
             site.files = {
@@ -80,9 +91,22 @@ def test_every_block_of_the_guide_to_datasets(
 def make_pictures(folder: Path) -> str:
     """Write a parquet file of pictures with captions, and return the URL of its folder."""
     folder.mkdir()
-    rows = [{"image": {"bytes": bytes([n])}, "caption": f"caption.{n}"} for n in range(2)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    (folder / "a.parquet").write_bytes(encode_pictures())
     return folder.as_uri()
+
+
+def commit_pictures(hub: HubServer, repo: str) -> None:
+    """Commit the same file to a dataset of the Hub."""
+    operation = CommitOperationAdd("data/a.parquet", encode_pictures())
+    api = HfApi(endpoint=hub.endpoint, token=WRITER)
+    api.create_commit(repo, [operation], commit_message="pictures", repo_type="dataset")
+
+
+def encode_pictures() -> bytes:
+    rows = [{"image": {"bytes": bytes([n])}, "caption": f"caption.{n}"} for n in range(2)]
+    body = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), body)
+    return body.getvalue()
 
 
 def update_source(path: Path, dataset: str, **source: Any) -> None:

@@ -25,11 +25,11 @@ from millrace.checkpoints import (
     load,
     open_destination,
 )
-from millrace.checkpoints.destinations import hub_client
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec, matches_bytes
-from millrace.checkpoints.destinations.hub_client import HubClient
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
+from millrace.hub import client as hub_client
+from millrace.hub.client import HubClient
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.schemas.checkpoint import Checkpoint

@@ -8,8 +8,9 @@ import hf_xet
 import pytest
 
 from millrace import errors
-from millrace.checkpoints.destinations import HubSpec, hub_client
-from millrace.checkpoints.destinations.hub_client import HubClient
+from millrace.hub import HubSpec
+from millrace.hub import client as hub_client
+from millrace.hub.client import HubClient
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
-from millrace.checkpoints.destinations.spec import HubSpec
 from millrace.environment import read_variable
+from millrace.hub.spec import HubSpec
 
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
@@ -69,13 +69,15 @@ class HubClient:
 
     Args:
         spec: Repository and token.
+        is_dataset: Whether the repository is a dataset's; otherwise it is a model's.
 
     Attributes:
         spec: Repository and token.
     """
 
-    def __init__(self, spec: HubSpec) -> None:
+    def __init__(self, spec: HubSpec, *, is_dataset: bool = False) -> None:
         self.spec = spec
+        self._type = "dataset" if is_dataset else "model"
         _limit_xet_pauses()
         self._api = HfApi(
             endpoint=spec.endpoint or os.environ.get("HF_ENDPOINT"),
@@ -85,7 +87,8 @@ class HubClient:
     @property
     def url(self) -> str:
         """URL of the repository and its branch."""
-        return f"hf://{self.spec.repo}@{self.spec.revision}"
+        prefix = "datasets/" if self._type == "dataset" else ""
+        return f"hf://{prefix}{self.spec.repo}@{self.spec.revision}"
 
     def make_url(self, key: str) -> str:
         """Return the URL of a file."""
@@ -95,7 +98,7 @@ class HubClient:
         """Return the commit of the branch's head."""
         spec = self.spec
         info = self._call_with_retries(
-            "", lambda: self._api.repo_info(spec.repo, revision=spec.revision)
+            "", lambda: self._api.repo_info(spec.repo, revision=spec.revision, repo_type=self._type)
         )
         if info.sha is None:
             raise errors.UnavailableError(
@@ -122,7 +125,11 @@ class HubClient:
 
         def list_entries() -> list[RepoFile | RepoFolder]:
             entries = self._api.list_repo_tree(
-                self.spec.repo, prefix.rstrip("/"), recursive=recursive, revision=head
+                self.spec.repo,
+                prefix.rstrip("/"),
+                recursive=recursive,
+                revision=head,
+                repo_type=self._type,
             )
             return list(islice(entries, _MAX_ENTRIES + 1))
 
