@@ -121,6 +121,13 @@ class DatasetKeys:
         """
         return f"{self.sample_lists}{partition}-{get_hex(digest)[:16]}.jsonl"
 
+    def make_shards_prefix(self, shard_format: str, split: str) -> str:
+        """Return the prefix of the shards of one format and split, such as ``shards/mds/train/``.
+
+        Readers of some formats open such a prefix as a folder, with an index in it.
+        """
+        return f"{self.shards}{shard_format}/{split}/"
+
     def make_shard_key(self, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""
         return f"{self.shards}{name}.{extension}"

@@ -1,46 +1,124 @@
 """Interface of a format. A format encodes samples as the bytes of a shard."""
 
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Protocol
 
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import LargeFile, Sample
+from millrace.keys.datasets import DatasetKeys
+from millrace.schemas.dataset import ManifestShard
 
 
 class BadSampleError(Exception):
     """The format cannot hold a sample. The message is the reason for the quarantine."""
 
 
+class FieldType(StrEnum):
+    """Type of a field, in the formats whose fields have types.
+
+    Sources give every field as bytes: text in UTF-8, numbers and other values as JSON, arrays of
+    tokens as little-endian integers.
+    """
+
+    BYTES = "bytes"
+    STR = "str"
+    JSON = "json"
+    INT = "int"
+    FLOAT = "float"
+    UINT16_ARRAY = "uint16[]"
+    UINT32_ARRAY = "uint32[]"
+
+
+Fields = Mapping[str, FieldType]
+"""Types of the fields of every sample, by their names, in the order of the names."""
+
+
 class ShardEncoder(Protocol):
     """Encoder of one shard at a time, into a buffer of its own.
 
+    A sample is added in two steps, so that several formats take the same samples.
+
     Attributes:
         samples: Number of samples in the shard.
-        size: Bytes of the shard if it were closed now.
     """
 
     samples: int
 
     @property
     def size(self) -> int:
-        """Bytes of the shard so far."""
+        """Bytes of the shard if it were closed now.
+
+        A format that compresses counts the bytes before compression.
+        """
         ...
 
-    def add(self, sample: Sample, limit: int) -> bool:
-        """Append a sample, unless the shard would then be larger than the limit.
+    def prepare(self, sample: Sample) -> int:
+        """Prepare a sample, and return the size that the shard would have with the sample.
 
-        An empty shard takes a sample of any size.
-
-        Returns:
-            Whether the sample was added.
+        The shard is not changed. A later call replaces the sample.
 
         Raises:
             BadSampleError: The format cannot hold the sample.
         """
         ...
 
+    def append(self) -> None:
+        """Append the sample that was prepared last."""
+        ...
+
     def close(self) -> memoryview:
-        """Finish the shard, and return a view of the buffer. `reset` makes the view invalid."""
+        """Finish the shard, and return a view of its bytes. `reset` makes the view invalid.
+
+        Further calls return the same bytes.
+        """
         ...
 
     def reset(self) -> None:
         """Begin the next shard in the same buffer, and free the memory of a large sample."""
         ...
+
+
+class ShardFormat(Protocol):
+    """Format of shards.
+
+    Attributes:
+        name: Name of the format, as settings and manifests have it.
+        extension: Extension of a shard's name.
+        writer: Versions of the code that decides the bytes. A change of the bytes changes them.
+        has_types: Whether all samples have the same fields, each of one type.
+    """
+
+    name: str
+    extension: str
+    writer: Mapping[str, str]
+    has_types: bool
+
+    def make_encoder(self, fields: Fields, capacity: int) -> ShardEncoder:
+        """Return an encoder.
+
+        Args:
+            fields: Types of the fields; empty for a format without types.
+            capacity: Initial bytes of the buffer.
+        """
+        ...
+
+    def make_indexes(
+        self, keys: DatasetKeys, fields: Fields, shards: Sequence[ManifestShard]
+    ) -> Mapping[str, bytes]:
+        """Return the objects that readers of the format need beside the shards, by their keys.
+
+        Args:
+            keys: Names of the dataset.
+            fields: Types of the fields; empty for a format without types.
+            shards: Shards of this format, in the order of their keys.
+        """
+        ...
+
+
+def read_field(data: bytes | LargeFile) -> bytes:
+    """Return the bytes of a field, all in memory.
+
+    Raises:
+        ChangedError: The file has changed since it was listed.
+    """
+    return b"".join(data.blocks()) if isinstance(data, LargeFile) else data
