@@ -12,18 +12,18 @@ from contextlib import suppress
 from millrace import errors
 from millrace.digest import BLOCK_DIGEST_SIZE, check_blocks, count_blocks
 from millrace.keys.datasets import DatasetKeys
-from millrace.schemas.dataset import Manifest, ManifestShard, ShardCommit
+from millrace.schemas.dataset import CommittedShard, Manifest, ManifestShard
 from millrace.storage import Store, head, read, read_range
 
 _MAX_SIZE = 1 << 30  # bytes of the object that readers hold in memory: 32 TiB of shards
 
 
-def join_shard_blocks(manifest: Manifest, commits: Mapping[str, ShardCommit]) -> bytes:
+def join_shard_blocks(manifest: Manifest, committed: Mapping[str, CommittedShard]) -> bytes:
     """Return the content of the object with the digests of all blocks, from the ledger.
 
     Args:
         manifest: Manifest of the dataset.
-        commits: Commits of the shards, by the key of the shard.
+        committed: Shards of the ledger, by their keys.
 
     Returns:
         Joined digests; nothing for more than 32 TiB of shards, since readers hold all in memory.
@@ -35,13 +35,13 @@ def join_shard_blocks(manifest: Manifest, commits: Mapping[str, ShardCommit]) ->
         return b""
     lists: list[bytes] = []
     for shard in manifest.shards:
-        commit = commits.get(shard.key)
-        if commit is None or (commit.digest, commit.size) != (shard.digest, shard.size):
+        own = committed.get(shard.key)
+        if own is None or (own.digest, own.size) != (shard.digest, shard.size):
             raise errors.CorruptError(
                 f"The ledger has no commit of {shard.key} as the manifest names it, so the block "
                 "digests of the dataset cannot be made."
             )
-        lists.append(commit.decode_blocks())
+        lists.append(own.decode_blocks())
     return b"".join(lists)
 
 

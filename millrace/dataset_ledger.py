@@ -36,7 +36,9 @@ def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> 
     """
     names: set[str] = set()
     for entry in iterate_commits(store, keys):
-        names.update(key for key in (entry.key, entry.quarantine_key) if key)
+        names.update(shard.key for shard in entry.shards)
+        if entry.quarantine_key:
+            names.add(entry.quarantine_key)
     with contextlib.suppress(errors.NotFoundError):
         names.update(shard.key for shard in fetch(store, keys.manifest, Manifest).shards)
     source_ranges = (partition.source_range for partition in plan.partitions)

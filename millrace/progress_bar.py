@@ -116,7 +116,7 @@ class PartitionsBar(_TerminalBar):
                 ended = self._partitions - event.partitions
                 self._progress.update(self._task, total=self._partitions, completed=ended)
             case ShardCommitted():
-                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._shards += len(event.keys)
                 self._samples += event.samples
                 shards = format_count(self._shards, "shard")
                 made = f"{shards}  {format_count(self._samples, 'sample')}"

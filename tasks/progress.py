@@ -198,7 +198,7 @@ class ShardProgress(LiveProgress):
             case PartitionOpened():
                 self._fractions[event.partition] = event.fraction
             case ShardCommitted():
-                self._shards += bool(event.samples)  # else only bad rows were committed
+                self._shards += len(event.keys)
                 self._size += event.size
                 self._add_bytes(event.size)
                 self._fractions[event.partition] = event.fraction

@@ -226,11 +226,12 @@ def _find_record_faults(
         yield "the index does not list exactly the shards there are"
 
     entries = [_parse_record(body) for name, body in bodies.items() if _COMMIT_NAME.fullmatch(name)]
-    for entry in entries:
-        expected = actual.get(str(entry["key"]).removeprefix(f"{dataset}/"), {})
-        if any(entry[key] != value for key, value in expected.items()):
-            yield f"the ledger is wrong about {entry['key']}"
-    if Counter(e["key"] for e in entries if e["key"]) != Counter(f"{dataset}/{n}" for n in actual):
+    committed = [{**shard, "samples": e["samples"]} for e in entries for shard in e["shards"]]
+    for shard in committed:
+        expected = actual.get(shard["key"].removeprefix(f"{dataset}/"), {})
+        if any(shard[key] != value for key, value in expected.items()):
+            yield f"the ledger is wrong about {shard['key']}"
+    if Counter(s["key"] for s in committed) != Counter(f"{dataset}/{n}" for n in actual):
         yield "the ledger does not name each shard exactly once"
     yield from _find_partition_faults(plan, entries, bodies)
 
@@ -272,8 +273,8 @@ def _find_quarantine_faults(
 
 
 def _read_split(name: str) -> str:
-    """Return the split in the name of a shard: ``shards/SPLIT-PARTITION-NUMBER.tar``."""
-    return name.removeprefix("shards/").partition("-")[0]
+    """Return the split in the name of a shard: ``shards/FORMAT/SPLIT/SPLIT-...-NUMBER.tar``."""
+    return name.split("/")[2]
 
 
 def _find_block_digest_faults(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:

@@ -115,7 +115,7 @@ class DatasetPlanner:
                 rule_index = self.matcher.find_orphan_rule(
                     CleanupKind.DATASET_ORPHANS, stat, keys.dataset
                 )
-                if stat.key in names or rule_index is None:
+                if stat.key in names or rule_index is None or keys.is_index(stat.key):
                     continue
                 reason = self.protection.explain_protection(stat.key, classify_key(stat.key))
                 if reason:

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-import orjson
-
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.formats import FieldType, open_format
 from millrace.datasets.partition import check_contiguous
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import (
@@ -29,6 +28,7 @@ from millrace.schemas.dataset import (
     Partition,
     PartitionEnd,
     ShardCommit,
+    ShardLayout,
 )
 from millrace.storage import Store, list_objects, put
 
@@ -42,7 +42,7 @@ def finalize_dataset(
     limit: QuarantineLimit,
     progress: Progress,
 ) -> Manifest:
-    """Write the digests of all blocks and the index of WebDataset's readers, commit the manifest.
+    """Write the digests of all blocks and the indexes of the formats, and commit the manifest.
 
     A run that removes a replaced plan may be suspended meanwhile. Then that run may delete shards
     that were committed afterwards. So this function lists the shards once, and compares them with
@@ -77,57 +77,45 @@ def finalize_dataset(
         remake_shards(store, plan, files, lost, progress=progress)
     manifest = _make_manifest(keys, plan, entries)
     progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
-    commits = {entry.key: entry for entry in entries if entry.key is not None}
-    put(store, keys.block_digests, join_shard_blocks(manifest, commits))
+    committed = {shard.key: shard for entry in entries for shard in entry.shards}
+    put(store, keys.block_digests, join_shard_blocks(manifest, committed))
     progress(BlockDigestsUploaded(key=keys.block_digests))
-    put(store, keys.index, make_wids_index(manifest, keys))
-    progress(IndexUploaded(key=keys.index))
-    committed = commit_same(store, keys.manifest, manifest).record
+    for key, body in make_indexes(manifest, keys, plan.layout).items():
+        put(store, key, body)
+        progress(IndexUploaded(key=key))
+    manifest = commit_same(store, keys.manifest, manifest).record
     progress(
         ManifestCommitted(
             key=keys.manifest,
-            shards=len(committed.shards),
-            size=committed.size,
-            samples=committed.samples,
+            shards=len(manifest.shards),
+            size=manifest.size,
+            samples=manifest.samples,
         )
     )
-    return committed
+    return manifest
 
 
 def find_lost_shards(
     store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]
 ) -> list[LostShard]:
     """Return the committed shards that are missing or have another size. One listing."""
-    missing = {entry.key: entry for entry in entries if entry.key is not None}
+    missing = {shard.key: (entry, shard) for entry in entries for shard in entry.shards}
     damaged: list[LostShard] = []
     for stat in list_objects(store, keys.shards):
-        entry = missing.pop(stat.key, None)
-        if entry is not None and stat.size != entry.size:
-            damaged.append(LostShard(entry, f"has {stat.size} bytes, not {entry.size}"))
-    return [*damaged, *(LostShard(entry, "missing") for entry in missing.values())]
+        entry, shard = missing.pop(stat.key, (None, None))
+        if entry and shard and stat.size != shard.size:
+            damaged.append(LostShard(entry, shard, f"has {stat.size} bytes, not {shard.size}"))
+    return [*damaged, *(LostShard(*one, "missing") for one in missing.values())]
 
 
-def make_wids_index(manifest: Manifest, keys: DatasetKeys) -> bytes:
-    """Return webdataset's index of the shards (wids-shard-index-v1).
-
-    URLs are relative to the index. There is no ``md5sum``; ``digest`` is the one of the manifest.
-    """
-    shards = [
-        {
-            "url": shard.key.removeprefix(f"{keys.dataset}/"),
-            "nsamples": shard.samples,
-            "filesize": shard.size,
-            "digest": shard.digest,
-        }
-        for shard in manifest.shards
-    ]
-    index = {
-        "__kind__": "wids-shard-index-v1",
-        "wids_version": 1,
-        "name": manifest.dataset,
-        "shardlist": shards,
-    }
-    return orjson.dumps(index, option=orjson.OPT_INDENT_2)
+def make_indexes(manifest: Manifest, keys: DatasetKeys, layout: ShardLayout) -> dict[str, bytes]:
+    """Return the objects that readers of the formats need beside the shards, by their keys."""
+    fields = {name: FieldType(one) for name, one in layout.fields.items()}
+    indexes: dict[str, bytes] = {}
+    for name in layout.formats:
+        shards = [shard for shard in manifest.shards if shard.format == name]
+        indexes |= open_format(name).make_indexes(keys, fields, shards)
+    return indexes
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
@@ -169,17 +157,18 @@ def _make_manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardComm
     return Manifest(
         dataset=keys.dataset,
         plan_digest=compute_plan_digest(plan),
-        format=plan.layout.format,
+        formats=plan.layout.formats,
         shards=tuple(
             ManifestShard(
-                key=entry.key,
+                format=shard.format,
+                key=shard.key,
                 split=splits[entry.partition],
                 samples=entry.samples,
-                size=entry.size,
-                digest=entry.digest,
+                size=shard.size,
+                digest=shard.digest,
             )
             for entry in entries
-            if entry.key is not None and entry.digest is not None
+            for shard in entry.shards
         ),
         samples=samples,
         size=sum(entry.size for entry in entries),

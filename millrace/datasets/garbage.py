@@ -150,9 +150,9 @@ class _HeldDataset:
         if exists(self.store, keys.manifest):
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
-            yield from (
-                stat for stat in list_objects(self.store, prefix) if stat.key not in referenced
-            )
+            for stat in list_objects(self.store, prefix):
+                if stat.key not in referenced and not keys.is_index(stat.key):
+                    yield stat
 
 
 @contextmanager

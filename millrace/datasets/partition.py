@@ -15,8 +15,8 @@ import orjson
 
 from millrace import errors
 from millrace.dataset_ledger import iterate_commits
-from millrace.datasets.formats.base import BadSampleError, ShardEncoder
-from millrace.datasets.formats.webdataset import EXTENSION, TarEncoder
+from millrace.datasets.formats import BadSampleError, ShardFormat
+from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.plan_digest import check_plan_digest
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -32,7 +32,13 @@ from millrace.digest import combine_blocks, compute_digest, compute_stream_diges
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
 from millrace.records import commit_same, fetch
-from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit, ShardLayout
+from millrace.schemas.dataset import (
+    CommittedShard,
+    Partition,
+    PartitionEnd,
+    ShardCommit,
+    ShardLayout,
+)
 from millrace.storage import Store, create, exists, list_objects, stream
 
 
@@ -56,8 +62,8 @@ def shard_partition(
         layout: Layout of the shards.
         partition: Partition to shard.
         plan_digest: Digest of the dataset's plan.
-        uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)``, and one
-            sample if a sample is larger than ``shard_bytes``.
+        uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
+            format, and one sample if a sample is larger than ``shard_bytes``.
         progress: Called at each boundary, in the thread that reached it.
 
     Raises:
@@ -99,24 +105,24 @@ def _add_row(
     """Add a row to a pending commit; return the pending commit for the next row."""
     if not isinstance(row, BadRow):
         try:
-            if not pending.encoder.add(row, layout.shard_bytes):
+            if not pending.shards.add(row, layout.shard_bytes):
                 pending = uploader.upload(pending)
-                pending.encoder.add(row, layout.shard_bytes)
+                pending.shards.add(row, layout.shard_bytes)
         except BadSampleError as error:
             row = BadRow(row.key, str(error), b"", row.next_cursor)
     if isinstance(row, BadRow):
         pending.quarantine(row)
     pending.next_cursor = row.next_cursor
-    if not pending.is_halfway and 2 * pending.encoder.size >= layout.shard_bytes:
+    if not pending.is_halfway and 2 * pending.shards.size >= layout.shard_bytes:
         pending.is_halfway = True
         uploader.progress(
             ShardHalfEncoded(
                 partition=pending.name.partition,
                 number=pending.name.number,
-                samples=pending.encoder.samples,
+                samples=pending.shards.samples,
             )
         )
-    if pending.encoder.samples >= layout.shard_samples or pending.bad_bytes >= _MAX_BAD_BYTES:
+    if pending.shards.samples >= layout.shard_samples or pending.bad_bytes >= _MAX_BAD_BYTES:
         return uploader.upload(pending)
     return pending
 
@@ -126,20 +132,20 @@ _MAX_BAD_BYTES = 4 << 20  # bytes of bad rows in one commit
 
 @dataclass(slots=True)
 class _PendingCommit:
-    """Rows of the next commit: the shard that is being encoded, and the quarantined rows.
+    """Rows of the next commit: the shards that are being encoded, and the quarantined rows.
 
     Attributes:
-        name: Name of the shard.
-        encoder: Encoder of the shard.
+        name: Name of the shards.
+        shards: One shard of each format.
         start_cursor: Cursor of the first row.
         next_cursor: Cursor after the last row.
         bad_rows: Quarantined rows, each as one line of JSON.
         bad_bytes: Bytes of the quarantined rows.
-        is_halfway: Whether the shard has reached half of its largest size.
+        is_halfway: Whether a shard has reached half of its largest size.
     """
 
     name: ShardName
-    encoder: ShardEncoder
+    shards: ShardSet
     start_cursor: int
     next_cursor: int
     bad_rows: list[bytes] = field(default_factory=list[bytes])
@@ -160,10 +166,10 @@ class _PendingCommit:
 
 
 class _ShardUploader:
-    """Threads that hash, upload and commit shards, and a fixed number of encoders.
+    """Threads that hash, upload and commit shards, and a fixed number of shards in memory.
 
-    Each encoder has its own buffer. An encoder is free again when its shard is committed.
-    Therefore there are never more unfinished shards than encoders.
+    Each shard in memory has its own buffer, which is free again when the shard is committed.
+    Therefore there are never more unfinished shards than buffers.
 
     Attributes:
         commit_count: Number of commits of the partition, unfinished ones included.
@@ -186,9 +192,9 @@ class _ShardUploader:
         self._plan_digest = plan_digest
         self._store, self._keys, self._partition = store, keys, partition
         self.commit_count, self.cursor = commit_count, 0
-        self._free_encoders: queue.SimpleQueue[ShardEncoder] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
         for _ in range(uploads + 1):
-            self._free_encoders.put(TarEncoder(layout.shard_bytes))
+            self._free.put(ShardSet(layout))
         self._upload_pool = ThreadPoolExecutor(uploads, thread_name_prefix="put")
         self._commit_pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._fault: BaseException | None = None
@@ -209,24 +215,24 @@ class _ShardUploader:
             self._raise_fault()
 
     def begin_commit(self, cursor: int) -> _PendingCommit:
-        """Begin the next commit with a free encoder; wait until an encoder is free.
+        """Begin the next commit with free buffers; wait until there are some.
 
         Args:
             cursor: Cursor of the first row of the commit.
         """
-        encoder = self._free_encoders.get()
+        shards = self._free.get()
         self._raise_fault()
         self.cursor = cursor
         name = ShardName(self._partition.name, self.commit_count)
-        return _PendingCommit(name, encoder, cursor, cursor)
+        return _PendingCommit(name, shards, cursor, cursor)
 
     def upload(self, pending: _PendingCommit) -> _PendingCommit:
         """Start the upload of a commit; return the next pending commit.
 
-        A shard larger than the limit is committed before the call returns. So only one such shard
+        Shards larger than the limit are committed before the call returns. So only one such sample
         is in memory at a time.
         """
-        large = pending.encoder.size > self._shard_bytes
+        large = pending.shards.size > self._shard_bytes
         committed = self._submit(pending)
         if large:
             committed.result()
@@ -234,13 +240,13 @@ class _ShardUploader:
 
     def finish(self, pending: _PendingCommit) -> None:
         """Start the upload of the last commit, unless the commit has no rows."""
-        if pending.encoder.samples or pending.bad_rows:
+        if pending.shards.samples or pending.bad_rows:
             self._submit(pending)
             self.cursor = pending.next_cursor
 
     def _submit(self, pending: _PendingCommit) -> Future[None]:
         self.commit_count += 1
-        put = self._upload_pool.submit(self._upload_shard, pending)
+        put = self._upload_pool.submit(self._upload, pending)
         return self._commit_pool.submit(self._commit_or_record_fault, pending, put)
 
     def _raise_fault(self) -> None:
@@ -248,42 +254,55 @@ class _ShardUploader:
         if self._fault is not None:
             raise self._fault
 
-    def _upload_shard(self, pending: _PendingCommit) -> ShardCommit:
-        name, samples, blocks = pending.name, pending.encoder.samples, b""
-        key, size, digest = None, 0, None
+    def _upload(self, pending: _PendingCommit) -> ShardCommit:
+        name, samples = pending.name, pending.shards.samples
+        shards: list[CommittedShard] = []
         if samples:
-            shard = pending.encoder.close()
-            blocks = hash_blocks(shard)  # the only pass of hashing: the root follows from blocks
-            key, size = self._keys.make_shard_key(name, EXTENSION), len(shard)
-            digest = combine_blocks(blocks)
-            self.progress(
-                ShardEncoded(
-                    partition=name.partition,
-                    number=name.number,
-                    key=key,
-                    samples=samples,
-                    size=size,
-                )
-            )
-            _create_same(self._store, key, shard, digest)
+            for shard_format, data in zip(
+                pending.shards.formats, pending.shards.close(), strict=True
+            ):
+                shards.append(self._upload_shard(pending, shard_format, data))
         quarantine = self._upload_quarantine(pending)
+        size = sum(shard.size for shard in shards)
         self.progress(
             ShardUploaded(partition=name.partition, number=name.number, samples=samples, size=size)
         )
         return ShardCommit(
             partition=name.partition,
             number=name.number,
-            key=key,
-            size=size,
-            digest=digest,
+            shards=tuple(shards),
             samples=samples,
             start_cursor=pending.start_cursor,
             next_cursor=pending.next_cursor,
             quarantine_key=quarantine,
             quarantined=len(pending.bad_rows),
             plan_digest=self._plan_digest,
-            blocks=ShardCommit.encode_blocks(blocks),
         )
+
+    def _upload_shard(
+        self, pending: _PendingCommit, shard_format: ShardFormat, data: memoryview
+    ) -> CommittedShard:
+        name, split = pending.name, self._partition.split
+        blocks = hash_blocks(data)  # the only pass of hashing: the root follows from the blocks
+        key = self._keys.make_shard_key(shard_format.name, split, name, shard_format.extension)
+        shard = CommittedShard(
+            format=shard_format.name,
+            key=key,
+            size=len(data),
+            digest=combine_blocks(blocks),
+            blocks=CommittedShard.encode_blocks(blocks),
+        )
+        self.progress(
+            ShardEncoded(
+                partition=name.partition,
+                number=name.number,
+                key=key,
+                samples=pending.shards.samples,
+                size=shard.size,
+            )
+        )
+        _create_same(self._store, key, data, shard.digest)
+        return shard
 
     def _upload_quarantine(self, pending: _PendingCommit) -> str | None:
         """Upload the bad rows of a commit; return their key, or None if there are no bad rows."""
@@ -299,8 +318,10 @@ class _ShardUploader:
         A process may be suspended between its uploads and its commit for longer than its lease
         timeout. Garbage collection may then have deleted the objects, since no commit named them.
         """
-        if commit.key and commit.digest and not exists(self._store, commit.key):
-            _create_same(self._store, commit.key, pending.encoder.close(), commit.digest)
+        for n, shard in enumerate(commit.shards):
+            if not exists(self._store, shard.key):
+                data = pending.shards.close()[n]
+                _create_same(self._store, shard.key, data, shard.digest)
         if commit.quarantine_key is not None and not exists(self._store, commit.quarantine_key):
             self._upload_quarantine(pending)
 
@@ -312,10 +333,10 @@ class _ShardUploader:
             self._fault = error
         finally:
             try:
-                pending.encoder.reset()
+                pending.shards.reset()
             finally:
-                # Without this encoder, `begin_commit` could wait for ever.
-                self._free_encoders.put(pending.encoder)
+                # Without these buffers, `begin_commit` could wait for ever.
+                self._free.put(pending.shards)
 
     def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:
         self._restore_missing(pending, commit)
@@ -324,7 +345,7 @@ class _ShardUploader:
             ShardCommitted(
                 partition=commit.partition,
                 number=commit.number,
-                key=commit.key,
+                keys=tuple(shard.key for shard in commit.shards),
                 samples=commit.samples,
                 size=commit.size,
                 quarantined=commit.quarantined,

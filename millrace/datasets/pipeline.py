@@ -289,7 +289,7 @@ class _CommitCounter:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ShardCommitted):
-            self.shards += bool(event.samples)  # else only bad rows were committed
+            self.shards += len(event.keys)
             self.samples += event.samples
             self.size += event.size
         self._progress(event)

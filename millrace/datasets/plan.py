@@ -9,7 +9,8 @@ from itertools import islice
 from typing import Any
 
 from millrace import errors
-from millrace.datasets.formats import webdataset
+from millrace.datasets.formats import open_format
+from millrace.datasets.formats.fields import decide_fields
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     PlanRemoved,
@@ -69,13 +70,19 @@ def make_plan(
         seed=settings.seed,
         holdout=settings.holdout,
     )
+    formats = [open_format(name) for name in settings.formats]
     partitioned = partition_source(source, files, keys, division)
     plan = DatasetPlan(
         dataset=keys.dataset,
         source=partitioned.record,
         layout=ShardLayout(
-            format="webdataset",
-            writer={**webdataset.WRITER, **_ROW_VERSIONS, **_KIND_VERSIONS.get(source.kind, {})},
+            formats=tuple(one.name for one in formats),
+            fields=decide_fields(formats, source, settings.types),
+            writer={
+                **{name: version for one in formats for name, version in one.writer.items()},
+                **_ROW_VERSIONS,
+                **_KIND_VERSIONS.get(source.kind, {}),
+            },
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
         ),

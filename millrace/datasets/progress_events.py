@@ -151,12 +151,12 @@ class ShardEncoded(PartitionEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUploaded(PartitionEvent):
-    """Event after a shard and its quarantined rows are in the store, before their commit.
+    """Event after the shards and the quarantined rows of a commit are in the store.
 
     Attributes:
-        number: Number of the shard in the partition.
+        number: Number of the commit in the partition.
         samples: Number of samples; 0 if all rows are quarantined.
-        size: Bytes of the shard.
+        size: Bytes of the shards.
     """
 
     kind: ClassVar[str] = "shard.put"
@@ -168,13 +168,13 @@ class ShardUploaded(PartitionEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCommitted(PartitionEvent):
-    """Event after a shard is committed to the ledger.
+    """Event after the shards of a commit are in the ledger.
 
     Attributes:
-        number: Number of the shard in the partition.
-        key: Key of the shard; None if all rows are quarantined.
-        samples: Number of samples; 0 if all rows are quarantined.
-        size: Bytes of the shard.
+        number: Number of the commit in the partition.
+        keys: Keys of the shards, one of each format; empty if all rows are quarantined.
+        samples: Number of samples in each shard.
+        size: Bytes of the shards.
         quarantined: Number of quarantined rows.
         fraction: Fraction of the partition that is committed, from 0 to 1.
     """
@@ -182,7 +182,7 @@ class ShardCommitted(PartitionEvent):
     kind: ClassVar[str] = "shard.committed"
 
     number: int
-    key: str | None
+    keys: tuple[str, ...]
     samples: int
     size: int
     quarantined: int

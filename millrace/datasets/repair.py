@@ -8,8 +8,8 @@ from typing import NamedTuple
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
-from millrace.datasets.formats.base import BadSampleError
-from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.formats import BadSampleError
+from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, SourceFiles, open_source
@@ -18,7 +18,13 @@ from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
-from millrace.schemas.dataset import DatasetPlan, Partition, ShardCommit, ShardLayout
+from millrace.schemas.dataset import (
+    CommittedShard,
+    DatasetPlan,
+    Partition,
+    ShardCommit,
+    ShardLayout,
+)
 from millrace.storage import Store, create, describe_difference, open_store, put
 
 
@@ -27,10 +33,12 @@ class LostShard(NamedTuple):
 
     Attributes:
         entry: Commit of the shard.
+        shard: The shard.
         reason: Short text about the difference.
     """
 
     entry: ShardCommit
+    shard: CommittedShard
     reason: str
 
 
@@ -73,22 +81,27 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     plan = fetch(store, keys.plan, DatasetPlan)
     manifest = read_manifest(store, keys)
     manifest_shards = {shard.key: shard for shard in manifest.shards}
-    entries = {entry.key: entry for entry in iterate_commits(store, keys) if entry.key}
+    committed = {
+        shard.key: (entry, shard)
+        for entry in iterate_commits(store, keys)
+        for shard in entry.shards
+    }
     lost: list[LostShard] = []
     for fault in found.faults:
-        entry = entries.get(fault.key)
-        if entry is None:
+        if fault.key not in committed:
             raise errors.ConflictError(
                 f"{store.make_url(fault.key)} is {fault.reason}, and its commit is missing: it "
                 "cannot be made again. Shard the source under another name."
             )
-        shard = manifest_shards[fault.key]
-        expected = entry.model_copy(update={"size": shard.size, "digest": shard.digest})
-        lost.append(LostShard(expected, fault.reason))
+        entry, shard = committed[fault.key]
+        named = manifest_shards[fault.key]
+        expected = shard.model_copy(update={"size": named.size, "digest": named.digest})
+        lost.append(LostShard(entry, expected, fault.reason))
     remake_shards(store, plan, config.source.open_files(plan.source.url), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
     if found.block_digests_fault:
-        put(store, keys.block_digests, join_shard_blocks(manifest, entries))
+        shards = {key: shard for key, (_, shard) in committed.items()}
+        put(store, keys.block_digests, join_shard_blocks(manifest, shards))
         remade.append(keys.block_digests)
     return Repair(found.shards, tuple(remade))
 
@@ -115,35 +128,38 @@ def remake_shards(
     """
     source = open_source(plan.source, files, store, any_version=True)
     partitions = {partition.name: partition for partition in plan.partitions}
-    for entry, reason in lost:
-        key = str(entry.key)
-        progress(ShardRepairStarted(key=key, reason=reason))
-        _replace_shard(
-            store,
-            key,
-            entry,
-            _remake_shard(source, partitions[entry.partition], plan.layout, entry),
-        )
-        progress(ShardRepaired(key=key, size=entry.size))
+    by_commit: dict[tuple[str, int], list[LostShard]] = {}
+    for one in lost:
+        by_commit.setdefault((one.entry.partition, one.entry.number), []).append(one)
+    for together in by_commit.values():
+        entry = together[0].entry
+        for one in together:
+            progress(ShardRepairStarted(key=one.shard.key, reason=one.reason))
+        remade = _remake_shards(source, partitions[entry.partition], plan.layout, entry)
+        for one in together:
+            _replace_shard(store, one.shard, remade[one.shard.format])
+            progress(ShardRepaired(key=one.shard.key, size=one.shard.size))
 
 
-def _remake_shard(
+def _remake_shards(
     source: Source, partition: Partition, layout: ShardLayout, entry: ShardCommit
-) -> memoryview:
-    encoder = TarEncoder(layout.shard_bytes)
+) -> dict[str, memoryview]:
+    """Return the shards of a commit by their formats."""
+    shards = ShardSet(layout)
     for row in source.iterate_rows(partition.source_range, entry.start_cursor):
         if not isinstance(row, BadRow):
             with contextlib.suppress(BadSampleError):  # the sample is quarantined
-                encoder.add(row, max(layout.shard_bytes, entry.size))
+                shards.add(row, layout.shard_bytes)
         # Stop before the next row is read, since the next row may be as large as this row.
-        if row.next_cursor >= entry.next_cursor or encoder.samples == entry.samples:
+        if row.next_cursor >= entry.next_cursor or shards.samples == entry.samples:
             break
-    return encoder.close()
+    return dict(zip(layout.formats, shards.close(), strict=True))
 
 
-def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview) -> None:
+def _replace_shard(store: Store, shard: CommittedShard, data: memoryview) -> None:
     """Write a shard that has the digest of its commit. An object that is intact by now stays."""
-    if compute_digest(data) != entry.digest:
+    key = shard.key
+    if compute_digest(data) != shard.digest:
         raise errors.ChangedError(
             f"{store.make_url(key)} cannot be made again: the source has other bytes now. "
             "Nothing was replaced. Restore the source as it was when the dataset was planned."
@@ -151,5 +167,5 @@ def _replace_shard(store: Store, key: str, entry: ShardCommit, data: memoryview)
     try:
         create(store, key, data)
     except errors.ExistsError:
-        if describe_difference(store, key, entry.size, entry.digest):
+        if describe_difference(store, key, shard.size, shard.digest):
             put(store, key, data)

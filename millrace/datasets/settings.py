@@ -3,8 +3,9 @@
 from datetime import timedelta
 from typing import Any
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
+from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.settings import Duration, Size
@@ -25,9 +26,20 @@ class ShardingSettings(BaseModel):
         ge=10240,
         le=MAX_SHARD_BYTES,
         description="Largest size of a shard, such as `64MiB`. A larger sample is a shard of its "
-        "own. Memory grows with it: `shard_bytes * (uploads + 1) * workers`, and one "
+        "own. Memory grows with it: `shard_bytes * (uploads + 1) * workers * formats`, and one "
         "larger sample for each worker (of JSON lines up to five times its size, and 18 times if "
         "it is a list of short values).",
+    )
+    formats: list[FormatName] = Field(
+        default=[FormatName.WEBDATASET],
+        min_length=1,
+        description="Formats of the shards. Each has all samples, and all are made in one pass.",
+    )
+    types: dict[str, FieldType] = Field(
+        default={},
+        description='Types of fields, such as `{"cls": "int", "jpg": "bytes"}`, for formats whose '
+        "fields have types. By default a field has the type of its extension: `txt` is text, "
+        "`json` is JSON, `cls` and `id` are integers, and others are bytes.",
     )
     shard_samples: int = Field(
         title="Samples per shard",
@@ -58,6 +70,13 @@ class ShardingSettings(BaseModel):
         le=0.9,
         description="Share of the source's bytes that is held out as the split `val`.",
     )
+
+    @field_validator("formats")
+    @classmethod
+    def _check_formats(cls, formats: list[FormatName]) -> list[FormatName]:
+        if len(set(formats)) < len(formats):
+            raise ValueError("a format is named twice: name each once")
+        return sorted(formats)
 
 
 class ExecutionSettings(BaseModel):

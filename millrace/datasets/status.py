@@ -145,7 +145,7 @@ def _make_partition_status(
     return PartitionStatus(
         name=name,
         state=state,
-        shards=sum(entry.key is not None for entry in own),
+        shards=sum(len(entry.shards) for entry in own),
         samples=sum(entry.samples for entry in own),
         size=sum(entry.size for entry in own),
         quarantined=sum(entry.quarantined for entry in own),

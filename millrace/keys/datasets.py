@@ -8,11 +8,17 @@ from millrace.errors import ConfigurationError
 from millrace.keys.leases import make_lease_prefix
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
+_INDEX = r"shards/[a-z]+/(?:[a-z]+/)?_?[a-z_]+\.(?:json|npy|yaml)"
 DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?:(?:plan|plan-removed|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
-    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl|shards/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+)"
+    rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl"
+    r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+"
+    rf"|{_INDEX})"
 )
-"""Key of an object of any dataset, by which `classify_key` recognises it."""
+"""Key of an object of any dataset, by which `classify_key` recognises it.
+
+The shortest scope counts, since the folder of an index is no dataset.
+"""
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 
@@ -128,9 +134,9 @@ class DatasetKeys:
         """
         return f"{self.shards}{shard_format}/{split}/"
 
-    def make_shard_key(self, name: ShardName, extension: str) -> str:
+    def make_shard_key(self, shard_format: str, split: str, name: ShardName, extension: str) -> str:
         """Return the key of a shard."""
-        return f"{self.shards}{name}.{extension}"
+        return f"{self.make_shards_prefix(shard_format, split)}{name}.{extension}"
 
     def make_commit_key(self, name: ShardName) -> str:
         """Return the key of a shard's commit."""
@@ -157,11 +163,16 @@ class DatasetKeys:
 
     def is_shard_or_quarantine(self, key: str) -> bool:
         """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
-        for prefix in (self.shards, self.quarantined):
-            stem = key.removeprefix(prefix).rpartition(".")[0]
-            if key.startswith(prefix) and ShardName.parse(stem) is not None:
-                return True
-        return False
+        stem = key.rpartition("/")[2].rpartition(".")[0]
+        return key.startswith((self.shards, self.quarantined)) and bool(ShardName.parse(stem))
+
+    def is_index(self, key: str) -> bool:
+        """Decide whether a key is that of an index, which readers of a format find beside shards.
+
+        No record names an index. It is made from the manifest.
+        """
+        inside = key.removeprefix(f"{self.dataset}/")
+        return inside != key and re.fullmatch(_INDEX, inside) is not None
 
     def is_own(self, key: str) -> bool:
         """Decide whether a key is that of an object or of a lease of this dataset.

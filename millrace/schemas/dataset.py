@@ -177,13 +177,15 @@ class ShardLayout(RecordPart):
     """Settings that decide the bytes of the shards, besides the samples.
 
     Attributes:
-        format: Format of the shards, one of `millrace.datasets.formats`.
-        writer: Versions of the writer and of the encoders.
+        formats: Formats of the shards, of `millrace.datasets.formats`. Each has all samples.
+        fields: Types of the fields, for formats whose fields have types; empty without them.
+        writer: Versions of the writers and of the encoders.
         shard_bytes: Maximum bytes of a shard.
         shard_samples: Maximum number of samples in a shard.
     """
 
-    format: str
+    formats: tuple[str, ...]
+    fields: dict[str, str] = Field(default_factory=dict[str, str])
     writer: dict[str, str]
     shard_bytes: int
     shard_samples: int
@@ -204,7 +206,7 @@ class DatasetPlan(Record):
     """
 
     record_kind: ClassVar[str] = "dataset-plan"
-    record_version: ClassVar[int] = 2  # with BLAKE3 digests
+    record_version: ClassVar[int] = 3  # with formats
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     source: SourceRecord
@@ -216,39 +218,22 @@ class DatasetPlan(Record):
     partition_files: int | None = None
 
 
-class ShardCommit(Record):
-    """One entry of the ledger: a shard, the rows that the shard was made of, and bad rows.
+class CommittedShard(RecordPart):
+    """A shard in the ledger.
 
     Attributes:
-        partition: Name of the partition.
-        number: Number of the commit within the partition.
-        key: Key of the shard; None if every row since the last commit was quarantined.
+        format: Format of the shard.
+        key: Key of the shard.
         size: Bytes of the shard.
         digest: Digest of the shard.
-        samples: Number of samples in the shard.
-        start_cursor: Cursor of the first row. To make the shard again, reading starts here.
-        next_cursor: Cursor after the last row. A later run continues here.
-        quarantine_key: Key of the quarantined rows; None if there are none.
-        quarantined: Number of quarantined rows.
-        plan_digest: Digest of the plan.
-        blocks: Joined digests of the shard's blocks, in base64. Empty if there is no shard, or if
-            the shard is one block, whose digest is that of the shard.
+        blocks: Joined digests of the shard's blocks, in base64. Empty if the shard is one block,
+            whose digest is that of the shard.
     """
 
-    record_kind: ClassVar[str] = "shard-commit"
-    record_version: ClassVar[int] = 2  # with BLAKE3 digests and those of blocks
-
-    partition: str
-    number: int
-    key: ObjectKey | None
+    format: str
+    key: ObjectKey
     size: int
-    digest: OwnDigest | None
-    samples: int
-    start_cursor: int
-    next_cursor: int
-    quarantine_key: ObjectKey | None = None
-    quarantined: int = 0
-    plan_digest: OwnDigest
+    digest: OwnDigest
     blocks: str = ""
 
     @staticmethod
@@ -260,10 +245,8 @@ class ShardCommit(Record):
         """Return the joined digests of the shard's blocks, checked against the shard's digest.
 
         Raises:
-            CorruptError: The commit has no shard, or its digests of blocks do not fit the shard.
+            CorruptError: The digests of the blocks do not fit the shard.
         """
-        if self.digest is None:
-            raise CorruptError(f"The commit {self.number} of {self.partition} has no shard.")
         try:
             blocks = base64.b64decode(self.blocks, validate=True)
         except ValueError as error:
@@ -271,6 +254,41 @@ class ShardCommit(Record):
                 f"The block digests in the commit of {self.key} are not base64."
             ) from error
         return check_blocks(blocks or bytes.fromhex(get_hex(self.digest)), self.digest, self.size)
+
+
+class ShardCommit(Record):
+    """One entry of the ledger: shards, the rows that they were made of, and bad rows.
+
+    Attributes:
+        partition: Name of the partition.
+        number: Number of the commit within the partition.
+        shards: One shard of each format, all of the same samples. Empty if every row since the
+            last commit was quarantined.
+        samples: Number of samples in each shard.
+        start_cursor: Cursor of the first row. To make the shards again, reading starts here.
+        next_cursor: Cursor after the last row. A later run continues here.
+        quarantine_key: Key of the quarantined rows; None if there are none.
+        quarantined: Number of quarantined rows.
+        plan_digest: Digest of the plan.
+    """
+
+    record_kind: ClassVar[str] = "shard-commit"
+    record_version: ClassVar[int] = 3  # with one shard of each format
+
+    partition: str
+    number: int
+    shards: tuple[CommittedShard, ...]
+    samples: int
+    start_cursor: int
+    next_cursor: int
+    quarantine_key: ObjectKey | None = None
+    quarantined: int = 0
+    plan_digest: OwnDigest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
 
 
 class PartitionEnd(Record):
@@ -300,6 +318,7 @@ class ManifestShard(RecordPart):
     """A shard in the manifest, for readers of the dataset.
 
     Attributes:
+        format: Format of the shard.
         key: Key of the shard.
         split: Split of the samples, ``train`` or ``val``.
         samples: Number of samples.
@@ -307,6 +326,7 @@ class ManifestShard(RecordPart):
         digest: Digest of the shard.
     """
 
+    format: str
     key: ObjectKey
     split: str
     samples: int
@@ -320,19 +340,19 @@ class Manifest(Record):
     Attributes:
         dataset: Name of the dataset.
         plan_digest: Digest of the plan.
-        format: Format of the shards.
-        shards: All shards, in the order of their keys.
+        formats: Formats of the shards. Each has all samples.
+        shards: Shards of all formats, in the order of their commits.
         samples: Number of samples by split.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
-    record_version: ClassVar[int] = 2  # with BLAKE3 digests
+    record_version: ClassVar[int] = 3  # with formats
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
     dataset: str
     plan_digest: OwnDigest
-    format: str
+    formats: tuple[str, ...]
     shards: tuple[ManifestShard, ...]
     samples: dict[str, int]
     size: int

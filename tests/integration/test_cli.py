@@ -126,7 +126,7 @@ def test_a_settings_file_is_named_once(run, settings):
 
 def test_garbage_is_shown_and_deleted_only_after_a_yes(run, settings, tmp_path):
     run("run", str(settings))
-    left = tmp_path / "store" / "lines" / "shards" / "train-00000-000009.tar"
+    left = tmp_path / "store" / "lines" / "shards/webdataset/train" / "train-00000-000009.tar"
     left.write_bytes(b"left")
     words = ["dataset", "collect-garbage", str(settings), "--min-age", "0s"]
     shown = run(*words, "--dry-run")
@@ -145,7 +145,7 @@ def test_garbage_that_appears_after_the_question_is_not_deleted(
     run, settings, tmp_path, monkeypatch
 ):
     run("run", str(settings))
-    shards = tmp_path / "store" / "lines" / "shards"
+    shards = tmp_path / "store" / "lines" / "shards/webdataset/train"
     shown, new = shards / "train-00000-000009.tar", shards / "train-00000-000010.tar"
     shown.write_bytes(b"shown")
     new.with_name(f"{new.name}#1").write_bytes(b"half")
@@ -296,7 +296,7 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "lines: complete" in run("status", store)
     assert "lines: complete" in run("status", str(settings))
     assert "Would delete" in run("dataset", "collect-garbage", store, "lines", "--dry-run")
-    shard = next((tmp_path / "store" / "lines" / "shards").iterdir())
+    shard = next((tmp_path / "store" / "lines" / "shards").rglob("*.tar"))
     shard.write_bytes(b"other")
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
 

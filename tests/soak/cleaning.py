@@ -111,7 +111,7 @@ def fill_bucket(make_store: Callable[[], Any], objects: int, seed: int) -> None:
                 [
                     f"w1/gradient-{number:09d}-w1-v0.2.1.safetensors",
                     f"gathers/0.2.1/{number:09d}-{number:064x}.safetensors",
-                    f"shards/train-00000-{number:06d}.tar",
+                    f"shards/webdataset/train/train-00000-{number:06d}.tar",
                     f"mine/{number}.txt",
                     f"_probe-{number:08x}",
                 ]

@@ -122,7 +122,10 @@ def test_missing_and_damaged_files_of_a_checkpoint_are_found(checkpoints, tmp_pa
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_of_the_lists_of_a_dataset_is_found(tmp_path, fault):
-    shards = {f"shards/train-00000-{number:06d}.tar": body for number, body in enumerate(FILES)}
+    shards = {
+        f"shards/webdataset/train/train-00000-{number:06d}.tar": body
+        for number, body in enumerate(FILES)
+    }
     for name, body in shards.items():
         write(tmp_path / "d" / name, body)
     named = [

@@ -104,7 +104,8 @@ class Worker:
                 workers, every worker gets all shards.
 
         Raises:
-            ConfigurationError: The campaign has no dataset, or the dataset no shards of the split.
+            ConfigurationError: The campaign has no dataset, or the dataset has no shards of the
+                split in the format webdataset.
             NotFoundError: The dataset is not complete.
             CorruptError: A shard differs from its manifest.
         """
@@ -117,11 +118,15 @@ class Worker:
                 f"{self._read_store.make_url(keys.manifest)} is the manifest of "
                 f"{manifest.dataset}: a dataset is read under the name that it was made under."
             )
-        shards = [one for one in manifest.shards if one.split == split]
-        if not shards:
-            splits = " or ".join(
-                repr(one) for one in sorted({one.split for one in manifest.shards})
+        readable = [one for one in manifest.shards if one.format == "webdataset"]
+        if not readable:
+            raise errors.ConfigurationError(
+                f"{manifest.dataset} has no shards of the format webdataset, which workers read. "
+                "Shard it again with `formats: [webdataset]`, under another name."
             )
+        shards = [one for one in readable if one.split == split]
+        if not shards:
+            splits = " or ".join(repr(one) for one in sorted({one.split for one in readable}))
             raise errors.ConfigurationError(
                 f"{manifest.dataset} has no shards of the split {split!r}: name {splits}."
             )

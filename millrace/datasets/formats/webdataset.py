@@ -5,14 +5,16 @@ Headers (ustar, POSIX.1-1988) are made from a template. The next shard uses the 
 """
 
 import tarfile
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from millrace.datasets.formats.base import BadSampleError
-from millrace.datasets.sample import LargeFile, Sample
-from millrace.memory import map_anonymous
+import orjson
 
-EXTENSION = "tar"
-WRITER = {"webdataset": "ustar-1"}  # changes whenever the bytes change
+from millrace.datasets.formats.base import BadSampleError, Fields
+from millrace.datasets.sample import LargeFile, Sample
+from millrace.keys.datasets import DatasetKeys
+from millrace.memory import map_anonymous
+from millrace.schemas.dataset import ManifestShard
 
 _BLOCK = 512
 _RECORD = 10240  # the end of a tar file is padded to a whole record, as `tarfile` does
@@ -26,6 +28,42 @@ _TAIL = b"0" + bytes(100) + b"ustar\x00" + b"00" + b"bigdata".ljust(32, b"\x00")
 _CONSTANT = sum(_TAIL) + 8 * ord(" ")
 
 
+class WebDatasetFormat:
+    """WebDataset. A sample can have any fields, which have no types."""
+
+    name = "webdataset"
+    extension = "tar"
+    writer: Mapping[str, str] = {"webdataset": "ustar-1"}
+    has_types = False
+
+    def make_encoder(self, fields: Fields, capacity: int) -> "TarEncoder":
+        """Return an encoder of tar files."""
+        return TarEncoder(capacity)
+
+    def make_indexes(
+        self, keys: DatasetKeys, fields: Fields, shards: Sequence[ManifestShard]
+    ) -> dict[str, bytes]:
+        """Return webdataset's index of the shards (wids-shard-index-v1).
+
+        URLs are relative to the index. There is no ``md5sum``; ``digest`` is that of the manifest.
+        """
+        index = {
+            "__kind__": "wids-shard-index-v1",
+            "wids_version": 1,
+            "name": keys.dataset,
+            "shardlist": [
+                {
+                    "url": shard.key.removeprefix(f"{keys.dataset}/"),
+                    "nsamples": shard.samples,
+                    "filesize": shard.size,
+                    "digest": shard.digest,
+                }
+                for shard in shards
+            ],
+        }
+        return {keys.index: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
+
+
 class TarEncoder:
     """Encoder of tar files in a buffer.
 
@@ -37,6 +75,8 @@ class TarEncoder:
         self._capacity = capacity
         self._buffer = map_anonymous(capacity)
         self._end = 0
+        self._prepared: list[tuple[bytes, bytes | LargeFile]] = []
+        self._closed_size = 0  # of the tar file with the prepared sample
         self.samples = 0
 
     @property
@@ -44,8 +84,8 @@ class TarEncoder:
         """Bytes of the shard if it were closed now, with its two empty blocks and the padding."""
         return _round_up(self._end + 2 * _BLOCK, _RECORD)
 
-    def add(self, sample: Sample, limit: int) -> bool:
-        """Append a sample's members, unless the shard would then be larger than the limit."""
+    def prepare(self, sample: Sample) -> int:
+        """Make the headers of a sample's members, and return the size of the tar file with them."""
         key = sample.key
         members: list[tuple[bytes, bytes | LargeFile]] = []
         end = self._end
@@ -54,12 +94,16 @@ class TarEncoder:
             header = _make_header(f"{key}.{extension}", len(data))
             members.append((header, data))
             end += len(header) + len(data) + -len(data) % _BLOCK
-        closed = _round_up(end + 2 * _BLOCK, _RECORD)
-        if self.samples and closed > limit:
-            return False
-        self._reserve(closed)  # includes the end, so that `close` does not copy a large sample
+        self._prepared = members
+        self._closed_size = _round_up(end + 2 * _BLOCK, _RECORD)
+        return self._closed_size
+
+    def append(self) -> None:
+        """Append the members of the prepared sample."""
+        # The end is reserved too, so that `close` does not copy a large sample.
+        self._reserve(self._closed_size)
         at, buffer = self._end, self._buffer
-        for header, data in members:
+        for header, data in self._prepared:
             body = at + len(header)
             buffer[at:body] = header
             after = body + len(data)
@@ -70,8 +114,8 @@ class TarEncoder:
             at = after + -len(data) % _BLOCK
             buffer[after:at] = _ZEROS[: at - after]
         self._end = at
+        self._prepared = []
         self.samples += 1
-        return True
 
     def close(self) -> memoryview:
         """Finish the tar file, and return its bytes."""
@@ -85,6 +129,7 @@ class TarEncoder:
         if len(self._buffer) > self._capacity:
             self._buffer = map_anonymous(self._capacity)
         self._end = 0
+        self._prepared = []
         self.samples = 0
 
     def _reserve(self, size: int) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 from urllib.parse import quote, unquote
 
 from huggingface_hub import constants, get_token
+from pydantic import SecretStr
 
 from millrace import errors
 from millrace.datasets.sources.files import Patterns, drop_etag
@@ -59,7 +60,7 @@ class HubFiles:
         if before and before["repo"] == self._repo and not _COMMIT.fullmatch(revision):
             revision = before["revision"] or revision
         option = spec.options.get("token")
-        token = option.get_secret_value() if option else get_token()
+        token = option or (SecretStr(found_token) if (found_token := get_token()) else None)
         self._endpoint = (
             spec.endpoint or read_variable("HF_ENDPOINT") or constants.ENDPOINT
         ).rstrip("/")
@@ -70,7 +71,7 @@ class HubFiles:
         self._client = HubClient(hub, is_dataset=True)
         self._revision = revision
         self._spec = spec
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
 
     @cached_property
     def _commit(self) -> str:

@@ -75,7 +75,7 @@ def test_every_block_of_the_guide_to_datasets(
         assert read_texts(Folder(store / "web")) == Counter(texts)
         (folder / "job.yaml").write_text(original)
 
-        left = store / "my-dataset/shards/train-00000-000009.tar"
+        left = store / "my-dataset/shards/webdataset/train/train-00000-000009.tar"
         left.write_bytes(b"left")
         os.utime(left, (0, 0))
         assert left.as_uri() in guide.run()

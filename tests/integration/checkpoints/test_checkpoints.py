@@ -127,7 +127,7 @@ def test_jobs_are_found_wherever_they_are(store):
     for job in ("one", "runs/two", "runs/deep/three"):
         with Saver(store, job, SMALL) as saver:
             saver.save({"w": torch.ones(1)}, step=1)
-    put(store, "words/shards/train-00000-000000.tar", b"")
+    put(store, "words/shards/webdataset/train/train-00000-000000.tar", b"")
     put(store, "checkpoints/no-job", b"")
     assert sorted(find_jobs(store)) == ["one", "runs/deep/three", "runs/two"]
 

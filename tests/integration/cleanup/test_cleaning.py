@@ -141,7 +141,7 @@ OTHERS = (
     "gradient-000000001-w1-v0.2.1.safetensors",
     f"gathers/0.3/000000001-{'a' * 64}.npz",
     "checkpoints/step_000000001/metadata.json",
-    "shards/train-00000-000000.tar",
+    "shards/webdataset/train/train-00000-000000.tar",
     "plan.json",
     "mine/plan.json",
     "mine/notes.txt",

@@ -154,8 +154,8 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
         "gathers/0.2.1/chain/000000001.json",
         "checkpoints/step_000000001/metadata.json",
         f"checkpoints/step_000000001/parts/{'a' * 64}.safetensors",
-        "shards/train-00000-000000.tar",
-        "mine/shards/train-00000-000000.tar",
+        "shards/webdataset/train/train-00000-000000.tar",
+        "mine/shards/webdataset/train/train-00000-000000.tar",
         "manifest.json",
         "plan.json",
         "mine/plan.json",
@@ -413,7 +413,9 @@ def test_a_dataset_that_somebody_has_gone_on_with_since_the_plan_stays(folder):
     plan = make_plan(config_of(folder, rule))
     assert plan.objects == 5
     before = keys_of(folder)
-    late = Path(folder.store.location.bucket) / "words/shards/train-00000-000002.tar"
+    late = (
+        Path(folder.store.location.bucket) / "words/shards/webdataset/train/train-00000-000002.tar"
+    )
     late.write_bytes(b"new")
     ahead = (datetime.now(UTC) + timedelta(minutes=1)).timestamp()
     os.utime(late, (ahead, ahead))
@@ -555,7 +557,9 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     plan = make_plan(config)
     put(folder.store, key, b"nonsense")
     done = execute(config, plan.name)
-    gone = DatasetKeys("others").make_shard_key(ShardName("train-00000", 2), "tar")
+    gone = DatasetKeys("others").make_shard_key(
+        "webdataset", "train", ShardName("train-00000", 2), "tar"
+    )
     assert before - keys_of(folder) == {gone}
     kept = plan.totals.kept if when == "before the plan" else done.skipped
     assert any("1 of 2 records" in why and key in why for why in kept)
@@ -620,7 +624,9 @@ def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, re
     place = BucketBuilder(open_store(make_spec("rgw", request)))
     place.put_dataset("words", 2)
     there = keys_of(place)
-    shard = DatasetKeys("words").make_shard_key(ShardName("train-00000", 0), "tar")
+    shard = DatasetKeys("words").make_shard_key(
+        "webdataset", "train", ShardName("train-00000", 0), "tar"
+    )
     orphans = {f"{shard}/", "words/shards/x.npz/"}
     for key in orphans:
         rgw.make_client(rgw.full).put_object(

@@ -91,10 +91,12 @@ def test_the_shard_of_a_large_sample_is_what_webdatasets_own_writer_makes(tmp_pa
 def test_a_buffer_that_a_large_sample_made_grow_shrinks_again():
     encoder = TarEncoder(MIB)
     file = LargeFile(3 * MIB, lambda: iter([bytes(MIB)] * 3))
-    encoder.add(Sample("a", {"bin": file}, 1), limit=MIB)
+    encoder.prepare(Sample("a", {"bin": file}, 1))
+    encoder.append()
     assert len(encoder.close().obj) > 3 * MIB
     encoder.reset()
-    encoder.add(Sample("b", {"txt": b"text"}, 2), limit=MIB)
+    encoder.prepare(Sample("b", {"txt": b"text"}, 2))
+    encoder.append()
     assert len(encoder.close().obj) == MIB
 
 

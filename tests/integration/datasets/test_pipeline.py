@@ -182,7 +182,7 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     plan = fetch(store, keys.plan, DatasetPlan)
     found = QuarantineLimit(store, keys, plan, limit)
     entry = ShardCommit(
-        partition="train-00000", number=0, key=None, size=0, digest=None, samples=1, start_cursor=0,
+        partition="train-00000", number=0, shards=(), samples=1, start_cursor=0,
         next_cursor=9, quarantined=8, plan_digest=compute_plan_digest(plan),
     )  # fmt: skip
     tracemalloc.start()
@@ -489,7 +489,7 @@ def test_a_source_that_changed_is_named_with_what_is_different(settings, tmp_pat
 
 def test_a_shard_that_is_there_with_other_bytes_is_never_overwritten(settings):
     store = open_store(settings.store)
-    key = "sets/one/shards/train-00000-000000.tar"
+    key = "sets/one/shards/webdataset/train/train-00000-000000.tar"
     put(store, key, b"somebody else's")
     with pytest.raises(errors.ConflictError, match="already there with other bytes"):
         shard_dataset(settings)
@@ -516,7 +516,10 @@ def test_verify_finds_what_is_missing_and_what_differs(settings):
 def test_garbage_is_what_no_record_names(settings):
     report = shard_dataset(settings)
     store = open_store(settings.store)
-    orphans = ["sets/one/shards/train-09999-000000.tar", "sets/one/quarantine/x.jsonl"]
+    orphans = [
+        "sets/one/shards/webdataset/train/train-09999-000000.tar",
+        "sets/one/quarantine/x.jsonl",
+    ]
     for key in orphans:
         put(store, key, b"orphan")
     kept = {shard.key for shard in report.manifest.shards}
@@ -550,11 +553,15 @@ def test_an_upload_below_a_dataset_that_is_not_of_the_dataset_is_no_garbage(sett
     shard_dataset(settings)
     store, folder = open_store(settings.store), tmp_path / "store" / "sets" / "one"
     own = {
-        "shards/train-09999-000000.tar",
+        "shards/webdataset/train/train-09999-000000.tar",
         "lease/train-00000/000000.beat",
         "lease/clock/0123456789abcdef",
     }
-    others = {"two/shards/train-00000-000000.tar", "checkpoints/step_000000001/rank_0.bin", "notes"}
+    others = {
+        "two/shards/webdataset/train/train-00000-000000.tar",
+        "checkpoints/step_000000001/rank_0.bin",
+        "notes",
+    }
     for key in own | others:
         half = folder / f"{key}#1"
         half.parent.mkdir(parents=True, exist_ok=True)
@@ -573,7 +580,9 @@ def test_garbage_that_a_record_names_or_that_was_written_since_the_plan_stays(se
     committed = sorted(s.key for s in list_objects(store, keys.commits) if keys.parse_commit(s.key))
     body = read(store, committed[0])
     delete(store, [committed[0]])
-    orphans = [f"sets/one/shards/train-09999-00000{number}.tar" for number in range(3)]
+    orphans = [
+        f"sets/one/shards/webdataset/train/train-09999-00000{number}.tar" for number in range(3)
+    ]
     for key in orphans[:2]:
         put(store, key, b"orphan")
     delete(store, [keys.manifest])
@@ -604,7 +613,7 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     shard_dataset(settings)
     store = open_store(settings.store)
     for number in range(30):
-        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+        put(store, f"sets/one/shards/webdataset/train/train-09999-{number:06d}.tar", b"orphan")
     clock = StoreClock.read(store, "sets/one", Holder.describe_this_process())
 
     def take_lease(event: Event) -> None:
@@ -615,7 +624,9 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     with pytest.raises(errors.ConflictError, match="works on sets/one"):
         delete_garbage(store, plan, progress=take_lease)
-    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    left = [
+        stat.key for stat in list_objects(store, "sets/one/shards/webdataset/train/train-09999")
+    ]
     assert len(left) == 20
 
 
@@ -624,7 +635,7 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
     store = open_store(settings.store)
     pin_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
     for number in range(30):
-        put(store, f"sets/one/shards/train-09999-{number:06d}.tar", b"orphan")
+        put(store, f"sets/one/shards/webdataset/train/train-09999-{number:06d}.tar", b"orphan")
 
     def end_lease(event: Event) -> None:
         if isinstance(event, ObjectsDeleted) and event.objects == 10:
@@ -638,7 +649,9 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
     plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
         delete_garbage(store, plan, progress=end_lease)
-    left = [stat.key for stat in list_objects(store, "sets/one/shards/train-09999")]
+    left = [
+        stat.key for stat in list_objects(store, "sets/one/shards/webdataset/train/train-09999")
+    ]
     assert len(left) == 20
 
 

@@ -174,6 +174,7 @@ def _collect(site: Site) -> Any:
 DATASETS = Reach(
     prefixes=("dst/other/", f"dst/{HOSTS}"),
     litter=("dst/", "dst/sets/", "dst/sets/words/", "dst/sets/words/shards/",
+            "dst/sets/words/shards/webdataset/", "dst/sets/words/shards/webdataset/train/",
             "dst/sets/words/commits/"),
     scopes=("dst/sets/words/",),
 )  # fmt: skip
@@ -267,7 +268,8 @@ BUCKET = Reach(
     spares=lambda key: key.startswith("run/w1/") and key.endswith((".safetensors", ".json"))
     and "//" not in key,
     litter=("", "run/", "run/gathers/", "run/gathers/0.2.1/chain/", "job/", "job/checkpoints/",
-            "job/epochs/", "words/", "words/shards/", "words/commits/"),
+            "job/epochs/", "words/", "words/shards/",
+            "words/shards/webdataset/", "words/shards/webdataset/train/", "words/commits/"),
     scopes=("run/", "job/", "words/", "old/"),
 )  # fmt: skip
 

@@ -38,7 +38,9 @@ SIZES = {"large.bin": 5 * MIB + 17, "even.bin": 2 * MIB, "empty": 0, "sub/one": 
 CONTENTS = {name: hashlib.shake_256(name.encode()).digest(size) for name, size in SIZES.items()}
 ALL = [Request(prefix="data")]
 SHARDS = {
-    f"text/shards/train-00000-{number:06d}.tar": hashlib.shake_256(bytes([number])).digest(size)
+    f"text/shards/webdataset/train/train-00000-{number:06d}.tar": hashlib.shake_256(
+        bytes([number])
+    ).digest(size)
     for number, size in enumerate((12 * MIB + 17, 4 * MIB, 17, 1000))
 }
 

@@ -75,12 +75,16 @@ def finalize_dataset(store: Store, shards: int) -> None:
                 member.size = 100
                 tar.addfile(member, io.BytesIO(str(number).encode() * 100))
             data = body.getvalue()
-        key = f"text/shards/{split}-00000-{number:06d}.tar"
+        key = f"text/shards/webdataset/{split}/{split}-00000-{number:06d}.tar"
         put(store, key, data)
         digest = compute_digest(data)
-        made.append(ManifestShard(key=key, split=split, samples=1, size=len(data), digest=digest))
+        shard = ManifestShard(
+            format="webdataset", key=key, split=split, samples=1, size=len(data), digest=digest
+        )
+        made.append(shard)
     manifest = Manifest(
-        dataset="text", plan_digest=compute_digest(b""), format="webdataset", shards=tuple(made),
-        samples={"train": shards, "val": 1}, size=sum(one.size for one in made), quarantined=0,
+        dataset="text", plan_digest=compute_digest(b""), formats=("webdataset",),
+        shards=tuple(made), samples={"train": shards, "val": 1},
+        size=sum(one.size for one in made), quarantined=0,
     )  # fmt: skip
     commit_once(store, DatasetKeys("text").manifest, manifest)

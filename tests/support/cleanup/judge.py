@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.oracle import compute_blake3
 
+_MAYBE_ORPHAN = re.compile(r"/(shards/\w+/\w+/[^/]+-\d+\.\w+|(quarantine|partitions)/[^/]+)$")
 DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "lease"}
 RESERVED_FOLDERS = DATASET_FOLDERS | {"checkpoints", "gathers", "epochs"}
 
@@ -157,7 +158,9 @@ def _match_record(key: str) -> ParsedKey | None:
 
 
 def _match_dataset_object(key: str) -> ParsedKey | None:
-    *folders, leaf = key.split("/")
+    # Shards and indexes lie in a folder for each format and split.
+    shard = re.fullmatch(r"(.+?)/shards/[a-z]+/(?:[a-z]+/)?[^/]+", key)
+    *folders, leaf = (f"{shard[1]}/shards/x" if shard else key).split("/")
     inner = leaf not in {"plan.json", "manifest.json", "index.json", "block_digests.bin"}
     if inner and (not folders or folders.pop() not in DATASET_FOLDERS):
         return None
@@ -506,13 +509,14 @@ class Judge:
         if f"{name}/manifest.json" not in self.objects:
             return {}
         named = {
-            self.objects[key].read_record()["key"]
+            shard["key"]
             for key in own_keys
             if re.search(r"/commits/\w+-\d+-\d+\.json$", key)
+            for shard in self.objects[key].read_record()["shards"]
         }
         deletions: dict[str, int] = {}
         for key in own_keys:
-            if key.split("/")[-2] not in {"shards", "quarantine", "partitions"} or key in named:
+            if key in named or not _MAYBE_ORPHAN.search(key):
                 continue
             for rule_index, rule in enumerate(self.rules):
                 if "dataset orphans" in rule["kinds"] and self._matches_rule(rule, key, name):

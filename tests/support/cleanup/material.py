@@ -16,7 +16,14 @@ from millrace.lease import Holder, LeaseTerm
 from millrace.records import commit_once, encode_record
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Part, Pin
-from millrace.schemas.dataset import DatasetPlan, Manifest, ShardCommit, ShardLayout, SourceRecord
+from millrace.schemas.dataset import (
+    CommittedShard,
+    DatasetPlan,
+    Manifest,
+    ShardCommit,
+    ShardLayout,
+    SourceRecord,
+)
 from millrace.schemas.gradient import Codec
 from millrace.schemas.merge import MergeSettings
 from millrace.storage import Store, put
@@ -179,7 +186,7 @@ class BucketBuilder:
         source = SourceRecord(
             kind="jsonl", url="x", settings={}, files=0, size=0, digest=compute_digest(b"")
         )
-        layout = ShardLayout(format="webdataset", writer={}, shard_bytes=1, shard_samples=1)
+        layout = ShardLayout(formats=("webdataset",), writer={}, shard_bytes=1, shard_samples=1)
         plan = DatasetPlan(
             dataset=name, source=source, layout=layout, seed=None, holdout=0, partition_bytes=1,
             partitions=(),
@@ -189,18 +196,23 @@ class BucketBuilder:
         for number in range(shards + orphans):
             shard = ShardName("train-00000", number)
             key = self.put(
-                keys.make_shard_key(shard, "tar"), f"{name} {number}".encode(), hours=hours
+                keys.make_shard_key("webdataset", "train", shard, "tar"),
+                f"{name} {number}".encode(),
+                hours=hours,
             )
             if number < shards:
                 entry = ShardCommit(
-                    partition="train-00000", number=number, key=key, size=1,
-                    digest=compute_digest(b"x"), samples=1, start_cursor=number,
-                    next_cursor=number + 1, plan_digest=digest,
+                    partition="train-00000", number=number, shards=(
+                        CommittedShard(
+                            format="webdataset", key=key, size=1, digest=compute_digest(b"x")
+                        ),
+                    ),
+                    samples=1, start_cursor=number, next_cursor=number + 1, plan_digest=digest,
                 )  # fmt: skip
                 self.put_record(keys.make_commit_key(shard), entry, hours=hours)
         if is_complete:
             manifest = Manifest(
                 dataset=name, plan_digest=digest,
-                format="webdataset", shards=(), samples={}, size=0, quarantined=0,
+                formats=("webdataset",), shards=(), samples={}, size=0, quarantined=0,
             )  # fmt: skip
             self.put_record(keys.manifest, manifest, hours=hours)

@@ -66,7 +66,7 @@ def make_local_workers() -> dict[str, Any]:
 
 def find_shards(store: Path, dataset: str) -> dict[str, tuple[int, int]]:
     """Each shard's inode, and when it was written: another one would have others."""
-    found = sorted((store / dataset / "shards").glob("*.tar"))
+    found = sorted((store / dataset / "shards").glob("webdataset/*/*.tar"))
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
 
 
@@ -76,15 +76,15 @@ def find_committed_shards(store: Path, dataset: str) -> dict[str, tuple[int, int
         json.loads(path.read_bytes())["record"]
         for path in (store / dataset / "commits").glob("*.json")
     ]
-    committed = {record["key"] for record in records if record.get("key")}
-    found = find_shards(store, dataset)
-    return {name: one for name, one in found.items() if f"{dataset}/shards/{name}" in committed}
+    shards = (shard for record in records for shard in record.get("shards", ()))
+    committed = {shard["key"].rpartition("/")[2] for shard in shards}
+    return {name: one for name, one in find_shards(store, dataset).items() if name in committed}
 
 
 def read_texts(store: Path, dataset: str) -> Counter[str]:
     """Return the samples of all shards, by Python's own tar reader."""
     said: Counter[str] = Counter()
-    for path in (store / dataset / "shards").glob("*.tar"):
+    for path in (store / dataset / "shards").glob("webdataset/*/*.tar"):
         with tarfile.open(fileobj=io.BytesIO(path.read_bytes())) as tar:
             for member in tar:
                 file = tar.extractfile(member)

@@ -20,12 +20,17 @@ def write_dataset(store: Store, name: str, shards: Mapping[str, bytes]) -> None:
     put(store, DatasetKeys(name).block_digests, b"".join(map(hash_blocks, shards.values())))
     named = tuple(
         ManifestShard(
-            key=key, split="train", samples=1, size=len(body), digest=compute_blake3(body)
+            format="webdataset",
+            key=key,
+            split="train",
+            samples=1,
+            size=len(body),
+            digest=compute_blake3(body),
         )
         for key, body in shards.items()
     )
     manifest = Manifest(
-        dataset=name, plan_digest=compute_blake3(b""), format="webdataset", shards=named,
+        dataset=name, plan_digest=compute_blake3(b""), formats=("webdataset",), shards=named,
         samples={"train": len(named), "val": 0}, size=sum(shard.size for shard in named),
         quarantined=0,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
     worker = Worker(make())
     first, second = worker.fetch_shards()
     whole = second.read_bytes()
-    put(store, "text/shards/train-00000-000000.tar", b"x" * first.stat().st_size)
+    put(store, "text/shards/webdataset/train/train-00000-000000.tar", b"x" * first.stat().st_size)
     assert worker.fetch_shards() == [first, second]  # they are here: the store is not asked
     second.write_bytes(b"y" * len(whole))  # whoever may bring files here
     again = Worker(make())
@@ -56,7 +56,7 @@ def test_what_was_brought_is_not_fetched_and_what_is_damaged_is_refused(
 
 def test_no_more_of_a_shard_is_written_than_the_manifest_says(store: Store, make: Make) -> None:
     finalize_dataset(store, 1)
-    key = "text/shards/train-00000-000000.tar"
+    key = "text/shards/webdataset/train/train-00000-000000.tar"
     whole = read(store, key)
     put(store, key, whole + b"x" * (32 << 20))
     (path,) = Worker(make()).fetch_shards()

@@ -23,7 +23,7 @@ from millrace.errors import WorkerError
 COMMITTED = ShardCommitted(
     partition="train-00000",
     number=3,
-    key=None,
+    keys=(),
     samples=0,
     size=0,
     quarantined=7,

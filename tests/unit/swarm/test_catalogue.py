@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Store:
     store = open_store((tmp_path / "store").as_uri())
     finalize_dataset(store, 3)
     for key in ("plan.json", "commits/train-00000-000000.json", "lease/train-00000/000000.json",
-                "shards/train-00000-000009.tar"):  # fmt: skip
+                "shards/webdataset/train/train-00000-000009.tar"):  # fmt: skip
         put(store, f"text/{key}", b"{}")
     return store
 
@@ -54,10 +54,10 @@ def test_of_a_dataset_the_shards_of_its_manifest_are_found_and_nothing_else(stor
 
 def test_a_dataset_that_is_not_whole_is_refused(store: Store) -> None:
     settings = settings_of(store, FilesRequest(url=store.url, dataset="text"))
-    put(store, "text/shards/train-00000-000001.tar", b"cut")
+    put(store, "text/shards/webdataset/train/train-00000-000001.tar", b"cut")
     with pytest.raises(errors.CorruptError, match=r"000001\.tar has 3 bytes, and \d+ by the man"):
         preview(settings)
-    delete(store, ["text/shards/train-00000-000001.tar"])
+    delete(store, ["text/shards/webdataset/train/train-00000-000001.tar"])
     with pytest.raises(errors.NotFoundError, match=r"000001\.tar is missing"):
         preview(settings)
     delete(store, [DatasetKeys("text").manifest])

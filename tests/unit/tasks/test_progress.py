@@ -33,7 +33,7 @@ def commit(size: int, *, fraction: float = 0.0) -> ShardCommitted:
     return ShardCommitted(
         partition="train-00000",
         number=0,
-        key="words/shards/x",
+        keys=("words/shards/x",),
         samples=1,
         size=size,
         quarantined=0,

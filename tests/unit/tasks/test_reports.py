@@ -18,11 +18,18 @@ DIGEST = "blake3:" + "0" * 64
 
 def report(**changes: object) -> ShardReport:
     shards = tuple(
-        ManifestShard(key=f"words/shards/{n}.tar", split="train", samples=5, size=9, digest=DIGEST)
+        ManifestShard(
+            format="webdataset",
+            key=f"words/shards/{n}.tar",
+            split="train",
+            samples=5,
+            size=9,
+            digest=DIGEST,
+        )
         for n in range(3)
     )
     manifest = Manifest(
-        dataset="words", plan_digest=compute_digest(b""), format="webdataset", shards=shards,
+        dataset="words", plan_digest=compute_digest(b""), formats=("webdataset",), shards=shards,
         samples={"train": 15, "val": 0}, size=27_000_000, quarantined=2,
     )  # fmt: skip
     made = ShardReport(

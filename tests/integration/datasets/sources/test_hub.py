@@ -90,7 +90,7 @@ def test_a_plan_stays_at_its_commit_when_the_branch_moves(hub, tmp_path):
     settings = make_settings(hub, f"hf://datasets/{repo}", tmp_path)
     shard_dataset(settings)
     commit(hub, repo, a_parquet=make_parquet(texts[::-1]), b_parquet=make_parquet(["new"]))
-    for shard in (tmp_path / "out/words/shards").iterdir():
+    for shard in (tmp_path / "out/words/shards").rglob("*.tar"):
         shard.unlink()
     (tmp_path / "out/words/manifest.json").unlink()
     shard_dataset(settings)  # makes the lost shards again, from the commit of the plan

@@ -7,8 +7,10 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sources import Sample
+from millrace.schemas.dataset import ShardLayout
 
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="./\\"),
@@ -35,7 +37,8 @@ def by_webdataset(samples: list[tuple[str, dict[str, bytes]]]) -> bytes:
 def by_millrace(samples: list[tuple[str, dict[str, bytes]]], capacity: int = 1024) -> bytes:
     encoder = TarEncoder(capacity)
     for key, fields in samples:
-        assert encoder.add(Sample(key, fields, 0), limit=1 << 40)
+        encoder.prepare(Sample(key, fields, 0))
+        encoder.append()
     return bytes(encoder.close())
 
 
@@ -56,20 +59,23 @@ def test_a_buffer_that_is_used_again_keeps_nothing_of_the_shard_before():
     for _ in range(3):
         samples = [(f"k{i}", {"bin": rng.randbytes(rng.randrange(3000))}) for i in range(20)]
         for key, fields in samples:
-            encoder.add(Sample(key, fields, 0), limit=1 << 30)
+            encoder.prepare(Sample(key, fields, 0))
+            encoder.append()
         assert bytes(encoder.close()) == by_webdataset(samples)
         encoder.reset()
 
 
 def test_a_shard_never_grows_over_its_limit_unless_one_sample_does():
-    encoder = TarEncoder(1 << 16)
     limit = 40_960
-    while encoder.add(Sample(f"k{encoder.samples}", {"bin": bytes(700)}, 0), limit):
-        assert encoder.size <= limit
-    assert len(encoder.close()) <= limit
-    encoder.reset()
-    assert encoder.add(Sample("large", {"bin": bytes(3 * limit)}, 0), limit)
-    with tarfile.open(fileobj=io.BytesIO(bytes(encoder.close()))) as tar:
+    shards = ShardSet(
+        ShardLayout(formats=("webdataset",), writer={}, shard_bytes=limit, shard_samples=1000)
+    )
+    while shards.add(Sample(f"k{shards.samples}", {"bin": bytes(700)}, 0), limit):
+        assert shards.size <= limit
+    assert len(shards.close()[0]) <= limit
+    shards.reset()
+    assert shards.add(Sample("large", {"bin": bytes(3 * limit)}, 0), limit)
+    with tarfile.open(fileobj=io.BytesIO(bytes(shards.close()[0]))) as tar:
         assert [member.size for member in tar] == [3 * limit]
 
 

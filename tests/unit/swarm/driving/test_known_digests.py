@@ -21,7 +21,9 @@ from tests.support.swarm.datasets import MIB, hash_blocks, write_dataset
 
 SIZES = (5 * MIB + 17, 4 * MIB, 2 * MIB + 1, MIB, 1000, 17)
 SHARDS = {
-    f"text/shards/train-00000-{number:06d}.tar": random.Random(number).randbytes(size)
+    f"text/shards/webdataset/train/train-00000-{number:06d}.tar": random.Random(number).randbytes(
+        size
+    )
     for number, size in enumerate(SIZES)
 }
 BLOCKS = b"".join(map(hash_blocks, SHARDS.values()))
