@@ -60,8 +60,8 @@ def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown
     ]
     shards = sum(len(seen.faults) for seen in found.values())
     parts = [f"{format_count(shards, 'shard')} at fault" if shards else "every shard is there"]
-    if lists := sum(seen.block_digests_fault is not None for seen in found.values()):
-        parts.append(f"the block digests of {format_count(lists, 'dataset')} are at fault")
+    if others := sum(len(seen.other_faults) for seen in found.values()):
+        parts.append(f"{format_count(others, 'other object')} at fault")
     rows = [
         (
             dataset, f"{seen.shards:,}", format_size(seen.size),

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
-from millrace.datasets.formats import FieldType, open_format
+from millrace.datasets.indexes import make_indexes
 from millrace.datasets.partition import check_contiguous
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import (
@@ -28,7 +28,6 @@ from millrace.schemas.dataset import (
     Partition,
     PartitionEnd,
     ShardCommit,
-    ShardLayout,
 )
 from millrace.storage import Store, list_objects, put
 
@@ -80,7 +79,7 @@ def finalize_dataset(
     committed = {shard.key: shard for entry in entries for shard in entry.shards}
     put(store, keys.block_digests, join_shard_blocks(manifest, committed))
     progress(BlockDigestsUploaded(key=keys.block_digests))
-    for key, body in make_indexes(manifest, keys, plan.layout).items():
+    for key, body in make_indexes(manifest).items():
         put(store, key, body)
         progress(IndexUploaded(key=key))
     manifest = commit_same(store, keys.manifest, manifest).record
@@ -106,16 +105,6 @@ def find_lost_shards(
         if entry and shard and stat.size != shard.size:
             damaged.append(LostShard(entry, shard, f"has {stat.size} bytes, not {shard.size}"))
     return [*damaged, *(LostShard(*one, "missing") for one in missing.values())]
-
-
-def make_indexes(manifest: Manifest, keys: DatasetKeys, layout: ShardLayout) -> dict[str, bytes]:
-    """Return the objects that readers of the formats need beside the shards, by their keys."""
-    fields = {name: FieldType(one) for name, one in layout.fields.items()}
-    indexes: dict[str, bytes] = {}
-    for name in layout.formats:
-        shards = [shard for shard in manifest.shards if shard.format == name]
-        indexes |= open_format(name).make_indexes(keys, fields, shards)
-    return indexes
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
@@ -158,6 +147,7 @@ def _make_manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardComm
         dataset=keys.dataset,
         plan_digest=compute_plan_digest(plan),
         formats=plan.layout.formats,
+        fields=plan.layout.fields,
         shards=tuple(
             ManifestShard(
                 format=shard.format,

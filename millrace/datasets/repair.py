@@ -10,6 +10,7 @@ from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
+from millrace.datasets.indexes import make_indexes
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, Source, SourceFiles, open_source
@@ -48,8 +49,7 @@ class Repair:
 
     Attributes:
         shards: Number of shards that were verified.
-        remade_keys: Keys of the shards that were made again, and the key of the digests of all
-            blocks, if they were.
+        remade_keys: Keys of the shards and of other objects that were made again.
     """
 
     shards: int
@@ -61,8 +61,9 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
 
     A shard is made from the source by the pinned plan. A file is also read if it was written again
     since then, with another time or ETag. A shard is written only if its digest is that of the
-    manifest. Intact objects are never replaced. The digests of all blocks are made from the ledger
-    if they are at fault. Memory: one shard, and the memory of `verify_dataset`.
+    manifest. Intact objects are never replaced. If they are at fault, the digests of all blocks are
+    made from the ledger, and the indexes from the manifest. Memory: one shard of each format, and
+    the memory of `verify_dataset`.
 
     Args:
         config: Settings that the dataset was made with.
@@ -99,10 +100,14 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         lost.append(LostShard(entry, expected, fault.reason))
     remake_shards(store, plan, config.source.open_files(plan.source.url), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
-    if found.block_digests_fault:
-        shards = {key: shard for key, (_, shard) in committed.items()}
-        put(store, keys.block_digests, join_shard_blocks(manifest, shards))
-        remade.append(keys.block_digests)
+    indexes = make_indexes(manifest)
+    for fault in found.other_faults:
+        if fault.key == keys.block_digests:
+            shards = {key: shard for key, (_, shard) in committed.items()}
+            put(store, fault.key, join_shard_blocks(manifest, shards))
+        else:
+            put(store, fault.key, indexes[fault.key])
+        remade.append(fault.key)
     return Repair(found.shards, tuple(remade))
 
 

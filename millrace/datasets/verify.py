@@ -7,6 +7,7 @@ from itertools import islice
 
 from millrace import errors
 from millrace.block_lists import describe_block_digests, read_shard_blocks
+from millrace.datasets.indexes import describe_index, make_indexes
 from millrace.datasets.progress_events import ShardVerified
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
@@ -37,26 +38,25 @@ class Verification:
         size: Bytes of these shards, by the manifest.
         faults: Shards that are missing or differ.
         includes_digests: Whether digests were compared; False if only sizes were.
-        block_digests_fault: Object with the digests of all blocks, if it is missing or does not
-            fit the manifest; otherwise None.
+        other_faults: Object with the digests of all blocks, and indexes of the formats, that are
+            missing or do not fit the manifest.
     """
 
     shards: int
     size: int
     faults: tuple[ShardFault, ...]
     includes_digests: bool
-    block_digests_fault: ShardFault | None = None
+    other_faults: tuple[ShardFault, ...] = ()
 
     @property
     def is_intact(self) -> bool:
-        """True if no shard is at fault, and the digests of all blocks are there."""
+        """True if no shard and no other object is at fault."""
         return not self.all_faults
 
     @property
     def all_faults(self) -> tuple[ShardFault, ...]:
-        """Shards at fault, then the object with the digests of all blocks if it is at fault."""
-        block_digests = self.block_digests_fault
-        return (*self.faults, block_digests) if block_digests else self.faults
+        """Shards at fault, then other objects at fault."""
+        return (*self.faults, *self.other_faults)
 
 
 def verify_dataset(
@@ -67,7 +67,7 @@ def verify_dataset(
     concurrency: int = 4,
     progress: Progress = ignore_event,
 ) -> Verification:
-    """Check every shard of a complete dataset, and the object with the digests of all blocks.
+    """Check every shard of a complete dataset, the digests of all blocks, and the indexes.
 
     Args:
         store: Store of the dataset.
@@ -90,8 +90,11 @@ def verify_dataset(
             if fault:
                 faults.append(ShardFault(shard.key, fault))
     reason = describe_block_digests(store, manifest, blocks)
-    block_digests = ShardFault(keys.block_digests, reason) if reason else None
-    return Verification(len(manifest.shards), manifest.size, tuple(faults), digests, block_digests)
+    others = [ShardFault(keys.block_digests, reason)] if reason else []
+    for key, expected in make_indexes(manifest).items():
+        if reason := describe_index(store, key, expected):
+            others.append(ShardFault(key, reason))
+    return Verification(len(manifest.shards), manifest.size, tuple(faults), digests, tuple(others))
 
 
 def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:

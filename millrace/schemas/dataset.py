@@ -341,6 +341,7 @@ class Manifest(Record):
         dataset: Name of the dataset.
         plan_digest: Digest of the plan.
         formats: Formats of the shards. Each has all samples.
+        fields: Types of the fields, for formats whose fields have types; empty without them.
         shards: Shards of all formats, in the order of their commits.
         samples: Number of samples by split.
         size: Bytes of all shards.
@@ -353,6 +354,7 @@ class Manifest(Record):
     dataset: str
     plan_digest: OwnDigest
     formats: tuple[str, ...]
+    fields: dict[str, str] = Field(default_factory=dict[str, str])
     shards: tuple[ManifestShard, ...]
     samples: dict[str, int]
     size: int

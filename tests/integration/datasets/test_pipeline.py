@@ -823,9 +823,12 @@ def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, ki
     assert delete(store, [missing]) == []
     put(store, shortened, before[shortened][:-512])
     put(store, flipped, before[flipped][:-1] + b"x")
+    index = read(store, "sets/one/index.json")
+    put(store, "sets/one/index.json", index + b"x")
     times = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
     report = repair_dataset(settings)
-    assert set(report.remade_keys) == {missing, shortened, flipped}
+    assert set(report.remade_keys) == {missing, shortened, flipped, "sets/one/index.json"}
+    assert read(store, "sets/one/index.json") == index
     assert objects(store, "sets/one/shards/") == before
     after = {stat.key: stat.last_modified for stat in list_objects(store, "sets/one/shards/")}
     assert [after[key] for key in good] == [times[key] for key in good]

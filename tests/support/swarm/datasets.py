@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
+from millrace.datasets.indexes import make_indexes
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import commit_once
 from millrace.schemas.dataset import Manifest, ManifestShard
@@ -34,6 +35,8 @@ def write_dataset(store: Store, name: str, shards: Mapping[str, bytes]) -> None:
         samples={"train": len(named), "val": 0}, size=sum(shard.size for shard in named),
         quarantined=0,
     )  # fmt: skip
+    for key, body in make_indexes(manifest).items():
+        put(store, key, body)
     commit_once(store, DatasetKeys(name).manifest, manifest)
 
 

@@ -94,14 +94,14 @@ def test_a_verification_names_each_shard_at_fault() -> None:
     assert text.startswith("`s3://bucket`: 2 complete datasets, 1 shard at fault.")
     assert "| `words/shards/1.tar` | missing |" in text
     found["others"] = Verification(
-        1, 9, (), True, ShardFault("others/block_digests.bin", "missing")
+        1, 9, (), True, (ShardFault("others/block_digests.bin", "missing"),)
     )
     text = verifying.describe_verifications("s3://bucket", found)
-    assert "1 shard at fault, the block digests of 1 dataset are at fault." in text
+    assert "1 shard at fault, 1 other object at fault." in text
     assert "| `others/block_digests.bin` | missing |" in text
     del found["words"]
     text = verifying.describe_verifications("s3://bucket", found)
-    assert "every shard is there, the block digests of 1 dataset are at fault." in text
+    assert "every shard is there, 1 other object at fault." in text
 
 
 def test_words() -> None:
