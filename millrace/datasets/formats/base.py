@@ -122,3 +122,20 @@ def read_field(data: bytes | LargeFile) -> bytes:
         ChangedError: The file has changed since it was listed.
     """
     return b"".join(data.blocks()) if isinstance(data, LargeFile) else data
+
+
+def copy_file(file: LargeFile, into: memoryview) -> None:
+    """Copy the blocks of a large file into memory of its size.
+
+    Raises:
+        ChangedError: The file has changed since it was listed.
+        ValueError: The file has another size.
+    """
+    at = 0
+    for block in file.blocks():
+        if at + len(block) > len(into):
+            raise ValueError(f"A file of {len(into)} bytes gave more.")
+        into[at : at + len(block)] = block
+        at += len(block)
+    if at != len(into):
+        raise ValueError(f"A file of {len(into)} bytes gave {at}.")

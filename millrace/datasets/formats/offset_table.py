@@ -1,0 +1,196 @@
+"""Shards that begin with a table of offsets, as those of LitData and MDS.
+
+A shard is the number of samples, the offset of each sample and of the end, a header of the format,
+and the samples. A sample is the sizes of its columns, and then their bytes. All these numbers are
+unsigned and little-endian, of 32 bits.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
+from millrace.datasets.formats.typed_fields import KEY, FieldData, FieldEncoder, encode_key
+from millrace.datasets.sample import LargeFile, Sample
+from millrace.errors import ConfigurationError
+from millrace.keys.datasets import DatasetKeys
+from millrace.memory import map_anonymous
+from millrace.schemas.dataset import ManifestShard
+
+_MAX_SIZE = (1 << 32) - 1  # bytes of a shard, and the largest offset
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of every sample: a field, or the key.
+
+    Attributes:
+        name: Name of the field, or `KEY`.
+        encode: Function that checks the field, and returns its bytes in the shard.
+        has_size: Whether samples have the size of this column.
+    """
+
+    name: str
+    encode: FieldEncoder
+    has_size: bool = True
+
+
+class OffsetTableEncoder:
+    """Encoder of shards with a table of offsets, in a buffer.
+
+    The table is in front of the samples, and its size is known only at the end. So the samples
+    begin at a distance from the start of the buffer. The distance grows when the table needs it.
+
+    Args:
+        columns: Columns of every sample, in their order. One is the key.
+        header: Bytes between the table and the samples.
+        capacity: Initial bytes of the buffer. A larger sample enlarges the buffer until `reset`.
+    """
+
+    def __init__(self, columns: Sequence[Column], *, header: bytes, capacity: int) -> None:
+        self._header = header
+        self._columns = columns
+        self._names: Set[str] = {column.name for column in columns} - {KEY}
+        self._sized = [index for index, column in enumerate(columns) if column.has_size]
+        self._sizes = struct.Struct(f"<{len(self._sized)}I")
+        self._capacity = capacity
+        self._front = self._measure_front(capacity >> 10)
+        self._buffer = map_anonymous(self._front + capacity)
+        self._prepared: list[FieldData] = []
+        self._prepared_size = 0
+        self._ends: list[int] = []  # of the samples, from the start of the first one
+        self._end = 0
+        self.samples = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shard if it were closed now."""
+        return self._measure_front(self.samples) + self._end
+
+    def prepare(self, sample: Sample) -> int:
+        """Check and encode the fields of a sample, and return the size of the shard with them.
+
+        The bytes of a large file are copied only by `append`, except those of a text or a number.
+
+        Raises:
+            BadSampleError: A field is missing, unknown or not of its type, or the sample is too
+                large for offsets of 32 bits.
+        """
+        self._prepared = []
+        if sample.fields.keys() != self._names:
+            raise BadSampleError(_describe_fields(sample, self._names))
+        values = {**sample.fields, KEY: encode_key(sample)}
+        parts = [_encode_column(column, values) for column in self._columns]
+        size = self._sizes.size + sum(map(len, parts))
+        if self._measure_front(1) + size > _MAX_SIZE:
+            raise BadSampleError(f"its {size} bytes are too many for the format, which has 4 GiB")
+        sizes = self._sizes.pack(*[len(parts[index]) for index in self._sized])
+        self._prepared = [sizes, *parts]
+        self._prepared_size = size
+        return self._measure_front(self.samples + 1) + self._end + size
+
+    def append(self) -> None:
+        """Append the prepared sample.
+
+        Raises:
+            ValueError: No sample is prepared, or the shard would be too large for its offsets.
+        """
+        end = self._end + self._prepared_size
+        if not self._prepared or self._measure_front(self.samples + 1) + end > _MAX_SIZE:
+            raise ValueError("Prepare a sample before it is appended, and close a shard of 4 GiB.")
+        self._reserve(self.samples + 1, end)
+        at, buffer = self._front + self._end, self._buffer
+        for part in self._prepared:
+            after = at + len(part)
+            if isinstance(part, LargeFile):
+                copy_file(part, memoryview(buffer)[at:after])
+            else:
+                buffer[at:after] = part
+            at = after
+        self._ends.append(end)
+        self._end = end
+        self._prepared = []
+        self.samples += 1
+
+    def close(self) -> memoryview:
+        """Write the table in front of the samples, and return the bytes of the shard."""
+        front = self._measure_front(self.samples)
+        offsets = np.array([self.samples, front, *self._ends])
+        offsets[2:] += front
+        head = offsets.astype("<u4").tobytes() + self._header
+        start = self._front - front
+        self._buffer[start : self._front] = head
+        return memoryview(self._buffer)[start : self._front + self._end]
+
+    def reset(self) -> None:
+        """Begin the next shard in the same buffer, and free the memory of a large sample."""
+        if len(self._buffer) > self._front + self._capacity:
+            self._buffer = map_anonymous(self._front + self._capacity)
+        self._prepared = []
+        self._ends = []
+        self._end = 0
+        self.samples = 0
+
+    def _measure_front(self, samples: int) -> int:
+        """Return the bytes before the samples."""
+        return 4 * (samples + 2) + len(self._header)
+
+    def _reserve(self, samples: int, end: int) -> None:
+        """Enlarge the buffer for a number of samples, and for their bytes."""
+        front = self._measure_front(samples)
+        if front <= self._front and self._front + end <= len(self._buffer):
+            return
+        # The old buffer is not resized, since an upload may still read it.
+        old, begin = self._buffer, self._front
+        if front > begin:
+            self._front = self._measure_front(2 * samples)
+        room = len(old) - begin
+        self._buffer = map_anonymous(self._front + (room if end <= room else max(end, 2 * room)))
+        self._buffer[self._front : self._front + self._end] = old[begin : begin + self._end]
+
+
+def check_names(fields: Fields, shard_format: str) -> None:
+    """Refuse a field whose name is that of the column with the key.
+
+    Raises:
+        ConfigurationError: There is such a field.
+    """
+    if KEY in fields:
+        raise ConfigurationError(
+            f"The format {shard_format} stores the key of a sample as {KEY!r}, and the samples "
+            "have a field of this name: rename or leave out the field."
+        )
+
+
+def group_shards(
+    keys: DatasetKeys, shard_format: str, shards: Iterable[ManifestShard]
+) -> Iterator[tuple[str, list[tuple[str, ManifestShard]]]]:
+    """Yield the prefix of each split, with the names below the prefix and the shards.
+
+    Raises:
+        ValueError: A shard is not below the prefix of its split.
+    """
+    splits: dict[str, list[ManifestShard]] = {}
+    for shard in shards:
+        splits.setdefault(shard.split, []).append(shard)
+    for split, own in splits.items():
+        prefix = keys.make_shards_prefix(shard_format, split)
+        for shard in own:
+            if not shard.key.startswith(prefix):
+                raise ValueError(f"The shard {shard.key} is not below {prefix}.")
+        yield prefix, [(shard.key.removeprefix(prefix), shard) for shard in own]
+
+
+def _encode_column(column: Column, values: Mapping[str, FieldData]) -> FieldData:
+    try:
+        return column.encode(values[column.name])
+    except BadSampleError as error:
+        raise BadSampleError(f"the field {column.name!r} {error}") from error
+
+
+def _describe_fields(sample: Sample, names: Set[str]) -> str:
+    expected = ", ".join(sorted(names)) or "none"
+    found = ", ".join(sorted(sample.fields)) or "none"
+    return f"its fields are {found}, and those of the dataset are {expected}"

@@ -1,0 +1,215 @@
+"""What every format with an encoder in two steps holds to. A format is added to `CASES`."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from millrace.datasets.formats.base import (
+    BadSampleError,
+    Fields,
+    FieldType,
+    ShardEncoder,
+    ShardFormat,
+)
+from millrace.datasets.formats.litdata import LitDataFormat
+from millrace.datasets.formats.mds import MDSFormat
+from millrace.datasets.sample import LargeFile, Sample
+
+CAPACITY = 1 << 14
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format, and fields that it takes. One of the fields is ``body``, of bytes."""
+
+    format: ShardFormat
+    fields: Fields
+
+    def open(self) -> ShardEncoder:
+        return self.format.make_encoder(self.fields, CAPACITY)
+
+    def make_sample(self, number: int, size: int = 100) -> Sample:
+        rng = random.Random(number)
+        values = {
+            FieldType.BYTES: rng.randbytes(size),
+            FieldType.STR: "grün ".encode() * rng.randrange(20),
+            FieldType.JSON: b'{"a": [1, null, "x"]}',
+            FieldType.INT: b"%d" % rng.randrange(-(1 << 63), 1 << 63),
+            FieldType.FLOAT: b"%r" % rng.random() if rng.random() < 0.5 else b"2",
+            FieldType.UINT16_ARRAY: rng.randbytes(2 * rng.randrange(1, 400)),
+            FieldType.UINT32_ARRAY: rng.randbytes(4 * rng.randrange(1, 400)),
+        }
+        fields = {name: values[kind] for name, kind in self.fields.items()}
+        return Sample(f"{number:05d}-{number:010d}", fields, number)
+
+
+ALL_TYPES = {
+    "body": FieldType.BYTES,
+    "count": FieldType.INT,
+    "meta": FieldType.JSON,
+    "score": FieldType.FLOAT,
+    "text": FieldType.STR,
+    "wide": FieldType.UINT32_ARRAY,
+    "words": FieldType.UINT16_ARRAY,
+}
+CASES = [Case(LitDataFormat(), ALL_TYPES), Case(MDSFormat(), ALL_TYPES)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.format.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def encode(encoder: ShardEncoder, samples: list[Sample]) -> bytes:
+    for sample in samples:
+        encoder.prepare(sample)
+        encoder.append()
+    return bytes(encoder.close())
+
+
+def test_the_size_is_that_of_the_closed_shard_or_more(case: Case) -> None:
+    encoder = case.open()
+    for number in range(20):
+        prepared = encoder.prepare(case.make_sample(number))
+        encoder.append()
+        assert prepared >= encoder.size >= len(encoder.close())
+
+
+def test_to_prepare_a_sample_does_not_change_the_shard(case: Case) -> None:
+    encoder = case.open()
+    shard = encode(encoder, [case.make_sample(0)])
+    size = encoder.size
+    encoder.prepare(case.make_sample(1))
+    assert (encoder.samples, encoder.size, bytes(encoder.close())) == (1, size, shard)
+
+
+def test_the_sample_that_was_prepared_last_is_appended(case: Case) -> None:
+    encoder = case.open()
+    encoder.prepare(case.make_sample(1))
+    encoder.prepare(case.make_sample(2))
+    encoder.append()
+    assert encoder.samples == 1
+    assert bytes(encoder.close()) == encode(case.open(), [case.make_sample(2)])
+
+
+def test_a_refused_sample_is_not_in_the_shard(case: Case) -> None:
+    encoder = case.open()
+    encoder.prepare(case.make_sample(0))
+    encoder.append()
+    with pytest.raises(BadSampleError):
+        encoder.prepare(Sample("bad", {"other": b""}, 0))
+    good = [case.make_sample(0), case.make_sample(1)]
+    assert encode(encoder, good[1:]) == encode(case.open(), good)
+
+
+def test_a_reset_keeps_nothing_of_the_shard_before(case: Case) -> None:
+    encoder = case.open()
+    encode(encoder, [case.make_sample(number, size=700) for number in range(50)])
+    encoder.prepare(case.make_sample(50))
+    encoder.reset()
+    assert encoder.samples == 0
+    assert encoder.size == case.open().size
+    assert encode(encoder, [case.make_sample(60)]) == encode(case.open(), [case.make_sample(60)])
+
+
+def test_the_same_samples_give_the_same_bytes(case: Case) -> None:
+    samples = [case.make_sample(number) for number in range(30)]
+    assert encode(case.open(), samples) == encode(case.open(), samples)
+
+
+def test_a_shard_that_is_closed_twice_has_the_same_bytes(case: Case) -> None:
+    encoder = case.open()
+    shard = encode(encoder, [case.make_sample(number) for number in range(3)])
+    assert bytes(encoder.close()) == shard
+
+
+def test_a_shard_can_be_closed_before_it_is_full(case: Case) -> None:
+    samples = [case.make_sample(number) for number in range(4)]
+    encoder = case.open()
+    encode(encoder, samples[:2])
+    assert encode(encoder, samples[2:]) == encode(case.open(), samples)
+
+
+def test_samples_larger_than_the_buffer_are_encoded(case: Case) -> None:
+    samples = [case.make_sample(n, size=n * CAPACITY) for n in (0, 3, 1)]
+    encoder = case.open()
+    encode(encoder, [case.make_sample(7)])
+    encoder.reset()
+    assert encode(encoder, samples) == encode(
+        case.format.make_encoder(case.fields, 1 << 20), samples
+    )
+
+
+def test_a_shard_of_many_small_samples_is_encoded(case: Case) -> None:
+    samples = [case.make_sample(number, size=0) for number in range(300)]
+    roomy = case.format.make_encoder(case.fields, 1 << 20)
+    assert encode(case.open(), samples) == encode(roomy, samples)
+
+
+def test_a_field_in_a_large_file_is_encoded_as_one_in_memory(case: Case) -> None:
+    sample = case.make_sample(0, size=3 * CAPACITY)
+    in_files = {name: make_file(bytes(data)) for name, data in sample.fields.items()}
+    assert encode(case.open(), [sample._replace(fields=in_files)]) == encode(case.open(), [sample])
+
+
+def test_a_file_of_another_size_leaves_the_shard_as_it_was(case: Case) -> None:
+    encoder = case.open()
+    sample = case.make_sample(1)
+    for given in (b"short", b"long" * 100):
+        file = LargeFile(100, lambda given=given: iter([given]))
+        with pytest.raises(ValueError, match="A file of 100 bytes gave"):
+            encode(encoder, [sample._replace(fields={**sample.fields, "body": file})])
+    assert encode(encoder, [sample]) == encode(case.open(), [sample])
+
+
+def make_file(data: bytes) -> LargeFile:
+    return LargeFile(len(data), lambda: (data[at : at + 1000] for at in range(0, len(data), 1000)))
+
+
+def test_an_unknown_field_is_refused(case: Case) -> None:
+    if not case.format.has_types:
+        pytest.skip("samples of this format can have any fields")
+    sample = case.make_sample(0)
+    with pytest.raises(BadSampleError, match="other"):
+        case.open().prepare(sample._replace(fields={**sample.fields, "other": b""}))
+
+
+def test_a_missing_field_is_refused(case: Case) -> None:
+    if not case.format.has_types:
+        pytest.skip("samples of this format can have any fields")
+    sample = case.make_sample(0)
+    with pytest.raises(BadSampleError, match="body"):
+        case.open().prepare(sample._replace(fields={"text": sample.fields["text"]}))
+
+
+BAD = [
+    (FieldType.STR, b"\xff", "UTF-8"),
+    (FieldType.INT, b"1.5", "integer"),
+    (FieldType.INT, b"1.0", "integer"),
+    (FieldType.INT, b"true", "integer"),
+    (FieldType.INT, b"null", "integer"),
+    (FieldType.INT, b"9223372036854775808", "64 bits"),
+    (FieldType.INT, b"-9223372036854775809", "64 bits"),
+    (FieldType.INT, b"1_0", "JSON"),
+    (FieldType.INT, b"", "JSON"),
+    (FieldType.FLOAT, b"null", "number"),
+    (FieldType.FLOAT, b"false", "number"),
+    (FieldType.FLOAT, b"NaN", "JSON"),
+    (FieldType.UINT16_ARRAY, b"odd", "elements of 2 bytes"),
+    (FieldType.UINT32_ARRAY, b"sixsix", "elements of 4 bytes"),
+    (FieldType.JSON, b"\xff", "UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("kind", "data", "reason"), BAD)
+def test_a_value_that_is_none_of_its_type_is_refused(
+    case: Case, kind: FieldType, data: bytes, reason: str
+) -> None:
+    if kind not in case.fields.values():
+        pytest.skip("the format does not have this type")
+    name = next(name for name, one in case.fields.items() if one is kind)
+    sample = case.make_sample(0)
+    with pytest.raises(BadSampleError, match=reason) as refusal:
+        case.open().prepare(sample._replace(fields={**sample.fields, name: data}))
+    assert name in str(refusal.value)
