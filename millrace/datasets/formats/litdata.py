@@ -33,7 +33,9 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 
 _COLUMNS: Mapping[FieldType, tuple[str, FieldEncoder]] = {
-    FieldType.BYTES: ("bytes", keep_bytes),
+    # The serializer "bytes" of litdata 0.2.76 gives a view of its own memory, which neither a
+    # process of a DataLoader nor its default collate function can send on.
+    FieldType.BYTES: ("file", keep_bytes),
     FieldType.STR: ("str", encode_text),
     FieldType.JSON: ("str", encode_text),
     FieldType.INT: ("int", encode_int64),
