@@ -1,0 +1,92 @@
+"""Read the values of fields, for formats whose fields have types."""
+
+import re
+
+from millrace.datasets.formats.base import BadSampleError, Fields
+from millrace.datasets.sample import Sample
+
+_INT = re.compile(rb"-?[0-9]{1,19}")
+_MAX_NUMBER_BYTES = 400  # the longest decimal text of a float64 that JSON encoders write is shorter
+_SPACES = b" \t\r\n"
+
+
+def check_names(sample: Sample, fields: Fields) -> None:
+    """Refuse a sample with a field that has no type.
+
+    Raises:
+        BadSampleError: The sample has such a field.
+    """
+    if not sample.fields.keys() <= fields.keys():
+        name = min(sample.fields.keys() - fields.keys())
+        raise BadSampleError(
+            f"the field {name!r} has no type: give it a type, or leave it out of the samples"
+        )
+
+
+def encode_key(key: str) -> bytes:
+    """Return the bytes of a sample's key.
+
+    Raises:
+        BadSampleError: The key has characters that UTF-8 cannot hold.
+    """
+    try:
+        return key.encode()
+    except UnicodeEncodeError as error:
+        raise BadSampleError(f"the key is no UTF-8 text: {error}") from error
+
+
+def check_text(name: str, data: bytes) -> bytes:
+    """Return a text as it is.
+
+    Raises:
+        BadSampleError: The bytes are no UTF-8.
+    """
+    if not data.isascii():
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            raise BadSampleError(f"the field {name!r} is no UTF-8 text: {error}") from error
+    return data
+
+
+def parse_int(name: str, data: bytes) -> int:
+    """Return an integer of 64 bits. Spaces and line ends around the digits are allowed.
+
+    Raises:
+        BadSampleError: The bytes are no such integer.
+    """
+    digits = data[:_MAX_NUMBER_BYTES].strip(_SPACES)
+    value = int(digits) if _INT.fullmatch(digits) else None
+    if value is None or len(data) > _MAX_NUMBER_BYTES or not -(1 << 63) <= value < 1 << 63:
+        raise BadSampleError(f"the field {name!r} is no integer of 64 bits: {_show(data)}")
+    return value
+
+
+def parse_float(name: str, data: bytes) -> float:
+    """Return a floating-point number. Spaces and line ends around the number are allowed.
+
+    Raises:
+        BadSampleError: The bytes are no number.
+    """
+    is_plain = len(data) <= _MAX_NUMBER_BYTES and b"_" not in data  # Python allows "1_000"
+    try:
+        return float(data if is_plain else b"")
+    except ValueError as error:
+        raise BadSampleError(f"the field {name!r} is no number: {_show(data)}") from error
+
+
+def check_array(name: str, size: int, item_size: int) -> None:
+    """Refuse an array of bytes that are no whole number of items.
+
+    Raises:
+        BadSampleError: The size is no multiple of the item's size.
+    """
+    if size % item_size:
+        raise BadSampleError(
+            f"the field {name!r} has {size} bytes, which is no multiple of {item_size}"
+        )
+
+
+def _show(data: bytes) -> str:
+    text = data[:40].decode("utf-8", "backslashreplace")
+    return repr(text + "..." if len(data) > 40 else text)
