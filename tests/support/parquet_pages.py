@@ -1,4 +1,4 @@
-"""Single pages of a parquet file, read by its page index, which pyarrow writes and does not read."""
+"""Pages of a parquet file, read one by one by the page index, which pyarrow only writes."""
 
 import struct
 from collections.abc import Callable

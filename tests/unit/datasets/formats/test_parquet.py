@@ -235,7 +235,7 @@ def test_texts_have_no_statistics_and_numbers_have():
 def test_a_flipped_bit_is_found_by_the_checksum_of_its_page():
     shard = bytearray(encode(make_texts(500)))
     shard[len(shard) // 2] ^= 1
-    with pytest.raises(OSError, match="(?i)crc|checksum"):
+    with pytest.raises(OSError, match=r"(?i)crc|checksum"):
         read(bytes(shard))
 
 
