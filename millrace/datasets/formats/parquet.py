@@ -165,10 +165,12 @@ class ParquetEncoder:
     """
 
     def __init__(self, fields: Fields, columns: Mapping[str, str], capacity: int) -> None:
+        fields = dict(sorted(fields.items()))
         self._fields = fields
+        self._rules = [(name, _CHECKS[kind], _BOUNDS[kind]) for name, kind in fields.items()]
         self._schema = _make_schema(fields, columns)
         self._names_size = sum(len(name.encode()) for name in self._schema.names)
-        # Text of numbers has readable bounds; bounds of texts would be whole texts.
+        # Bounds of numbers are short. Bounds of texts would be whole texts.
         numbers = {FieldType.INT, FieldType.FLOAT}
         self._statistics = [columns[name] for name, kind in fields.items() if kind in numbers]
         self._capacity = capacity
@@ -185,7 +187,7 @@ class ParquetEncoder:
 
         The bound is the bytes of the values before compression, and the most that zstd, the headers
         of the pages, the page index and the footer can add. So a shard is never larger than the
-        limit, but of a text it is only about a third of the limit.
+        limit. A shard of texts has about a quarter of the limit, since texts are compressed.
         """
         return self._compute_bound(self.samples, self._values_size)
 
@@ -199,7 +201,7 @@ class ParquetEncoder:
         key = encode_key(sample.key)
         row: list[Value] = [key]
         size = len(key) + 5
-        for name, kind in self._fields.items():
+        for name, check, bound in self._rules:
             data = sample.fields.get(name)
             if data is None:
                 row.append(None)
@@ -211,8 +213,8 @@ class ParquetEncoder:
                     f"{_MAX_VALUE}"
                 )
             raw = read_field(data)
-            row.append(_CHECKS[kind](name, raw))
-            size += _VALUE_SIZES[kind](len(raw))
+            row.append(check(name, raw))
+            size += bound(len(raw))
         self._prepared = row, size
         return self._compute_bound(self.samples + 1, self._values_size + size)
 
@@ -228,8 +230,13 @@ class ParquetEncoder:
         self._values_size += size
 
     def close(self) -> memoryview:
-        """Compress the samples, and return the file. `reset` makes the view invalid."""
+        """Compress the samples, and return the file. `reset` makes the view invalid.
+
+        The values of a row group are freed when the row group is written.
+        """
         if self._shard is None:
+            if len(self._values[0]) != self.samples:
+                raise RuntimeError("The shard was not finished, since an earlier call failed.")
             if self.size > len(self._buffer):
                 self._buffer = map_anonymous(self.size)
             sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._buffer))
@@ -394,7 +401,7 @@ def _bound_uint32(size: int) -> int:
     return size + size // 8 + 2
 
 
-_VALUE_SIZES: Mapping[FieldType, Callable[[int], int]] = {
+_BOUNDS: Mapping[FieldType, Callable[[int], int]] = {
     FieldType.BYTES: _bound_text,
     FieldType.STR: _bound_text,
     FieldType.JSON: _bound_text,
