@@ -239,23 +239,9 @@ class ParquetEncoder:
                 raise RuntimeError("The shard was not finished, since an earlier call failed.")
             if self.size > len(self._buffer):
                 self._buffer = map_anonymous(self.size)
-            sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._buffer))
-            with pq.ParquetWriter(
-                sink,
-                self._schema,
-                compression="zstd",
-                compression_level=_COMPRESSION_LEVEL,
-                use_dictionary=False,
-                write_statistics=cast("Any", self._statistics or False),
-                write_page_index=True,
-                write_page_checksum=True,
-                store_schema=False,
-                max_rows_per_page=_compute_page_rows(self.samples, self._values_size),
-                data_page_size=_MAX_VALUE,
-            ) as writer:
-                for rows in _divide(self.samples):
-                    writer.write_table(self._take(rows), row_group_size=rows)
-            self._shard = memoryview(self._buffer)[: sink.tell()]
+            with pa.FixedSizeBufferWriter(pa.py_buffer(self._buffer)) as sink:
+                self._write(sink)
+                self._shard = memoryview(self._buffer)[: sink.tell()]
         return self._shard
 
     def reset(self) -> None:
@@ -267,6 +253,23 @@ class ParquetEncoder:
         self._prepared = None
         self.samples = 0
         self._values_size = 0
+
+    def _write(self, sink: pa.NativeFile) -> None:
+        with pq.ParquetWriter(
+            sink,
+            self._schema,
+            compression="zstd",
+            compression_level=_COMPRESSION_LEVEL,
+            use_dictionary=False,
+            write_statistics=cast("Any", self._statistics or False),
+            write_page_index=True,
+            write_page_checksum=True,
+            store_schema=False,
+            max_rows_per_page=_compute_page_rows(self.samples, self._values_size),
+            data_page_size=_MAX_VALUE,  # pages end at a number of rows
+        ) as writer:
+            for rows in _divide(self.samples):
+                writer.write_table(self._take(rows), row_group_size=rows)
 
     def _take(self, rows: int) -> pa.Table:
         """Return the first rows as a table, and free their values."""

@@ -11,9 +11,9 @@ A shard has three arrays, each as ``numpy.save`` writes it, little-endian and of
 ``numpy.load`` read the three arrays. Each header has 128 bytes, so the tokens begin at byte 128,
 and the end of the file has the ends and ids: ``2 * (128 + 8 * samples)`` bytes.
 
-The ids are those of the pre-tokenised shards of Templar: equal tokens have equal ids. Other fields
-and the keys of the samples are not stored. A shard has whole samples, and no token is added between
-them: a token that ends a document is part of its sample.
+The ids are defined as in the pre-tokenised shards of Templar: equal tokens have equal ids. Other
+fields and the keys of the samples are not stored. A shard has whole samples, and no token is added
+between them: a token that ends a document is part of its sample.
 
 ``index.json`` of each split has the type of the tokens, and the name, the number of samples and the
 number of tokens of each shard.
