@@ -6,7 +6,7 @@ while earlier shards are hashed and uploaded. Commits are made in order, so the 
 """
 
 import queue
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -332,6 +332,8 @@ class _ShardUploader:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
             self._fault = error
         finally:
+            if not put.cancel():
+                wait((put,))  # after a fault, the upload may still read the buffers
             try:
                 pending.shards.reset()
             finally:

@@ -9,7 +9,6 @@ from millrace.datasets.formats.base import (
     ShardEncoder,
     ShardFormat,
 )
-from millrace.datasets.formats.webdataset import WebDatasetFormat
 
 __all__ = [
     "BadSampleError",
@@ -26,14 +25,30 @@ class FormatName(StrEnum):
     """Format of shards."""
 
     WEBDATASET = "webdataset"
+    LITDATA = "litdata"
+    MDS = "mds"
+    PARQUET = "parquet"
+    PAGES = "pages"
+    TOKENS = "tokens"
 
 
 def open_format(name: str) -> ShardFormat:
-    """Return a format by its name.
+    """Return a format by its name. What it needs is imported only now.
 
     Raises:
         ValueError: There is no such format.
     """
     match FormatName(name):
         case FormatName.WEBDATASET:
-            return WebDatasetFormat()
+            from millrace.datasets.formats.webdataset import WebDatasetFormat as Format
+        case FormatName.LITDATA:
+            from millrace.datasets.formats.litdata import LitDataFormat as Format
+        case FormatName.MDS:
+            from millrace.datasets.formats.mds import MDSFormat as Format
+        case FormatName.PARQUET:
+            from millrace.datasets.formats.parquet import ParquetFormat as Format
+        case FormatName.PAGES:
+            from millrace.datasets.formats.parquet import PagesFormat as Format
+        case FormatName.TOKENS:
+            from millrace.datasets.formats.tokens import TokensFormat as Format
+    return Format()

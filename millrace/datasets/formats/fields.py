@@ -1,6 +1,6 @@
 """Decide the types of the fields, for formats whose fields have types."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from millrace.datasets.formats.base import FieldType, ShardFormat
 from millrace.datasets.sources import SourceKind, SourceSettings
@@ -8,6 +8,7 @@ from millrace.errors import ConfigurationError
 
 _STR = {"html", "md", "text", "transcript", "txt", "xml"}
 _INT = {"class", "cls", "cls2", "count", "id", "index", "inx"}  # as webdataset decodes them
+_CAPACITY = 4096
 _TYPES = (
     dict.fromkeys(_STR, FieldType.STR)
     | dict.fromkeys(_INT, FieldType.INT)
@@ -16,7 +17,7 @@ _TYPES = (
 
 
 def decide_fields(
-    formats: Iterable[ShardFormat], source: SourceSettings, types: Mapping[str, FieldType]
+    formats: Sequence[ShardFormat], source: SourceSettings, types: Mapping[str, FieldType]
 ) -> dict[str, str]:
     """Return the types of the fields of every sample, by their names.
 
@@ -32,8 +33,8 @@ def decide_fields(
         Types in the order of the names; nothing if no format has types.
 
     Raises:
-        ConfigurationError: The fields are not known, or a type is given for a field that the
-            samples do not have.
+        ConfigurationError: The fields are not known, a type is given for a field that the samples
+            do not have, or a format cannot have the fields.
     """
     typed = sorted(one.name for one in formats if one.has_types)
     if not typed:
@@ -49,16 +50,20 @@ def decide_fields(
                 f"{typed[0]} needs the fields of the samples, which files do not name. Write them "
                 "into `types` of `sharding`, such as {jpg: bytes, cls: int}."
             )
-        return {name: types[name].value for name in sorted(types)}
-    names = set(source.columns or ["json"])
-    if unknown := sorted(set(types) - names):
-        raise ConfigurationError(
-            f"`types` has {unknown[0]!r}, and the samples have the fields {sorted(names)}. Correct "
-            "`types`, or the `columns` of the source."
-        )
-    return {name: (types.get(name) or guess_type(name)).value for name in sorted(names)}
+        fields = dict(types)
+    else:
+        names = set(source.columns or ["json"])
+        if unknown := sorted(set(types) - names):
+            raise ConfigurationError(
+                f"`types` has {unknown[0]!r}, and the samples have the fields {sorted(names)}. "
+                "Correct `types`, or the `columns` of the source."
+            )
+        fields = {name: types.get(name) or _guess_type(name) for name in names}
+    fields = dict(sorted(fields.items()))
+    for one in formats:
+        one.make_encoder(fields, _CAPACITY)  # refuses fields that the format cannot have
+    return {name: kind.value for name, kind in fields.items()}
 
 
-def guess_type(name: str) -> FieldType:
-    """Return the type of a field by its extension."""
+def _guess_type(name: str) -> FieldType:
     return _TYPES.get(name.rpartition(".")[2], FieldType.BYTES)

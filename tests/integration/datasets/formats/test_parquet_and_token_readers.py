@@ -45,6 +45,7 @@ def write_shards(
         objects[key] = shard
         entries.append(
             ManifestShard(
+                format=shard_format.name,
                 key=key,
                 split="train",
                 samples=encoder.samples,

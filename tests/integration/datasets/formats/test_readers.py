@@ -91,6 +91,7 @@ def make_objects(
         key = f"{prefix}{name}.{shard_format.extension}"
         bodies[key] = bytes(encoder.close())
         shard = ManifestShard(
+            format=shard_format.name,
             key=key,
             split="train",
             samples=encoder.samples,

@@ -78,7 +78,9 @@ def encode(samples: Sequence[Sample], fields: Mapping[str, FieldType]) -> bytes:
 def make_shard(body: bytes, samples: int, split: str = "train", number: int = 0) -> ManifestShard:
     key = f"{KEYS.make_shards_prefix('litdata', split)}{split}-00000-{number:06d}.bin"
     digest = compute_digest(body)
-    return ManifestShard(key=key, split=split, samples=samples, size=len(body), digest=digest)
+    return ManifestShard(
+        format="litdata", key=key, split=split, samples=samples, size=len(body), digest=digest
+    )
 
 
 def read(body: bytes, count: int, fields: Mapping[str, FieldType]) -> list[dict[str, Any]]:

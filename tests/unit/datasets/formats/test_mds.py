@@ -166,7 +166,9 @@ def test_the_index_has_the_shards_of_each_split_in_their_order():
 def make_shard(body: bytes, samples: int, split: str) -> ManifestShard:
     key = f"{KEYS.make_shards_prefix('mds', split)}{split}-00000-000000.mds"
     digest = compute_digest(body)
-    return ManifestShard(key=key, split=split, samples=samples, size=len(body), digest=digest)
+    return ManifestShard(
+        format="mds", key=key, split=split, samples=samples, size=len(body), digest=digest
+    )
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,7 @@ def test_pages_without_a_text_are_refused(fields):
 def make_shard(split: str, number: int, samples: int) -> ManifestShard:
     prefix = DatasetKeys("corpus").make_shards_prefix("pages", split)
     return ManifestShard(
+        format="pages",
         key=f"{prefix}{split}-00000-{number:06d}.parquet",
         split=split,
         samples=samples,

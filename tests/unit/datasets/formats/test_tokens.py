@@ -209,6 +209,7 @@ def test_the_index_of_each_split_has_the_samples_and_tokens_of_its_shards():
         split = name.partition("-")[0]
         shards.append(
             ManifestShard(
+                format="tokens",
                 key=f"{keys.make_shards_prefix('tokens', split)}{name}.npy",
                 split=split,
                 samples=len(some),
