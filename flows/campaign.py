@@ -78,7 +78,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
         return
     group = rent_workers(training, rental) if rental else campaigning.run_local_workers(training)
     with group as workers:
-        if not progress.has_merged_windows:
+        if not progress.has_begun:
             ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
         campaigning.await_workers(training, workers)
         for epoch in range(training.rules.epochs):
@@ -88,10 +88,8 @@ def train(plan: CampaignPlan, training: Training) -> None:
 
 def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
     """Merge the windows of an epoch, and end the epoch."""
-    progress = campaigning.read_training_progress(training)
-    aggregate = make_aggregator(plan, training)
-    campaigns.merge_epoch(training, epoch, progress.newest_window, workers, aggregate)
-    if progress.needs_cooldown(training, epoch):
+    campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
+    if campaigning.read_training_progress(training).needs_cooldown(training, epoch):
         job, timeout = training.keys.job, training.cooldown_timeout
         with campaigning.tolerate(UnavailableError, "The training goes on without a checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
@@ -109,13 +107,13 @@ def make_aggregator(plan: CampaignPlan, training: Training) -> Aggregator:
 def rent_workers(training: Training, rental: RentalReference) -> Generator[CampaignWorkers]:
     """Rent machines that train, and release them when the block ends, whatever happens."""
     name, bucket, vast = rental
-    campaigning.begin_prewarm(training)
+    has_marker = campaigning.commit_prewarm_marker(training)
     with campaigning.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
         await_machines(supervisor)
-        if campaigning.awaits_prewarm(training):
+        if has_marker:  # the machines wait for their files
             with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
                 machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
                 prewarm([FilesRequest(bucket=bucket, dataset=training.dataset)], cluster=machines)
-            campaigning.end_prewarm(training)
+            campaigning.delete_prewarm_marker(training)
         yield supervisor
     release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

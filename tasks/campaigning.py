@@ -47,9 +47,8 @@ pin_training = retried_task(campaigns.pin_training)
 read_training_progress = retried_task(campaigns.read_training_progress)
 has_unreleased_machines = retried_task(campaigns.has_unreleased_machines)
 await_workers = task(cache_policy=NO_CACHE)(campaigns.await_workers)
-begin_prewarm = retried_task(campaigns.begin_prewarm)
-awaits_prewarm = retried_task(campaigns.awaits_prewarm)
-end_prewarm = retried_task(campaigns.end_prewarm)
+commit_prewarm_marker = retried_task(campaigns.commit_prewarm_marker)
+delete_prewarm_marker = retried_task(campaigns.delete_prewarm_marker)
 summarize_campaign = retried_task(campaigns.summarize_campaign)
 
 

@@ -9,7 +9,7 @@ from millrace.campaigns.checks import check_dataset_complete, check_training
 from millrace.campaigns.lease import hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
 from millrace.campaigns.pinned_training import check_pinned_training, pin_training
-from millrace.campaigns.prewarm_marker import awaits_prewarm, begin_prewarm, end_prewarm
+from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
 from millrace.campaigns.progress import (
     Aggregator,
     MergedWindows,
@@ -40,12 +40,11 @@ __all__ = [
     "TrainingProgress",
     "TrainingRules",
     "await_workers",
-    "awaits_prewarm",
-    "begin_prewarm",
     "check_dataset_complete",
     "check_pinned_training",
     "check_training",
-    "end_prewarm",
+    "commit_prewarm_marker",
+    "delete_prewarm_marker",
     "ensure_final_weights_saved",
     "has_joined_worker",
     "has_unreleased_machines",

@@ -16,19 +16,18 @@ class PrewarmMarker(Record):
     campaign: str
 
 
-def begin_prewarm(training: Training) -> None:
-    """Have machines wait for their files when they come up, unless machines train already."""
-    store = open_store(training.write_store)
-    if training.prewarm_timeout is None or has_unreleased_machines(training):
-        return
-    commit_once(store, training.keys.prewarm_marker, PrewarmMarker(campaign=training.campaign))
+def commit_prewarm_marker(training: Training) -> bool:
+    """Commit the marker, unless nothing is prewarmed or machines of the campaign run already.
+
+    Returns:
+        True if there is a marker, also one of an earlier start of the campaign.
+    """
+    store, key = open_store(training.write_store), training.keys.prewarm_marker
+    if training.prewarm_timeout is not None and not has_unreleased_machines(training):
+        commit_once(store, key, PrewarmMarker(campaign=training.campaign))
+    return exists(store, key)
 
 
-def awaits_prewarm(training: Training) -> bool:
-    """Decide whether machines wait for their files."""
-    return exists(open_store(training.write_store), training.keys.prewarm_marker)
-
-
-def end_prewarm(training: Training) -> None:
-    """Have machines wait for their files no longer."""
+def delete_prewarm_marker(training: Training) -> None:
+    """Delete the marker, so that the machines wait no longer."""
     delete(open_store(training.write_store), [training.keys.prewarm_marker])

@@ -35,11 +35,6 @@ class TrainingProgress:
         """True if the weights that the run begins with are committed."""
         return self.newest_window >= 0
 
-    @property
-    def has_merged_windows(self) -> bool:
-        """True if a window is merged."""
-        return self.newest_window >= 1
-
     def has_ended(self, training: Training) -> bool:
         """Decide whether all windows are merged, and the last epoch has ended."""
         all_merged = self.newest_window >= training.last_window
@@ -119,18 +114,13 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
 
 
 def merge_epoch(
-    training: Training,
-    epoch: int,
-    newest_window: int,
-    workers: CampaignWorkers,
-    aggregate: Aggregator,
+    training: Training, epoch: int, workers: CampaignWorkers, aggregate: Aggregator
 ) -> None:
     """Merge the windows of an epoch that are not merged yet.
 
     Args:
         training: Training.
         epoch: Number of the epoch.
-        newest_window: Number of the newest merged window.
         workers: Processes or machines of the workers.
         aggregate: Runs an aggregator.
 
@@ -140,6 +130,7 @@ def merge_epoch(
         WorkerError, MachineError: The workers have failed.
     """
     store, end = open_store(training.write_store), training.find_last_window(epoch)
+    newest_window = gradients.find_newest_window(store, training.run.chain)
     while newest_window < end:
         workers.raise_failure()
         # The aggregator stops after each window without a gradient, so that the failure of all

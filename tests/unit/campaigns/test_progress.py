@@ -86,7 +86,8 @@ def test_a_run_begins_with_its_first_link(store: Store, make_training: MakeTrain
     assert not progress.has_begun
     begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
     progress = read_training_progress(training)
-    assert (progress.has_begun, progress.has_merged_windows) == (True, False)
+    assert progress == TrainingProgress(0, frozenset())
+    assert progress.has_begun
 
 
 def test_an_epoch_whose_record_is_damaged_and_that_nobody_voted_on_has_not_ended(
@@ -123,7 +124,7 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
 ) -> None:
     training, workers = make_training(), FakeWorkers()
     aggregator = Aggregator(training, "tttt-t", newest=4)
-    merge_epoch(training, 1, 4, workers, aggregator)
+    merge_epoch(training, 1, workers, aggregator)
     assert aggregator.asked == [training.make_aggregation_settings(6)] * 2
     assert aggregator.newest == 6
 
@@ -131,7 +132,7 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
 def test_an_epoch_that_is_merged_asks_for_nothing(make_training: MakeTraining) -> None:
     training = make_training()
     aggregator = Aggregator(training, "ttt", newest=3)
-    merge_epoch(training, 0, 3, FakeWorkers(), aggregator)
+    merge_epoch(training, 0, FakeWorkers(), aggregator)
     assert aggregator.asked == []
 
 
@@ -140,7 +141,7 @@ def test_idle_windows_in_a_row_end_the_training(make_training: MakeTraining) -> 
     # The second aggregator merges windows 2 to 4, of which only the last is idle.
     aggregator = Aggregator(training, "-tt--t")
     with pytest.raises(UnavailableError, match=r"In 2 windows in a row .* 5 of 18 windows"):
-        merge_epoch(training, 0, 0, FakeWorkers(), aggregator)
+        merge_epoch(training, 0, FakeWorkers(), aggregator)
     assert len(aggregator.asked) == 3
 
 
@@ -152,9 +153,9 @@ def test_idle_windows_in_a_row_are_noticed_however_short_the_epochs_are(
     aggregator = Aggregator(training, "-" * 40)
     last_epoch = 2 // windows_per_epoch
     for epoch in range(last_epoch):
-        merge_epoch(training, epoch, aggregator.newest, FakeWorkers(), aggregator)
+        merge_epoch(training, epoch, FakeWorkers(), aggregator)
     with pytest.raises(UnavailableError, match=r"In 3 windows in a row"):
-        merge_epoch(training, last_epoch, aggregator.newest, FakeWorkers(), aggregator)
+        merge_epoch(training, last_epoch, FakeWorkers(), aggregator)
     assert aggregator.newest == 3
 
 
@@ -166,14 +167,14 @@ def test_idle_windows_before_a_restart_count(
     training = make_training(windows_per_epoch=9)
     aggregator = Aggregator(training, "-" * 9, newest=begun)
     with pytest.raises(UnavailableError, match=f"In {ended} windows in a row"):
-        merge_epoch(training, 0, begun, FakeWorkers(), aggregator)
+        merge_epoch(training, 0, FakeWorkers(), aggregator)
     assert aggregator.newest == ended
 
 
 def test_an_idle_last_window_ends_the_last_epoch(make_training: MakeTraining) -> None:
     training = make_training(aggregation={"idle": 1})
     aggregator = Aggregator(training, "ttttt-", newest=5)
-    merge_epoch(training, 1, 5, FakeWorkers(), aggregator)
+    merge_epoch(training, 1, FakeWorkers(), aggregator)
     assert aggregator.newest == 6
 
 
@@ -188,12 +189,12 @@ def test_the_failure_of_the_workers_says_more_than_their_silence(
         return aggregator(settings)
 
     with pytest.raises(WorkerError):
-        merge_epoch(training, 0, 0, workers, merge)
+        merge_epoch(training, 0, workers, merge)
 
 
 def test_windows_that_another_process_merges_are_left_to_it(make_training: MakeTraining) -> None:
     with pytest.raises(HeldError, match="small/run is aggregated by another process"):
-        merge_epoch(make_training(), 0, 0, FakeWorkers(), lambda _: None)
+        merge_epoch(make_training(), 0, FakeWorkers(), lambda _: None)
 
 
 def test_weights_of_a_run_that_merged_nothing_are_not_published(

@@ -10,9 +10,8 @@ import torch
 from millrace.campaigns import (
     Training,
     await_workers,
-    awaits_prewarm,
-    begin_prewarm,
-    end_prewarm,
+    commit_prewarm_marker,
+    delete_prewarm_marker,
     has_joined_worker,
     has_unreleased_machines,
     hold_campaign_lease,
@@ -21,8 +20,11 @@ from millrace.checkpoints.cooldown.membership import Membership
 from millrace.errors import UnavailableError, WorkerError
 from millrace.gradients import begin_run, select_weights
 from millrace.keys.members import make_member_lease
-from millrace.storage import Store, StoreSpec, put
+from millrace.keys.rentals import RentalKeys
+from millrace.records import commit_once
+from millrace.storage import Store, StoreSpec, exists, put
 from tests.support.campaigns.training import RENTED, FakeWorkers, MakeTraining
+from tests.support.rentals.parts import make_attempt
 
 
 def begin(store: Store, training: Training) -> None:
@@ -124,20 +126,36 @@ def test_workers_that_have_ended_are_not_waited_for(
         await_workers(training, FakeWorkers(failure=WorkerError("the last lines")))
 
 
-def test_rented_machines_wait_while_files_are_copied(make_training: MakeTraining) -> None:
+def test_rented_machines_wait_while_files_are_copied(
+    store: Store, make_training: MakeTraining
+) -> None:
     training = make_training(machines=RENTED)
     assert not has_unreleased_machines(training)
     for _ in range(2):  # a leader that was killed is followed by another
-        begin_prewarm(training)
-        assert awaits_prewarm(training)
-    end_prewarm(training)
-    assert not awaits_prewarm(training)
+        assert commit_prewarm_marker(training)
+        assert exists(store, training.keys.prewarm_marker)
+    delete_prewarm_marker(training)
+    assert not exists(store, training.keys.prewarm_marker)
+
+
+def test_a_machine_that_runs_keeps_its_marker_and_gets_no_new_one(
+    store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training(machines=RENTED)
+    assert commit_prewarm_marker(training)
+    intent = make_attempt(rental=training.campaign).intent
+    commit_once(store, RentalKeys(training.campaign).make_intent_key(0), intent)
+    assert has_unreleased_machines(training)
+    assert commit_prewarm_marker(training)  # its files are not copied yet
+    delete_prewarm_marker(training)
+    assert not commit_prewarm_marker(training)
+    assert not exists(store, training.keys.prewarm_marker)
 
 
 @pytest.mark.parametrize("machines", [{"kind": "local"}, RENTED | {"prewarm": False}])
 def test_workers_without_a_prewarm_wait_for_none(
-    make_training: MakeTraining, machines: dict[str, object]
+    store: Store, make_training: MakeTraining, machines: dict[str, object]
 ) -> None:
     training = make_training(machines=machines)
-    begin_prewarm(training)
-    assert not awaits_prewarm(training)
+    assert not commit_prewarm_marker(training)
+    assert not exists(store, training.keys.prewarm_marker)
