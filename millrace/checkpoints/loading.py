@@ -417,5 +417,5 @@ def _request_shard(name: str, tensor: torch.Tensor, record: TensorRecord | None)
             f"{name} is {tensor.dtype} of the shape {list(tensor.shape)}, and in the checkpoint "
             f"{said[0]} of {list(said[1])}: give a tensor like that."
         )
-    piece = find_local_shard(name, tensor)
-    return _TensorRequest(name, record, piece.start, piece.local, tensor)
+    shard = find_local_shard(name, tensor)
+    return _TensorRequest(name, record, shard.start, shard.local, tensor)

@@ -79,11 +79,11 @@ class PartLayout:
     size: int
 
 
-def lay_out_parts(pieces: Mapping[str, TensorShard], part_bytes: int) -> list[PartLayout]:
+def lay_out_parts(shards: Mapping[str, TensorShard], part_bytes: int) -> list[PartLayout]:
     """Lay tensors out in parts, in their order. A large tensor is cut by rows.
 
     Args:
-        pieces: Part of each tensor that this process holds, by the tensor's name.
+        shards: Part of each tensor that this process holds, by the tensor's name.
         part_bytes: Largest size of a part in bytes. Only a single larger row exceeds it.
 
     Raises:
@@ -92,7 +92,7 @@ def lay_out_parts(pieces: Mapping[str, TensorShard], part_bytes: int) -> list[Pa
     parts: list[PartLayout] = []
     waiting: list[Box] = []
     room = part_bytes
-    for box in _iterate_boxes(pieces, part_bytes):
+    for box in _iterate_boxes(shards, part_bytes):
         if waiting and box.size > room:
             parts.append(_make_layout(waiting))
             waiting, room = [], part_bytes
@@ -139,9 +139,9 @@ def read_boxes(body: memoryview) -> dict[str, torch.Tensor]:
         raise CorruptError(f"A part of a checkpoint is no safetensors file: {error}") from error
 
 
-def _iterate_boxes(pieces: Mapping[str, TensorShard], part_bytes: int) -> Iterator[Box]:
-    for tensor, piece in pieces.items():
-        local, (first, *inner) = piece.local, piece.start or (0,)
+def _iterate_boxes(shards: Mapping[str, TensorShard], part_bytes: int) -> Iterator[Box]:
+    for tensor, shard in shards.items():
+        local, (first, *inner) = shard.local, shard.start or (0,)
         if local.dtype not in _NAMES_BY_DTYPE:
             raise ConfigurationError(
                 f"{tensor} is of type {local.dtype}, which safetensors has no name for: convert it."
@@ -153,7 +153,7 @@ def _iterate_boxes(pieces: Mapping[str, TensorShard], part_bytes: int) -> Iterat
         for at in range(0, max(rows, 1), max(step, 1)):
             start = (first + at, *inner) if shape else ()
             box = (min(step, rows - at), *shape[1:]) if shape else ()
-            name = _format_box_name(tensor, start, box, piece.shape)
+            name = _format_box_name(tensor, start, box, shard.shape)
             yield Box(tensor, name, local.dtype, start, box, 0, prod(box) * width)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, PartContent, make_content
-from millrace.checkpoints.copying import copy_files, find_gpus, wait_for_gpus
 from millrace.checkpoints.parts import PartLayout, get_dtype_name, lay_out_parts, read_boxes
 from millrace.checkpoints.pinned_memory import map_pinned
+from millrace.checkpoints.tensor_copies import copy_tensors, find_gpus, wait_for_gpus
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
 from millrace.checkpoints.tree import flatten_state, is_skeleton, make_own_name
 from millrace.digest import combine_blocks, hash_blocks
@@ -66,13 +66,13 @@ class StateLayout:
     Attributes:
         layouts: Layouts of the files.
         tensors: Descriptions of the tensors by their names, with their positions in the files.
-        pieces: Tensors to copy by their names.
+        shards: Shards of tensors to copy, by the tensors' names.
         gpus: GPUs that have some of them.
     """
 
     layouts: tuple[PartLayout, ...]
     tensors: dict[str, TensorRecord]
-    pieces: Mapping[str, TensorShard] = field(repr=False)
+    shards: Mapping[str, TensorShard] = field(repr=False)
     gpus: Set[torch.device]
 
     def check_head(self, layout: PartLayout, buffer: mmap) -> None:
@@ -90,7 +90,7 @@ class StateLayout:
 
     def copy_file(self, layout: PartLayout, buffer: mmap) -> memoryview:
         """Copy a file of the state into a buffer on one thread, and return its bytes."""
-        copy_files(self.pieces, [(layout, buffer)], threads=1, on_copied=lambda _: None)
+        copy_tensors(self.shards, [(layout, buffer)], threads=1, on_copied=lambda _: None)
         return memoryview(buffer)[: layout.size]
 
 
@@ -141,8 +141,8 @@ class SnapshotBuffers:
                 self._buffers[number] = plan.allocate(layout.size)
             plan.check_head(layout, self._buffers[number])
         del self._buffers[len(plan.layouts) :]
-        copy_files(
-            plan.pieces,
+        copy_tensors(
+            plan.shards,
             zip(plan.layouts, self._buffers, strict=True),
             threads=min(_COPY_THREADS, count_processors()),
             on_copied=on_copied,
@@ -207,33 +207,33 @@ def lay_out_state(
     }
     for name, tensor in flatten_state(own).items() if own else ():
         held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
-    pieces = {name: piece for name, piece in held.items() if piece.mine}
+    shards = {name: shard for name, shard in held.items() if shard.mine}
     # A skeleton has a file of its own, since a partial load reads it whole.
-    small = {name: piece for name, piece in pieces.items() if is_skeleton(name)}
-    large = {name: piece for name, piece in pieces.items() if name not in small}
+    small = {name: shard for name, shard in shards.items() if is_skeleton(name)}
+    large = {name: shard for name, shard in shards.items() if name not in small}
     layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
     records = _make_tensor_records(layouts, held)
-    return StateLayout(layouts, records, pieces, find_gpus(pieces.values()))
+    return StateLayout(layouts, records, shards, find_gpus(shards.values()))
 
 
 def _select_shard(
     name: str, tensor: torch.Tensor, rank: int | None, mine: Callable[[str], bool] | None
 ) -> TensorShard:
     """Return the part of a tensor that this process holds, marked if this process saves it."""
-    piece = find_local_shard(name, tensor)
+    shard = find_local_shard(name, tensor)
     if not is_distributed(tensor):
         its = not rank if mine is None or is_skeleton(name) else mine(name)
         if its and tensor.is_meta:
             raise ConfigurationError(
                 f"{name} is on the device meta, without content: give a tensor with content."
             )
-        return replace(piece, mine=its)
+        return replace(shard, mine=its)
     if rank is None:
         raise ConfigurationError(
             f"{name} is distributed over several ranks: let each of them save with a "
             "Saver(ranks=Ranks.from_group())."
         )
-    return piece
+    return shard
 
 
 def _check_readable(layout: PartLayout, file: memoryview) -> None:
@@ -269,7 +269,7 @@ def _make_tensor_records(
             chunks[box.tensor].append(chunk)
     return {
         name: TensorRecord(
-            dtype=get_dtype_name(piece.local.dtype), shape=piece.shape, chunks=tuple(chunks[name])
+            dtype=get_dtype_name(shard.local.dtype), shape=shard.shape, chunks=tuple(chunks[name])
         )
-        for name, piece in held.items()
+        for name, shard in held.items()
     }

@@ -25,9 +25,9 @@ from millrace.checkpoints import (
     read_checkpoint,
     verify,
 )
-from millrace.checkpoints.copying import BytesCopy
 from millrace.checkpoints.find import commit_checkpoint, compute_root, quarantine
 from millrace.checkpoints.progress_events import CheckpointDamaged, PartStored
+from millrace.checkpoints.tensor_copies import BytesCopy
 from millrace.checkpoints.tree import SKELETON
 from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys

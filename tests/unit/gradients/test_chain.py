@@ -10,8 +10,8 @@ import torch
 
 from millrace import errors
 from millrace.checkpoints import load
-from millrace.checkpoints.copying import BytesCopy
 from millrace.checkpoints.saving import PendingSave
+from millrace.checkpoints.tensor_copies import BytesCopy
 from millrace.gradients import (
     ChainError,
     ChainLink,

@@ -21,8 +21,8 @@ from millrace.threads import map_slices
 _COPY_SIZE = 8 << 20  # bytes that a thread copies at once
 
 
-def copy_files(
-    pieces: Mapping[str, TensorShard],
+def copy_tensors(
+    shards: Mapping[str, TensorShard],
     files: Iterable[tuple[PartLayout, mmap]],
     *,
     threads: int,
@@ -31,7 +31,7 @@ def copy_files(
     """Copy tensors into files. All copies have ended afterwards, also after an error.
 
     Args:
-        pieces: Tensors to copy by their names.
+        shards: Shards of tensors to copy, by the tensors' names.
         files: Layouts of the files, with their buffers.
         threads: Number of threads.
         on_copied: Function that is called with the bytes of each file after their copy, in the
@@ -42,17 +42,19 @@ def copy_files(
     gpus = set[torch.device]()
     try:
         for layout, buffer in files:
-            its_gpus = find_gpus(pieces[box.tensor] for box in layout.boxes)
-            gpus |= its_gpus
+            file_gpus = find_gpus(shards[box.tensor] for box in layout.boxes)
+            gpus |= file_gpus
             buffer[: len(layout.head)] = layout.head
-            its = [copy for box in layout.boxes for copy in _start_copy(pieces, box, buffer)]
+            file_copies = [
+                copy for box in layout.boxes for copy in _start_copy(shards, box, buffer)
+            ]
             file = _FileCopy(
                 memoryview(buffer)[: layout.size],
-                [_record_event(gpu) for gpu in its_gpus],
-                len(its),
+                [_record_event(gpu) for gpu in file_gpus],
+                len(file_copies),
             )
             copied.add(file)
-            copies += [(file, copy) for copy in its]
+            copies += [(file, copy) for copy in file_copies]
 
         def run_copies(some: slice) -> None:
             for file, copy in copies[some]:
@@ -65,9 +67,9 @@ def copy_files(
         wait_for_gpus(gpus)
 
 
-def find_gpus(pieces: Iterable[TensorShard]) -> set[torch.device]:
+def find_gpus(shards: Iterable[TensorShard]) -> set[torch.device]:
     """Return the GPUs that have some of the tensors."""
-    return {piece.local.device for piece in pieces if piece.local.is_cuda}
+    return {shard.local.device for shard in shards if shard.local.is_cuda}
 
 
 def wait_for_gpus(gpus: Iterable[torch.device]) -> None:
@@ -80,12 +82,12 @@ def wait_for_gpus(gpus: Iterable[torch.device]) -> None:
 class BytesCopy:
     """Copy of some bytes of a tensor into a file."""
 
-    place: npt.NDArray[np.uint8]
+    target: npt.NDArray[np.uint8]
     source: npt.NDArray[np.uint8]
 
     def run(self) -> None:
         """Copy the bytes without the GIL."""
-        np.copyto(self.place, self.source)
+        np.copyto(self.target, self.source)
 
 
 @dataclass(slots=True)
@@ -145,23 +147,25 @@ def _record_event(gpu: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _start_copy(pieces: Mapping[str, TensorShard], box: Box, buffer: mmap) -> list[BytesCopy]:
+def _start_copy(shards: Mapping[str, TensorShard], box: Box, buffer: mmap) -> list[BytesCopy]:
     """Start the copy of a box from a GPU, or return the copies of its bytes."""
     if not box.size:
         return []
-    piece = pieces[box.tensor]
-    local = piece.local.detach()
+    shard = shards[box.tensor]
+    local = shard.local.detach()
     whole = tuple(local.shape) == box.shape
-    source = local if whole else local.narrow(0, box.start[0] - piece.start[0], box.shape[0])
+    source = local if whole else local.narrow(0, box.start[0] - shard.start[0], box.shape[0])
     if source.device.type != "cpu" or not source.is_contiguous() or _is_lazy(source):
         count = box.size // box.dtype.itemsize
-        place = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
-        place.view(box.shape).copy_(source, non_blocking=source.is_cuda)
+        target = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
+        target.view(box.shape).copy_(source, non_blocking=source.is_cuda)
         return []
-    there = source.view(-1).view(torch.uint8).numpy()
-    here = np.frombuffer(buffer, np.uint8, box.size, box.offset)
+    source_bytes = source.view(-1).view(torch.uint8).numpy()
+    target_bytes = np.frombuffer(buffer, np.uint8, box.size, box.offset)
     return [
-        BytesCopy(here[first : first + _COPY_SIZE], there[first : first + _COPY_SIZE])
+        BytesCopy(
+            target_bytes[first : first + _COPY_SIZE], source_bytes[first : first + _COPY_SIZE]
+        )
         for first in range(0, box.size, _COPY_SIZE)
     ]
 
