@@ -18,7 +18,7 @@ from millrace import campaigns
 from millrace.campaigns import Aggregator, Campaign, CampaignSummary, CampaignWorkers, Training
 from millrace.errors import MillraceError, UnavailableError
 from millrace.storage import Right
-from tasks import campaigning
+from tasks import campaign_tasks
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
@@ -41,13 +41,13 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     plan = plan.resolve_bucket()
     campaign = plan.make_campaign()
     check_right(plan.bucket, Right.WRITE, plan.name)
-    with campaigning.report_failure(campaign):
+    with campaign_tasks.report_failure(campaign):
         with campaigns.hold_campaign_lease(campaign.write_store, plan.name):
             run_stages(plan, campaign)
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
-    summary = campaigning.summarize_campaign(campaign, cleaned)
-    campaigning.report_campaign(summary)
+    summary = campaign_tasks.summarize_campaign(campaign, cleaned)
+    campaign_tasks.report_campaign(summary)
     return summary
 
 
@@ -55,11 +55,11 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     """Run all stages but the cleaning. Machines are rented last: waiting machines cost money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if training is not None:
-        campaigning.check_training(training, plan.find_initial_weights)
+        campaign_tasks.check_training(training, plan.find_initial_weights)
     if data is not None and data.source is not None:
         shard_dataset(data.dataset, data.source, plan.bucket, data.sharding, data.execution)
     elif data is not None:
-        campaigning.check_dataset_complete(campaign.read_store, data.dataset)
+        campaign_tasks.check_dataset_complete(campaign.read_store, data.dataset)
     if training is not None:
         train(plan, training)
         if publish is not None:
@@ -70,17 +70,17 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
 
 def train(plan: CampaignPlan, training: Training) -> None:
     """Train the epochs that have not ended yet."""
-    campaigning.pin_training(training.write_store, training.worker_settings)
-    progress, rental = campaigning.read_training_progress(training), plan.rental
+    campaign_tasks.pin_training(training.write_store, training.worker_settings)
+    progress, rental = campaign_tasks.read_training_progress(training), plan.rental
     if progress.has_ended(training):
-        if rental is not None and campaigning.has_unreleased_machines(training):
+        if rental is not None and campaign_tasks.has_unreleased_machines(training):
             release_machines(*rental)
         return
-    group = rent_workers(training, rental) if rental else campaigning.run_local_workers(training)
+    group = rent_workers(training, rental) if rental else campaign_tasks.run_local_workers(training)
     with group as workers:
         if not progress.has_begun:
             ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
-        campaigning.await_workers(training, workers)
+        campaign_tasks.await_workers(training, workers)
         for epoch in range(training.rules.epochs):
             run_epoch(plan, training, epoch, workers)
         workers.wait_until_done(training.cooldown_timeout)
@@ -89,9 +89,9 @@ def train(plan: CampaignPlan, training: Training) -> None:
 def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
     """Merge the windows of an epoch, and end the epoch."""
     campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
-    if campaigning.read_training_progress(training).needs_cooldown(training, epoch):
+    if campaign_tasks.read_training_progress(training).needs_cooldown(training, epoch):
         job, timeout = training.keys.job, training.cooldown_timeout
-        with campaigning.tolerate(UnavailableError, "The training goes on without a checkpoint"):
+        with campaign_tasks.tolerate(UnavailableError, "The training goes on without a checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
 
 
@@ -107,13 +107,13 @@ def make_aggregator(plan: CampaignPlan, training: Training) -> Aggregator:
 def rent_workers(training: Training, rental: RentalReference) -> Generator[CampaignWorkers]:
     """Rent machines that train, and release them when the block ends, whatever happens."""
     name, bucket, vast = rental
-    has_marker = campaigning.commit_prewarm_marker(training)
-    with campaigning.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
+    has_marker = campaign_tasks.commit_prewarm_marker(training)
+    with campaign_tasks.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
         await_machines(supervisor)
         if has_marker:  # the machines wait for their files
-            with campaigning.tolerate(MillraceError, "Workers read the store themselves"):
+            with campaign_tasks.tolerate(MillraceError, "Workers read the store themselves"):
                 machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
                 prewarm([FilesRequest(bucket=bucket, dataset=training.dataset)], cluster=machines)
-            campaigning.delete_prewarm_marker(training)
+            campaign_tasks.delete_prewarm_marker(training)
         yield supervisor
     release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

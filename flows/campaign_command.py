@@ -44,7 +44,7 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     from flows.campaign import run_campaign
     from flows.local_server import start_local_server
     from millrace.rentals import RentalSupervisor
-    from tasks.campaigning import describe_campaign
+    from tasks.campaign_tasks import describe_campaign
 
     release_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():

@@ -9,7 +9,7 @@ import pytest
 from flows import campaign
 from millrace.campaigns import Training, TrainingProgress, TrainingRules
 from millrace.storage import StoreSpec
-from tasks import campaigning
+from tasks import campaign_tasks
 from tests.support.campaigns.training import FakeWorkers
 
 
@@ -25,11 +25,11 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
         }
     )  # fmt: skip
     steps: list[str] = []
-    monkeypatch.setattr(campaigning, "pin_training", lambda *_: None)
+    monkeypatch.setattr(campaign_tasks, "pin_training", lambda *_: None)
     progress = TrainingProgress(1, frozenset())
-    monkeypatch.setattr(campaigning, "read_training_progress", lambda _: progress)
-    monkeypatch.setattr(campaigning, "run_local_workers", lambda _: nullcontext(FakeWorkers()))
-    monkeypatch.setattr(campaigning, "await_workers", lambda *_: steps.append("await workers"))
+    monkeypatch.setattr(campaign_tasks, "read_training_progress", lambda _: progress)
+    monkeypatch.setattr(campaign_tasks, "run_local_workers", lambda _: nullcontext(FakeWorkers()))
+    monkeypatch.setattr(campaign_tasks, "await_workers", lambda *_: steps.append("await workers"))
     monkeypatch.setattr(campaign, "run_epoch", lambda *some: steps.append(f"epoch {some[2]}"))
     plan = cast("Any", SimpleNamespace(rental=None))
     campaign.train(plan, Training("small", "text", rules, place, place))

@@ -24,7 +24,7 @@ from tests.unit.tasks import hostile
 
 REPORTS = [
     "tasks.auditing.report_audit",
-    "tasks.campaigning.report_campaign",
+    "tasks.campaign_tasks.report_campaign",
     "tasks.checkpointing.report_checkpoints",
     "tasks.checkpointing.report_copy",
     "tasks.cleaning.report_cleaning",
