@@ -65,14 +65,14 @@ def make_shapes(width: int, layers: int) -> dict[str, tuple[int, ...]]:
 def make_window(shapes: Shapes) -> GatherWindow:
     """Return the first window of the run."""
     now = datetime.now(UTC)
-    return GatherWindow(SETTINGS.gradients, 1, 0, CODEC, shapes, opens=now, closes=now)
+    return GatherWindow(SETTINGS.gradient_keys, 1, 0, CODEC, shapes, opens=now, closes=now)
 
 
 def write_bucket(folder: str, width: int, layers: int) -> dict[str, float]:
     """Begin the run, and write a gradient of each worker with independent values."""
     store, shapes = open_store(Path(folder).as_uri()), make_shapes(width, layers)
     zeros = WeightState({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
-    begin_run(store, SETTINGS.chain, zeros)
+    begin_run(store, SETTINGS.chain_keys, zeros)
     del zeros
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4 * width * width + WORKERS * layers, generator=generator)
@@ -93,7 +93,7 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
     """Merge the window as an aggregator does after a restart, and return seconds of each stage."""
     store, figures = open_store(Path(folder).as_uri()), dict[str, float]()
     with _time_stage(figures, "load"):
-        weights, _ = load_newest_weights(store, SETTINGS.chain, allocate_locally())
+        weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate_locally())
     window = make_window(make_shapes(width, layers))
     weights.open(window)
     payloads = dict[str, Payload]()
@@ -105,13 +105,13 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
     size = sum(payload.size for payload in payloads.values())
     gathered = GatheredWindow(payloads, {}, (), size, 0.0)
     step = ChainStep(
-        read_link(store, SETTINGS.chain, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
+        read_link(store, SETTINGS.chain_keys, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )
     with _time_stage(figures, "merge"):
         merge_window(store, window, gathered, step, weights)
     figures["peak before the save"] = _read_peak()
     with _time_stage(figures, "save"):
-        weights.save(store, SETTINGS.chain.job, step=SETTINGS.steps, window=1)
+        weights.save(store, SETTINGS.chain_keys.job, step=SETTINGS.steps, window=1)
         weights.wait_for_save()
     weights.close()
     figures["peak"] = _read_peak()

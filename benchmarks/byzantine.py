@@ -194,7 +194,7 @@ def train(merge: MergeSettings, windows: int, faulty: int = 0, attack: str = "")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
         commit_first_link(
-            store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
+            store, settings.chain_keys, ChainStart(run="run", job="job", step=0, root="", state="")
         )
         workers = [Sender(f"w{n:02d}", store) for n in range(WORKERS)]
         merged = merge_windows(store, settings, workers, state, until=windows)
@@ -205,7 +205,7 @@ def train(merge: MergeSettings, windows: int, faulty: int = 0, attack: str = "")
                     encode_change(number), shapes, CODEC, run="run", uid=worker.uid, window=window,
                     base=STEPS * (window - 1),
                 )  # fmt: skip
-                put(store, settings.gradients.make_gradient_key(worker.uid, window), body)
+                put(store, settings.gradient_keys.make_gradient_key(worker.uid, window), body)
             next(merged)
             losses.append(training.compute_loss(state))
             if not math.isfinite(losses[-1]) or losses[-1] > 100 * losses[0]:

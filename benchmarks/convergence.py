@@ -166,7 +166,7 @@ def train_compressed(
     training = Training(seed, settings.steps, windows)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
-        begin_run(store, settings.chain, select_weights(training.initial))
+        begin_run(store, settings.chain_keys, select_weights(training.initial))
         models = [deepcopy(training.initial) for _ in range(WORKERS)]
         participants = [
             Participant.join(settings, str(n), store, store, threads=1) for n in range(WORKERS)
@@ -184,7 +184,9 @@ def train_compressed(
             for participant, model in zip(participants, models, strict=True):
                 participant.apply(model)
             losses.append(training.compute_loss(models[0]))
-        stats = [stat for stat in list_objects(store, "run/") if settings.gradients.parse(stat.key)]
+        stats = [
+            stat for stat in list_objects(store, "run/") if settings.gradient_keys.parse(stat.key)
+        ]
         sent = sum(stat.size for stat in stats)
     whole = sum(weight.numel() for weight in training.initial.parameters()) * 4 * WORKERS * windows
     return losses, whole / sent

@@ -210,11 +210,13 @@ class Bench:
         now = datetime.now(UTC)
         size = sum(payload.size for payload in payloads.values())
         gathered = GatheredWindow(payloads, {}, (), size, 0.0)
-        window = GatherWindow(settings.gradients, 1, 0, CODEC, shapes, opens=now, closes=now)
+        window = GatherWindow(settings.gradient_keys, 1, 0, CODEC, shapes, opens=now, closes=now)
         with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
             store = open_store(Path(folder).as_uri())
             before = commit_first_link(
-                store, settings.chain, ChainStart(run="run", job="job", step=0, root="", state="")
+                store,
+                settings.chain_keys,
+                ChainStart(run="run", job="job", step=0, root="", state=""),
             )
             step = ChainStep(before, 1, settings.outer, settings.merge)
             state, late = (
@@ -224,7 +226,7 @@ class Bench:
             began = time.process_time()
             link = merge_window(store, window, gathered, step, state)
             merged = time.process_time()
-            assert catch_up(store, settings.chain, late) == link
+            assert catch_up(store, settings.chain_keys, late) == link
             followed = time.process_time()
         if keep:
             self.results.add("update", "millrace", "of_payloads", link.size / size)

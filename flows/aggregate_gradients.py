@@ -85,20 +85,20 @@ def aggregate_gradients(
     settings = AggregatorSettings(
         run=run,
         store=make_store_spec(bucket, Right.WRITE),
-        gradients=make_store_spec(shared, Right.READ),
+        gradients_store=make_store_spec(shared, Right.READ),
         workers=tuple(workers),
         reserves=tuple(reserves or ()),
-        buckets={
+        worker_stores={
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
         initial_weights=initial_weights and initial_weights.make_initial_weights(),
         **(aggregation or AggregationSettings()).model_dump(),
     )
-    check_right(bucket, Right.WRITE, run.chain.job)
+    check_right(bucket, Right.WRITE, run.chain_keys.job)
     check_right(shared, Right.READ, run.name)
     for each in worker_buckets or ():
         try:
-            check_right(each.bucket, Right.READ, run.gradients.make_worker_prefix(each.uid))
+            check_right(each.bucket, Right.READ, run.gradient_keys.make_worker_prefix(each.uid))
         except MillraceError as error:  # only this worker is left out, with a reason
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
     after = find_newest_window(settings)

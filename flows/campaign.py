@@ -64,7 +64,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
         train(plan, training)
         if publish is not None:
             step = campaigns.ensure_final_weights_saved(training, make_aggregator(plan, training))
-            source = CheckpointInput(bucket=plan.bucket, job=training.run.chain.job, step=step)
+            source = CheckpointInput(bucket=plan.bucket, job=training.run.chain_keys.job, step=step)
             save_checkpoint(source, publish.job, publish.bucket, publish.hub)
 
 

@@ -53,7 +53,7 @@ class AggregationResult:
 @retried_task
 def find_newest_window(settings: AggregatorSettings) -> int:
     """Return the number of the newest merged window; 0 before the first window."""
-    return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain))
+    return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain_keys))
 
 
 @retried_task
@@ -95,7 +95,7 @@ def merge_windows(settings: AggregatorSettings, after: int) -> AggregationResult
 @retried_task
 def report_windows(settings: AggregatorSettings, after: int) -> None:
     """Publish a report of the windows after a given window, read from the chain."""
-    store, keys = open_store(settings.store), settings.run.chain
+    store, keys = open_store(settings.store), settings.run.chain_keys
     last = gradients.find_newest_window(store, keys)
     first = max(after, last - _SHOWN)
     found = list(gradients.iterate_links(store, keys, after=first)) if last > first >= 0 else []

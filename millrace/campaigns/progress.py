@@ -70,7 +70,7 @@ def read_training_progress(training: Training) -> TrainingProgress:
     store, job = open_store(training.write_store), training.keys.job
     epochs = range(training.rules.epochs)
     ended = frozenset(each for each in epochs if read_epoch_end(store, job, each) is not None)
-    return TrainingProgress(gradients.find_newest_window(store, training.run.chain), ended)
+    return TrainingProgress(gradients.find_newest_window(store, training.run.chain_keys), ended)
 
 
 def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
@@ -99,15 +99,15 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
         UnavailableError: No gradient was taken in any window.
         HeldError: Another process aggregates the run.
     """
-    store, chain = open_store(training.write_store), training.run.chain
-    if not any(link.taken for link in gradients.iterate_links(store, chain)):
+    store, keys = open_store(training.write_store), training.run.chain_keys
+    if not any(link.taken for link in gradients.iterate_links(store, keys)):
         raise UnavailableError(
-            f"No gradient was taken in any window of {chain.run}, so its weights are those that it "
+            f"No gradient was taken in any window of {keys.run}, so its weights are those that it "
             "began with. See what the workers say, and begin a campaign with another name."
         )
-    step = gradients.read_link(store, chain, training.last_window).step
+    step = gradients.read_link(store, keys, training.last_window).step
     try:
-        read_checkpoint(store, chain.job, step)
+        read_checkpoint(store, keys.job, step)
     except (NotFoundError, CorruptError):
         _merge_until(training, training.last_window, aggregate)
     return step
@@ -130,13 +130,13 @@ def merge_epoch(
         WorkerError, MachineError: The workers have failed.
     """
     store, end = open_store(training.write_store), training.find_last_window(epoch)
-    newest_window = gradients.find_newest_window(store, training.run.chain)
+    newest_window = gradients.find_newest_window(store, training.run.chain_keys)
     while newest_window < end:
         workers.raise_failure()
         # The aggregator stops after each window without a gradient, so that the failure of all
         # workers is noticed.
         newest_window = _merge_until(training, end, aggregate).newest_window
-        idle_windows = _count_idle_windows(store, training.run.chain, newest_window)
+        idle_windows = _count_idle_windows(store, training.run.chain_keys, newest_window)
         # A campaign that is started again after such a row has the time of another one.
         is_idle = idle_windows > 0 and idle_windows % training.rules.aggregation.idle == 0
         if is_idle and newest_window < training.last_window:
@@ -148,11 +148,11 @@ def merge_epoch(
             )
 
 
-def _count_idle_windows(store: Store, chain: ChainKeys, newest_window: int) -> int:
+def _count_idle_windows(store: Store, keys: ChainKeys, newest_window: int) -> int:
     """Count the windows without a taken gradient at the end of a chain, also of earlier epochs."""
     window = newest_window
     while window > 0:
-        link = gradients.read_link(store, chain, window)
+        link = gradients.read_link(store, keys, window)
         if isinstance(link, ChainLink) and link.taken:
             break
         window -= 1

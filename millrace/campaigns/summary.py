@@ -88,11 +88,11 @@ def summarize_campaign(
 
 def _add_training(found: CampaignSummary, store: Store, training: Training) -> CampaignSummary:
     run = training.run
-    last = gradients.find_newest_window(store, run.chain)
+    last = gradients.find_newest_window(store, run.chain_keys)
     if last < 0:
         return found
-    found = _add_windows(found, list(gradients.iterate_links(store, run.chain)))
-    reported = read_median_metric(store, run.gradients, training.uids, "loss", until=last + 1)
+    found = _add_windows(found, list(gradients.iterate_links(store, run.chain_keys)))
+    reported = read_median_metric(store, run.gradient_keys, training.uids, "loss", until=last + 1)
     epochs, job = range(training.rules.epochs), training.keys.job
     ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
     return replace(

@@ -211,12 +211,12 @@ class RunSettings(RunOptions):
         return self.run
 
     @property
-    def gradients(self) -> GradientKeys:
+    def gradient_keys(self) -> GradientKeys:
         """Keys of the run's gradients."""
         return GradientKeys(self.run, self.version)
 
     @property
-    def chain(self) -> ChainKeys:
+    def chain_keys(self) -> ChainKeys:
         """Keys of the run's chain."""
         return ChainKeys(self.run, self.version)
 
@@ -323,7 +323,7 @@ class AggregatorSettings(AggregationSettings):
 
     run: RunSettings = Field(description="Settings that all workers of the run share.")
     store: StoreSpec = Field(description="Bucket of the aggregator: the chain is written there.")
-    gradients: StoreSpec | None = Field(
+    gradients_store: StoreSpec | None = Field(
         default=None,
         description="Bucket that the workers share, with credentials to read; by default the "
         "aggregator's.",
@@ -334,7 +334,7 @@ class AggregatorSettings(AggregationSettings):
     reserves: tuple[str, ...] = Field(
         default=(), description="Names of the workers that replace missing ones, in this order."
     )
-    buckets: dict[str, StoreSpec] = Field(
+    worker_stores: dict[str, StoreSpec] = Field(
         default_factory=dict[str, StoreSpec],
         description="Buckets of workers that have a bucket of their own, by the workers' names.",
     )
@@ -356,7 +356,7 @@ class AggregatorSettings(AggregationSettings):
         twice = sorted({uid for uid in names if names.count(uid) > 1})
         if twice:
             raise ValueError(f"the worker {twice[0]!r} is named twice")
-        strange = sorted(set(self.buckets) - set(names))
+        strange = sorted(set(self.worker_stores) - set(names))
         if strange:
             raise ValueError(f"{strange[0]!r} has a bucket, and is neither worker nor reserve")
         gather = self.run.gather

@@ -253,7 +253,7 @@ class _Run:
         Raises:
             TimeoutError: A window was not merged in time.
         """
-        store, keys = open_store(self.settings.store), self.settings.run.chain
+        store, keys = open_store(self.settings.store), self.settings.run.chain_keys
         self._aggregate_until(lambda: find_newest_window(store, keys) >= 0)
         participants = [Participant.join(self.settings.run, uid, store, store) for uid in UIDS]
         models = [_make_model() for _ in UIDS]
@@ -333,7 +333,7 @@ class _Run:
                 self.wrong.append(f"an aggregator ended with {process.exitcode}")
 
     def _judge(self, store: Store, models: Sequence[torch.nn.Module]) -> None:
-        keys = self.settings.run.chain
+        keys = self.settings.run.chain_keys
         chain = list(iterate_links(store, keys))
         self.states = [link.state for link in chain]
         if [link.window for link in chain] != list(range(1, WINDOWS + 1)):
@@ -357,11 +357,11 @@ class _Run:
 
     def _judge_checkpoints(self, store: Store, chain: Sequence[ChainLink]) -> None:
         """Judge each checkpoint by its window's link, and require the newest one."""
-        job = self.settings.run.chain.job
+        job = self.settings.run.chain_keys.job
         if not self.is_pair and not self.ends[_CLEAN_END]:  # no aggregator saved its last weights
             list(aggregate_run(self.settings))
         self.wrong += judge_checkpoints(self._bucket, job, is_cleaned=False)
-        links = [read_link(store, self.settings.run.chain, 0), *chain]
+        links = [read_link(store, self.settings.run.chain_keys, 0), *chain]
         for step, checkpoint in sorted(read_checkpoints(self._bucket, job).items()):
             window = checkpoint["position"].get("window")
             if not isinstance(window, int) or not 0 <= window < len(links):

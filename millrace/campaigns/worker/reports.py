@@ -36,7 +36,7 @@ def find_joined_workers(
         NotFoundError: The run has not begun.
         UnavailableError: The store does not answer.
     """
-    started_at = head(store, run.chain.make_link_key(0)).last_modified
+    started_at = head(store, run.chain_keys.make_link_key(0)).last_modified
     since = since or {}
     return {
         uid
@@ -44,7 +44,7 @@ def find_joined_workers(
         if any(
             one.last_modified >= max(started_at, since.get(uid, started_at))
             for one in islice(
-                list_objects(store, run.gradients.make_worker_prefix(uid)), _MAX_OBJECTS
+                list_objects(store, run.gradient_keys.make_worker_prefix(uid)), _MAX_OBJECTS
             )
         )
     }

@@ -157,7 +157,7 @@ class Worker:
         """
         run = self.settings.run
         deadline = time.monotonic() + timeout.total_seconds()
-        while not exists(self._read_store, run.chain.make_link_key(0)):
+        while not exists(self._read_store, run.chain_keys.make_link_key(0)):
             if time.monotonic() > deadline:
                 raise errors.UnavailableError(
                     f"The run {run.name} has not begun in {timeout}: is there an aggregator?"
@@ -180,7 +180,7 @@ class Worker:
 
         By its time, a campaign that was started again sees that this process has joined.
         """
-        key = self.settings.run.gradients.make_start_window_key(self.settings.uid, window)
+        key = self.settings.run.gradient_keys.make_start_window_key(self.settings.uid, window)
         # No report, one that no reader accepts, or no right to read.
         with suppress(errors.NotFoundError, errors.CorruptError, errors.DeniedError):
             report = read(self._write_store, key, max_size=StartWindow.record_bytes)
@@ -209,7 +209,7 @@ class Worker:
             step=window.step,
             measured={name: value for name, value in metrics.items() if math.isfinite(value)},
         )
-        key = self.settings.run.gradients.make_start_window_key(start.uid, number)
+        key = self.settings.run.gradient_keys.make_start_window_key(start.uid, number)
         if not commit_once(self._write_store, key, start).mine:
             self._renew_report(number)
         done, rest = divmod(number - 1, self.settings.windows_per_epoch)

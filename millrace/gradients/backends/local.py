@@ -7,7 +7,7 @@ from millrace.gradients.backends.sharded_weights import AllocateWeights, Sharded
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import Gradients
+from millrace.gradients.sync.merge import GradientsByWorker
 from millrace.progress import Progress, ignore_event
 
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ class LocalShards:
 
 
 def make_single_shard(
-    state: WeightState, gradients: Gradients | None = None, *, threads: int | None = None
+    state: WeightState, gradients: GradientsByWorker | None = None, *, threads: int | None = None
 ) -> ShardedWeights:
     """Return weights of this process as one shard.
 

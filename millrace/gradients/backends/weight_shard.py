@@ -29,7 +29,7 @@ from millrace.gradients.codec.payload import (
 from millrace.gradients.state import Array, WeightState, copy_state
 from millrace.gradients.sync.chain import apply_update, iterate_updates, store_update
 from millrace.gradients.sync.merge import (
-    Gradients,
+    GradientsByWorker,
     MergeRequest,
     compute_products,
     digest_indices,
@@ -68,7 +68,7 @@ class WeightShard:
         self,
         names: Sequence[str],
         state: WeightState | None = None,
-        gradients: Gradients | None = None,
+        gradients: GradientsByWorker | None = None,
         *,
         rank: tuple[int, int] = (0, 1),
         threads: int | None = None,

@@ -47,14 +47,16 @@ def aggregate_run(
         ConflictError: Another aggregator merged a window differently. Call this function again.
         WorkerError: A node with some of the weights is lost. Call this function again.
     """
-    run, keys = settings.run, settings.run.chain
-    shared = settings.gradients or settings.store
+    run, keys = settings.run, settings.run.chain_keys
+    shared = settings.gradients_store or settings.store
     opened = {"": open_store(shared)}  # workers that share a bucket are listed together
-    opened |= {uid: open_store(spec, is_foreign=True) for uid, spec in settings.buckets.items()}
+    opened |= {
+        uid: open_store(spec, is_foreign=True) for uid, spec in settings.worker_stores.items()
+    }
     store = open_store(settings.store)
 
     def make_sender(uid: str) -> Sender:
-        run.gradients.make_worker_prefix(uid)  # raises an error for an invalid name
+        run.gradient_keys.make_worker_prefix(uid)  # raises an error for an invalid name
         return Sender(uid, opened.get(uid, opened[""]))
 
     workers = [make_sender(uid) for uid in settings.workers]
@@ -103,7 +105,7 @@ def ensure_run_begun(settings: AggregatorSettings, *, progress: Progress = ignor
         NotFoundError: The run has not begun, and the settings have no initial weights.
     """
     store = open_store(settings.store)
-    last = find_newest_window(store, settings.run.chain)
+    last = find_newest_window(store, settings.run.chain_keys)
     if last < 0:
         with _choose_allocation(settings, progress) as allocate:
             weights, last = load_or_begin_run(settings, store, allocate, progress=progress)
@@ -163,7 +165,7 @@ def load_or_begin_run(
         ChainError: The chain has no undamaged checkpoint.
     """
     allocate = allocate or allocate_locally()
-    keys, initial = settings.run.chain, settings.initial_weights
+    keys, initial = settings.run.chain_keys, settings.initial_weights
     if find_newest_window(store, keys) >= 0:
         return load_newest_weights(store, keys, allocate, progress=progress)
     if initial is None:

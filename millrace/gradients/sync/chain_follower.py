@@ -55,7 +55,9 @@ class ChainFollower:
         Raises:
             ChainError: The link is missing.
         """
-        return self._ranks.run_on_each(lambda: read_link(self._store, self._settings.chain, window))
+        return self._ranks.run_on_each(
+            lambda: read_link(self._store, self._settings.chain_keys, window)
+        )
 
     def iterate_new_links(self) -> Iterator[ChainLink]:
         """Apply all new links of the chain, and yield each after it was applied.
@@ -63,7 +65,7 @@ class ChainFollower:
         Raises:
             ChainError: The chain is broken.
         """
-        keys = self._settings.chain
+        keys = self._settings.chain_keys
         last = self._ranks.run_on_first(lambda: find_newest_window(self._store, keys))
         for window in range(self.window + 1, last + 1):
             yield self._advance(window)
@@ -71,7 +73,7 @@ class ChainFollower:
     def _advance(self, window: int) -> ChainLink:
         before = self.link
         link = self._ranks.run_on_each(
-            lambda: read_link_after(self._store, self._settings.chain, window, before)
+            lambda: read_link_after(self._store, self._settings.chain_keys, window, before)
         )
         self._weights.apply_link(self._store, link)
         self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
@@ -87,7 +89,7 @@ class ChainFollower:
         Raises:
             UnavailableError: The window was not merged in time.
         """
-        window, keys = self.window + 1, self._settings.chain
+        window, keys = self.window + 1, self._settings.chain_keys
         began = time.monotonic()
 
         def is_merged() -> bool:
@@ -113,7 +115,7 @@ class ChainFollower:
     def _read_window_length(self, window: int) -> timedelta:
         """Return the length of a window, which the aggregator's options may have changed."""
         try:
-            opening = self._settings.chain.make_opening_key(window)
+            opening = self._settings.chain_keys.make_opening_key(window)
             return fetch(self._store, opening, WindowOpening).window_length
         except (errors.NotFoundError, errors.CorruptError):
             return self._settings.window_length

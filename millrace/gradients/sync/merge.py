@@ -86,8 +86,8 @@ def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
     return [*found, tuple(now)] if now else found
 
 
-Gradients = Mapping[str, Mapping[str, tuple[SparseChunks, ...]]]
-"""Tensors of several workers, by the names of the workers and of the tensors."""
+GradientsByWorker = Mapping[str, Mapping[str, tuple[SparseChunks, ...]]]
+"""Sparse tensors of each worker's gradient, by the names of the workers and of the tensors."""
 
 Products = Callable[[Sequence[str]], Iterable[Vector]]
 """Function that yields the inner products of workers' gradients for each tensor in order."""
@@ -188,7 +188,7 @@ def merge(
 
 
 def merge_tensor(
-    name: str, gradients: Gradients, request: MergeRequest, *, threads: int = 1
+    name: str, gradients: GradientsByWorker, request: MergeRequest, *, threads: int = 1
 ) -> tuple[MergedChunks, ...]:
     """Merge one tensor.
 
@@ -208,7 +208,12 @@ def merge_tensor(
 
 
 def compute_products(
-    name: str, gradients: Gradients, workers: Sequence[str], codec: Codec, *, threads: int = 1
+    name: str,
+    gradients: GradientsByWorker,
+    workers: Sequence[str],
+    codec: Codec,
+    *,
+    threads: int = 1,
 ) -> Vector:
     """Return the lower triangle of the inner products of a tensor's gradients.
 
@@ -238,7 +243,7 @@ def compute_products(
     return total
 
 
-def digest_indices(name: str, gradients: Gradients, worker: str) -> str:
+def digest_indices(name: str, gradients: GradientsByWorker, worker: str) -> str:
     """Return the digest of the indices that a worker sent of a tensor."""
     return compute_stream_digest(sparse.indices.tobytes() for sparse in gradients[worker][name])[0]
 
@@ -263,7 +268,7 @@ def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:
     return [worker for worker in sorted(indices) if worker not in most]
 
 
-def _get_tensors(payloads: Mapping[str, Payload]) -> tuple[Gradients, Codec]:
+def _get_tensors(payloads: Mapping[str, Payload]) -> tuple[GradientsByWorker, Codec]:
     first = next(iter(payloads.values()))
     return {worker: payload.tensors for worker, payload in payloads.items()}, first.header.codec
 
@@ -317,7 +322,7 @@ def _merge_group(
 
 
 def _merge_buffer(
-    name: str, gradients: Gradients, request: MergeRequest
+    name: str, gradients: GradientsByWorker, request: MergeRequest
 ) -> tuple[MergedChunks, ...]:
     """Average a buffer, after values far from the coordinate-wise median are moved towards it.
 

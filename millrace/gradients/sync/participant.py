@@ -120,7 +120,7 @@ class Participant:
             return RankedWeights(shapes, ranks, threads=threads)
 
         weights, after = load_newest_weights(
-            aggregator, settings.chain, allocate, ranks=ranks, progress=progress
+            aggregator, settings.chain_keys, allocate, ranks=ranks, progress=progress
         )
         return cls(
             settings,
@@ -205,7 +205,7 @@ class Participant:
             tokens=tokens,
             samples=samples,
         )
-        put(self._store, self._settings.gradients.make_gradient_key(self._uid, window), body)
+        put(self._store, self._settings.gradient_keys.make_gradient_key(self._uid, window), body)
         return len(body)
 
     def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:

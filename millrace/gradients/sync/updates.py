@@ -36,7 +36,7 @@ from millrace.gradients.codec.tensors import (
     unpack_tensors,
 )
 from millrace.gradients.sync.merge import (
-    Gradients,
+    GradientsByWorker,
     MergeRequest,
     have_same_indices,
     merge_tensor,
@@ -79,7 +79,7 @@ class StoredTensor:
 def encode_stored_tensor(
     name: str,
     merged: Sequence[MergedChunks],
-    gradients: Gradients,
+    gradients: GradientsByWorker,
     request: MergeRequest,
     *,
     threads: int = 1,

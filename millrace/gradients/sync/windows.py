@@ -69,12 +69,12 @@ def merge_windows(
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
     count_wanted_gradients(settings.gather, workers, reserves)
-    clock = StoreClock.read(store, settings.chain.job, Holder.describe_this_process())
+    clock = StoreClock.read(store, settings.chain_keys.job, Holder.describe_this_process())
     applied = apply_merged_windows(
         store, settings, weights, after=after, until=until, progress=progress
     )
     window = applied.window if applied else after
-    before = applied or read_link(store, settings.chain, window)
+    before = applied or read_link(store, settings.chain_keys, window)
     while until is None or window < until:
         window += 1
         options, gather_window = _open(store, settings, weights.shapes, window, before.step, clock)
@@ -132,13 +132,13 @@ def apply_merged_windows(
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
     """
-    last = find_newest_window(store, settings.chain)
+    last = find_newest_window(store, settings.chain_keys)
     if until is not None:
         last = min(last, until)
     applied = None
     for window in range(after + 1, last + 1):
-        before = applied or read_link(store, settings.chain, after)
-        applied = read_link_after(store, settings.chain, window, before)
+        before = applied or read_link(store, settings.chain_keys, after)
+        applied = read_link_after(store, settings.chain_keys, window, before)
         weights.apply_link(store, applied)
         progress(LinkApplied(run=settings.name, window=window, step=applied.step))
     return applied
@@ -159,7 +159,7 @@ def _open(
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
     """Open a window, and return its record. An open window keeps its earlier options."""
-    keys = settings.chain
+    keys = settings.chain_keys
     ours = WindowOpening(
         run=settings.name,
         number=window,
@@ -173,7 +173,7 @@ def _open(
     now = clock.now()
     over = opened + options.window_length <= now  # no aggregator was running: the time begins again
     return options, GatherWindow(
-        keys=settings.gradients,
+        keys=settings.gradient_keys,
         number=window,
         base=base,
         codec=settings.codec,

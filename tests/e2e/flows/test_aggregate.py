@@ -25,7 +25,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
 ) -> None:
     store = open_store((tmp_path / "bucket").as_uri())
     start = copy_state(dict(model().named_parameters()))
-    begin_run(store, RUN.chain, start, step=40)
+    begin_run(store, RUN.chain_keys, start, step=40)
     parameters: dict[str, Any] = {
         "bucket": store.url,
         "gradients_bucket": store.url,
@@ -34,7 +34,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         "aggregation": {"until": 3, "lease": "PT6S"},
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
-    lease = LeaseKeys(RUN.chain.job, "aggregator")
+    lease = LeaseKeys(RUN.chain_keys.job, "aggregator")
     wait_until(lambda: exists(store, lease.make_term_key(0)), "the first to have the lease")
 
     second = deployed.start(AGGREGATE, watch=False, **parameters)
@@ -46,7 +46,7 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
     with ThreadPoolExecutor(len(UIDS)) as pool:
         once = [pool.submit(take_part, store, store, uid, 1) for uid in UIDS]
         assert {one.result().window for one in once} == {1}
-        wait_until(lambda: find_newest_window(store, RUN.chain) == 1, "a window to be merged")
+        wait_until(lambda: find_newest_window(store, RUN.chain_keys) == 1, "a window to be merged")
         said = deployed.run_prefect("flow-run", "cancel", str(first.run))
         assert said.returncode == 0, said.stdout + said.stderr
         deployed.wait(first.run, "Cancelled")
@@ -58,9 +58,9 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         done = deployed.start(AGGREGATE, **parameters)
         assert done.code == 0, done.output
         assert len({one.result().state for one in working}) == 1
-    found = list(iterate_links(store, RUN.chain))
+    found = list(iterate_links(store, RUN.chain_keys))
     assert [link.window for link in found] == [1, 2, 3]
     assert [sorted(link.taken) for link in found] == [UIDS, UIDS, ["a", "b"]]
     assert "| 3 | 55 | 2 | 1 format |" in deployed.read_artifacts(done.run)["aggregated-gradients"]
-    catch_up(store, RUN.chain, start)
+    catch_up(store, RUN.chain_keys, start)
     assert start.digest() == found[-1].state

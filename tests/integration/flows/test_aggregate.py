@@ -54,7 +54,7 @@ def model() -> torch.nn.Module:
 def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 0) -> ChainLink:
     """Send a change in each window; ``c`` sends no gradient in the one that is to be broken."""
     mine = model()
-    wait_until(lambda: find_newest_window(chain, RUN.chain) >= 0, "the run to begin")
+    wait_until(lambda: find_newest_window(chain, RUN.chain_keys) >= 0, "the run to begin")
     participant = Participant.join(RUN, uid, store, chain)
     for turn in participant.iterate_windows():
         participant.load(mine)
@@ -63,7 +63,7 @@ def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 
             for weight in mine.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
         if (uid, turn.number) == ("c", broken):
-            put(store, RUN.gradients.make_gradient_key(uid, broken), b"no gradient")
+            put(store, RUN.gradient_keys.make_gradient_key(uid, broken), b"no gradient")
         else:
             participant.submit(mine, tokens=100)
         link = participant.apply(mine, timeout=timedelta(minutes=2))
@@ -85,13 +85,13 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
     whole = at(shared, rgw.full)
     stores = {
         uid: open_scoped_store(
-            whole, RUN.gradients.make_worker_prefix(uid), timedelta(minutes=15), access=Right.WRITE,
-            role_arn=role,
+            whole, RUN.gradient_keys.make_worker_prefix(uid), timedelta(minutes=15),
+            access=Right.WRITE, role_arn=role,
         )
         for uid in UIDS
     }  # fmt: skip
     with pytest.raises(errors.DeniedError):
-        put(stores["a"], RUN.gradients.make_gradient_key("b", 1), b"in the name of another")
+        put(stores["a"], RUN.gradient_keys.make_gradient_key("b", 1), b"in the name of another")
     with Saver(at(bucket, rgw.full), "trained") as saver:
         saver.save({"model": dict(model().named_parameters())}, step=40).result()
 
@@ -121,10 +121,10 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
 
     assert done.code == 0, done.output
     assert prefect_api.read_flow_run(done.run).name == "aggregate-runs/one"
-    found = list(iterate_links(chain, RUN.chain))
+    found = list(iterate_links(chain, RUN.chain_keys))
     assert [link.step for link in found] == [45, 50, 55]
     assert {found[-1].state} == last
-    state, window = load_newest_state(chain, RUN.chain)
+    state, window = load_newest_state(chain, RUN.chain_keys)
     assert (window, state.digest()) == (WINDOWS, found[-1].state)
     artifacts = prefect_api.read_artifacts(running.run)
     assert artifacts["progress-aggregate-runs-one"] == 100.0

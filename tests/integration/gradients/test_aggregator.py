@@ -114,15 +114,15 @@ def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> lis
 
 
 def load_newest(store: Store, settings: AggregatorSettings) -> tuple[WeightState, int]:
-    state, window = load_newest_state(store, settings.run.chain)
-    catch_up(store, settings.run.chain, state, after=window)
+    state, window = load_newest_state(store, settings.run.chain_keys)
+    catch_up(store, settings.run.chain_keys, state, after=window)
     return state, window
 
 
 @pytest.fixture
 def begun(store: Store) -> AggregatorSettings:
     settings = settings_of(store)
-    begin_run(store, settings.run.chain, copy_state(dict(model().named_parameters())), step=40)
+    begin_run(store, settings.run.chain_keys, copy_state(dict(model().named_parameters())), step=40)
     return settings
 
 
@@ -133,7 +133,7 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on_from_its_own(store, begun):
     taken = first[0].taken["a"]
     assert taken.norm > 0
     assert taken.size > 100
-    keys = begun.run.chain
+    keys = begun.run.chain_keys
     steps = [found.step for found in iterate_checkpoints(store, keys.job)]
     assert steps == [55, 50, 40]  # after every second window, and at the end
 
@@ -153,7 +153,7 @@ def test_weights_that_a_killed_aggregator_has_not_saved_are_saved_by_the_next(st
         made = [next(merging) for _ in range(3)]
         merging.close()
         assert len({worker.result() for worker in working}) == 1
-    keys = begun.run.chain
+    keys = begun.run.chain_keys
     assert [found.step for found in iterate_checkpoints(store, keys.job)] == [50, 40]
 
     assert list(aggregate_run(begun.model_copy(update={"until": 3}))) == []
@@ -172,7 +172,7 @@ def test_it_begins_with_any_checkpoint_once(store, trained):
     assert {one.reason for link in made for one in link.excluded.values()} == {
         ExclusionReason.MISSING
     }
-    state, window = load_newest_state(store, alone.chain)
+    state, window = load_newest_state(store, alone.chain_keys)
     assert window == 3
     assert state.digest() == copy_state(dict(model().named_parameters())).digest()
     again = list(aggregate_run(settings.model_copy(update={"windows": 1})))
@@ -195,7 +195,7 @@ def test_without_weights_nothing_begins(store, trained):
 
 def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
     elsewhere = Holder(id="e", host="elsewhere", machine="elsewhere", pid=7, started="1")
-    job, ttl = begun.run.chain.job, timedelta(seconds=3)
+    job, ttl = begun.run.chain_keys.job, timedelta(seconds=3)
     clock = StoreClock.read(store, job, elsewhere)
     lease = acquire(store, LeaseKeys(job, "aggregator"), elsewhere, ttl, clock)
     assert isinstance(lease, Lease)
@@ -214,7 +214,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
 
 def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, begun):
     made = run_windows(store, 4, begun)
-    keys = begun.run.chain
+    keys = begun.run.chain_keys
     foreign = copy_state(dict(model(9).named_parameters()))
     save_weights(foreign, store, keys.job, step=made[2].step, window=3)  # with other weights
     save_weights(foreign, store, keys.job, step=99, window=4)  # of no step that the chain has
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, be
 
 
 def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
-    keys = begun.run.chain
+    keys = begun.run.chain_keys
     (only,) = iterate_checkpoints(store, keys.job)
     put(store, CheckpointKeys(keys.job).make_part_key(only.step, only.parts[0].digest), b"")
     with pytest.raises(ChainError, match="restore the checkpoint that its first link names"):
@@ -251,7 +251,7 @@ def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
 def test_workers_with_buckets_of_their_own_and_a_shared_one(store, begun, tmp_path):
     shared, own = (open_store((tmp_path / name).as_uri()) for name in ("shared", "own"))
     settings = begun.model_copy(
-        update={"gradients": shared.spec, "buckets": {"c": own.spec}, "windows": 1}
+        update={"gradients_store": shared.spec, "worker_stores": {"c": own.spec}, "windows": 1}
     )
     with ThreadPoolExecutor(3) as pool:
         working = [
@@ -278,7 +278,7 @@ def test_a_run_of_so_many_windows_is_over_for_all(store):
     settings = settings_of(store)
     run = settings.run.model_copy(update={"windows": 2})
     settings = settings.model_copy(update={"run": run})
-    begin_run(store, run.chain, copy_state(dict(model().named_parameters())))
+    begin_run(store, run.chain_keys, copy_state(dict(model().named_parameters())))
     with ThreadPoolExecutor(3) as pool:
         working = [pool.submit(take_part, settings, store, uid, 99) for uid in UIDS]
         made = list(aggregate_run(settings))
@@ -304,7 +304,7 @@ def test_the_commands(store, begun, tmp_path):
     run = CliRunner().invoke(main, ["gradient", "catch-up", store.url, "runs/one", "--to", to])
     assert run.exit_code == 0, run.output
     assert "runs/one is at step 85, after window 4" in run.output
-    last = list(iterate_links(store, begun.run.chain))[-1]
+    last = list(iterate_links(store, begun.run.chain_keys))[-1]
     content = load(open_store(to), "runs/one").state
     assert WeightState(content["weights"], content["moments"]).digest() == last.state
 
@@ -318,7 +318,7 @@ def test_the_commands(store, begun, tmp_path):
     [
         ({"workers": ["a", "a"]}, "'a' is named twice"),
         ({"reserves": ["a"]}, "'a' is named twice"),
-        ({"buckets": {"z": {"url": "memory://z"}}}, "'z' has a bucket, and is neither"),
+        ({"worker_stores": {"z": {"url": "memory://z"}}}, "'z' has a bucket, and is neither"),
         ({"run": {"run": "r", "gather": {"quorum": 4}}}, "4 gradients are needed from 3"),
         ({"run": {"run": "r", "merge": {"rule": "median"}}}, "support: shared"),
         ({"run": {"run": "r", "merge": {"rule": "trimmed mean"}}}, "support: shared"),
@@ -423,7 +423,7 @@ def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path
         "run": {"run": "runs/one", "window_length": "PT0.1S", "gather": {"grace_period": "PT0.5S"}},
         "store": {"url": store.url},
         "workers": ["a", "b"],
-        "buckets": {"b": bucket},
+        "worker_stores": {"b": bucket},
     }
     file.write_text(json.dumps(settings))
     return file

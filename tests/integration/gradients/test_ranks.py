@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 def begun(folder: Path) -> AggregatorSettings:
     store = open_store(folder.as_uri())
-    begin_run(store, SETTINGS.chain, select_weights(model_of()))
+    begin_run(store, SETTINGS.chain_keys, select_weights(model_of()))
     return AggregatorSettings(run=SETTINGS, store=store.spec, workers=("a",))
 
 
@@ -32,7 +32,7 @@ def ranks(folder: Path, scenario: str, world: int) -> list[str]:
 
 def gradients(folder: Path) -> list[bytes]:
     store = open_store(folder.as_uri())
-    return [read(store, SETTINGS.gradients.make_gradient_key("a", window)) for window in (1, 2)]
+    return [read(store, SETTINGS.gradient_keys.make_gradient_key("a", window)) for window in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -70,4 +70,4 @@ def test_what_goes_wrong_on_one_rank_all_hear_and_nothing_is_sent(tmp_path):
     assert all("values that are not finite: leave this step out" in text for text in said)
     assert "no more" in said[0]
     assert "Rank 0 of this worker: no more" in said[1]
-    assert exists(open_store(tmp_path.as_uri()), SETTINGS.gradients.make_gradient_key("a", 1))
+    assert exists(open_store(tmp_path.as_uri()), SETTINGS.gradient_keys.make_gradient_key("a", 1))

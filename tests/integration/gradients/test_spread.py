@@ -97,11 +97,11 @@ def gradient(
 def send(store: Store, run: RunSettings, window: int) -> None:
     """One of them a file of torch's, and one, which counts nowhere, that is none's."""
     for uid in UIDS:
-        body, key = gradient(run, uid, window), run.gradients.make_gradient_key(uid, window)
+        body, key = gradient(run, uid, window), run.gradient_keys.make_gradient_key(uid, window)
         if uid == "b":
             body, key = as_torch(body), key.replace(".safetensors", ".pt")
         put(store, key, body)
-    put(store, run.gradients.make_gradient_key("bad", window), gradient(run, "a", window))
+    put(store, run.gradient_keys.make_gradient_key("bad", window), gradient(run, "a", window))
 
 
 def in_portions(state: WeightState, names: list[list[str]]) -> ShardedWeights:
@@ -114,7 +114,7 @@ def in_portions(state: WeightState, names: list[list[str]]) -> ShardedWeights:
 
 def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[ChainLink]:
     """Aggregate windows whose gradients come while they are open."""
-    begin_run(store, run.chain, weights())
+    begin_run(store, run.chain_keys, weights())
     model = in_portions(weights(), names)
     made: list[ChainLink] = []
     send(store, run, 1)
@@ -127,7 +127,7 @@ def run_windows(store: Store, run: RunSettings, names: list[list[str]]) -> list[
 
 
 def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
-    prefix = run.chain.prefix
+    prefix = run.chain_keys.prefix
     found = (
         stat.key for stat in list_objects(store, prefix) if "/" not in stat.key.removeprefix(prefix)
     )
@@ -161,16 +161,16 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
         assert [link.excluded for link in made] == [link.excluded for link in alone]
         assert updates(store, run) == updates(whole, run)
         late = weights()
-        catch_up(store, run.chain, late)
+        catch_up(store, run.chain_keys, late)
         assert late.digest() == made[-1].state
 
 
 def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read(tmp_path):
     run = settings_of(MergeRule.MEAN, OuterKind.SGD, Codec(k=256))
-    store, key = open_store(tmp_path.as_uri()), run.gradients.make_gradient_key("a", 1)
+    store, key = open_store(tmp_path.as_uri()), run.gradient_keys.make_gradient_key("a", 1)
     now, codec = datetime.now(UTC), run.codec
     expected = GatherWindow(
-        run.gradients, 1, 0, codec, SHAPES, opens=now, closes=now
+        run.gradient_keys, 1, 0, codec, SHAPES, opens=now, closes=now
     ).make_expected("a")
     models = [
         in_portions(weights(), names)
@@ -258,7 +258,7 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
         windows=WINDOWS,
         every=1,
     )
-    begin_run(store, run.chain, weights())
+    begin_run(store, run.chain_keys, weights())
     send(store, run, 1)
     with aggregator(ray_cluster, settings) as first:
         assert first.stdout is not None
@@ -268,15 +268,15 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
         _, said = first.communicate(timeout=120)
     assert first.returncode == 1
     assert "WorkerError: A node with some of the weights is lost" in said
-    assert [link.state for link in iterate_links(store, run.chain)] == [alone[0].state]
+    assert [link.state for link in iterate_links(store, run.chain_keys)] == [alone[0].state]
 
     with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:
         _, said = second.communicate(timeout=120)
     assert second.returncode == 0, said
-    made = list(iterate_links(store, run.chain))
+    made = list(iterate_links(store, run.chain_keys))
     assert [link.state for link in made] == [link.state for link in alone]
     assert [link.excluded for link in made] == [link.excluded for link in alone]
-    state, window = load_newest_state(store, run.chain)
+    state, window = load_newest_state(store, run.chain_keys)
     assert (window, state.digest()) == (2, alone[1].state)
-    saved = next(iterate_checkpoints(store, run.chain.job))
+    saved = next(iterate_checkpoints(store, run.chain_keys.job))
     assert len(saved.parts) >= 3  # of two nodes, and what holds them together

@@ -401,15 +401,15 @@ def _aggregate(site: Site) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
-        while find_newest_window(store, RUN.chain) < 0 and not working.done():
+        while find_newest_window(store, RUN.chain_keys) < 0 and not working.done():
             threading.Event().wait(0.05)
         everybody = {uid: Participant.join(RUN, uid, store, store) for uid in UIDS[:2]}
         models = {uid: _model() for uid in everybody}
         for window in range(1, LAST + 1):
             turns = {uid: next(one.iterate_windows()) for uid, one in everybody.items()}
             refused.clear()
-            key = RUN.gradients.make_gradient_key(EVIL, window)
-            genuine = site.genuine.get(RUN.gradients.make_gradient_key(UIDS[0], window), b"")
+            key = RUN.gradient_keys.make_gradient_key(EVIL, window)
+            genuine = site.genuine.get(RUN.gradient_keys.make_gradient_key(UIDS[0], window), b"")
             if junk := site.strike(key, genuine):
                 sent[window] = ExclusionReason.TOO_LARGE if junk.kind is Kind.GIANT else ""
                 while not refused.wait(0.05) and not working.done():
@@ -419,7 +419,7 @@ def _aggregate(site: Site) -> Any:
                 one.load(models[uid])
                 _change(models[uid], window, uid)
                 one.submit(models[uid])
-            while find_newest_window(store, RUN.chain) < window and not working.done():
+            while find_newest_window(store, RUN.chain_keys) < window and not working.done():
                 threading.Event().wait(0.05)
         working.result()
     _tell_of_links(site, made, sent)
@@ -446,8 +446,8 @@ def _tell_of_links(site: Site, links: Sequence[ChainLink], sent: Mapping[int, st
 
 
 GRADIENTS = Reach(
-    prefixes=(RUN.gradients.make_worker_prefix(EVIL),),
-    spares=lambda key: RUN.gradients.parse(key) is not None,  # written when the window is open
+    prefixes=(RUN.gradient_keys.make_worker_prefix(EVIL),),
+    spares=lambda key: RUN.gradient_keys.parse(key) is not None,  # written when the window is open
     ghosts=UIDS[:1],
 )
 
@@ -465,12 +465,12 @@ def _catch_up(site: Site) -> Any:
     model = _model()
     one.load(model)
     weights = b"".join(w.detach().numpy().tobytes() for w in model.parameters())
-    return [find_newest_window(store, RUN.chain), hashlib.sha256(weights).hexdigest()]
+    return [find_newest_window(store, RUN.chain_keys), hashlib.sha256(weights).hexdigest()]
 
 
 def _forge(site: Site) -> None:
     """Have the aggregator commit a last link that follows the one before, and claims too much."""
-    key = RUN.chain.make_link_key(LAST)
+    key = RUN.chain_keys.make_link_key(LAST)
     envelope = json.loads(site.genuine[key])
     link = envelope["record"]
     update = link["updates"][0]
@@ -484,12 +484,14 @@ def _forge(site: Site) -> None:
         case "names":
             link["names"] = [f"{name}{MARKUP}" for name in link["names"]]
         case "key":
-            update["key"] = site.dice.choice(["", "/", "a//b", "../../x", key, RUN.chain.prefix])
+            update["key"] = site.dice.choice(
+                ["", "/", "a//b", "../../x", key, RUN.chain_keys.prefix]
+            )
         case "bomb":
             body = (1 << 40).to_bytes(8, "little") + bytes(1000)  # of a header of a terabyte
             digest = compute_blake3(body)
             update |= {
-                "key": f"{RUN.chain.prefix}bomb.safetensors",
+                "key": f"{RUN.chain_keys.prefix}bomb.safetensors",
                 "size": len(body),
                 "digest": digest,
             }
@@ -509,13 +511,13 @@ def _follow(site: Site) -> Any:
     """Bring a late worker to weights that the chain proves, or to an error that names the chain."""
     if site.reach is not None and site.dice.random() < 0.5:
         _forge(site)
-    links = [json.loads(site.genuine[key]) for key in map(RUN.chain.make_link_key, range(LAST + 1))
-             if key in site.genuine]  # fmt: skip
+    keys = map(RUN.chain_keys.make_link_key, range(LAST + 1))
+    links = [json.loads(site.genuine[key]) for key in keys if key in site.genuine]
     store = site.open_store()
     try:
-        load_newest_state(store, RUN.chain)
+        load_newest_state(store, RUN.chain_keys)
         state = copy_state(dict(_model().named_parameters()))
-        catch_up(store, RUN.chain, state)
+        catch_up(store, RUN.chain_keys, state)
     except errors.MillraceError as error:
         site.said.append(str(error))
         return "proved" if RUN.run in str(error) else f"the chain is not named: {error}"
@@ -524,11 +526,11 @@ def _follow(site: Site) -> Any:
     return "proved" if proved else f"weights that no link has: {digest}"
 
 
-AGGREGATOR = Reach(prefixes=(RUN.chain.links, RUN.chain.prefix))
+AGGREGATOR = Reach(prefixes=(RUN.chain_keys.links, RUN.chain_keys.prefix))
 
 CHAIN = Reach(
-    prefixes=tuple(RUN.gradients.make_worker_prefix(uid) for uid in UIDS),
-    litter=(RUN.chain.prefix, RUN.chain.links, f"{RUN.chain.job}/checkpoints/"),
+    prefixes=tuple(RUN.gradient_keys.make_worker_prefix(uid) for uid in UIDS),
+    litter=(RUN.chain_keys.prefix, RUN.chain_keys.links, f"{RUN.chain_keys.job}/checkpoints/"),
     ghosts=UIDS[:1],
 )
 

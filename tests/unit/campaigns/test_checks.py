@@ -30,7 +30,7 @@ def test_the_weights_are_checked_until_the_run_has_begun(
     training = make_training()
     with pytest.raises(NotFoundError, match=r"first has no .*checkpoint"):
         check_training(training, lambda: InitialWeights(url=place.url, job="first"))
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     check_training(training, refuse)
 
 
@@ -54,7 +54,7 @@ def test_a_plan_that_has_changed_is_refused_first(
 def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTraining) -> None:
     training = make_training()
     pin_training(training.write_store, training.worker_settings)
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     check_training(make_training(run={"window_length": "PT7M", "gather": {"quorum": 1}}), refuse)
 
 
@@ -70,6 +70,6 @@ def test_what_cannot_run_is_refused(
     store: Store, make_training: MakeTraining, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     training = make_training(**({"machines": {"kind": "local", "folder": str(tmp_path)}} | change))
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     with pytest.raises(ConfigurationError, match=said):
         check_training(training, refuse)

@@ -49,7 +49,7 @@ class Aggregator:
         self.training, self.windows, self.newest = training, windows, 0
         self.asked: list[AggregationSettings] = []
         store = open_store(training.write_store)
-        begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+        begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
         while self.newest < newest:
             self._commit()
 
@@ -62,7 +62,7 @@ class Aggregator:
 
     def _commit(self) -> bool:
         """Commit the next window, and return whether a gradient is taken."""
-        store, chain = open_store(self.training.write_store), self.training.run.chain
+        store, chain = open_store(self.training.write_store), self.training.run.chain_keys
         is_taken = self.windows[self.newest] == "t"
         previous = digest_link(read_link(store, chain, self.newest))
         self.newest += 1
@@ -84,7 +84,7 @@ def test_a_run_begins_with_its_first_link(store: Store, make_training: MakeTrain
     progress = read_training_progress(training)
     assert progress == TrainingProgress(-1, frozenset())
     assert not progress.has_begun
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     progress = read_training_progress(training)
     assert progress == TrainingProgress(0, frozenset())
     assert progress.has_begun

@@ -34,7 +34,7 @@ def test_a_run_without_a_window_has_trained_nothing(
     place: StoreSpec, store: Store, make_training: MakeTraining
 ) -> None:
     training = make_training()
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     found = summarize(place, training)
     assert (found.windows, found.gradients, found.sent_bytes, found.dense_bytes) == (0, 0, 0, 0)
     assert (found.losses, found.epoch_steps) == ({}, {})

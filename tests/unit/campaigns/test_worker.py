@@ -88,7 +88,7 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
     assert fetch(store, "small/model/epochs/000001.json", EpochRecord).step == 20
     found = load(store, "small/model")
     assert found.checkpoint.step == 20
-    keys = settings.run.gradients
+    keys = settings.run.gradient_keys
     said = {1: 3.0, 3: 2.0, 5: 1.0}
     assert read_median_metric(store, keys, ["worker-0", "gone"], "loss", until=5) == said
     assert read_median_metric(store, keys, ["worker-0"], "loss", until=4) == {1: 3.0, 3: 2.0}
@@ -98,7 +98,7 @@ def test_an_epoch_ends_where_a_window_begins_that_follows_it(store: Store, make:
 
 
 def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: Make) -> None:
-    keys = make().run.gradients
+    keys = make().run.gradient_keys
     uids = ["a", "b", "c", "d", "e", "f", "g"]
     for uid, loss in zip(uids, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e300], strict=True):
         said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
@@ -116,7 +116,7 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
 def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(
     store: Store, make: Make
 ) -> None:
-    keys = make().run.gradients
+    keys = make().run.gradient_keys
     for uid, loss in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("liar", 100.0)):
         said = StartWindow(uid=uid, window=1, step=0, measured={"loss": loss})
         commit_once(store, keys.make_start_window_key(uid, 1), said)
@@ -141,7 +141,7 @@ def test_a_worker_waits_for_its_run_to_begin(store: Store, make: Make) -> None:
     settings, model = make(), torch.nn.Linear(3, 2)
     with pytest.raises(errors.UnavailableError, match="has not begun in 0:00:00"):
         Worker(settings).join(timeout=timedelta(0))
-    begin_run(store, settings.run.chain, select_weights(model))
+    begin_run(store, settings.run.chain_keys, select_weights(model))
     assert Worker(settings).join().open_window == TrainingWindow(1, 0, 30)
 
 
@@ -150,8 +150,8 @@ def test_who_has_joined_is_who_has_written_since_the_run_began(store: Store, mak
     uids = ["worker-0", "worker-1"]
     with pytest.raises(errors.NotFoundError):
         find_joined_workers(store, settings.run, uids)
-    put(store, settings.run.gradients.make_gradient_key("worker-1", 1), b"of a run before")
-    begin_run(store, settings.run.chain, select_weights(model))
+    put(store, settings.run.gradient_keys.make_gradient_key("worker-1", 1), b"of a run before")
+    begin_run(store, settings.run.chain_keys, select_weights(model))
     assert find_joined_workers(store, settings.run, uids) == set()
     with Worker(settings) as worker:
         worker.begin_window(worker.join().open_window, model.state_dict())
@@ -162,14 +162,14 @@ def test_a_worker_that_joins_or_begins_a_window_again_has_joined_again(
     store: Store, make: Make
 ) -> None:
     settings, model = make(), torch.nn.Linear(3, 2)
-    begin_run(store, settings.run.chain, select_weights(model))
+    begin_run(store, settings.run.chain_keys, select_weights(model))
     window = TrainingWindow(1, 0, 30)
     Worker(settings).begin_window(window, model.state_dict(), loss=2.0)
-    key = settings.run.gradients.make_start_window_key("worker-0", 1)
+    key = settings.run.gradient_keys.make_start_window_key("worker-0", 1)
     file = Path(store.url.removeprefix("file://")) / key
     later = file.stat().st_mtime - 30
     since = {"worker-0": datetime.fromtimestamp(later, UTC)}
-    link = Path(store.url.removeprefix("file://")) / settings.run.chain.make_link_key(0)
+    link = Path(store.url.removeprefix("file://")) / settings.run.chain_keys.make_link_key(0)
     os.utime(link, (later - 60, later - 60))
     for join_again in (
         lambda worker: worker.join(),  # a script that has sent its gradient waits for the window

@@ -28,11 +28,11 @@ from tests.support.rentals.parts import make_attempt
 
 
 def begin(store: Store, training: Training) -> None:
-    begin_run(store, training.run.chain, select_weights(torch.nn.Linear(3, 2)))
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
 
 
 def join(store: Store, training: Training, uid: str) -> None:
-    put(store, training.run.gradients.make_start_window_key(uid, 1), b"{}")
+    put(store, training.run.gradient_keys.make_start_window_key(uid, 1), b"{}")
 
 
 def make_older(store: Store, key: str) -> None:
@@ -74,8 +74,8 @@ def test_workers_of_an_earlier_start_that_have_ended_do_not_open_a_window(
     begin(store, training)
     for uid in training.uids:
         join(store, training, uid)
-        make_older(store, training.run.gradients.make_start_window_key(uid, 1))
-    make_older(store, training.run.chain.make_link_key(0))
+        make_older(store, training.run.gradient_keys.make_start_window_key(uid, 1))
+    make_older(store, training.run.chain_keys.make_link_key(0))
     with hold_campaign_lease(place, training.campaign):
         assert not has_joined_worker(training)
         with pytest.raises(WorkerError, match="none has joined the run"):
@@ -92,11 +92,11 @@ def test_workers_that_live_since_an_earlier_start_open_the_next_window(
     """Rented machines train while the leader starts again: they wait for the open window."""
     training = make_training()
     begin(store, training)
-    make_older(store, training.run.chain.make_link_key(0))
+    make_older(store, training.run.chain_keys.make_link_key(0))
     with Membership(store, training.keys.job, "worker-1", timedelta(hours=1)):
         make_older(store, make_member_lease(training.keys.job, "worker-1").make_term_key(0))
         join(store, training, "worker-1")
-        make_older(store, training.run.gradients.make_start_window_key("worker-1", 1))
+        make_older(store, training.run.gradient_keys.make_start_window_key("worker-1", 1))
         with hold_campaign_lease(place, training.campaign):
             assert await_workers(training, FakeWorkers(is_over=True)) == 1
     with (

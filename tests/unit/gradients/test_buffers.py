@@ -131,7 +131,7 @@ def test_the_buffers_of_a_batchnorm_reach_late_joiners_and_the_checkpoint(store)
             assert torch.equal(value, merged[name])
         for name, value in mine.state_dict().items():
             assert torch.equal(value, late.state_dict()[name])
-    saved = load(store, SETTINGS.chain.job).state["weights"]
+    saved = load(store, SETTINGS.chain_keys.job).state["weights"]
     for name in BUFFERS:
         assert torch.equal(saved[name], merged[name])
 
@@ -171,7 +171,7 @@ def test_other_buffers_are_averaged_if_the_settings_name_them(store):
     settings = SETTINGS.model_copy(
         update={"codec": codec, "gather": GatherSettings(poll_interval=timedelta(milliseconds=20))}
     )
-    begin_run(store, settings.chain, select_weights(Averaged(), buffers=("scale",)))
+    begin_run(store, settings.chain_keys, select_weights(Averaged(), buffers=("scale",)))
     mine = Averaged()
     participant = Participant.join(settings, "a", store, store)
     participant.load(mine)
@@ -196,7 +196,7 @@ def test_a_model_whose_buffers_are_not_finite_is_not_sent(store):
 def test_a_run_without_a_models_buffers_is_named_in_the_log(store, caplog):
     mine = model()
     trained = {name: weight.detach().numpy() for name, weight in mine.named_parameters()}
-    begin_run(store, SETTINGS.chain, type(select_weights(mine))(trained))
+    begin_run(store, SETTINGS.chain_keys, type(select_weights(mine))(trained))
     participant = Participant.join(SETTINGS, "a", store, store)
     participant.load(mine)
     participant.load(mine)

@@ -58,7 +58,7 @@ def tensors_of(weights: RankedWeights) -> ModelTensors:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     made = open_store(tmp_path.as_uri())
-    begin_run(made, SETTINGS.chain, select_weights(model_of()), step=10)
+    begin_run(made, SETTINGS.chain_keys, select_weights(model_of()), step=10)
     return made
 
 
@@ -148,7 +148,7 @@ def test_a_run_begins_with_no_weights_that_cannot_be_sent(tmp_path, name, value)
     state = select_weights(model_of())
     state.weights[name].fill(float(value))
     with pytest.raises(ConfigurationError, match=f"The tensor {name} has values that are not"):
-        begin_run(open_store(tmp_path.as_uri()), SETTINGS.chain, state)
+        begin_run(open_store(tmp_path.as_uri()), SETTINGS.chain_keys, state)
     assert list(tmp_path.iterdir()) == []
 
 

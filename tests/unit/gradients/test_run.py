@@ -88,7 +88,9 @@ def loss(one: torch.nn.Module) -> float:
 def store(tmp_path: Path) -> Store:
     made = open_store(tmp_path.as_uri())
     commit_first_link(
-        made, settings_of().chain, ChainStart(run="runs/one", job="j", step=100, root="", state="")
+        made,
+        settings_of().chain_keys,
+        ChainStart(run="runs/one", job="j", step=100, root="", state=""),
     )
     return made
 
@@ -150,7 +152,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
     with Saver(store, "trained") as saver:
         saver.save({"model": made().state_dict()}, step=3).result()
     first, step = load_checkpoint_state(store, "trained", tensors="model.")
-    begin_run(store, settings.chain, first, step=step)
+    begin_run(store, settings.chain_keys, first, step=step)
     assert {"0.weight", "1.running_mean"} <= set(first.weights)
     mine = made()
     participant = Participant.join(settings, "0", store, store)
@@ -391,7 +393,7 @@ def test_an_aggregator_that_is_started_again_goes_on(store):
         assert link.window == 2
         assert link.state == again.digest()
         assert all(one.result() for one in models)
-    assert [found.window for found in iterate_links(store, settings.chain)] == [1, 2]
+    assert [found.window for found in iterate_links(store, settings.chain_keys)] == [1, 2]
 
 
 def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost(store):
@@ -475,7 +477,7 @@ def test_a_chain_with_a_gap_stops_the_aggregator(store):
         models = [pool.submit(take_part, store, uid, 2) for uid in range(3)]
         list(merge_windows(store, settings, everybody(store), select_weights(model()), until=2))
         assert all(one.result() for one in models)
-    delete(store, [settings.chain.make_link_key(1)])
+    delete(store, [settings.chain_keys.make_link_key(1)])
     with pytest.raises(ChainError, match="Window 1 of runs/one is missing"):
         list(merge_windows(store, settings, everybody(store), select_weights(model()), until=3))
 
@@ -493,7 +495,7 @@ def test_what_may_change_between_windows_holds_from_the_next_one_on(store):
         trained.result()
     assert [link.window for link in made] == [1, 2]
     openings = [
-        fetch(store, alone.chain.make_opening_key(number), WindowOpening) for number in (1, 2)
+        fetch(store, alone.chain_keys.make_opening_key(number), WindowOpening) for number in (1, 2)
     ]
     assert [one.window_length for one in openings] == [timedelta(minutes=3), timedelta(minutes=7)]
     assert [one.gather.quorum for one in openings] == [1, 0]
@@ -509,7 +511,7 @@ def test_a_gradient_above_the_runs_largest_norm_is_refused_and_the_window_goes_o
     norms = sorted((one.norm, uid) for uid, one in free.taken.items())
     limit = sum(norm for norm, _ in norms) / 2
     gather = GatherSettings(poll_interval=timedelta(milliseconds=20), max_norm=limit)
-    delete(store, [alone.chain.make_link_key(1), alone.chain.make_opening_key(1)])
+    delete(store, [alone.chain_keys.make_link_key(1), alone.chain_keys.make_opening_key(1)])
     bounded = alone.model_copy(update={"gather": gather, "window_length": timedelta(seconds=1)})
     (link,) = merge_windows(store, bounded, everybody(store)[:2], select_weights(model()), until=1)
     (_, less), (_, more) = norms
@@ -553,7 +555,7 @@ def test_a_gradient_above_the_largest_norm_is_dropped_and_the_next_one_is_merged
 
 def test_a_window_that_is_open_keeps_the_rules_it_was_opened_with(store):
     short = settings_of(0).model_copy(update={"window_length": timedelta(milliseconds=1)})
-    opening = short.chain.make_opening_key(1)
+    opening = short.chain_keys.make_opening_key(1)
     rules = short.model_dump(include={"window_length", "gather"})
     commit_once(store, opening, WindowOpening(run=short.run, number=1, **rules))
     longer = short.model_copy(
@@ -571,7 +573,7 @@ def commit_opening(store: Store, **gather: int) -> None:
     opening = WindowOpening(
         run=settings.run, number=1, window_length=settings.window_length, gather=options
     )
-    commit_once(store, settings.chain.make_opening_key(1), opening)
+    commit_once(store, settings.chain_keys.make_opening_key(1), opening)
 
 
 def test_an_open_window_whose_quorum_is_more_than_all_workers_has_an_empty_link(store):
@@ -604,7 +606,7 @@ def test_options_that_need_more_gradients_than_there_are_workers_open_no_window(
     merged = merge_windows(store, settings, everybody(store), select_weights(model()))
     with pytest.raises(errors.ConfigurationError, match="4 gradients are needed from 3 workers"):
         next(merged)
-    assert not exists(store, settings.chain.make_opening_key(1))
+    assert not exists(store, settings.chain_keys.make_opening_key(1))
 
 
 def test_a_worker_waits_as_long_as_the_aggregator_says(store):
@@ -616,7 +618,7 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
     rules = {"window_length": timedelta(milliseconds=5), "gather": settings.gather}
     commit_once(
         store,
-        settings.chain.make_opening_key(1),
+        settings.chain_keys.make_opening_key(1),
         WindowOpening(run=settings.run, number=1, **rules),
     )
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
