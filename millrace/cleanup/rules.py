@@ -33,7 +33,7 @@ class CleanupKind(StrEnum):
 
     GRADIENTS = "gradients"
     START_WINDOWS = "start windows"
-    GATHERS = "gathers"  # objects of an aggregator: links, and the updates that they name
+    GATHERS = "gathers"  # links, the updates that they name, and the rules of windows
     CHECKPOINTS = "checkpoints"  # whole: the metadata first, then files that no other names
     CHECKPOINT_ORPHANS = "checkpoint orphans"  # files that no checkpoint names
     DATASETS = "datasets"  # whole: the manifest first

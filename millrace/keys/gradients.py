@@ -9,6 +9,7 @@ from millrace.keys.checkpoints import RESERVED_IN_JOBS
 from millrace.keys.names import NAME_PATTERN, check_name
 
 GATHERS = "gathers"
+"""Folder of all objects of a run's aggregator. The name is that of Templar's buckets."""
 RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
 """Folders of a run or a job. No worker may have such a name."""
 WORKER_KEY = re.compile(
