@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.gather_window import GatherWindow, Sender
     from millrace.gradients.sync.merge import (
-        MergeWeights,
-        compute_merge_weights,
+        WorkerWeights,
+        compute_worker_weights,
         merge,
     )
     from millrace.gradients.sync.model_tensors import select_weights
@@ -90,7 +90,6 @@ __all__ = [
     "Mask",
     "MergeRule",
     "MergeSettings",
-    "MergeWeights",
     "MergedChunks",
     "OuterKind",
     "OuterOptimizer",
@@ -107,13 +106,14 @@ __all__ = [
     "WeightState",
     "WeightsSource",
     "WindowOptions",
+    "WorkerWeights",
     "aggregate_run",
     "begin_run",
     "catch_up",
     "check_payload",
     "check_weights",
     "commit_first_link",
-    "compute_merge_weights",
+    "compute_worker_weights",
     "copy_state",
     "decode",
     "encode",
@@ -149,7 +149,7 @@ _MODULES = {
     "WeightState": "state",
     "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
-    "MergeWeights": "sync.merge",
+    "WorkerWeights": "sync.merge",
     "GatherWindow": "sync.gather_window",
     "Sender": "sync.gather_window",
     "merge_window": "sync.window_merge",
@@ -173,7 +173,7 @@ _MODULES = {
     "read_payload": "codec.payload",
     "copy_state": "state",
     "load_checkpoint_state": "weights",
-    "compute_merge_weights": "sync.merge",
+    "compute_worker_weights": "sync.merge",
     "select_weights": "sync.model_tensors",
 }
 

@@ -71,7 +71,7 @@ class ExpectedGradient:
         base: Step of the weights that the gradient changes.
         codec: Settings of the compression.
         shapes: Shapes of the model's tensors by their names.
-        norm: Largest L2 norm of the gradient; None for `NORM_MOST`.
+        max_norm: Largest L2 norm of the gradient; None for `NORM_MOST`.
     """
 
     run: str
@@ -80,7 +80,7 @@ class ExpectedGradient:
     base: int
     codec: Codec
     shapes: Shapes = field(repr=False)
-    norm: float | None = None
+    max_norm: float | None = None
 
     @property
     def size(self) -> int:
@@ -423,7 +423,7 @@ def assemble_payload(
         if part.fault:
             raise PayloadError(ExclusionReason.CODES, part.fault)
     norm = sum(square for part in parts for square in part.squares.values()) ** 0.5
-    most = NORM_MOST if expected.norm is None else min(expected.norm, NORM_MOST)
+    most = NORM_MOST if expected.max_norm is None else min(expected.max_norm, NORM_MOST)
     if not norm <= most:
         raise PayloadError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     tensors = {name: groups for part in parts for name, groups in part.sparse.items()}

@@ -19,7 +19,7 @@ from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import CodeError
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import MergeRequest, MergeWeights
+from millrace.gradients.sync.merge import MergeRequest, WorkerWeights
 from millrace.gradients.sync.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
@@ -190,7 +190,7 @@ def make_merge_request(link: ChainLink) -> MergeRequest:
             "the link."
         )
     its = [link.taken[uid] for uid in taken]
-    weights = MergeWeights(
+    weights = WorkerWeights(
         tuple(taken),
         np.array([one.scale for one in its], np.float64),
         np.array([one.weight for one in its], np.float64),

@@ -14,7 +14,7 @@ from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat
 
-_MAY_PASS = {ExclusionReason.CHANGED, ExclusionReason.UNAVAILABLE}
+_TRANSIENT = {ExclusionReason.CHANGED, ExclusionReason.UNAVAILABLE}
 _NOT_READ = {
     ExclusionReason.EARLY,
     ExclusionReason.LATE,
@@ -79,7 +79,7 @@ class GatherResults:
         self._results: dict[str, ReadResult] = {}
         self._read_counts = Counter[str]()  # number of read objects of each worker
         self._seen: dict[str, Stat] = {}  # last object of each worker
-        self._passing: dict[str, ExcludedWorker] = {}  # reasons that another attempt may remove
+        self._transient: dict[str, ExcludedWorker] = {}  # reasons that another attempt may remove
 
     def has_all(self, uids: Iterable[str]) -> bool:
         """Decide whether each of some workers has a result."""
@@ -97,7 +97,7 @@ class GatherResults:
 
     def note_failed_listing(self, failed: Mapping[str, ExcludedWorker]) -> None:
         """Note the reason why workers could not be listed, until a listing succeeds."""
-        self._passing.update(failed)
+        self._transient.update(failed)
 
     def should_read(self, uid: str, stat: Stat) -> bool:
         """Note a listed gradient of a worker, and decide whether it is read.
@@ -106,7 +106,7 @@ class GatherResults:
         """
         if self._seen.get(uid) == stat:
             return False
-        self._passing.pop(uid, None)
+        self._transient.pop(uid, None)
         self._seen[uid] = stat
         if self._read_counts[uid] < _MOST_READS:
             return True
@@ -134,8 +134,8 @@ class GatherResults:
         exclusion = result.exclusion
         if exclusion is None or exclusion.reason not in _NOT_READ:
             self._read_counts[uid] += 1
-        if exclusion is not None and exclusion.reason in _MAY_PASS and not is_last:
-            self._passing[uid] = exclusion
+        if exclusion is not None and exclusion.reason in _TRANSIENT and not is_last:
+            self._transient[uid] = exclusion
             del self._seen[uid]
             return
         self._results[uid] = result
@@ -172,8 +172,8 @@ class GatherResults:
                 reason=ExclusionReason.DUPLICATE,
                 sentence="Another worker had sent the same gradient before.",
             )
-        if uid in self._passing:
-            return self._passing[uid]
+        if uid in self._transient:
+            return self._transient[uid]
         if is_pending:
             return ExcludedWorker(
                 reason=ExclusionReason.UNAVAILABLE,

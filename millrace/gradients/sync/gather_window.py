@@ -35,7 +35,7 @@ class GatherWindow:
         shapes: Shapes of the model's tensors by their names.
         opens: Begin by the stores' clock. Earlier objects are refused.
         closes: End by the stores' clock. Later objects are refused.
-        norm: Largest L2 norm of a gradient; None for the limit of float32.
+        max_norm: Largest L2 norm of a gradient; None for the limit of float32.
     """
 
     keys: GradientKeys
@@ -45,7 +45,7 @@ class GatherWindow:
     shapes: Shapes = field(repr=False)
     opens: datetime
     closes: datetime
-    norm: float | None = None
+    max_norm: float | None = None
 
     def make_expected(self, uid: str) -> ExpectedGradient:
         """Return the conditions that a worker's gradient must meet."""
@@ -56,7 +56,7 @@ class GatherWindow:
             base=self.base,
             codec=self.codec,
             shapes=self.shapes,
-            norm=self.norm,
+            max_norm=self.max_norm,
         )
 
 

@@ -28,7 +28,7 @@ Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class MergeWeights:
+class WorkerWeights:
     """Weights of the workers in a merge.
 
     Attributes:
@@ -44,11 +44,11 @@ class MergeWeights:
     weights: Vector
     shares: Vector
 
-    def select_used(self) -> "MergeWeights":
+    def select_used(self) -> "WorkerWeights":
         """Return the workers that have a share. The gradients of the others change no value."""
         used = np.flatnonzero(self.shares)
         workers = tuple(self.workers[number] for number in used)
-        return MergeWeights(workers, self.scales[used], self.weights[used], self.shares[used])
+        return WorkerWeights(workers, self.scales[used], self.weights[used], self.shares[used])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MergeRequest:
 
     codec: Codec
     settings: MergeSettings
-    weights: MergeWeights
+    weights: WorkerWeights
 
 
 def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
@@ -93,13 +93,13 @@ Products = Callable[[Sequence[str]], Iterable[Vector]]
 """Function that yields the inner products of workers' gradients for each tensor in order."""
 
 
-def compute_merge_weights(
+def compute_worker_weights(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
     *,
     products: Products | None = None,
     threads: int = 1,
-) -> MergeWeights:
+) -> WorkerWeights:
     """Return the weight of each worker by a rule.
 
     Args:
@@ -154,13 +154,13 @@ def compute_merge_weights(
             share = np.ones(every)
         case MergeRule.MEAN:
             share = np.full(every, 1.0 / every)
-    return MergeWeights(workers, scales, share * scales, share / fsum(share))
+    return WorkerWeights(workers, scales, share * scales, share / fsum(share))
 
 
 def merge(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
-    weights: MergeWeights | None = None,
+    weights: WorkerWeights | None = None,
     *,
     threads: int = 1,
 ) -> Iterator[tuple[str, tuple[MergedChunks, ...]]]:
@@ -171,7 +171,7 @@ def merge(
     Args:
         payloads: Checked gradients by the workers' names, with the same codec and shapes.
         settings: Settings of the merge.
-        weights: Weights of the workers; by default those of `compute_merge_weights`.
+        weights: Weights of the workers; by default those of `compute_worker_weights`.
         threads: Number of threads.
 
     Yields:
@@ -180,7 +180,7 @@ def merge(
     Raises:
         ConfigurationError: The rule cannot merge these gradients.
     """
-    weights = weights or compute_merge_weights(payloads, settings, threads=threads)
+    weights = weights or compute_worker_weights(payloads, settings, threads=threads)
     gradients, codec = _get_tensors(payloads)
     request = MergeRequest(codec, settings, weights)
     for name in gradients[weights.workers[0]]:

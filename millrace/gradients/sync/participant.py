@@ -54,7 +54,7 @@ class Participant:
         settings: Settings of the run.
         uid: Name of the worker, unique in the run.
         store: Bucket that the worker writes to.
-        aggregator: Bucket of the chain, which is only read.
+        chain_store: Bucket of the aggregator, which has the chain. It is only read.
         weights: Weights after window ``after``, such as those of a checkpoint of the chain.
         after: Number of the window. Later links are applied.
         group: Process group of the ranks that train one model, which is sharded by FSDP2 or the
@@ -69,7 +69,7 @@ class Participant:
         settings: RunSettings,
         uid: str,
         store: Store,
-        aggregator: Store,
+        chain_store: Store,
         weights: WeightState | RankedWeights,
         *,
         after: int = 0,
@@ -85,7 +85,7 @@ class Participant:
             weights = RankedWeights(shapes, ranks, weights, threads=threads)
         self._shapes = weights.shapes
         self._chain = ChainFollower(
-            settings, aggregator, weights, ranks, after=after, progress=progress
+            settings, chain_store, weights, ranks, after=after, progress=progress
         )
         self._tensors = ModelTensors(weights, ranks, settings.codec)
         self._compressor = ChangeCompressor(
@@ -100,7 +100,7 @@ class Participant:
         settings: RunSettings,
         uid: str,
         store: Store,
-        aggregator: Store,
+        chain_store: Store,
         *,
         group: distributed.ProcessGroup | None = None,
         threads: int | None = None,
@@ -120,13 +120,13 @@ class Participant:
             return RankedWeights(shapes, ranks, threads=threads)
 
         weights, after = load_newest_weights(
-            aggregator, settings.chain_keys, allocate, ranks=ranks, progress=progress
+            chain_store, settings.chain_keys, allocate, ranks=ranks, progress=progress
         )
         return cls(
             settings,
             uid,
             store,
-            aggregator,
+            chain_store,
             weights,
             after=after,
             group=group,
@@ -283,7 +283,7 @@ class Participant:
                     link.window,
                     self._uid,
                 )
-        elif self._uid in link.out and link.out[self._uid].reason is ExclusionReason.NORM:
+        elif self._uid in link.excluded and link.excluded[self._uid].reason is ExclusionReason.NORM:
             feedback.clear()
             log.warning(
                 "The gradient of %s in window %d was refused for its norm: its values and those "

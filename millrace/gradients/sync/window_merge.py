@@ -15,8 +15,8 @@ from millrace.gradients.sync.gather_results import GatheredWindow
 from millrace.gradients.sync.gather_window import GatherWindow
 from millrace.gradients.sync.merge import (
     MergeRequest,
-    MergeWeights,
-    compute_merge_weights,
+    WorkerWeights,
+    compute_worker_weights,
     find_deviating_workers,
 )
 from millrace.keys.gradients import ChainKeys
@@ -92,17 +92,17 @@ def merge_window(
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
             del payloads[uid]
-    merge_weights: MergeWeights | None = None
+    worker_weights: WorkerWeights | None = None
     updates: tuple[UpdateEntry, ...] = ()
     try:
         if payloads:
             products = partial(weights.compute_products, codec=gather_window.codec)
-            merge_weights = compute_merge_weights(payloads, step.merge, products=products)
+            worker_weights = compute_worker_weights(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
-    if merge_weights is not None:
-        request = MergeRequest(gather_window.codec, step.merge, merge_weights.select_used())
+    if worker_weights is not None:
+        request = MergeRequest(gather_window.codec, step.merge, worker_weights.select_used())
         updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
     for update in updates:
         progress(UpdateStored(key=update.key, window=gather_window.number, size=update.size))
@@ -117,7 +117,7 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
-        taken=_list_merged_workers(payloads, merge_weights),
+        taken=_list_merged_workers(payloads, worker_weights),
         out=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
@@ -133,20 +133,20 @@ def merge_window(
 
 
 def _list_merged_workers(
-    payloads: Mapping[str, Payload], merge_weights: MergeWeights | None
+    payloads: Mapping[str, Payload], worker_weights: WorkerWeights | None
 ) -> dict[str, MergedWorker]:
     """Return the merged workers with their weights."""
-    if merge_weights is None:
+    if worker_weights is None:
         return {}
     return {
         uid: MergedWorker(
-            scale=float(merge_weights.scales[number]),
-            weight=float(merge_weights.weights[number]),
-            share=float(merge_weights.shares[number]),
+            scale=float(worker_weights.scales[number]),
+            weight=float(worker_weights.weights[number]),
+            share=float(worker_weights.shares[number]),
             norm=payloads[uid].norm,
             digest=payloads[uid].digest,
             size=payloads[uid].size,
             tokens=payloads[uid].header.tokens,
         )
-        for number, uid in enumerate(merge_weights.workers)
+        for number, uid in enumerate(worker_weights.workers)
     }

@@ -180,5 +180,5 @@ def _open(
         shapes=shapes,
         opens=began,
         closes=(now if over else opened) + options.window_length,
-        norm=options.gather.max_norm,
+        max_norm=options.gather.max_norm,
     )

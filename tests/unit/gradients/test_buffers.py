@@ -30,7 +30,7 @@ from millrace.gradients import (
     aggregate_run,
     begin_run,
     check_payload,
-    compute_merge_weights,
+    compute_worker_weights,
     encode_payload,
     ensure_run_begun,
     merge,
@@ -349,7 +349,7 @@ def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     }
     settings = MergeSettings(rule=rule, faulty=1)
     gradients = {uid: one.tensors for uid, one in sent.items()}
-    weights = compute_merge_weights(sent, settings)
+    weights = compute_worker_weights(sent, settings)
     request = MergeRequest(CODEC, settings, weights)
     found = make_dense(merge_tensor(MEAN, gradients, request), (40,))
     assert found.tolist() == [4.0] * 40

@@ -115,8 +115,8 @@ def test_a_header_of_which_a_field_was_changed_is_refused(field, value):
 
 def test_a_norm_that_is_too_large_is_refused():
     norm = check_payload(made(), EXPECTED).norm
-    check_payload(made(), replace(EXPECTED, norm=norm * 1.001))
-    assert reason_of(made(), replace(EXPECTED, norm=norm * 0.999)) is ExclusionReason.NORM
+    check_payload(made(), replace(EXPECTED, max_norm=norm * 1.001))
+    assert reason_of(made(), replace(EXPECTED, max_norm=norm * 0.999)) is ExclusionReason.NORM
     huge = GradientEncoder(CODEC, 1).encode(
         torch.full((17,), 3e38)
     )  # whose sums would not be finite
