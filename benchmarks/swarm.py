@@ -227,7 +227,7 @@ def run_planner(results: Results, *, quick: bool) -> None:
 
 def measure_tracker(results: Results, nodes: int, pieces: int) -> None:
     """Measure the CPU time of each event of a simulated run."""
-    tracker = Tracker([1] * pieces, LimitSettings(store=400))
+    tracker = Tracker([1] * pieces, LimitSettings(store_reads=400))
     pending: list[tuple[float, int, PieceOrder]] = []
     spent: list[float] = []
 

@@ -101,7 +101,7 @@ def describe_nodes(warmed: PrewarmResult) -> Markdown:
 
 
 def _make_row(node: NodeReport) -> Sequence[object]:
-    state = "yes" if node.ready else f"no: {node.why}"
+    state = "yes" if node.ready else f"no: {node.reason}"
     if not node.trusted:
         state = f"{clean_text(state)} (gave wrong bytes)"
     sizes = [format_size(n) for n in (node.cached, node.from_store, node.from_peers)]

@@ -19,7 +19,7 @@ def main() -> None:
             nodes=RayNodes(address=order.ray),
         )
     )
-    faults = [node.why for node in report.nodes if not node.ready]
+    faults = [node.reason for node in report.nodes if not node.ready]
     if faults:
         raise RuntimeError("; ".join(faults))
     print_times(Times(report.startup, report.seconds - report.startup))

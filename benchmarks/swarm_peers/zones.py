@@ -120,7 +120,7 @@ def main() -> None:
         )
     )
     faults = [
-        f"{node.name}: {node.why or 'not trusted'}" for node in report.nodes if not node.ready
+        f"{node.name}: {node.reason or 'not trusted'}" for node in report.nodes if not node.ready
     ]
     faults += [f"{node.name} is not trusted" for node in report.nodes if not node.trusted]
     if faults:

@@ -113,8 +113,8 @@ def _show_report(report: "PrewarmReport") -> None:
         )
     make_console().print(table)
     for seen in report.nodes:
-        if seen.why:
-            echo(f"{seen.name}: {seen.why}")
+        if seen.reason:
+            echo(f"{seen.name}: {seen.reason}")
     ready, nodes = sum(node.ready for node in report.nodes), len(report.nodes)
     echo(
         f"{format_count(report.files, 'file')}, {format_size(report.size)}, on {ready} of "

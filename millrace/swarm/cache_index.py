@@ -70,12 +70,12 @@ class CachedFile:
 
     Attributes:
         digests: Block digests of each segment; None for damaged segments.
-        made: Entry of the index for the file; None if its digest alone identified it.
+        entry: Entry of the index for the file; None if its digest alone identified it.
         hashed: Whether all bytes of the file were read.
     """
 
     digests: list[bytes | None]
-    made: CacheEntry | None
+    entry: CacheEntry | None
     hashed: bool
 
 
@@ -98,14 +98,14 @@ def is_unchanged(path: Path, identity: tuple[int, ...]) -> bool:
 
 
 def recognise_file(
-    path: Path, file: File, made: list[CacheEntry], catalogue: Catalogue, check: CacheCheck
+    path: Path, file: File, entries: list[CacheEntry], catalogue: Catalogue, check: CacheCheck
 ) -> CachedFile | None:
     """Check an existing file at a destination of this run.
 
     Args:
         path: Path of the existing file.
         file: File of this run with this destination.
-        made: Entries of the index for this destination, oldest first.
+        entries: Entries of the index for this destination, oldest first.
         catalogue: Files of this run.
         check: Kind of the check.
 
@@ -120,9 +120,9 @@ def recognise_file(
     stat = path.lstat()
     plain = path.is_file() and not path.is_symlink()
     content = file.origin, file.etag, file.size
-    same = [entry for entry in made if (entry.origin, entry.etag, entry.size) == content]
+    same = [entry for entry in entries if (entry.origin, entry.etag, entry.size) == content]
     unchanged = plain and any(
-        (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in made
+        (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns) for entry in entries
     )
     if plain and same and stat.st_size == file.size:
         cached = _check_cached(path, file, same[-1], catalogue, check)
@@ -141,33 +141,36 @@ def recognise_file(
 
 
 def _check_cached(
-    path: Path, file: File, made: CacheEntry, catalogue: Catalogue, check: CacheCheck
+    path: Path, file: File, entry: CacheEntry, catalogue: Catalogue, check: CacheCheck
 ) -> CachedFile:
-    recorded = [bytes.fromhex(digest) for digest in made.digests]
-    count, same_pieces = len(recorded), made.piece_size == catalogue.piece_size
-    was_known = file.digest in {"", made.digest}
-    verified = made.seen == read_identity(path) and was_known
+    recorded = [bytes.fromhex(digest) for digest in entry.digests]
+    count, same_pieces = len(recorded), entry.piece_size == catalogue.piece_size
+    was_known = file.digest in {"", entry.digest}
+    verified = entry.seen == read_identity(path) and was_known
     if check is CacheCheck.SAMPLED and same_pieces and verified:
         chosen = random.sample(range(count), min(count, _SAMPLED_SEGMENTS))
-        if hash_file_segments(path, file, made.piece_size, chosen) == [recorded[i] for i in chosen]:
-            return CachedFile(list(recorded), made, hashed=False)
+        sampled = [recorded[index] for index in chosen]
+        if hash_file_segments(path, file, entry.piece_size, chosen) == sampled:
+            return CachedFile(list(recorded), entry, hashed=False)
     whole, digests = hash_file(path, file, catalogue.piece_size)
     found: list[bytes | None] = list(digests)
-    expected = recorded if same_pieces else _cut_digests(recorded, file, made, catalogue.piece_size)
+    expected = (
+        recorded if same_pieces else _cut_digests(recorded, file, entry, catalogue.piece_size)
+    )
     if file.digest:
         right = whole == file.digest
     elif expected:
         right = digests == expected
     else:
-        right = hash_file_segments(path, file, made.piece_size, range(count)) == recorded
+        right = hash_file_segments(path, file, entry.piece_size, range(count)) == recorded
     if not right:
         kept = dict(enumerate(expected if digests != expected else []))
         found = [each if each == kept.get(i) else None for i, each in enumerate(digests)]
-    return CachedFile(found, made, hashed=True)
+    return CachedFile(found, entry, hashed=True)
 
 
 def _cut_digests(
-    recorded: list[bytes], file: File, made: CacheEntry, piece_size: int
+    recorded: list[bytes], file: File, entry: CacheEntry, piece_size: int
 ) -> list[bytes]:
     """Return the recorded block digests of a file for segments of another size.
 
@@ -175,9 +178,9 @@ def _cut_digests(
         Block digests of each segment; empty if segments do not begin with a block.
     """
     blocks = b"".join(recorded)
-    if file.size <= min(piece_size, made.piece_size):
+    if file.size <= min(piece_size, entry.piece_size):
         return [blocks]
-    if piece_size % BLOCK_SIZE or made.piece_size % BLOCK_SIZE:
+    if piece_size % BLOCK_SIZE or entry.piece_size % BLOCK_SIZE:
         return []
     count = piece_size // BLOCK_SIZE
     starts = range(0, count_blocks(file.size), count)
@@ -212,24 +215,25 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
 
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:
     """Read the entries of each file. Skip lines that are cut or damaged."""
-    made: dict[str, list[CacheEntry]] = {}
+    index: dict[str, list[CacheEntry]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 seen = tuple(row.pop("seen", ()))
                 if row.keys() == {"path"}:
-                    entries = made[row["path"]]
+                    entries = index[row["path"]]
                     entries[-1] = replace(entries[-1], seen=seen)
                 else:
                     entry = CacheEntry(**row, seen=seen)
-                    made.setdefault(entry.path, []).append(entry)
-    return made
+                    index.setdefault(entry.path, []).append(entry)
+    return index
 
 
-def append_entries(path: Path, made: list[CacheEntry]) -> None:
+def append_entries(path: Path, entries: list[CacheEntry]) -> None:
     """Append entries to the index, and sync it."""
-    _append(path, [{name: getattr(entry, name) for name in CacheEntry.__slots__} for entry in made])
+    names = CacheEntry.__slots__
+    _append(path, [{name: getattr(entry, name) for name in names} for entry in entries])
 
 
 def append_identities(path: Path, seen: dict[str, tuple[int, ...]]) -> None:

@@ -89,13 +89,13 @@ class Request(_Settings):
 class LimitSettings(_Settings):
     """Limits on concurrent work."""
 
-    store: int = Field(
+    store_reads: int = Field(
         title="Reads from the store",
         default=64,
         ge=1,
         description="Largest number of concurrent reads from the store, by all nodes together.",
     )
-    node_store: int = Field(
+    store_reads_per_node: int = Field(
         title="Reads from the store per node",
         default=8,
         ge=1,
@@ -103,14 +103,14 @@ class LimitSettings(_Settings):
         description="Largest number of concurrent reads from the store by one node. The node "
         "makes fewer if more are not faster.",
     )
-    down: int = Field(
+    downloads_per_node: int = Field(
         title="Downloads per node",
         default=8,
         ge=1,
         le=64,
         description="Number of pieces that a node fetches from other nodes at once.",
     )
-    up: int = Field(
+    uploads_per_node: int = Field(
         title="Uploads per node",
         default=8,
         ge=1,
@@ -124,7 +124,7 @@ class LimitSettings(_Settings):
         "The run then ends without the node. A slow node is waited for, down to 100 "
         "kB/s and a hundredth of the rate of the others.",
     )
-    direct: bool = Field(
+    direct_reads: bool = Field(
         title="Read the store if it is faster",
         default=True,
         description="Let nodes read pieces from the store that other nodes have, if this is at "

@@ -68,13 +68,13 @@ class Tracker:
         seed: int = 0,
     ) -> None:
         limits, count = limits or LimitSettings(), len(sizes)
-        concurrency = ReadConcurrency(limits.node_store)
+        concurrency = ReadConcurrency(limits.store_reads_per_node)
         self._orders: list[PieceOrder] = []
         self._nodes = NodeTable(count)
-        self._transfers = TransferTable(count, limits.up)
+        self._transfers = TransferTable(count, limits.uploads_per_node)
         self._read_queue = ReadQueue(count, seed)
         self._waiting_nodes = WaitingNodes(self._nodes, self._read_queue, concurrency)
-        self._readers = ReaderRanking(self._nodes, concurrency, limits.down, count)
+        self._readers = ReaderRanking(self._nodes, concurrency, limits.downloads_per_node, count)
         self._uploaders = UploaderRanking(self._nodes)
         self._copies = CopyTable(
             sizes,
@@ -87,7 +87,7 @@ class Tracker:
         self._copies.require_votes(votes_needed)
         self._copies.expect_digests(expected or {})
         self._direct = DirectReads(
-            self._nodes, self._copies, self._read_queue, allowed=limits.direct
+            self._nodes, self._copies, self._read_queue, allowed=limits.direct_reads
         )
         uploader_selector = UploaderSelector(
             self._nodes, self._copies, self._uploaders, self._transfers

@@ -76,7 +76,7 @@ class Leftovers:
             self._targets.link(state.target)
             whole.append(number)
             identity = read_identity(state.target.final)
-            if known.made is not None and (known.hashed or known.made.seen != identity):
+            if known.entry is not None and (known.hashed or known.entry.seen != identity):
                 seen[state.file.path] = identity
                 again += [state.make_entry(self._catalogue.piece_size)] if known.hashed else []
         if seen:
@@ -84,7 +84,7 @@ class Leftovers:
             append_identities(self._index, seen)
         return whole
 
-    def _recognise_files(self, made: dict[str, list[CacheEntry]]) -> dict[int, CachedFile]:
+    def _recognise_files(self, index: dict[str, list[CacheEntry]]) -> dict[int, CachedFile]:
         """Check the files at the destinations, and note the segments that they have.
 
         Returns:
@@ -102,7 +102,7 @@ class Leftovers:
                 continue
             state.existing = read_identity(path)
             known = recognise_file(
-                path, state.file, made.get(state.file.path, []), self._catalogue, self._check
+                path, state.file, index.get(state.file.path, []), self._catalogue, self._check
             )
             if known is None:
                 continue

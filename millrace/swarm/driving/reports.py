@@ -14,7 +14,7 @@ class NodeReport:
     Attributes:
         name: Name of the node.
         ready: Whether all files have their final names.
-        why: Reason if the node is lost; else empty.
+        reason: Reason if the node is lost; else empty.
         cached: Bytes that the node had before the run.
         from_store: Bytes that the node read from the store.
         from_peers: Bytes that the node received from other nodes.
@@ -25,7 +25,7 @@ class NodeReport:
 
     name: str
     ready: bool
-    why: str
+    reason: str
     cached: int
     from_store: int
     from_peers: int
@@ -86,7 +86,7 @@ def report_nodes(members: RunMembers, untrusted: set[str]) -> tuple[NodeReport, 
         NodeReport(
             name=members.format_name(member.node),
             ready=member.ready and not member.is_lost,
-            why=member.lost_reason,
+            reason=member.lost_reason,
             cached=member.counts.cached,
             from_store=member.counts.from_store,
             from_peers=member.counts.from_peers,

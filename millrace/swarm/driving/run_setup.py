@@ -71,7 +71,7 @@ def make_run_spec(
         sources=sources,
         key=key,
         check=settings.check,
-        slots=limits.node_store + limits.down + _FURTHER_SLOTS,
+        slots=limits.store_reads_per_node + limits.downloads_per_node + _FURTHER_SLOTS,
         ca=read_authorities(settings),
         unpacked={"bytes": settings.unpacked_bytes, "members": settings.unpacked_members},
     )

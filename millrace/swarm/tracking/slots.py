@@ -72,7 +72,7 @@ class SlotFiller:
             return
         limits, transfers, queues = self._limits, node.transfers, node.queues
         max_reads = self._concurrency.read_slots
-        while transfers.reads < max_reads and self._transfers.reads < limits.store:
+        while transfers.reads < max_reads and self._transfers.reads < limits.store_reads:
             number = self._read_selector.select(node, now)
             if number is None:
                 break
@@ -107,7 +107,7 @@ class SlotFiller:
 
     def _limit_fetches(self, node: NodeState) -> int:
         """Return the largest number of concurrent fetches of a node."""
-        most = self._limits.down
+        most = self._limits.downloads_per_node
         return most if node.pace.fetch_pace else min(most, _FIRST_FETCHES)
 
     def _order_fetches(self, node: NodeState, max_fetches: int, now: float) -> None:

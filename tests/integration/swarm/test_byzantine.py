@@ -98,7 +98,7 @@ def test_a_node_that_lies_about_the_store_gives_others_no_wrong_byte(spec, start
     report = prewarm(make_settings(spec, nodes, requests=ALL, min_node_share=0.1), progress=heard)
     for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
         if not code:
-            assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
+            assert (seen.reason, seen.ready, seen.trusted) == ("", True, True)
             assert read_files(node.root) == CONTENTS
         else:
             assert not (seen.ready and seen.trusted)
@@ -148,10 +148,10 @@ def test_where_digests_are_known_a_node_that_flips_bits_is_named_and_loses_only_
     assert report.driver_bytes <= 17 * MIB
     for node, code, seen in zip(nodes, codes, report.nodes, strict=True):
         if code != FLIP_ALWAYS:  # a node that flips only its reads gets the bytes from others
-            assert (seen.why, seen.ready) == ("", True)
+            assert (seen.reason, seen.ready) == ("", True)
             assert read_files(node.root) == SHARDS
         else:
-            assert "it reported bytes that the store does not have" in seen.why
+            assert "it reported bytes that the store does not have" in seen.reason
             assert set(read_files(node.root).items()) <= set(SHARDS.items())
         assert seen.trusted or code
 
@@ -173,7 +173,7 @@ def test_digests_of_blocks_that_do_not_fit_are_refused_and_the_nodes_vote(datase
     assert "its digests do not fit 1 of 4 shards" in report.refused[0]
     for node, seen in zip(nodes, report.nodes, strict=True):
         if seen.name != "n1":
-            assert (seen.why, seen.ready, seen.trusted) == ("", True, True)
+            assert (seen.reason, seen.ready, seen.trusted) == ("", True, True)
             assert read_files(node.root) == SHARDS
 
 
@@ -199,7 +199,7 @@ def test_a_node_that_says_that_an_object_is_gone_ends_no_run(spec, start, status
     assert [seen.ready for seen in report.nodes[1:]] == [True, True], report
     assert [read_files(node.root) for node in nodes[1:]] == [CONTENTS] * 2
     if status != 503:
-        assert "it cannot read" in report.nodes[0].why
+        assert "it cannot read" in report.nodes[0].reason
 
 
 def test_a_part_that_one_node_alone_has_read_is_said_to_be_unconfirmed(tmp_path, start):
@@ -242,7 +242,7 @@ def test_a_node_that_says_for_ever_that_it_goes_on_is_waited_for_no_longer(
     limits = LimitSettings(stall_timeout=timedelta(seconds=2))
     report = prewarm(make_settings(spec, nodes, requests=ALL, limits=limits))
     assert [seen.ready for seen in report.nodes] == [True, False, True]
-    assert why in report.nodes[1].why
+    assert why in report.nodes[1].reason
     assert [read_files(node.root) for node in (nodes[0], nodes[2])] == [CONTENTS] * 2
 
 
@@ -254,5 +254,5 @@ def test_a_node_that_gives_a_byte_at_a_time_holds_nobody_up(spec, start, others)
     start.agents.clear()
     start(DRIP, *[IMPATIENT] * others)
     report = prewarm(make_settings(spec, start.agents, requests=ALL))
-    assert [seen.why for seen in report.nodes] == [""] * (1 + others)
+    assert [seen.reason for seen in report.nodes] == [""] * (1 + others)
     assert [read_files(node.root) for node in start.agents] == [CONTENTS] * (1 + others)

@@ -280,7 +280,7 @@ def port_of(agent: Agent) -> int:
 
 def test_nodes_are_warmed_over_tls(far, nodes, tmp_path):
     report = prewarm(settings_of(tmp_path, nodes))
-    assert [node.why for node in report.nodes] == [""] * 3
+    assert [node.reason for node in report.nodes] == [""] * 3
     assert [read_files(node.root) for node in nodes] == [read_files(tmp_path / "source")] * 3
     received = sum(node.from_peers for node in report.nodes)
     assert received > report.size  # two nodes that begin at once may read one piece each
@@ -294,8 +294,8 @@ def test_who_answers_in_between_is_refused_and_hears_only_a_nonce(far, nodes, tm
         chosen = Hosts(hosts=tuple(hosts), key=SecretStr(KEY))
         report = prewarm(settings_of(tmp_path, nodes, nodes=chosen))
         assert [node.ready for node in report.nodes] == [True, False, True]
-        assert f"the server at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].why
-        assert "another program answers there" in report.nodes[1].why
+        assert f"the server at 127.0.0.1:{thief.port} cannot prove" in report.nodes[1].reason
+        assert "another program answers there" in report.nodes[1].reason
         with pytest.raises(errors.WorkerError, match="another program answers there"):
             prewarm(settings_of(tmp_path, nodes, nodes=chosen, min_node_share=1.0))
         assert b"GET /agent?nonce=" in thief.heard
@@ -335,7 +335,7 @@ agent.Agent.__init__ = pose
 
     monkeypatch.setattr(agent_client, "identify", in_order)
     report = prewarm(settings_of(tmp_path, nodes))
-    assert [node.why for node in report.nodes if node.name != "liar"] == ["", ""]
+    assert [node.reason for node in report.nodes if node.name != "liar"] == ["", ""]
 
 
 def test_a_node_sends_nothing_to_who_answers_in_place_of_another_node(nodes):
@@ -434,8 +434,8 @@ def test_an_agent_that_does_not_encrypt_is_a_sentence(far, nodes, tmp_path):
         report = prewarm(settings_of(tmp_path, nodes, nodes=chosen))
         server.shutdown()
     assert [node.ready for node in report.nodes] == [True, True, False]
-    assert "does not encrypt (TLS)" in report.nodes[2].why
-    assert "Start `millrace swarm node` of this version there" in report.nodes[2].why
+    assert "does not encrypt (TLS)" in report.nodes[2].reason
+    assert "Start `millrace swarm node` of this version there" in report.nodes[2].reason
 
 
 def test_loopback_stays_plain_and_makes_no_certificate(tmp_path, monkeypatch):
@@ -481,7 +481,7 @@ def test_a_port_of_this_machine_that_leads_to_a_forger_is_told_nothing(nodes, tm
         server.shutdown()
     by_name = {node.name: node for node in report.nodes}
     assert by_name["n0"].ready
-    assert "cannot prove that it is the agent" in by_name["forger"].why
+    assert "cannot prove that it is the agent" in by_name["forger"].reason
     assert heard.count(b"HTTP/1.1") == heard.count(b"GET /agent?nonce=") == 1
 
 
@@ -494,7 +494,7 @@ def test_a_port_of_this_machine_that_leads_to_another_one_is_asked_over_tls(tmp_
         host = Host(url=f"http://127.0.0.1:{agent.port}", name="n")
         chosen = Hosts(hosts=(host,), key=SecretStr(KEY))
         report = prewarm(settings_of(tmp_path, [], nodes=chosen))
-        assert [node.why for node in report.nodes] == [""]
+        assert [node.reason for node in report.nodes] == [""]
     finally:
         agent.close()
 
@@ -532,7 +532,7 @@ def test_an_agent_that_falls_silent_in_the_handshake_is_given_up(far, nodes, tmp
         settings = settings_of(tmp_path, nodes, nodes=hosts, start_timeout=timedelta(seconds=2))
         report = prewarm(settings)
     assert [node.ready for node in report.nodes] == [True, False]
-    assert "did not answer for" in report.nodes[1].why
+    assert "did not answer for" in report.nodes[1].reason
 
 
 def test_a_kept_connection_that_was_closed_meanwhile_is_made_anew(tmp_path):

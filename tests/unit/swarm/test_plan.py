@@ -123,7 +123,7 @@ def test_each_piece_leaves_the_store_once():
     swarm.finish()
     assert all(have == set(range(100)) for have in swarm.has.values())
     assert swarm.count_reads() == Counter(range(100))
-    assert swarm.most_up <= LimitSettings().up
+    assert swarm.most_up <= LimitSettings().uploads_per_node
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
@@ -154,7 +154,7 @@ def test_one_piece_reaches_all_nodes_in_a_logarithm_of_hops(nodes):
     swarm.finish()
     assert swarm.count_reads() == Counter([0])
     hops = 1  # one from the store; then each that has it gives it to as many as it may
-    while (1 + LimitSettings().up) ** (hops - 1) < nodes:
+    while (1 + LimitSettings().uploads_per_node) ** (hops - 1) < nodes:
         hops += 1
     assert swarm.now <= hops + 1
 
@@ -258,7 +258,7 @@ def test_a_node_that_gives_wrong_bytes_is_asked_no_more():
     swarm.begin()
     seen = spoil(swarm, lambda order: order.source == "bad")
     assert swarm.tracker.untrusted_nodes == ["bad"]
-    assert seen["bad"] <= 2 * LimitSettings().up
+    assert seen["bad"] <= 2 * LimitSettings().uploads_per_node
 
 
 def test_one_node_alone_is_not_believed_and_gets_its_bytes_elsewhere():
@@ -302,12 +302,13 @@ def test_nodes_read_from_a_store_that_outruns_them_and_the_reason_is_said():
             swarm.give(swarm.tracker.tick(swarm.now))
     assert all(have == set(range(200)) for have in swarm.has.values())
     assert "the store gave each node" in swarm.tracker.direct
-    alone = 200 * 3 / 4 * 60.0 / LimitSettings().down  # seconds, had the nodes but themselves
+    # Seconds, had the nodes but themselves.
+    alone = 200 * 3 / 4 * 60.0 / LimitSettings().downloads_per_node
     assert swarm.now < alone / 4
 
 
 def test_nodes_do_without_a_store_that_outruns_them_where_its_bytes_are_dear():
-    swarm = Swarm(Tracker([1_000_000] * 60, LimitSettings(direct=False)), slow_uplinks)
+    swarm = Swarm(Tracker([1_000_000] * 60, LimitSettings(direct_reads=False)), slow_uplinks)
     for i in range(4):
         swarm.join(f"n{i}")
     swarm.begin()
@@ -333,7 +334,9 @@ def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
 def test_what_only_a_node_has_that_never_gives_it_is_read_from_the_store(
     zones, pieces, needs, direct
 ):
-    tracker = Tracker([1] * pieces, LimitSettings(direct=direct), votes_needed=[needs] * pieces)
+    tracker = Tracker(
+        [1] * pieces, LimitSettings(direct_reads=direct), votes_needed=[needs] * pieces
+    )
     swarm = Swarm(tracker, lambda order: 1e9 if order.source == "slow" else 0.1)
     swarm.join("slow", {piece: f"d{piece}" for piece in range(pieces)}, zone=zones[0])
     for name, zone in zip("ab", zones[1:], strict=False):
@@ -355,7 +358,7 @@ def zones_over_a_link(
     zones = {f"n{i}": "near" if i < near else "far" for i in range(near + far)}
     rates = {f"{name} {way}": 200 * MBIT for name in zones for way in ("up", "down")}
     rates |= {STORE: 200 * MBIT, "near>far": mbit * MBIT, "far>near": mbit * MBIT}
-    tracker = Tracker([MIB] * pieces, LimitSettings(direct=direct))
+    tracker = Tracker([MIB] * pieces, LimitSettings(direct_reads=direct))
     return Network(tracker, pieces, MIB, rates, zones, "near")
 
 

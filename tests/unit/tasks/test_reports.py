@@ -113,14 +113,14 @@ def test_words() -> None:
 
 def node(name: str, **changes: object) -> NodeReport:
     values: dict[str, object] = {
-        "name": name, "ready": True, "why": "", "cached": 0, "from_store": 3_000_000,
+        "name": name, "ready": True, "reason": "", "cached": 0, "from_store": 3_000_000,
         "from_peers": 7_000_000, "failures": 1, "seconds": 2.5, "trusted": True,
     }  # fmt: skip
     return NodeReport(**(values | changes))  # pyright: ignore[reportArgumentType]
 
 
 def test_the_report_of_a_swarm_names_every_node() -> None:
-    lost = node("n1", ready=False, why="it no longer answers", trusted=False)
+    lost = node("n1", ready=False, reason="it no longer answers", trusted=False)
     report = PrewarmReport(
         files=2, size=10_000_000, unverified=1, unconfirmed=1, driver_bytes=0,
         seconds=4.0, startup=1.0, nodes=(node("n0"), lost), direct="it gave more", curve=(),

@@ -31,7 +31,7 @@ def test_two_addresses_of_one_agent_are_one_node(store, nodes):
     report = prewarm(settings.model_copy(update={"nodes": hosts}))
     assert sum(node.ready for node in report.nodes) == 2
     assert len(report.nodes) == 3
-    assert any("leads to the agent of" in node.why for node in report.nodes)
+    assert any("leads to the agent of" in node.reason for node in report.nodes)
 
 
 def test_a_second_driver_is_refused_while_the_first_one_works(store, nodes):

@@ -85,6 +85,6 @@ def test_what_we_did_not_make_is_never_touched(store, nodes):
     report = prewarm(make_settings(store, nodes, **below("mine")))
     lost = report.nodes[0]
     assert not lost.ready
-    assert "Millrace did not make it" in lost.why
+    assert "Millrace did not make it" in lost.reason
     assert mine.read_bytes() == b"mine"
     assert read_files(nodes[1].root) == read_files(nodes[2].root) == contents

@@ -34,7 +34,7 @@ def test_a_node_that_dies_costs_only_itself(store, nodes):
     report = prewarm(make_settings(store, nodes, **below("dies")), progress=heard)
     if heard.find(NodeLost):
         assert [node.ready for node in report.nodes] == [True, False, True]
-        assert "no longer answers" in report.nodes[1].why or "orders" in report.nodes[1].why
+        assert "no longer answers" in report.nodes[1].reason or "orders" in report.nodes[1].reason
     assert read_files(nodes[0].root) == read_files(nodes[2].root) == contents
 
 
@@ -71,7 +71,7 @@ def test_a_slow_node_that_goes_on_receiving_is_waited_for(store, nodes, monkeypa
     nodes[2] = replaced_by_slow(nodes[2], pause=0.3, stops_after=float("1e9"))
     limits = LimitSettings(stall_timeout=timedelta(seconds=3))  # a piece takes longer
     report = prewarm(make_settings(store, nodes, limits=limits, **below("steady")))
-    assert [node.why for node in report.nodes] == [""] * 3
+    assert [node.reason for node in report.nodes] == [""] * 3
     assert report.nodes[2].ready
 
 
@@ -84,7 +84,7 @@ def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
     finally:
         nodes[2].kill()
     assert [node.ready for node in report.nodes] == [True, True, False]
-    assert "received no byte for" in report.nodes[2].why
+    assert "received no byte for" in report.nodes[2].reason
 
 
 def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nod
             server.shutdown()
     ready = {node.name: node.ready for node in report.nodes}
     assert ready == {"n0": True, "n1": True, "freezes": False}
-    assert "did not answer for" in next(n.why for n in report.nodes if n.name == "freezes")
+    assert "did not answer for" in next(n.reason for n in report.nodes if n.name == "freezes")
     assert read_files(nodes[1].root) == contents
 
 
@@ -198,6 +198,6 @@ def test_a_full_disk_fails_its_node_only(store, nodes):
     small = nodes[0].root
     with mounted(small, 4 * MIB):
         report = prewarm(make_settings(store, nodes, **below("full")))
-        assert "free" in report.nodes[0].why
+        assert "free" in report.nodes[0].reason
     assert [node.ready for node in report.nodes] == [False, True, True]
     assert read_files(nodes[1].root) == contents

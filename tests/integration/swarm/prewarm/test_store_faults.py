@@ -29,7 +29,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
     contents = fill(store, f"fails-{fault.kind}")
     store.inject_fault(fault)
     report = prewarm(make_settings(store, nodes, **below(f"fails-{fault.kind}")))
-    assert [node.why for node in report.nodes] == [""] * 3
+    assert [node.reason for node in report.nodes] == [""] * 3
     assert [read_files(node.root) for node in nodes] == [contents] * 3
     fired = store.read_counts().fired[fault.kind]
     assert fired >= 2
@@ -88,7 +88,7 @@ def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
     replaced = b"x" * len(contents["large.bin"])
     store.inject_fault(Fault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
     heard = Heard(0.0, lambda: store.put("replaced/large.bin", replaced))
-    one_at_a_time = LimitSettings(store=1)  # the first is stalled, large.bin comes after it
+    one_at_a_time = LimitSettings(store_reads=1)  # the first is stalled, large.bin comes after it
     with pytest.raises(errors.ChangedError, match=r"replaced/large\.bin was replaced"):
         prewarm(
             make_settings(store, nodes, limits=one_at_a_time, **below("replaced")), progress=heard

@@ -25,7 +25,7 @@ def test_an_archive_is_unpacked_and_kept_and_known_again(store, nodes):
     store.put("archives/data.tar.gz", tarred(members))
     request = Request(key="archives/data.tar.gz", unpack=Unpacking.AUTO, mode=0o600)
     settings = make_settings(store, nodes, requests=[request])
-    assert [node.why for node in prewarm(settings).nodes] == [""] * 3
+    assert [node.reason for node in prewarm(settings).nodes] == [""] * 3
     wanted = {f"archives/data/{name}": body for name, body in members.items()}
     for node in nodes:
         found = read_files(node.root)
@@ -92,7 +92,7 @@ def test_an_archive_of_which_a_node_misread_a_piece_is_unpacked_right(store, nod
     sha256 = hashlib.sha256(data).hexdigest()
     request = Request(key="d.archive", sha256=sha256, unpack=method, into="d")
     report = prewarm(make_settings(store, nodes, requests=[request], min_node_share=1.0))
-    assert [node.why for node in report.nodes] == [""] * 3
+    assert [node.reason for node in report.nodes] == [""] * 3
     wanted = {"d.archive": data, "d/weights.bin": body}
     assert [read_files(node.root) == wanted for node in nodes] == [True] * 3
 
@@ -104,7 +104,7 @@ def test_a_zip_is_unpacked_when_it_is_whole(store, nodes):
     store.put("archives/data.zip", out.getvalue())
     request = Request(key="archives/data.zip", unpack=Unpacking.ZIP, into="unpacked/here")
     report = prewarm(make_settings(store, nodes, requests=[request]))
-    assert [node.why for node in report.nodes] == [""] * 3
+    assert [node.reason for node in report.nodes] == [""] * 3
     assert read_files(nodes[1].root)["unpacked/here/x/y.txt"] == b"y" * 1000
 
 

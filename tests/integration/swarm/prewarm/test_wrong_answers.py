@@ -77,9 +77,9 @@ def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_pa
     whole = {f"forged/{name}": body for name, body in contents.items()}
     assert [read_files(node.root) for node in nodes[:2]] == [whole] * 2
     by_name = {node.name: node for node in report.nodes}
-    assert [by_name[node.name].why for node in nodes[:2]] == ["", ""]
+    assert [by_name[node.name].reason for node in nodes[:2]] == ["", ""]
     malformed = forged not in (*FORGED[:2], FORGED[-1])
-    assert ("no agent of this version" in by_name["liar"].why) is malformed
+    assert ("no agent of this version" in by_name["liar"].reason) is malformed
 
 
 def test_reads_that_only_one_node_says_to_fail_are_made_by_the_driver_few_at_a_time(
@@ -129,8 +129,8 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     report = prewarm(make_settings(store, nodes, min_node_share=0.5, **below("versions")))
     assert [read_files(node.root) for node in nodes[:2]] == [contents] * 2
     later = next(node for node in report.nodes if node.name == "later")
-    assert refuses in later.why
-    assert "install the same version of Millrace on the driver and on all nodes" in later.why
+    assert refuses in later.reason
+    assert "install the same version of Millrace on the driver and on all nodes" in later.reason
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -173,8 +173,8 @@ def test_a_refusal_without_a_reason_costs_only_its_node(store, nodes, said, monk
         finally:
             server.shutdown()
     assert [node.ready for node in report.nodes] == [True, False]
-    assert isinstance(report.nodes[1].why, str)
-    assert report.nodes[1].why
+    assert isinstance(report.nodes[1].reason, str)
+    assert report.nodes[1].reason
 
 
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"

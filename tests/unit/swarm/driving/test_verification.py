@@ -260,7 +260,7 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
     run.state.members.add_absent(AbsentNode("c", "c", "gone"))
     run.state.lose(run["b"], "broken")
     reports = report_nodes(run.state.members, {"id-a"})
-    assert [(node.name, node.ready, node.why, node.trusted) for node in reports] == [
+    assert [(node.name, node.ready, node.reason, node.trusted) for node in reports] == [
         ("a", True, "", False),
         ("b", False, "broken", True),
         ("c", False, "gone", True),
