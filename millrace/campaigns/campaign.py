@@ -107,8 +107,8 @@ class Training:
             **self.rules.aggregation.model_dump(),
         )
 
-    def make_aggregation_settings(self, last_window: int) -> AggregationSettings:
-        """Return the settings of an aggregator that stops at the first window without a gradient.
+    def limit_aggregation(self, last_window: int) -> AggregationSettings:
+        """Return settings that stop an aggregator at a window, or at the first without a gradient.
 
         Args:
             last_window: Number of the last window to merge.

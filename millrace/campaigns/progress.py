@@ -160,7 +160,7 @@ def _count_idle_windows(store: Store, keys: ChainKeys, newest_window: int) -> in
 
 
 def _merge_until(training: Training, last_window: int, aggregate: Aggregator) -> MergedWindows:
-    done = aggregate(training.make_aggregation_settings(last_window))
+    done = aggregate(training.limit_aggregation(last_window))
     if done is None:
         raise HeldError(f"{training.keys.run} is aggregated by another process, which is alive.")
     return done

@@ -125,7 +125,7 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
     training, workers = make_training(), FakeWorkers()
     aggregator = Aggregator(training, "tttt-t", newest=4)
     merge_epoch(training, 1, workers, aggregator)
-    assert aggregator.asked == [training.make_aggregation_settings(6)] * 2
+    assert aggregator.asked == [training.limit_aggregation(6)] * 2
     assert aggregator.newest == 6
 
 
@@ -211,4 +211,4 @@ def test_weights_of_a_run_with_idle_windows_are_published(make_training: MakeTra
     training = make_training(epochs=1)
     aggregator = Aggregator(training, "t--", newest=3)
     assert ensure_final_weights_saved(training, aggregator) == 3
-    assert aggregator.asked == [training.make_aggregation_settings(3)]
+    assert aggregator.asked == [training.limit_aggregation(3)]
