@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import threading
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -198,9 +199,12 @@ def _execute_and_kill(settings: CleanupSettings, plan: str, batches: int) -> boo
     child_end.close()
     events: Counter[str] = Counter()
     try:
-        while events[ObjectsDeleted.kind] < batches:
+        while True:
             events[parent_end.recv()] += 1
-    except EOFError:  # the process has executed the whole plan
+            if events[ObjectsDeleted.kind] == batches:
+                break
+            parent_end.send("go on")
+    except (EOFError, BrokenPipeError):  # the process has executed the whole plan
         process.join()
         return False
     assert process.pid is not None
@@ -210,12 +214,19 @@ def _execute_and_kill(settings: CleanupSettings, plan: str, batches: int) -> boo
 
 
 def _execute(pipe: Any, arguments: str) -> None:
-    """Execute a plan in this process, and send the kinds of its events."""
+    """Execute a plan in this process, and send the kinds of its events.
+
+    Each event waits for an answer, so that a slow parent process kills no later than it means to.
+    """
     data = json.loads(arguments)
     settings = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
 
+    lock = threading.Lock()
+
     def send_event(event: Event) -> None:
-        pipe.send(event.kind)
+        with lock:
+            pipe.send(event.kind)
+            pipe.recv()
 
     execute(settings, data["plan"], progress=send_event)
     pipe.send("done")
