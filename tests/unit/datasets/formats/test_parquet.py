@@ -128,6 +128,22 @@ def test_no_shard_is_larger_than_its_size_says(samples, fields, size):
     assert encoder.size == size
 
 
+def test_many_columns_and_row_groups_count():
+    fields = {f"c{n}": FieldType.INT for n in range(60)}
+    encoder = ParquetFormat().make_encoder(fields, 1024)
+    for n in range(2001):
+        encoder.prepare(Sample("k", {}, n + 1))
+        encoder.append()
+    size = encoder.size
+    assert len(encoder.close()) <= size
+
+
+def test_fields_in_any_order_make_the_same_bytes():
+    sample = Sample("k", {"txt": b"text", "cls": b"1"}, 1)
+    fields = {"cls": FieldType.INT, "txt": FieldType.STR}
+    assert encode([sample], dict(reversed(fields.items()))) == encode([sample], fields)
+
+
 def test_a_name_of_any_length_counts():
     name = "n" * 5000
     encoder = ParquetFormat().make_encoder({name: FieldType.UINT16_ARRAY}, 1024)
