@@ -29,11 +29,13 @@ class Sample(NamedTuple):
         key: Name of the sample, unique in the dataset.
         fields: Parts by their extensions (``txt``, ``json``). Formats sort them by extension.
         next_cursor: Cursor after the sample.
+        next_skip: Part of the row at `next_cursor` that was yielded before, as transforms count it.
     """
 
     key: str
     fields: Mapping[str, bytes | LargeFile]
     next_cursor: int
+    next_skip: int = 0
 
 
 class BadRow(NamedTuple):
@@ -44,12 +46,14 @@ class BadRow(NamedTuple):
         reason: Reason why the row makes no sample.
         data: Bytes of the row, or the first of them.
         next_cursor: Cursor after the row.
+        next_skip: Part of the row at `next_cursor` that was yielded before, as transforms count it.
     """
 
     where: str
     reason: str
     data: bytes
     next_cursor: int
+    next_skip: int = 0
 
 
 Row = Sample | BadRow

@@ -11,6 +11,7 @@ from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 _INDEX = r"shards/[a-z]+/(?:[a-z]+/)?_?[a-z_]+\.(?:json|npy|yaml)"
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    r"|transforms/[0-9a-f]{64}\.(?:py|json)"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl"
     r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+"
     rf"|{_INDEX})"
@@ -104,6 +105,11 @@ class DatasetKeys:
         return f"{self.dataset}/partitions/"
 
     @property
+    def transforms(self) -> str:
+        """Prefix of the code and the tokenizers of transforms."""
+        return f"{self.dataset}/transforms/"
+
+    @property
     def shards(self) -> str:
         """Prefix of the shards."""
         return f"{self.dataset}/shards/"
@@ -126,6 +132,15 @@ class DatasetKeys:
             digest: Digest of the list. The key has its first 16 digits.
         """
         return f"{self.sample_lists}{partition}-{get_hex(digest)[:16]}.jsonl"
+
+    def make_transform_key(self, digest: str, extension: str) -> str:
+        """Return the key of the code or the tokenizer of a transform.
+
+        Args:
+            digest: Digest of the bytes. The key has all of its digits.
+            extension: ``py`` or ``json``.
+        """
+        return f"{self.transforms}{get_hex(digest)}.{extension}"
 
     def make_shards_prefix(self, shard_format: str, split: str) -> str:
         """Return the prefix of the shards of one format and split, such as ``shards/mds/train/``.

@@ -1,0 +1,34 @@
+"""Transforms of the samples between a source and the shards."""
+
+from millrace.datasets.transforms.pinned import (
+    PinnedTransforms,
+    describe_transforms,
+    list_transform_changes,
+    open_transforms,
+    pin_transforms,
+)
+from millrace.datasets.transforms.settings import (
+    FilterSettings,
+    FunctionSettings,
+    RenameSettings,
+    TokenizeSettings,
+    TransformList,
+    TransformSettings,
+)
+from millrace.datasets.transforms.source import TransformChain, TransformedSource
+
+__all__ = [
+    "FilterSettings",
+    "FunctionSettings",
+    "PinnedTransforms",
+    "RenameSettings",
+    "TokenizeSettings",
+    "TransformChain",
+    "TransformList",
+    "TransformSettings",
+    "TransformedSource",
+    "describe_transforms",
+    "list_transform_changes",
+    "open_transforms",
+    "pin_transforms",
+]

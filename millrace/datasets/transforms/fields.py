@@ -1,0 +1,141 @@
+"""Conversion between the bytes of a sample's fields and the values that a function works with.
+
+The extension of a field decides its type, by the rules of webdataset's decoder and writer.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from millrace.datasets.formats.base import read_field
+from millrace.datasets.sample import Sample
+from millrace.datasets.sources.sample_table import RESERVED
+
+KEY = "__key__"
+"""Name of the sample's key among the values, as webdataset has it."""
+_TEXT = frozenset({"txt", "text", "transcript"})
+_INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
+_JSON = frozenset({"json", "jsn"})
+
+
+class BadFieldError(ValueError):
+    """A field cannot be converted. The message is the reason for the quarantine."""
+
+
+def decode_fields(sample: Sample) -> dict[str, Any]:
+    """Return the values of a sample's fields, and its key as ``__key__``. Large files are read.
+
+    ``txt``, ``text`` and ``transcript`` are text, ``json`` and ``jsn`` are JSON, ``cls``, ``cls2``,
+    ``index``, ``inx`` and ``id`` are integers. Other fields stay bytes.
+
+    Raises:
+        BadFieldError: The bytes of a field are not of its type.
+        ChangedError: A large file has changed.
+    """
+    values: dict[str, Any] = {KEY: sample.key}
+    for name, data in sample.fields.items():
+        values[name] = _decode_field(name, read_field(data))
+    return values
+
+
+def _decode_field(name: str, data: bytes) -> Any:
+    extension = _get_extension(name)
+    try:
+        if extension in _TEXT:
+            return data.decode()
+        if extension in _JSON:
+            return json.loads(data)  # exact also for integers of more than 64 bits
+        if extension in _INTEGER:
+            return int(data)
+    except (ValueError, RecursionError):
+        kind = "text in UTF-8" if extension in _TEXT else extension.rstrip("2")
+        raise BadFieldError(f"the field {name!r} is not valid {kind}") from None
+    return data
+
+
+def encode_fields(values: Mapping[Any, Any]) -> dict[str, bytes]:
+    """Return the bytes of values by their names. The key ``__key__`` is left out.
+
+    Bytes stay as they are. Text is encoded in UTF-8, and JSON in a ``json`` field. Numbers, lists
+    and dicts are encoded as JSON.
+
+    Raises:
+        BadFieldError: There is no field, or a name or a value cannot be written.
+    """
+    fields: dict[str, bytes] = {}
+    for name, value in values.items():
+        if name == KEY:
+            continue
+        if not isinstance(name, str):
+            raise BadFieldError(f"the name of a field is not text but {type(name).__name__}")
+        check_field_name(name)
+        fields[name] = _encode_value(name, value)
+    if not fields:
+        raise BadFieldError("a sample without fields cannot be written")
+    check_distinct(fields)
+    return fields
+
+
+def check_field_name(name: str) -> str:
+    """Return the name of a field, checked to be an extension that webdataset reads back.
+
+    Raises:
+        BadFieldError: The name cannot be an extension.
+    """
+    if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
+        raise BadFieldError(
+            f"webdataset could not read the field {name!r} back: write an extension such as txt, "
+            "without '/' and not like __this__"
+        )
+    return name
+
+
+def check_distinct(names: Mapping[str, Any]) -> None:
+    """Check that names do not differ in upper and lower case only, since readers see one field.
+
+    Raises:
+        BadFieldError: Two names do.
+    """
+    if len({name.lower() for name in names}) < len(names):
+        raise BadFieldError("two fields differ in upper and lower case only: readers see one")
+
+
+def _encode_value(name: str, value: Any) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(cast("bytes", value))
+    is_json = _get_extension(name) in _JSON
+    try:
+        if isinstance(value, str) and not is_json:
+            return value.encode()
+        if is_json or isinstance(value, int | float | dict | list | tuple):
+            # An integer of more than 64 bits stays exact, and NaN is refused: JSON has no NaN.
+            return json.dumps(
+                value, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+            ).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadFieldError(f"the field {name!r} cannot be encoded: {error}") from None
+    raise BadFieldError(
+        f"the field {name!r} is a {type(value).__name__}: return bytes, str, int, float, dict or "
+        "list"
+    )
+
+
+def _get_extension(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+_SUFFIXED = re.compile(r"--\d{4,}-*$")
+
+
+def make_part_key(key: str, number: int | None) -> str:
+    """Return the key of one of the samples that a sample becomes. Different parts have other keys.
+
+    Args:
+        key: Key of the sample.
+        number: Number of the part; None if the sample becomes one sample. The key of that one is
+            the key of the sample. If it looks like the key of a part, it gets a hyphen more.
+    """
+    if number is None:
+        return f"{key}-" if _SUFFIXED.search(key) else key
+    return f"{key}--{number:04d}"

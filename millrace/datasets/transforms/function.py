@@ -1,0 +1,191 @@
+"""Transform that calls a Python function, of an installed module or of the bytes of a file."""
+
+import importlib
+import inspect
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from millrace.datasets.sample import Row, Sample
+from millrace.datasets.transforms.base import make_bad_row
+from millrace.datasets.transforms.fields import (
+    KEY,
+    BadFieldError,
+    decode_fields,
+    encode_fields,
+    make_part_key,
+)
+from millrace.digest import compute_digest, get_hex
+from millrace.errors import ConfigurationError
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")  # differs between two runs
+_MAX_REASON = 300  # characters
+
+
+class FunctionTransform:
+    """Transform that calls a function with each sample.
+
+    The function gets a dict of the fields and of ``__key__``, and returns a dict, an iterable of
+    dicts, or None. A function with a second required argument gets a `random.Random` whose seed is
+    made of the dataset's seed and the sample's key. The results of one call are held in memory.
+
+    Args:
+        function: The function.
+        name: Name of the function, for messages.
+        seed: Seed of the dataset.
+
+    Raises:
+        ConfigurationError: The function cannot be called with one or two arguments.
+    """
+
+    batch_rows = 1
+
+    def __init__(self, function: Callable[..., Any], name: str, seed: int | None) -> None:
+        self._function, self._name, self._seed = function, name, seed
+        self._takes_random = _count_arguments(function, name) > 1
+
+    def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
+        """Return the samples that the function makes of each sample."""
+        return [self._apply_to_one(sample) for sample in samples]
+
+    def _apply_to_one(self, sample: Sample) -> list[Row]:
+        try:
+            values = decode_fields(sample)
+        except BadFieldError as error:
+            return [make_bad_row(sample, str(error))]
+        try:
+            made = self._call(values, sample.key)
+        except MemoryError:
+            raise  # another machine may have more memory
+        except Exception as error:  # noqa: BLE001 - the reason for the quarantine
+            return [make_bad_row(sample, f"{self._name} raised {_format_last_line(error)}")]
+        if not isinstance(made, list):
+            return [self._make_row(sample, made, None)]
+        parts = cast("list[Any]", made)
+        return [self._make_row(sample, part, number) for number, part in enumerate(parts)]
+
+    def _call(self, values: dict[str, Any], key: str) -> object:
+        """Return the result of the function: a list if it has made any number of samples."""
+        arguments = [random.Random(f"{self._seed or 0}/{key}")] if self._takes_random else []
+        made: Any = self._function(values, *arguments)
+        if made is None:
+            return []
+        if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
+            return cast("object", made)
+        return list(cast("Iterable[Any]", made))
+
+    def _make_row(self, sample: Sample, made: object, number: int | None) -> Row:
+        if not isinstance(made, Mapping):
+            kind = "None" if made is None else f"a {type(made).__name__}"
+            where = "" if number is None else f" in place {number} of its results"
+            reason = f"{self._name} returned {kind}{where}: return a dict, a list of dicts or None"
+            return make_bad_row(sample, reason)
+        values = cast("Mapping[Any, Any]", made)
+        if values.get(KEY, sample.key) != sample.key:
+            reason = f"{self._name} changed {KEY}, which is made by Millrace: leave it as it is"
+            return make_bad_row(sample, reason)
+        try:
+            fields = encode_fields(values)
+        except BadFieldError as error:
+            return make_bad_row(sample, f"{self._name}: {error}")
+        return Sample(make_part_key(sample.key, number), fields, sample.next_cursor)
+
+
+def _count_arguments(function: Callable[..., Any], name: str) -> int:
+    """Return how many arguments a function requires, one or two."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function of C without a signature
+        return 1
+    positional = [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    count = sum(p.default is p.empty for p in positional)
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if count > 2 or keywords or not (positional or takes_any):
+        raise ConfigurationError(
+            f"{name} cannot be called with a sample: write `def {name}(sample):` or "
+            f"`def {name}(sample, rng):`, with defaults for other arguments."
+        )
+    return count
+
+
+def _format_last_line(error: Exception) -> str:
+    """Return the last line of a traceback, the same on every machine."""
+    text = "".join(traceback.format_exception_only(type(error), error))
+    line = " ".join(
+        _ADDRESS.sub("0x...", text).encode("utf-8", "backslashreplace").decode().split()
+    )
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+
+
+def load_from_bytes(code: bytes, name: str, where: str) -> Callable[..., Any]:
+    """Run the code of a file as a module, once in a process, and return a function of it.
+
+    Args:
+        code: Bytes of the file.
+        name: Name of the function.
+        where: Name of the file, for messages.
+
+    Raises:
+        ConfigurationError: The code cannot be run, or has no such function.
+    """
+    module_name = f"millrace_transform_{get_hex(compute_digest(code))[:16]}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        module = ModuleType(module_name)
+        sys.modules[module_name] = module  # dataclasses and pickle look their module up
+        try:
+            exec(compile(code, f"<{where}>", "exec"), module.__dict__)  # noqa: S102 - the user's code
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ConfigurationError(
+                f"{where} cannot be run: {_format_last_line(error)}. Modules beside the file are "
+                "not sent with it: install them as a package."
+            ) from error
+    return _get_function(module, name, where)
+
+
+def load_installed(module_name: str, name: str) -> tuple[Callable[..., Any], str]:
+    """Import a function of an installed module; return it with the digest of its code.
+
+    The digest is that of the files of the module and of the module that defines the function. The
+    modules that they import are not in it.
+
+    Raises:
+        ConfigurationError: The module cannot be imported, or has no such function or no file.
+    """
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The module {module_name} cannot be imported: {_format_last_line(error)}. Install it "
+            "on every machine that works on the dataset, or write ./file.py:function."
+        ) from error
+    function = _get_function(module, name, module_name)
+    home = sys.modules.get(getattr(function, "__module__", None) or module_name, module)
+    files = dict.fromkeys(getattr(each, "__file__", None) for each in (module, home))
+    try:
+        code = [Path(file).read_bytes() for file in files if file]
+    except OSError as error:
+        raise ConfigurationError(
+            f"The code of {module_name} cannot be read, so its changes would not be seen: {error}. "
+            "Write the function into a file, and name ./file.py:function."
+        ) from error
+    if not code:
+        raise ConfigurationError(
+            f"{module_name} has no file, so its changes would not be seen: write the function into "
+            "a file, and name ./file.py:function."
+        )
+    return function, compute_digest(b"\0".join(code))
+
+
+def _get_function(module: ModuleType, name: str, where: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(f"{where} has no function {name}: correct `function`.")
+    return function

@@ -1,0 +1,309 @@
+"""Describe transforms for the plan of a dataset, and open the transforms that a plan describes.
+
+The plan has the digest of every function and tokenizer. The bytes of files are objects of the
+dataset, so a worker on another machine runs the same bytes. Code is run only if its digest comes
+from the settings or from a file of this machine, never because an object of the dataset has it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from millrace import errors
+from millrace.datasets.sources import is_store_url, open_files
+from millrace.datasets.sources.files import Patterns
+from millrace.datasets.sources.table import unpack_row
+from millrace.datasets.transforms.base import Transform
+from millrace.datasets.transforms.function import (
+    FunctionTransform,
+    load_from_bytes,
+    load_installed,
+)
+from millrace.datasets.transforms.packing import Packing
+from millrace.datasets.transforms.rename import RenameTransform
+from millrace.datasets.transforms.settings import (
+    FilterSettings,
+    FunctionSettings,
+    RenameSettings,
+    TokenizeSettings,
+    TransformSettings,
+)
+from millrace.datasets.transforms.source import TransformChain
+from millrace.digest import compute_digest
+from millrace.extras import import_extra_module
+from millrace.keys.datasets import DatasetKeys
+from millrace.records import JsonObject
+from millrace.storage import Store, StoreSpec, open_store, read
+
+_VERSION = "1"  # changes whenever the code of this package makes other samples of the same rows
+_MAX_CODE_BYTES = 4 << 20
+_MAX_TOKENIZER_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedTransforms:
+    """Transforms as the plan of a dataset has them.
+
+    Attributes:
+        record: Description of the transforms; empty without transforms. Equal descriptions make
+            equal samples.
+        objects: Objects that must be stored before the plan, by their keys.
+    """
+
+    record: JsonObject
+    objects: Mapping[str, bytes]
+
+
+def pin_transforms(
+    settings: Sequence[TransformSettings],
+    keys: DatasetKeys,
+    *,
+    seed: int | None,
+    dataset_store: Store | None = None,
+    allow_private: bool = False,
+) -> PinnedTransforms:
+    """Read the functions and tokenizers of transforms, check them, and describe them.
+
+    Args:
+        settings: Settings of the transforms.
+        keys: Names of the dataset.
+        seed: Seed of the dataset.
+        dataset_store: Store of the dataset, where files are found whose digests the settings name.
+            None reads no such files.
+        allow_private: Whether a tokenizer may be read from a web server in a private network.
+
+    Raises:
+        ConfigurationError: A file is not of the digest that the settings name, or a function or a
+            tokenizer cannot be used. The message says which.
+        NotFoundError: A file is not there.
+    """
+    if not settings:
+        return PinnedTransforms({}, {})
+    reader = _FileReader(keys, dataset_store, allow_private=allow_private)
+    steps = [_describe_step(step, reader) for step in settings]
+    record = {"version": _VERSION, "seed": seed, "steps": steps}
+    _open_chain(record, reader.objects.__getitem__)  # checks functions and tokenizers
+    return PinnedTransforms(record, reader.objects)
+
+
+def describe_transforms(
+    settings: Sequence[TransformSettings], keys: DatasetKeys, *, seed: int | None
+) -> JsonObject:
+    """Return the description of transforms, as `pin_transforms` does, without an object."""
+    return pin_transforms(settings, keys, seed=seed).record
+
+
+def open_transforms(record: JsonObject, dataset_store: Store) -> TransformChain:
+    """Return the transforms that a plan describes, with the bytes that the dataset has.
+
+    Args:
+        record: Description of the transforms; empty without transforms.
+        dataset_store: Store of the dataset.
+
+    Raises:
+        ConfigurationError: A function or a library of this machine is not that of the plan.
+        CorruptError: An object of the dataset does not have the digest of the plan.
+        NotFoundError: An object of the dataset is gone.
+    """
+    return _open_chain(record, lambda key: read(dataset_store, key, max_size=_MAX_TOKENIZER_BYTES))
+
+
+def list_transform_changes(pinned: JsonObject, proposed: JsonObject) -> list[str]:
+    """Return how a description differs from the one in a plan: a short text for each difference."""
+    changes = [
+        f"transforms.{name} ({pinned.get(name)}, now {proposed.get(name)})"
+        for name in ("version", "seed")
+        if pinned and proposed and pinned.get(name) != proposed.get(name)
+    ]
+    before, after = pinned.get("steps", []), proposed.get("steps", [])
+    if [step["kind"] for step in before] != [step["kind"] for step in after]:
+        kinds = (", ".join(step["kind"] for step in steps) or "none" for steps in (before, after))
+        return [*changes, "transforms ({}, now {})".format(*kinds)]
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        changes += [
+            f"transforms.{number}.{name} ({old.get(name)}, now {new.get(name)})"
+            for name in sorted(old.keys() | new.keys())
+            if name != "object" and old.get(name) != new.get(name)
+        ]
+    return changes
+
+
+class _FileReader:
+    """Reads the files that settings name, and collects them as objects of the dataset."""
+
+    def __init__(
+        self, keys: DatasetKeys, dataset_store: Store | None, *, allow_private: bool
+    ) -> None:
+        self._keys, self._store, self._allow_private = keys, dataset_store, allow_private
+        self.objects: dict[str, bytes] = {}
+
+    def read(
+        self, location: str, digest: str | None, extension: str, max_size: int
+    ) -> dict[str, str]:
+        """Read a file, and return its digest and its key as a part of a description."""
+        body = self._find_stored(digest, extension, max_size)
+        if body is None:
+            body = _read_location(location, max_size, allow_private=self._allow_private)
+        found = compute_digest(body)
+        _check_digest(location, found, digest)
+        key = self._keys.make_transform_key(found, extension)
+        self.objects[key] = body
+        return {"digest": found, "object": key}
+
+    def _find_stored(self, digest: str | None, extension: str, max_size: int) -> bytes | None:
+        if digest is None or self._store is None:
+            return None
+        try:
+            body = read(
+                self._store, self._keys.make_transform_key(digest, extension), max_size=max_size
+            )
+        except errors.NotFoundError:
+            return None
+        return body if compute_digest(body) == digest else None
+
+
+def _read_location(location: str, max_size: int, *, allow_private: bool) -> bytes:
+    """Return the bytes of a file of this machine, of a web server or of a store."""
+    if "://" not in location:
+        return _read_path(Path(location), max_size)
+    if is_store_url(location):
+        folder, _, name = location.rpartition("/")
+        return read(open_store(StoreSpec(url=folder), make_folder=False), name, max_size=max_size)
+    files = open_files(StoreSpec(url=location), allow_private=allow_private)
+    rows = files.collect(Patterns()).rows
+    if len(rows) != 1:
+        raise errors.ConfigurationError(f"{location} is not the URL of one file: correct it.")
+    file = unpack_row(rows[0])
+    _check_size(location, file.size, max_size)
+    return files.read(file)
+
+
+def _read_path(path: Path, max_size: int) -> bytes:
+    try:
+        _check_size(str(path), path.stat().st_size, max_size)
+        return path.read_bytes()
+    except OSError as error:
+        raise errors.NotFoundError(
+            f"{path} cannot be read: {error.strerror}. Correct the path, which is relative to the "
+            "working directory, or set `digest` to take the file from the dataset."
+        ) from error
+
+
+def _check_size(location: str, size: int, max_size: int) -> None:
+    if size > max_size:
+        raise errors.ConfigurationError(
+            f"{location} has {size:,} bytes, more than the {max_size:,} that are allowed: name "
+            "another file."
+        )
+
+
+def _check_digest(where: str, found: str, expected: str | None) -> None:
+    """Check that code or a tokenizer has the digest that settings or a plan name.
+
+    Raises:
+        ConfigurationError: The digests differ.
+    """
+    if expected not in {None, found}:
+        raise errors.ConfigurationError(
+            f"{where} has the digest {found} here, and not {expected}: take the version with that "
+            "digest, or shard the source under another dataset name."
+        )
+
+
+def _describe_step(step: TransformSettings, reader: _FileReader) -> JsonObject:
+    match step:
+        case FilterSettings() | RenameSettings():
+            return step.model_dump(mode="json", exclude_none=True)
+        case FunctionSettings(file=None):
+            digest = load_installed(step.module, step.name)[1]
+            _check_digest(step.module, digest, step.digest)
+            return {"kind": step.kind, "function": step.function, "digest": digest}
+        case FunctionSettings():
+            file = reader.read(str(step.file), step.digest, "py", _MAX_CODE_BYTES)
+            load_from_bytes(reader.objects[file["object"]], step.name, str(step.file))
+            return {"kind": step.kind, "function": step.name, **file}
+        case TokenizeSettings():
+            file = reader.read(step.tokenizer, step.digest, "json", _MAX_TOKENIZER_BYTES)
+            module = _import_tokenize()
+            made = module.TokenizeTransform(step, reader.objects[file["object"]])
+            others = step.model_dump(
+                mode="json", exclude={"tokenizer", "digest"}, exclude_none=True
+            )
+            return {**others, **file, "dtype": made.dtype, "library": module.LIBRARY_VERSION}
+
+
+def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> TransformChain:
+    """Return the transforms of a description.
+
+    Args:
+        record: Description of the transforms; empty without transforms.
+        read_object: Function that returns the object with a key.
+
+    Raises:
+        ConfigurationError: A function or a library of this machine is not that of the description,
+            or another version of Millrace wrote the description.
+        CorruptError: An object does not have the digest of the description.
+    """
+    if record and record["version"] != _VERSION:
+        raise errors.ConfigurationError(
+            f"The plan has transforms of version {record['version']!r}, and this Millrace makes "
+            f"those of version {_VERSION!r}: work on the dataset with the Millrace that planned it."
+        )
+    transforms: list[Transform] = []
+    packing = None
+    for step in cast("list[JsonObject]", record.get("steps", [])):
+        body = _read_verified(step, read_object)
+        match step["kind"]:
+            case "function":
+                transforms.append(_open_function(step, body, record["seed"]))
+            case "tokenize":
+                transform, packing = _open_tokenize(step, body)
+                transforms.append(transform)
+            case "filter":
+                from millrace.datasets.transforms.filter import FilterTransform  # noqa: PLC0415
+
+                transforms.append(FilterTransform(FilterSettings.model_validate(step)))
+            case _:
+                transforms.append(RenameTransform(RenameSettings.model_validate(step)))
+    return TransformChain(transforms, packing)
+
+
+def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> bytes:
+    """Return the object of a step, or empty bytes if the step has none."""
+    if "object" not in step:
+        return b""
+    body = read_object(step["object"])
+    if compute_digest(body) != step["digest"]:
+        raise errors.CorruptError(
+            f"{step['object']} does not have the digest of the plan: another program has written "
+            "under this dataset's name. Shard the source under another name."
+        )
+    return body
+
+
+def _open_function(step: JsonObject, body: bytes, seed: int | None) -> FunctionTransform:
+    if "object" in step:
+        name = step["function"]
+        return FunctionTransform(load_from_bytes(body, name, "The file of a transform"), name, seed)
+    settings = FunctionSettings(function=step["function"])
+    function, digest = load_installed(settings.module, settings.name)
+    _check_digest(f"The module {settings.module}", digest, step["digest"])
+    return FunctionTransform(function, settings.name, seed)
+
+
+def _open_tokenize(step: JsonObject, body: bytes) -> tuple[Transform, Packing | None]:
+    module = _import_tokenize()
+    others = {n: v for n, v in step.items() if n not in {"digest", "object", "dtype", "library"}}
+    settings = TokenizeSettings.model_validate({**others, "tokenizer": step["object"]})
+    if step["library"] != module.LIBRARY_VERSION:
+        raise errors.ConfigurationError(
+            f"The dataset was planned with tokenizers {step['library']}, and this machine has "
+            f"{module.LIBRARY_VERSION}: pip install tokenizers=={step['library']}."
+        )
+    packing = None if settings.pack is None else Packing(settings.pack, step["dtype"])
+    return module.TokenizeTransform(settings, body), packing
+
+
+def _import_tokenize() -> Any:
+    return import_extra_module("millrace.datasets.transforms.tokenize", "tokenizers")

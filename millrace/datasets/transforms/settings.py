@@ -1,0 +1,203 @@
+"""Settings of the transforms between a source and the shards."""
+
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from millrace.datasets.transforms.fields import check_distinct, check_field_name
+from millrace.digest import OwnDigest
+from millrace.settings import Size
+
+_FUNCTION = re.compile(r"(?P<where>[^:].*):(?P<name>[A-Za-z_]\w*)")
+
+FieldName = Annotated[str, AfterValidator(check_field_name)]
+"""Name of a field: an extension that webdataset reads back."""
+
+
+class FilterSettings(BaseModel):
+    """Settings of the transform that keeps the samples that meet all of its conditions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["filter"] = Field(default="filter", description="`filter`.")
+    field: FieldName = Field(description="Field that decides, such as `txt`.")
+    min_size: Size | None = Field(
+        default=None, ge=1, description="Smallest size of the field in bytes, such as `200`."
+    )
+    max_size: Size | None = Field(
+        default=None, ge=1, description="Largest size of the field in bytes, such as `1MiB`."
+    )
+    include: str | None = Field(
+        default=None,
+        description="Regular expression that the text of the field must match somewhere. The "
+        "syntax is that of RE2, without look-around and back-references.",
+    )
+    exclude: str | None = Field(
+        default=None,
+        description="Regular expression that the text of the field must not match anywhere.",
+    )
+
+    @field_validator("include", "exclude")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            # pyarrow is imported only for what needs it.
+            import pyarrow  # noqa: PLC0415
+
+            from millrace.datasets.transforms.filter import match_pattern  # noqa: PLC0415
+
+            try:
+                match_pattern(pyarrow.array([""], pyarrow.large_string()), pattern)
+            except ValueError as error:
+                raise ValueError(
+                    f"{pattern!r} is no regular expression of RE2 ({error}): write one without "
+                    "look-around and back-references"
+                ) from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_conditions(self) -> Self:
+        smallest, largest = self.min_size, self.max_size
+        if smallest is None and largest is None and self.include is None and self.exclude is None:
+            raise ValueError(
+                "a filter without a condition keeps every sample: set min_size, max_size, include "
+                "or exclude"
+            )
+        if smallest is not None and largest is not None and smallest > largest:
+            raise ValueError("min_size is larger than max_size: the filter would keep no sample")
+        return self
+
+
+class RenameSettings(BaseModel):
+    """Settings of the transform that renames fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["rename"] = Field(default="rename", description="`rename`.")
+    fields: dict[FieldName, FieldName] = Field(
+        min_length=1, description='New name of each field to rename, such as `{"text": "txt"}`.'
+    )
+
+    @field_validator("fields")
+    @classmethod
+    def _check_fields(cls, fields: dict[str, str]) -> dict[str, str]:
+        check_distinct(dict.fromkeys(fields.values()))
+        if len(set(fields.values())) < len(fields):
+            raise ValueError("two fields get one name: give each field a name of its own")
+        return fields
+
+
+class FunctionSettings(BaseModel):
+    """Settings of a transform that is a Python function."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["function"] = Field(default="function", description="`function`.")
+    function: str = Field(
+        description="Function to call with each sample: `module:function` of an installed module, "
+        "or `./clean.py:function` of a file. The function takes a dict of the fields, and "
+        "returns a dict, a list of dicts, or None to drop the sample. A second argument "
+        "gets a `random.Random` with a seed of the sample's own."
+    )
+    digest: OwnDigest | None = Field(
+        default=None,
+        description="Digest that the file or the module must have. A machine without the file "
+        "takes the file with this digest from the dataset.",
+    )
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, function: str) -> str:
+        if not _FUNCTION.fullmatch(function):
+            raise ValueError(
+                f"{function!r} names no function: write module:function or ./file.py:function"
+            )
+        return function
+
+    @property
+    def file(self) -> str | None:
+        """Path of the file of the function; None if the function is in an installed module."""
+        where = self.function.rpartition(":")[0]
+        is_file = where.endswith(".py") or len(PurePosixPath(where).parts) > 1
+        return where if is_file else None
+
+    @property
+    def module(self) -> str:
+        """Name of the installed module of the function."""
+        return self.function.rpartition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.rpartition(":")[2]
+
+
+class TokenizeSettings(BaseModel):
+    """Settings of the transform that replaces a text by its tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["tokenize"] = Field(default="tokenize", description="`tokenize`.")
+    tokenizer: str = Field(
+        description="Path or URL of the `tokenizer.json` of a Hugging Face tokenizer, such as "
+        "`./tokenizer.json`, `s3://bucket/tokenizer.json` or `https://...`. The bytes are stored "
+        "in the dataset."
+    )
+    digest: OwnDigest | None = Field(
+        default=None,
+        description="Digest that the tokenizer must have. A machine without the file takes the "
+        "file with this digest from the dataset.",
+    )
+    field: FieldName = Field(
+        default="txt",
+        description="Field with the text. The field `tokens` replaces it: little-endian integers "
+        "of 16 bits if the vocabulary allows it, of 32 bits otherwise.",
+    )
+    end_token: str | None = Field(
+        default=None,
+        description="Token that is appended to each document, such as `<|endoftext|>`.",
+    )
+    add_special_tokens: bool = Field(
+        default=False,
+        description="Add the special tokens of the tokenizer itself, such as `[CLS]`.",
+    )
+    truncate: int | None = Field(
+        default=None, ge=1, description="Number of tokens after which a document is cut off."
+    )
+    pack: int | None = Field(
+        default=None,
+        ge=2,
+        le=1 << 24,
+        description="Number of tokens of a sample. The documents of a partition are joined, and "
+        "divided into samples of this length. The last sample of a partition is "
+        "shorter. No token is lost. Other fields are dropped.",
+    )
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> Self:
+        if self.pack is not None and self.end_token is None:
+            raise ValueError(
+                "pack joins documents: set end_token, the token that ends each document"
+            )
+        if self.pack is not None and self.truncate is not None:
+            raise ValueError("pack loses no token, and truncate does: set one of them")
+        return self
+
+
+TransformSettings = Annotated[
+    FilterSettings | RenameSettings | FunctionSettings | TokenizeSettings,
+    Field(discriminator="kind"),
+]
+
+
+def _check_order(transforms: list[TransformSettings]) -> list[TransformSettings]:
+    for transform in transforms[:-1]:
+        if isinstance(transform, TokenizeSettings) and transform.pack is not None:
+            raise ValueError("a sample of packed tokens is of no one row: make pack the last step")
+    return transforms
+
+
+TransformList = Annotated[list[TransformSettings], AfterValidator(_check_order)]
+"""Transforms in the order in which they are applied."""

@@ -1,0 +1,94 @@
+"""Source whose samples are changed by transforms on their way to the shards."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from millrace.datasets.sample import Row
+from millrace.datasets.sources.base import Source
+from millrace.datasets.transforms.base import (
+    RowGroup,
+    Transform,
+    apply_transform,
+    make_changed_error,
+)
+from millrace.datasets.transforms.packing import Packing, pack_groups
+from millrace.schemas.dataset import SourceRange
+
+
+@dataclass(frozen=True, slots=True)
+class TransformChain:
+    """Transforms in their order, and the packing after them.
+
+    Attributes:
+        transforms: The transforms.
+        packing: Packing of the tokens that the last transform makes; None for no packing.
+    """
+
+    transforms: Sequence[Transform]
+    packing: Packing | None = None
+
+
+class TransformedSource:
+    """Source whose samples are changed by transforms.
+
+    A row of the source may become many samples, and a packed sample has tokens of many rows. So a
+    position is a cursor of the source, and the part of its row that was already yielded. Reading
+    from the position of any row yields the rows after it.
+
+    Args:
+        source: The source.
+        chain: Transforms of the samples. Without any, the rows of the source are not touched.
+    """
+
+    def __init__(self, source: Source, chain: TransformChain) -> None:
+        self._source, self._chain = source, chain
+
+    def iterate_rows(self, source_range: SourceRange, cursor: int, skip: int = 0) -> Iterator[Row]:
+        """Yield the rows of a source range from a position on.
+
+        Memory: one row and what the transforms make of it, or a batch of about 1 MiB.
+
+        Args:
+            source_range: Range of the source.
+            cursor: The `next_cursor` of the last row that was read; 0 for the beginning.
+            skip: The `next_skip` of this row; 0 for the beginning.
+
+        Raises:
+            ChangedError: A file has changed since the plan was made, or a transform makes less of
+                a row than before.
+        """
+        rows = self._source.iterate_rows(source_range, cursor)
+        if not self._chain.transforms:
+            return rows
+        groups = _group_rows(rows, cursor)
+        for transform in self._chain.transforms:
+            groups = apply_transform(transform, groups)
+        if self._chain.packing is not None:
+            return pack_groups(groups, self._chain.packing, skip)
+        return _number_rows(groups, skip)
+
+
+def _group_rows(rows: Iterator[Row], cursor: int) -> Iterator[RowGroup]:
+    for row in rows:
+        held = [RowGroup(cursor, row.next_cursor, [row])]
+        cursor = row.next_cursor
+        del row  # a large row is not held while the next is read
+        yield held.pop()
+
+
+def _number_rows(groups: Iterable[RowGroup], skip: int) -> Iterator[Row]:
+    """Yield the rows of groups with their positions, without the first rows of the first group."""
+    for cursor, next_cursor, rows in groups:
+        if skip and skip >= len(rows):
+            raise make_changed_error(cursor)
+        count = len(rows)
+        rows.reverse()
+        del rows[count - skip :]
+        while rows:
+            row = rows.pop()
+            is_last = not rows
+            position = (next_cursor, 0) if is_last else (cursor, count - len(rows))
+            held = [row._replace(next_cursor=position[0], next_skip=position[1])]
+            del row
+            yield held.pop()
+        skip = 0

@@ -1,0 +1,131 @@
+"""Transform that replaces a text by its tokens, with the tokenizers of Hugging Face."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from tokenizers import Tokenizer, __version__
+
+from millrace.datasets.formats.base import read_field
+from millrace.datasets.sample import Row, Sample
+from millrace.datasets.transforms.base import make_bad_row
+from millrace.datasets.transforms.settings import TokenizeSettings
+from millrace.errors import ConfigurationError
+
+TOKENS = "tokens"
+"""Name of the field with the tokens."""
+LIBRARY_VERSION: str = __version__
+"""Version of the library, which decides the tokens beside the file of the tokenizer."""
+# Longest text. The library takes about 120 bytes of memory for each byte of a text.
+_MAX_TEXT_BYTES = 16 << 20
+
+
+class TokenizeTransform:
+    """Transform that replaces a text by its tokens.
+
+    Args:
+        settings: Field, end of a document, and length.
+        tokenizer: Bytes of a ``tokenizer.json``.
+
+    Attributes:
+        dtype: Type of a token: ``uint16`` or ``uint32``, by the size of the vocabulary.
+
+    Raises:
+        ConfigurationError: The bytes are no tokenizer, or the tokenizer has no such end token.
+    """
+
+    batch_rows = 256
+
+    def __init__(self, settings: TokenizeSettings, tokenizer: bytes) -> None:
+        self._settings = settings
+        self._tokenizer = _load_tokenizer(tokenizer)
+        self._end = _find_token(self._tokenizer, settings.end_token)
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self.dtype = "uint16" if largest < 1 << 16 else "uint32"
+        self._array_type = np.dtype(self.dtype).newbyteorder("<")
+
+    def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
+        """Return each sample with its tokens instead of its text, from one call of the library."""
+        rows: list[Row] = []
+        texts: list[str] = []
+        for sample in samples:
+            try:
+                texts.append(self._read_text(sample))
+            except ValueError as error:
+                rows.append(make_bad_row(sample, str(error)))
+            else:
+                rows.append(sample)
+        # The method without offsets takes less time and memory.
+        encodings = iter(
+            self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=self._settings.add_special_tokens
+            )
+        )
+        return [
+            [self._replace_text(row, next(encodings).ids) if isinstance(row, Sample) else row]
+            for row in rows
+        ]
+
+    def _read_text(self, sample: Sample) -> str:
+        """Return the text of a sample.
+
+        Raises:
+            ValueError: The sample has no such text. The message is the reason for the quarantine.
+        """
+        field = self._settings.field
+        if field not in sample.fields:
+            raise ValueError(f"no field {field!r} to tokenize")
+        if field != TOKENS and TOKENS in sample.fields:
+            raise ValueError(f"the field {TOKENS!r} is there already: rename it before")
+        data = sample.fields[field]
+        if len(data) > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"a text of more than {_MAX_TEXT_BYTES >> 20} MiB takes too much memory to "
+                "tokenize: divide it before"
+            )
+        try:
+            return read_field(data).decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"the field {field!r} is not text in UTF-8") from None
+
+    def _replace_text(self, sample: Sample, ids: list[int]) -> Sample:
+        if self._end is not None:
+            ids.append(self._end)
+        tokens = np.array(ids[: self._settings.truncate], self._array_type).tobytes()
+        if self._settings.pack is not None:
+            return sample._replace(fields={TOKENS: tokens})
+        fields = {n: data for n, data in sample.fields.items() if n != self._settings.field}
+        return sample._replace(fields={**fields, TOKENS: tokens})
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(body: bytes) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(body)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The tokenizer cannot be read: {error}. Name a tokenizer.json that the library "
+            f"tokenizers {LIBRARY_VERSION} reads."
+        ) from error
+    # A file may have both in it. They would lose text, or add tokens.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _find_token(tokenizer: Tokenizer, token: str | None) -> int | None:
+    if token is None:
+        return None
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ConfigurationError(
+            f"The tokenizer has no token {token!r}: correct `end_token`, for example to "
+            f"{_suggest_token(tokenizer)!r}."
+        )
+    return number
+
+
+def _suggest_token(tokenizer: Tokenizer) -> str:
+    added = tokenizer.get_added_tokens_decoder()
+    special = [token.content for _, token in sorted(added.items()) if token.special]
+    return next((one for one in special if "end" in one or "eos" in one), (special or ["</s>"])[0])
