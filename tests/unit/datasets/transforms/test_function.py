@@ -1,0 +1,259 @@
+"""Functions get plain values, and everything but samples is quarantined with a sentence."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import errors
+from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.sample import BadRow, LargeFile, Sample
+from millrace.datasets.transforms.fields import (
+    BadFieldError,
+    decode_fields,
+    encode_fields,
+    make_part_key,
+)
+from millrace.datasets.transforms.function import FunctionTransform
+
+
+def transform(function, fields=None, *, key="00000-0000000000007", seed=0):
+    """Return the rows that a function makes of one sample."""
+    sample = Sample(key, {"txt": b"the fox"} if fields is None else fields, 9)
+    (rows,) = FunctionTransform(function, "clean", seed).apply([sample])
+    return rows
+
+
+def test_a_function_gets_a_dict_of_values_by_the_types_of_webdataset():
+    fields = {
+        "txt": "é".encode(),
+        "json": b'{"a":123456789012345678901234567890}',
+        "cls": b"7",
+        "jpg": b"\xff\xd8",
+        "v1.TXT": b"capital",
+    }
+    seen = []
+    transform(seen.append, fields)
+    assert seen == [
+        {
+            "__key__": "00000-0000000000007",
+            "txt": "é",
+            "json": {"a": 123456789012345678901234567890},
+            "cls": 7,
+            "jpg": b"\xff\xd8",
+            "v1.TXT": "capital",
+        }
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, width=32),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+).filter(
+    lambda value: json.loads(json.dumps(value)) == value and "nfinity" not in json.dumps(value)
+)
+TEXT = st.text(st.characters(codec="utf-8"))
+
+
+@settings(max_examples=40)
+@given(text=TEXT, value=JSON, label=st.integers(), data=st.binary())
+def test_values_come_back_as_webdataset_reads_them(text, value, label, data):
+    values = {"txt": text, "json": value, "cls": label, "bin": data}
+    sample = Sample("k", encode_fields(values), 1)
+    encoder = TarEncoder()
+    assert encoder.add(sample, 1 << 20)
+    file = io.BytesIO(encoder.close())
+    with tarfile.open(fileobj=file) as members:
+        stored = {m.name.partition(".")[2]: members.extractfile(m).read() for m in members}
+    found = {
+        name: webdataset.autodecode.basichandlers(f".{name}", stored[name])
+        for name in ("txt", "json", "cls")
+    }
+    assert found == {"txt": text, "json": value, "cls": label}
+    assert stored["bin"] == data
+    assert decode_fields(sample) == {"__key__": "k", **values}
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        ("text", b"text"),
+        (b"bytes", b"bytes"),
+        (bytearray(b"more"), b"more"),
+        (7, b"7"),
+        (10**30, b"1" + b"0" * 30),
+        (0.5, b"0.5"),
+        ({"a": ["é"]}, '{"a":["é"]}'.encode()),
+        ([1, 2], b"[1,2]"),
+    ],
+)
+def test_a_value_is_encoded_by_its_type(value, encoded):
+    assert encode_fields({"field": value, "__key__": "k"}) == {"field": encoded}
+
+
+def test_text_in_a_json_field_is_json():
+    assert encode_fields({"json": "text"}) == {"json": b'"text"'}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({}, "without fields"),
+        ({"__key__": "k"}, "without fields"),
+        ({"a/b": b""}, "could not read the field 'a/b' back"),
+        ({"__url__": b""}, "could not read the field '__url__' back"),
+        ({"": b""}, "could not read the field '' back"),
+        ({3: b""}, "the name of a field is not text but int"),
+        ({"a": b"", "A": b""}, "upper and lower case"),
+        ({"a": None}, "the field 'a' is a NoneType: return bytes, str"),
+        ({"a": {1, 2}}, "the field 'a' is a set"),
+        ({"a": float("nan")}, "the field 'a' cannot be encoded"),
+        ({"a": "\ud800"}, "the field 'a' cannot be encoded"),
+        ({"a": {"b": {1}}}, "the field 'a' cannot be encoded"),
+    ],
+)
+def test_what_cannot_be_written_is_named(values, reason):
+    with pytest.raises(BadFieldError, match=reason):
+        encode_fields(values)
+
+
+def test_a_function_keeps_drops_or_multiplies_a_sample():
+    assert transform(lambda sample: sample) == [
+        Sample("00000-0000000000007", {"txt": b"the fox"}, 9)
+    ]
+    assert transform(lambda _: None) == []
+    assert transform(lambda _: []) == []
+    words = transform(lambda sample: ({"txt": word} for word in sample["txt"].split()))
+    assert words == [
+        Sample("00000-0000000000007--0000", {"txt": b"the"}, 9),
+        Sample("00000-0000000000007--0001", {"txt": b"fox"}, 9),
+    ]
+
+
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.text("a-01~", min_size=1, max_size=9) | st.from_regex(r"\Aa(--0001){0,2}-{0,3}\Z"),
+            st.none() | st.integers(0, 10_001),
+        ),
+        unique=True,
+        max_size=12,
+    )
+)
+def test_different_parts_have_different_keys(parts):
+    assert len({make_part_key(key, number) for key, number in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (7, "clean returned a int: return a dict, a list of dicts or None"),
+        ("text", "clean returned a str: return a dict, a list of dicts or None"),
+        ({}, "clean: a sample without fields cannot be written"),
+        ({"__key__": "other", "txt": ""}, "clean changed __key__, which is made by Millrace"),
+        ([{"txt": ""}, None], "clean returned None in place 1 of its results"),
+    ],
+)
+def test_a_result_that_is_no_sample_is_quarantined_with_a_sentence(result, reason):
+    *_, row = transform(lambda _: result)
+    assert isinstance(row, BadRow)
+    assert row.reason.startswith(reason)
+    assert (row.where, row.data) == ("00000-0000000000007", b"the fox")
+
+
+def test_a_function_that_raises_is_quarantined_with_the_last_line_of_its_traceback():
+    class Named:
+        pass
+
+    def clean(sample):
+        raise ValueError(f"no\n  good: {Named()!r} {'x' * 1000}")
+
+    (row,) = transform(clean)
+    assert row.reason.startswith("clean raised ValueError: no good: <")
+    assert "at 0x...>" in row.reason, "an address differs between two runs"
+    assert len(row.reason) < 330
+
+    def stop(sample):
+        yield {"txt": "one"}
+        raise LookupError("after the first")
+
+    (row,) = transform(stop)
+    assert row.reason == "clean raised LookupError: after the first"
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_sample():
+    def clean(sample):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        transform(clean)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"txt": b"\xff"}, "the field 'txt' is not valid text in UTF-8"),
+        ({"json": b"{"}, "the field 'json' is not valid json"),
+        ({"json": b"[" * 100_000}, "the field 'json' is not valid json"),
+        ({"cls": b"cat"}, "the field 'cls' is not valid cls"),
+    ],
+)
+def test_a_field_of_another_type_is_quarantined_before_the_function_is_called(fields, reason):
+    (row,) = transform(lambda _: pytest.fail("called"), fields)
+    assert row.reason == reason
+
+
+def test_a_large_file_is_read_for_a_function():
+    large = LargeFile(6, lambda: iter([b"abc", b"def"]))
+    (row,) = transform(lambda sample: {"bin": sample["bin"] + b"!"}, {"bin": large})
+    assert row.fields == {"bin": b"abcdef!"}
+
+
+def test_a_second_argument_gets_a_generator_of_the_seed_and_the_key():
+    def clean(sample, rng):
+        return {"txt": str(rng.random())}
+
+    def draw(**options):
+        return transform(clean, **options)[0].fields["txt"]
+
+    assert draw() == draw()
+    assert len({draw(), draw(seed=1), draw(key="other")}) == 3
+    assert draw(seed=None) == draw(seed=0)
+    assert transform(lambda sample, limit=3: {"txt": str(limit)})[0].fields == {"txt": b"3"}
+
+
+def test_the_generator_is_the_same_in_every_process():
+    program = """
+import random
+from millrace.datasets.sample import Sample
+from millrace.datasets.transforms.function import FunctionTransform
+clean = lambda sample, rng: {"txt": str(rng.random())}
+print(FunctionTransform(clean, "clean", 3).apply([Sample("k", {"txt": b""}, 1)]))
+"""
+    drawn = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(drawn) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: None, lambda a, b, c: None, lambda a, *, b: None],
+    ids=["none", "three", "keyword"],
+)
+def test_a_function_of_other_arguments_is_refused(function):
+    with pytest.raises(errors.ConfigurationError, match="write `def clean"):
+        FunctionTransform(function, "clean", 0)

@@ -1,0 +1,228 @@
+"""A plan has the digests of functions and tokenizers, and workers run the bytes of the plan."""
+
+import importlib
+import secrets
+import sys
+
+import pytest
+
+from millrace import errors
+from millrace.datasets.sample import Sample
+from millrace.datasets.transforms import (
+    FilterSettings,
+    FunctionSettings,
+    RenameSettings,
+    TokenizeSettings,
+    describe_transforms,
+    list_transform_changes,
+    open_transforms,
+    pin_transforms,
+)
+from millrace.digest import compute_digest
+from millrace.keys.datasets import DATASET_KEY
+from millrace.storage import create, open_store, put
+from tests.support.transforms import END, KEYS, train_tokenizer
+from tests.support.web import Site, serve
+
+CODE = "def clean(sample):\n    return {'txt': sample['txt'].upper()}\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "clean.py").write_text(CODE)
+    (tmp_path / "tokenizer.json").write_bytes(train_tokenizer())
+    return tmp_path
+
+
+@pytest.fixture
+def store():
+    return open_store(f"memory://{secrets.token_hex(8)}")
+
+
+def make_all(files, **options):
+    return [
+        FilterSettings(field="txt", min_size=1),
+        RenameSettings(fields={"txt": "text"}),
+        RenameSettings(fields={"text": "txt"}),
+        FunctionSettings(function=f"{files / 'clean.py'}:clean"),
+        TokenizeSettings(
+            tokenizer=str(files / "tokenizer.json"), end_token=END, **{"pack": 4, **options}
+        ),
+    ]
+
+
+def pin(settings, store, **options):
+    pinned = pin_transforms(settings, KEYS, **{"seed": 0, "dataset_store": store, **options})
+    for key, body in pinned.objects.items():
+        create(store, key, body)
+    return pinned
+
+
+def apply_all(chain, text):
+    samples = [Sample("k", {"txt": text}, 1)]
+    for transform in chain.transforms:
+        samples = [row for rows in transform.apply(samples) for row in rows]
+    return samples
+
+
+def test_a_worker_runs_the_bytes_of_the_plan_when_the_files_are_gone(files, store):
+    settings = make_all(files)
+    pinned = pin(settings, store)
+    before = apply_all(open_transforms(pinned.record, store), b"the fox")
+    (files / "clean.py").unlink()
+    (files / "tokenizer.json").unlink()
+    chain = open_transforms(pinned.record, store)
+    assert apply_all(chain, b"the fox") == before
+    assert chain.packing == (4, "uint16")
+    assert len(pinned.objects) == 2
+    assert all(DATASET_KEY.fullmatch(key) for key in pinned.objects)
+
+
+def test_the_description_does_not_depend_on_the_folder_of_the_files(files, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    for name in ("clean.py", "tokenizer.json"):
+        (other / name).write_bytes((files / name).read_bytes())
+    here = describe_transforms(make_all(files), KEYS, seed=0)
+    there = describe_transforms(make_all(other), KEYS, seed=0)
+    assert here == there
+    assert list_transform_changes(here, there) == []
+    assert describe_transforms([], KEYS, seed=0) == {}
+
+
+def test_each_change_of_a_transform_is_named(files):
+    before = describe_transforms(make_all(files), KEYS, seed=0)
+
+    def list_changes(settings, seed=0):
+        after = describe_transforms(settings, KEYS, seed=seed)
+        return [text.partition(" ")[0] for text in list_transform_changes(before, after)]
+
+    assert list_changes(make_all(files), seed=1) == ["transforms.seed"]
+    assert list_changes(make_all(files, pack=5)) == ["transforms.4.pack"]
+    assert list_changes(make_all(files)[:-1]) == ["transforms"]
+    assert list_changes([]) == ["transforms"]
+    (files / "clean.py").write_text(f"{CODE}\n")
+    assert list_changes(make_all(files)) == ["transforms.3.digest"]
+    (files / "clean.py").write_text(CODE)
+    (files / "tokenizer.json").write_bytes(train_tokenizer(300))
+    assert list_changes(make_all(files)) == ["transforms.4.digest"]
+
+
+def test_an_object_that_was_replaced_is_not_run(files, store):
+    pinned = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    (key,) = pinned.objects
+    put(store, key, b"raise SystemExit('code of another')\n")
+    with pytest.raises(errors.CorruptError, match="does not have the digest of the plan"):
+        open_transforms(pinned.record, store)
+
+
+def test_a_machine_without_a_file_takes_the_file_of_the_digest_in_the_settings(files, store):
+    pinned = pin(make_all(files), store)
+    digests = [step.get("digest") for step in pinned.record["steps"]]
+    (files / "clean.py").unlink()
+    (files / "tokenizer.json").unlink()
+    with pytest.raises(errors.NotFoundError, match="set `digest` to take the file"):
+        pin_transforms(make_all(files), KEYS, seed=0, dataset_store=store)
+    settings = [
+        step.model_copy(update={"digest": digest}) if digest else step
+        for step, digest in zip(make_all(files), digests, strict=True)
+    ]
+    again = pin_transforms(settings, KEYS, seed=0, dataset_store=store)
+    assert again == pinned
+
+
+def test_an_object_of_another_digest_is_never_taken_for_a_missing_file(files, store):
+    pinned = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    (key,) = pinned.objects
+    put(store, key, b"raise SystemExit('code of another')\n")
+    digest = pinned.record["steps"][0]["digest"]
+    (files / "clean.py").unlink()
+    settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean", digest=digest)]
+    with pytest.raises(errors.NotFoundError):
+        pin_transforms(settings, KEYS, seed=0, dataset_store=store)
+
+
+def test_a_file_of_another_digest_than_in_the_settings_is_refused(files):
+    digest = compute_digest(b"other")
+    for settings in (
+        FunctionSettings(function=f"{files / 'clean.py'}:clean", digest=digest),
+        FunctionSettings(function="json:loads", digest=digest),
+        TokenizeSettings(tokenizer=str(files / "tokenizer.json"), digest=digest),
+    ):
+        with pytest.raises(errors.ConfigurationError, match=f"and not {digest}"):
+            describe_transforms([settings], KEYS, seed=0)
+
+
+def test_an_installed_module_that_changed_is_refused(files, store, monkeypatch):
+    monkeypatch.syspath_prepend(str(files))
+    name = f"module_{secrets.token_hex(4)}"
+    module = files / f"{name}.py"
+    module.write_text(CODE)
+    importlib.invalidate_caches()
+    pinned = pin([FunctionSettings(function=f"{name}:clean")], store)
+    assert pinned.objects == {}
+    assert apply_all(open_transforms(pinned.record, store), b"a")[0].fields == {"txt": b"A"}
+    module.write_text(CODE.replace("upper", "lower"))
+    del sys.modules[name]
+    importlib.invalidate_caches()
+    with pytest.raises(errors.ConfigurationError, match=f"The module {name} has the digest"):
+        open_transforms(pinned.record, store)
+
+
+def test_another_version_of_the_library_or_of_millrace_is_refused(files, store):
+    record = pin(make_all(files), store).record
+    steps = record["steps"]
+    older = {**record, "steps": [*steps[:-1], {**steps[-1], "library": "0.1"}]}
+    with pytest.raises(errors.ConfigurationError, match=r"pip install tokenizers==0\.1"):
+        open_transforms(older, store)
+    with pytest.raises(errors.ConfigurationError, match="transforms of version '0'"):
+        open_transforms({**record, "version": "0"}, store)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def other(sample): pass", "has no function clean"),
+        ("clean = 3", "has no function clean"),
+        ("import clean_helpers", r"clean\.py cannot be run: ModuleNotFoundError.*install them"),
+        ("def clean(:", r"clean\.py cannot be run: .*SyntaxError"),
+        ("def clean(): pass", r"write `def clean\(sample\):`"),
+    ],
+)
+def test_code_that_cannot_work_is_refused_when_the_dataset_is_planned(files, code, message):
+    (files / "clean.py").write_text(code)
+    settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean")]
+    with pytest.raises(errors.ConfigurationError, match=message):
+        describe_transforms(settings, KEYS, seed=0)
+
+
+def test_a_file_that_is_too_large_is_not_read(files):
+    (files / "clean.py").write_text(CODE + "#" * (4 << 20))
+    settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean")]
+    with pytest.raises(errors.ConfigurationError, match="more than the 4,194,304 that are allowed"):
+        describe_transforms(settings, KEYS, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_such_module:clean", "Install it on every machine"),
+        ("json:no_such_function", "json has no function no_such_function"),
+        ("itertools:count", "has no file, so its changes would not be seen"),
+    ],
+)
+def test_an_installed_function_that_cannot_be_pinned_is_refused(function, message):
+    with pytest.raises(errors.ConfigurationError, match=message):
+        describe_transforms([FunctionSettings(function=function)], KEYS, seed=0)
+
+
+def test_a_tokenizer_is_read_from_a_store_and_from_a_web_server(files):
+    expected = describe_transforms(make_all(files), KEYS, seed=0)
+    tokenize = make_all(files)[-1]
+    moved = tokenize.model_copy(update={"tokenizer": f"file://{files}/tokenizer.json"})
+    assert describe_transforms([moved], KEYS, seed=0)["steps"] == expected["steps"][-1:]
+    with serve(Site(files={"/tokenizer.json": train_tokenizer()})) as site:
+        moved = tokenize.model_copy(update={"tokenizer": f"{site.url}/tokenizer.json"})
+        pinned = pin_transforms([moved], KEYS, seed=0, allow_private=True)
+        assert pinned.record["steps"] == expected["steps"][-1:]
+        with pytest.raises(errors.MillraceError, match="private"):
+            pin_transforms([moved], KEYS, seed=0)
