@@ -29,6 +29,8 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
 def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:
     """Return all keys of shards, quarantined rows and sample lists in a dataset's records.
 
+    The keys of the code and the tokenizers of transforms are returned also.
+
     The manifest names the shards of a complete dataset also if commits are lost.
 
     Raises:
@@ -43,4 +45,6 @@ def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> 
         names.update(shard.key for shard in fetch(store, keys.manifest, Manifest).shards)
     source_ranges = (partition.source_range for partition in plan.partitions)
     names.update(r.listing for r in source_ranges if isinstance(r, SampleList))
+    steps = plan.source.settings.get("transforms", {}).get("steps", [])
+    names.update(step["object"] for step in steps if "object" in step)
     return names

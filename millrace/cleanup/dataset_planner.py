@@ -84,7 +84,13 @@ class DatasetPlanner:
                 # Without them, the dataset is not complete.
                 (keys.manifest, keys.index, keys.block_digests),
                 (keys.commits,),  # without them, a run makes each shard again
-                (keys.shards, keys.quarantined, keys.sample_lists, make_lease_prefix(keys.dataset)),
+                (
+                    keys.shards,
+                    keys.quarantined,
+                    keys.sample_lists,
+                    keys.transforms,
+                    make_lease_prefix(keys.dataset),
+                ),
                 (keys.plan, keys.plan_removed),
             ),
             start=1,
@@ -110,7 +116,7 @@ class DatasetPlanner:
         except errors.CorruptError as error:
             tally.kept[f"{keys.dataset}: {error}"] += 1
             return
-        for prefix in (keys.shards, keys.quarantined, keys.sample_lists):
+        for prefix in (keys.shards, keys.quarantined, keys.sample_lists, keys.transforms):
             for stat in list_objects(self.store, prefix, exact=True):
                 rule_index = self.matcher.find_orphan_rule(
                     CleanupKind.DATASET_ORPHANS, stat, keys.dataset

@@ -146,7 +146,7 @@ class _HeldDataset:
         """Yield the objects that no record names."""
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
-        prefixes = [keys.shards, keys.quarantined, keys.sample_lists]
+        prefixes = [keys.shards, keys.quarantined, keys.sample_lists, keys.transforms]
         if exists(self.store, keys.manifest):
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:

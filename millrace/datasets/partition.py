@@ -27,7 +27,8 @@ from millrace.datasets.progress_events import (
     ShardHalfEncoded,
     ShardUploaded,
 )
-from millrace.datasets.sources import BadRow, Row, Source
+from millrace.datasets.sources import BadRow, Row
+from millrace.datasets.transforms import TransformedSource
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
@@ -44,7 +45,7 @@ from millrace.storage import Store, create, exists, list_objects, stream
 
 def shard_partition(
     store: Store,
-    source: Source,
+    source: TransformedSource,
     keys: DatasetKeys,
     layout: ShardLayout,
     partition: Partition,
@@ -76,7 +77,8 @@ def shard_partition(
         return end
     last = _read_last_commit(store, keys, partition.name)
     check_plan_digest([last] if last else [], plan_digest)
-    cursor, number = (last.next_cursor, last.number + 1) if last else (0, 0)
+    position, number = (last.next_position, last.number + 1) if last else ((0, 0), 0)
+    cursor = position[0]
     progress(
         PartitionOpened(
             partition=partition.name,
@@ -88,14 +90,14 @@ def shard_partition(
     with _ShardUploader(
         store, keys, partition, layout, plan_digest, number, uploads, progress
     ) as uploader:
-        pending = uploader.begin_commit(cursor)
-        rows = iter(source.iterate_rows(partition.source_range, cursor))
+        pending = uploader.begin_commit(position)
+        rows = iter(source.iterate_rows(partition.source_range, *position))
         for row in rows:
             pending = _add_row(pending, row, layout, uploader)
             del row  # a large row is not held while the next is read
         uploader.finish(pending)
     return _commit_end(
-        store, keys, partition.name, plan_digest, uploader.commit_count, uploader.cursor, progress
+        store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position, progress
     )
 
 
@@ -109,10 +111,10 @@ def _add_row(
                 pending = uploader.upload(pending)
                 pending.shards.add(row, layout.shard_bytes)
         except BadSampleError as error:
-            row = BadRow(row.key, str(error), b"", row.next_cursor)
+            row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
     if isinstance(row, BadRow):
         pending.quarantine(row)
-    pending.next_cursor = row.next_cursor
+    pending.next_position = row.next_cursor, row.next_skip
     if not pending.is_halfway and 2 * pending.shards.size >= layout.shard_bytes:
         pending.is_halfway = True
         uploader.progress(
@@ -137,8 +139,8 @@ class _PendingCommit:
     Attributes:
         name: Name of the shards.
         shards: One shard of each format.
-        start_cursor: Cursor of the first row.
-        next_cursor: Cursor after the last row.
+        start_position: Cursor and `skip` of the first row.
+        next_position: Cursor and `skip` after the last row.
         bad_rows: Quarantined rows, each as one line of JSON.
         bad_bytes: Bytes of the quarantined rows.
         is_halfway: Whether a shard has reached half of its largest size.
@@ -146,8 +148,8 @@ class _PendingCommit:
 
     name: ShardName
     shards: ShardSet
-    start_cursor: int
-    next_cursor: int
+    start_position: tuple[int, int]
+    next_position: tuple[int, int]
     bad_rows: list[bytes] = field(default_factory=list[bytes])
     bad_bytes: int = 0
     is_halfway: bool = False
@@ -173,7 +175,7 @@ class _ShardUploader:
 
     Attributes:
         commit_count: Number of commits of the partition, unfinished ones included.
-        cursor: Cursor after the last of these commits.
+        position: Cursor and `skip` after the last of these commits.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class _ShardUploader:
         self._shard_bytes = layout.shard_bytes
         self._plan_digest = plan_digest
         self._store, self._keys, self._partition = store, keys, partition
-        self.commit_count, self.cursor = commit_count, 0
+        self.commit_count, self.position = commit_count, (0, 0)
         self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
         for _ in range(uploads + 1):
             self._free.put(ShardSet(layout))
@@ -214,17 +216,17 @@ class _ShardUploader:
         if error is None:
             self._raise_fault()
 
-    def begin_commit(self, cursor: int) -> _PendingCommit:
+    def begin_commit(self, position: tuple[int, int]) -> _PendingCommit:
         """Begin the next commit with free buffers; wait until there are some.
 
         Args:
-            cursor: Cursor of the first row of the commit.
+            position: Cursor and `skip` of the first row of the commit.
         """
         shards = self._free.get()
         self._raise_fault()
-        self.cursor = cursor
+        self.position = position
         name = ShardName(self._partition.name, self.commit_count)
-        return _PendingCommit(name, shards, cursor, cursor)
+        return _PendingCommit(name, shards, position, position)
 
     def upload(self, pending: _PendingCommit) -> _PendingCommit:
         """Start the upload of a commit; return the next pending commit.
@@ -236,13 +238,13 @@ class _ShardUploader:
         committed = self._submit(pending)
         if large:
             committed.result()
-        return self.begin_commit(pending.next_cursor)
+        return self.begin_commit(pending.next_position)
 
     def finish(self, pending: _PendingCommit) -> None:
         """Start the upload of the last commit, unless the commit has no rows."""
         if pending.shards.samples or pending.bad_rows:
             self._submit(pending)
-            self.cursor = pending.next_cursor
+            self.position = pending.next_position
 
     def _submit(self, pending: _PendingCommit) -> Future[None]:
         self.commit_count += 1
@@ -272,8 +274,10 @@ class _ShardUploader:
             number=name.number,
             shards=tuple(shards),
             samples=samples,
-            start_cursor=pending.start_cursor,
-            next_cursor=pending.next_cursor,
+            start_cursor=pending.start_position[0],
+            start_skip=pending.start_position[1],
+            next_cursor=pending.next_position[0],
+            next_skip=pending.next_position[1],
             quarantine_key=quarantine,
             quarantined=len(pending.bad_rows),
             plan_digest=self._plan_digest,
@@ -393,14 +397,14 @@ def check_contiguous(entries: list[ShardCommit], partition: str) -> None:
     Raises:
         ConflictError: A commit is missing, or does not begin where the previous commit ends.
     """
-    cursor = 0
+    position = (0, 0)
     for n, entry in enumerate(entries):
-        if entry.number != n or (n > 0 and entry.start_cursor != cursor):
+        if entry.number != n or (n > 0 and entry.start_position != position):
             raise errors.ConflictError(
                 f"The ledger of {partition} has no commit {n}, or it does not begin where the "
                 "previous one ends: commits were deleted. Shard the source under another name."
             )
-        cursor = entry.next_cursor
+        position = entry.next_position
 
 
 def _commit_end(
@@ -409,16 +413,16 @@ def _commit_end(
     partition: str,
     plan_digest: str,
     commits: int,
-    cursor: int,
+    position: tuple[int, int],
     progress: Progress,
 ) -> PartitionEnd:
     """Compare the ledger with the rows that were read, and commit the partition's end."""
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
-    if len(entries) != commits or (entries and entries[-1].next_cursor != cursor):
+    if len(entries) != commits or (entries and entries[-1].next_position != position):
         raise errors.ConflictError(
-            f"{partition} was read to {cursor} in {commits} commits, and its ledger has "
+            f"{partition} was read to {position[0]} in {commits} commits, and its ledger has "
             f"{len(entries)}: it is not complete. Run it again; the run continues from the ledger."
         )
     end = PartitionEnd(

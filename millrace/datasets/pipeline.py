@@ -178,7 +178,7 @@ def shard_dataset(
     keys = DatasetKeys(config.dataset)
     files = _open_files(config, keys)
     _refuse_overlap(files, store, config.dataset)
-    plan, partitioned = make_plan(keys, config.source, files, config.sharding)
+    plan, partitioned = make_plan(keys, config.source, files, config.sharding, store)
     try:
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:

@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from collections import ChainMap
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from millrace import errors
 from millrace.datasets.formats import open_format
@@ -29,6 +31,7 @@ from millrace.datasets.sources import (
 from millrace.datasets.sources.files import describe_difference
 from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES
 from millrace.datasets.sources.sample_table import decode_sample_list
+from millrace.datasets.transforms import list_transform_changes, pin_transforms
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
@@ -57,12 +60,24 @@ _KIND_VERSIONS = {SourceKind.PARQUET: {"parquet": "1"}}
 
 
 def make_plan(
-    keys: DatasetKeys, source: SourceSettings, files: SourceFiles, settings: ShardingSettings
+    keys: DatasetKeys,
+    source: SourceSettings,
+    files: SourceFiles,
+    settings: ShardingSettings,
+    store: Store | None = None,
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Divide the source into partitions, and describe them. Lists the source, writes nothing.
 
+    Args:
+        keys: Names of the dataset.
+        source: Settings of the source.
+        files: Files of the source.
+        settings: Settings of the shards.
+        store: Store of the dataset, where the files of transforms are found by their digests.
+
     Returns:
-        The plan, and the partitioned source with the sample lists that the plan names.
+        The plan, and the partitioned source with the sample lists that the plan names, and with
+        the objects of its transforms.
     """
     division = Division(
         partition_bytes=settings.partition_bytes,
@@ -72,6 +87,22 @@ def make_plan(
     )
     formats = [open_format(name) for name in settings.formats]
     partitioned = partition_source(source, files, keys, division)
+    transforms = pin_transforms(
+        settings.transforms,
+        keys,
+        seed=settings.seed,
+        dataset_store=store,
+        allow_private=source.allow_private,
+    )
+    if transforms.record:
+        described = {**partitioned.record.settings, "transforms": transforms.record}
+        partitioned = replace(
+            partitioned,
+            record=partitioned.record.model_copy(update={"settings": described}),
+            sample_lists=ChainMap(
+                dict(transforms.objects), cast("dict[str, bytes]", partitioned.sample_lists)
+            ),
+        )
     plan = DatasetPlan(
         dataset=keys.dataset,
         source=partitioned.record,
@@ -346,8 +377,11 @@ def _check_same_plan(
     differing += [
         f"source.{n} ({_shorten(a)}, now {_shorten(b)})"
         for n, a, b in _find_field_changes(pinned.source, proposed.source)
-        if n in {"kind", "settings"}
+        if n == "kind" or (n == "settings" and _drop_transforms(a) != _drop_transforms(b))
     ]
+    differing += list_transform_changes(
+        *(plan.source.settings.get("transforms", {}) for plan in (pinned, proposed))
+    )
     if differing:
         raise errors.ConflictError(
             f"The dataset {proposed.dataset} was planned with other settings: "
@@ -372,6 +406,10 @@ def _check_same_plan(
             f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
             "sources in another way. Finish it with that version, or give this one another name."
         )
+
+
+def _drop_transforms(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "transforms"}
 
 
 class _StoredSampleLists:

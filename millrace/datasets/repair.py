@@ -13,7 +13,8 @@ from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.indexes import make_indexes
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
-from millrace.datasets.sources import BadRow, Source, SourceFiles, open_source
+from millrace.datasets.sources import BadRow, SourceFiles
+from millrace.datasets.transforms import TransformedSource, open_transformed_source
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
@@ -131,7 +132,7 @@ def remake_shards(
     Raises:
         ChangedError: The source no longer gives the same bytes.
     """
-    source = open_source(plan.source, files, store, any_version=True)
+    source = open_transformed_source(plan.source, files, store, any_version=True)
     partitions = {partition.name: partition for partition in plan.partitions}
     by_commit: dict[tuple[str, int], list[LostShard]] = {}
     for one in lost:
@@ -147,16 +148,17 @@ def remake_shards(
 
 
 def _remake_shards(
-    source: Source, partition: Partition, layout: ShardLayout, entry: ShardCommit
+    source: TransformedSource, partition: Partition, layout: ShardLayout, entry: ShardCommit
 ) -> dict[str, memoryview]:
     """Return the shards of a commit by their formats."""
     shards = ShardSet(layout)
-    for row in source.iterate_rows(partition.source_range, entry.start_cursor):
+    for row in source.iterate_rows(partition.source_range, *entry.start_position):
         if not isinstance(row, BadRow):
             with contextlib.suppress(BadSampleError):  # the sample is quarantined
                 shards.add(row, layout.shard_bytes)
         # Stop before the next row is read, since the next row may be as large as this row.
-        if row.next_cursor >= entry.next_cursor or shards.samples == entry.samples:
+        position = row.next_cursor, row.next_skip
+        if position >= entry.next_position or shards.samples == entry.samples:
             break
     return dict(zip(layout.formats, shards.close(), strict=True))
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
+from millrace.datasets.transforms import TransformList
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
@@ -69,6 +70,12 @@ class ShardingSettings(BaseModel):
         ge=0.0,
         le=0.9,
         description="Share of the source's bytes that is held out as the split `val`.",
+    )
+
+    transforms: TransformList = Field(
+        default=[],
+        description="Transforms of the samples, in their order: `filter`, `rename`, `function` and "
+        "`tokenize`.",
     )
 
     @field_validator("formats")

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.datasets.partition import shard_partition
 from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.sources import open_files, open_source
+from millrace.datasets.sources import open_files
+from millrace.datasets.transforms import open_transformed_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
@@ -53,7 +54,7 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     """Shard one partition."""
     store = open_store(job.store)
     files = open_files(job.source_store, paths=(), allow_private=job.allow_private)
-    source = open_source(job.source, files, store)
+    source = open_transformed_source(job.source, files, store)
     keys = DatasetKeys(job.dataset)
     return shard_partition(
         store,

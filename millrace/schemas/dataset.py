@@ -267,6 +267,8 @@ class ShardCommit(Record):
         samples: Number of samples in each shard.
         start_cursor: Cursor of the first row. To make the shards again, reading starts here.
         next_cursor: Cursor after the last row. A later run continues here.
+        start_skip: Part of the row at `start_cursor` in earlier shards, as its transforms count it.
+        next_skip: Part of the row at `next_cursor` in these shards and in earlier ones.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
         plan_digest: Digest of the plan.
@@ -281,9 +283,21 @@ class ShardCommit(Record):
     samples: int
     start_cursor: int
     next_cursor: int
+    start_skip: int = 0
+    next_skip: int = 0
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
     plan_digest: OwnDigest
+
+    @property
+    def start_position(self) -> tuple[int, int]:
+        """Cursor and `skip` of the first row."""
+        return self.start_cursor, self.start_skip
+
+    @property
+    def next_position(self) -> tuple[int, int]:
+        """Cursor and `skip` after the last row."""
+        return self.next_cursor, self.next_skip
 
     @property
     def size(self) -> int:

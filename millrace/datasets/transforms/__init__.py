@@ -4,6 +4,7 @@ from millrace.datasets.transforms.pinned import (
     PinnedTransforms,
     describe_transforms,
     list_transform_changes,
+    open_transformed_source,
     open_transforms,
     pin_transforms,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "TransformedSource",
     "describe_transforms",
     "list_transform_changes",
+    "open_transformed_source",
     "open_transforms",
     "pin_transforms",
 ]

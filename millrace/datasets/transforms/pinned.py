@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from millrace import errors
-from millrace.datasets.sources import is_store_url, open_files
+from millrace.datasets.sources import SourceFiles, is_store_url, open_files, open_source
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms.base import Transform
@@ -29,11 +29,12 @@ from millrace.datasets.transforms.settings import (
     TokenizeSettings,
     TransformSettings,
 )
-from millrace.datasets.transforms.source import TransformChain
+from millrace.datasets.transforms.source import TransformChain, TransformedSource
 from millrace.digest import compute_digest
 from millrace.extras import import_extra_module
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import JsonObject
+from millrace.schemas.dataset import SourceRecord
 from millrace.storage import Store, StoreSpec, open_store, read
 
 _VERSION = "1"  # changes whenever the code of this package makes other samples of the same rows
@@ -307,3 +308,19 @@ def _open_tokenize(step: JsonObject, body: bytes) -> tuple[Transform, Packing | 
 
 def _import_tokenize() -> Any:
     return import_extra_module("millrace.datasets.transforms.tokenize", "tokenizers")
+
+
+def open_transformed_source(
+    record: SourceRecord, files: SourceFiles, dataset_store: Store, *, any_version: bool = False
+) -> TransformedSource:
+    """Return the source that a plan names, with the transforms of the plan.
+
+    Args:
+        record: Source of the plan.
+        files: Files of the source.
+        dataset_store: Store of the dataset.
+        any_version: Whether a file is also read if it was written again after the plan was made.
+    """
+    source = open_source(record, files, dataset_store, any_version=any_version)
+    chain = open_transforms(record.settings.get("transforms", {}), dataset_store)
+    return TransformedSource(source, chain)

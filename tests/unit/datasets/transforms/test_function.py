@@ -68,7 +68,8 @@ def test_values_come_back_as_webdataset_reads_them(text, value, label, data):
     values = {"txt": text, "json": value, "cls": label, "bin": data}
     sample = Sample("k", encode_fields(values), 1)
     encoder = TarEncoder()
-    assert encoder.add(sample, 1 << 20)
+    encoder.prepare(sample)
+    encoder.append()
     file = io.BytesIO(encoder.close())
     with tarfile.open(fileobj=file) as members:
         stored = {m.name.partition(".")[2]: members.extractfile(m).read() for m in members}
