@@ -1,0 +1,220 @@
+"""Datasets with transforms are made exactly once, wherever their runs are stopped."""
+
+import io
+import json
+import random
+import tarfile
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets import plan_garbage, repair_dataset, verify_dataset
+from millrace.datasets.progress_events import ShardCommitted, ShardEncoded, ShardUploaded
+from millrace.storage import delete, list_objects, open_store, read
+from tests.support.transforms import END, train_tokenizer
+
+CODE = """
+def split(sample, rng):
+    words = sample["txt"].split()
+    if "raise" in words:
+        raise ValueError("a text that raises")
+    return [{"txt": word, "json": {"draw": rng.random()}} for word in words]
+"""
+WORDS = ["the", "quick", "fox", "mill", "race", "wheel", "é"]
+
+
+class StoppedByTestError(Exception):
+    """Stop of a run at a boundary."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "source").mkdir()
+    rng = random.Random(5)
+    for number in range(2):
+        lines = [
+            json.dumps({"text": " ".join(rng.choices(WORDS, k=rng.randint(1, 20)))})
+            for _ in range(40)
+        ]
+        lines[7], lines[30] = json.dumps({"text": "raise"}), "not json"
+        (tmp_path / "source" / f"{number}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "clean.py").write_text(CODE)
+    (tmp_path / "tokenizer.json").write_bytes(train_tokenizer())
+    return tmp_path
+
+
+def make_settings(folder: Path, store: str, transforms, *, workers=0):
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"url": f"file://{folder}/source", "columns": {"txt": "text"}},
+            "store": {"url": f"file://{folder}/{store}"},
+            "sharding": {
+                "shard_samples": 7 if any("pack" in one for one in transforms) else 60,
+                "partition_bytes": 2048,
+                "transforms": transforms,
+            },
+            "execution": {"workers": workers, "max_quarantined": 0.2},
+        }
+    )
+
+
+def make_split(folder):
+    return [{"kind": "function", "function": f"{folder}/clean.py:split"}]
+
+
+def make_packed(folder):
+    tokenizer = {"tokenizer": f"{folder}/tokenizer.json", "end_token": END, "pack": 32}
+    return [{"kind": "tokenize", **tokenizer}]
+
+
+TRANSFORMS = [make_split, make_packed]
+
+
+def read_objects(settings):
+    """Return the bytes of what a dataset consists of, without leases and times."""
+    store = open_store(settings.store)
+    parts = ("d/shards/", "d/quarantine/", "d/transforms/")
+    keys = [stat.key for part in parts for stat in list_objects(store, part)]
+    commits = [stat.key for stat in list_objects(store, "d/commits/")]
+    records = {key: json.loads(read(store, key)) for key in commits}
+    for record in records.values():
+        record.pop("nonce", None)
+    return {key: read(store, key) for key in keys} | records
+
+
+def read_samples(settings):
+    """Return the samples of all shards in order, by their keys."""
+    samples = {}
+    for key, body in sorted(read_objects(settings).items()):
+        if key.endswith(".tar"):
+            with tarfile.open(fileobj=io.BytesIO(body)) as members:
+                for member in members:
+                    name, _, extension = member.name.partition(".")
+                    fields = samples.setdefault(name, {})
+                    assert extension not in fields, "a key is used once"
+                    fields[extension] = members.extractfile(member).read()
+    return samples
+
+
+@pytest.mark.parametrize("make_transforms", TRANSFORMS)
+@pytest.mark.parametrize("boundary", [ShardEncoded, ShardUploaded, ShardCommitted])
+def test_a_run_that_is_stopped_again_and_again_makes_the_same_objects(
+    folder, make_transforms, boundary
+):
+    undisturbed = make_settings(folder, "undisturbed", make_transforms(folder))
+    shard_dataset(undisturbed)
+    expected = read_objects(undisturbed)
+    stopped = make_settings(folder, "stopped", make_transforms(folder))
+    stops = 0
+
+    def make_progress():
+        seen = []
+
+        def stop_at_second(event):
+            if isinstance(event, boundary):
+                seen.append(event)
+                if len(seen) == 2:
+                    raise StoppedByTestError
+
+        return stop_at_second
+
+    while True:
+        try:
+            shard_dataset(stopped, progress=make_progress())
+        except StoppedByTestError:
+            stops += 1
+            assert stops < 100
+        else:
+            break
+    assert stops > 2
+    assert read_objects(stopped) == expected
+    positions = [record for key, record in expected.items() if "/commits/" in key]
+    assert any(commit["record"].get("start_skip") for commit in positions), "a shard begins within a row"
+
+
+def test_packed_shards_have_every_token_of_the_source(folder):
+    settings = make_settings(folder, "store", make_packed(folder), workers=1)
+    shard_dataset(settings)
+    library = Tokenizer.from_str(train_tokenizer().decode())
+    expected = []
+    for file in sorted((folder / "source").iterdir()):
+        for line in file.read_text().splitlines():
+            if line.startswith("{"):
+                ids = library.encode(json.loads(line)["text"]).ids
+                expected.append((*ids, library.token_to_id(END)))
+    tokens = [
+        token
+        for fields in read_samples(settings).values()
+        for token in np.frombuffer(fields["tokens"], "<u2").tolist()
+    ]
+    documents, begin = [], 0
+    for index, token in enumerate(tokens, start=1):
+        if token == library.token_to_id(END):
+            documents.append(tuple(tokens[begin:index]))
+            begin = index
+    assert sorted(documents) == sorted(expected)
+    assert begin == len(tokens), "each partition ends with a whole document"
+
+
+def test_a_worker_process_makes_the_same_samples_and_quarantines_the_texts_that_raise(folder):
+    here = make_settings(folder, "here", make_split(folder))
+    worker = make_settings(folder, "worker", make_split(folder), workers=1)
+    shard_dataset(here)
+    report = shard_dataset(worker)
+    assert read_objects(here) == read_objects(worker)
+    assert report.manifest.quarantined == 4
+    bad = b"".join(body for key, body in read_objects(here).items() if "/quarantine/" in key)
+    assert bad.count(b"split raised ValueError: a text that raises") == 2
+    assert bad.count(b"not valid JSON") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "body", "make_transforms"),
+    [("clean.py", f"{CODE}\n", make_split), ("tokenizer.json", None, make_packed)],
+)
+def test_a_transform_that_changed_between_two_runs_is_refused(folder, file, body, make_transforms):
+    settings = make_settings(folder, "store", make_transforms(folder))
+
+    def stop(event):
+        if isinstance(event, ShardCommitted):
+            raise StoppedByTestError
+
+    with pytest.raises(StoppedByTestError):
+        shard_dataset(settings, progress=stop)
+    (folder / file).write_text(body or train_tokenizer(300).decode())
+    with pytest.raises(errors.ConflictError, match=r"other settings: transforms\.0\.digest"):
+        shard_dataset(settings)
+    with pytest.raises(errors.ConflictError, match=r"transforms \(\w+, now none\)"):
+        shard_dataset(make_settings(folder, "store", []))
+
+
+@pytest.mark.parametrize("make_transforms", TRANSFORMS)
+def test_lost_shards_are_made_again_from_within_a_row(folder, make_transforms):
+    settings = make_settings(folder, "store", make_transforms(folder))
+    report = shard_dataset(settings)
+    before = read_objects(settings)
+    store = open_store(settings.store)
+    keys = [shard.key for shard in report.manifest.shards]
+    assert delete(store, keys) == []
+    assert sorted(repair_dataset(settings).remade_keys) == sorted(keys)
+    assert read_objects(settings) == before
+    assert verify_dataset(store, "d").is_intact
+
+
+def test_garbage_collection_keeps_the_objects_of_the_plan(folder):
+    settings = make_settings(folder, "store", make_split(folder))
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    store_objects = read_objects(settings)
+    (kept,) = [key for key in store_objects if key.startswith("d/transforms/")]
+    orphan = f"d/transforms/{'0' * 64}.py"
+    (folder / "store" / orphan).write_text("")
+    found = plan_garbage(store, "d", min_age=timedelta(minutes=-1))
+    keys = [planned.stat.key for planned in found.objects]
+    assert orphan in keys
+    assert kept not in keys
