@@ -14,7 +14,12 @@ from millrace.datasets.indexes import make_indexes
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, SourceFiles
-from millrace.datasets.transforms import TransformedSource, open_transformed_source
+from millrace.datasets.transforms import (
+    TransformedSource,
+    list_transform_changes,
+    open_transformed_source,
+    pin_transforms,
+)
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
@@ -73,7 +78,8 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     Raises:
         NotFoundError: The dataset is not complete.
         ChangedError: The source no longer gives the same bytes.
-        ConflictError: The ledger has no commit of a faulty shard.
+        ConflictError: The ledger has no commit of a faulty shard, or the plan has other transforms
+            than the settings.
         CorruptError: The ledger does not have the digests of all blocks.
     """
     store, keys = open_store(config.store), DatasetKeys(config.dataset)
@@ -81,6 +87,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     if found.is_intact:
         return Repair(found.shards, ())
     plan = fetch(store, keys.plan, DatasetPlan)
+    _check_transforms(plan, config, store)
     manifest = read_manifest(store, keys)
     manifest_shards = {shard.key: shard for shard in manifest.shards}
     committed = {
@@ -110,6 +117,26 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
             put(store, fault.key, indexes[fault.key])
         remade.append(fault.key)
     return Repair(found.shards, tuple(remade))
+
+
+def _check_transforms(plan: DatasetPlan, config: PipelineSettings, store: Store) -> None:
+    """Check that a plan has the transforms of the settings, since their code is run.
+
+    Raises:
+        ConflictError: The plan has other transforms.
+    """
+    proposed = pin_transforms(
+        config.sharding.transforms,
+        DatasetKeys(config.dataset),
+        seed=config.sharding.seed,
+        dataset_store=store,
+        allow_private=config.source.allow_private,
+    ).record
+    if changes := list_transform_changes(plan.source.settings.get("transforms", {}), proposed):
+        raise errors.ConflictError(
+            f"The dataset {config.dataset} was planned with other settings: {', '.join(changes)}. "
+            "Repair it with those."
+        )
 
 
 def remake_shards(

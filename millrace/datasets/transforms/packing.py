@@ -99,7 +99,7 @@ class _Packer:
 
     def finish(self) -> Iterator[Row]:
         """Yield the last sample, which is shorter."""
-        if self._skipped_bad_rows:
+        if self._skipped_bad_rows or self._skipped_tokens:
             raise make_changed_error(self._group.next_cursor)
         if self._start is not None:
             self._is_group_end = True

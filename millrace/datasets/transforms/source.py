@@ -92,3 +92,5 @@ def _number_rows(groups: Iterable[RowGroup], skip: int) -> Iterator[Row]:
             del row
             yield held.pop()
         skip = 0
+    if skip:
+        raise make_changed_error(0)

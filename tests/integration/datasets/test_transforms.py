@@ -134,7 +134,9 @@ def test_a_run_that_is_stopped_again_and_again_makes_the_same_objects(
     assert stops > 2
     assert read_objects(stopped) == expected
     positions = [record for key, record in expected.items() if "/commits/" in key]
-    assert any(commit["record"].get("start_skip") for commit in positions), "a shard begins within a row"
+    assert any(commit["record"].get("start_skip") for commit in positions), (
+        "a shard begins within a row"
+    )
 
 
 def test_packed_shards_have_every_token_of_the_source(folder):
@@ -201,6 +203,8 @@ def test_lost_shards_are_made_again_from_within_a_row(folder, make_transforms):
     store = open_store(settings.store)
     keys = [shard.key for shard in report.manifest.shards]
     assert delete(store, keys) == []
+    with pytest.raises(errors.ConflictError, match=r"transforms \(\w+, now none\)"):
+        repair_dataset(make_settings(folder, "store", []))
     assert sorted(repair_dataset(settings).remade_keys) == sorted(keys)
     assert read_objects(settings) == before
     assert verify_dataset(store, "d").is_intact
