@@ -24,7 +24,7 @@ class RowGroup(NamedTuple):
     rows: list[Row]
 
 
-class Transform(Protocol):
+class SampleTransform(Protocol):
     """Function from a sample to any number of samples.
 
     The result depends on the sample alone, and not on the samples beside it. So a run may continue
@@ -41,7 +41,7 @@ class Transform(Protocol):
         ...
 
 
-def apply_transform(transform: Transform, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
+def apply_transform(transform: SampleTransform, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
     """Apply a transform to the samples of row groups. Bad rows stay as they are.
 
     Memory: the row groups of one batch, which have about 1 MiB or are one group.
@@ -58,7 +58,7 @@ def apply_transform(transform: Transform, groups: Iterable[RowGroup]) -> Iterato
     yield from _apply_to_batch(transform, batch)
 
 
-def _apply_to_batch(transform: Transform, batch: list[RowGroup]) -> Iterator[RowGroup]:
+def _apply_to_batch(transform: SampleTransform, batch: list[RowGroup]) -> Iterator[RowGroup]:
     """Yield the transformed groups of a batch, and empty the batch."""
     made = transform.apply([r for group in batch for r in group.rows if isinstance(r, Sample)])
     made.reverse()

@@ -14,7 +14,7 @@ from millrace import errors
 from millrace.datasets.sources import SourceFiles, is_store_url, open_files, open_source
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
-from millrace.datasets.transforms.base import Transform
+from millrace.datasets.transforms.base import SampleTransform
 from millrace.datasets.transforms.function import (
     FunctionTransform,
     load_from_bytes,
@@ -251,7 +251,7 @@ def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> Tran
             f"The plan has transforms of version {record['version']!r}, and this Millrace makes "
             f"those of version {_VERSION!r}: work on the dataset with the Millrace that planned it."
         )
-    transforms: list[Transform] = []
+    transforms: list[SampleTransform] = []
     packing = None
     for step in cast("list[JsonObject]", record.get("steps", [])):
         body = _read_verified(step, read_object)
@@ -293,7 +293,7 @@ def _open_function(step: JsonObject, body: bytes, seed: int | None) -> FunctionT
     return FunctionTransform(function, settings.name, seed)
 
 
-def _open_tokenize(step: JsonObject, body: bytes) -> tuple[Transform, Packing | None]:
+def _open_tokenize(step: JsonObject, body: bytes) -> tuple[SampleTransform, Packing | None]:
     module = _import_tokenize()
     others = {n: v for n, v in step.items() if n not in {"digest", "object", "dtype", "library"}}
     settings = TokenizeSettings.model_validate({**others, "tokenizer": step["object"]})

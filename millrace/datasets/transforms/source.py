@@ -7,7 +7,7 @@ from millrace.datasets.sample import Row
 from millrace.datasets.sources.base import Source
 from millrace.datasets.transforms.base import (
     RowGroup,
-    Transform,
+    SampleTransform,
     apply_transform,
     make_changed_error,
 )
@@ -24,7 +24,7 @@ class TransformChain:
         packing: Packing of the tokens that the last transform makes; None for no packing.
     """
 
-    transforms: Sequence[Transform]
+    transforms: Sequence[SampleTransform]
     packing: Packing | None = None
 
 

@@ -166,6 +166,8 @@ def build_names():
     yield dataset.block_digests
     yield from (
         dataset.make_sample_list_key("train-00000", DIGEST),
+        dataset.make_transform_key(DIGEST, "py"),
+        dataset.make_transform_key(DIGEST, "json"),
         dataset.make_shard_key("webdataset", "train", name, "tar"),
         f"{dataset.make_shards_prefix('mds', 'train')}index.json",
     )

@@ -83,7 +83,7 @@ CHAINS = [
 ]
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     lines=LINES,
     names=st.sampled_from(CHAINS),
@@ -109,7 +109,7 @@ def test_reading_from_the_position_of_any_row_gives_exactly_the_rest(
     assert not any("." in key for key in keys)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(lines=LINES, pack=st.integers(2, 40), is_split=st.booleans())
 def test_packing_loses_and_adds_no_token(code, tokenizer, lines, pack, is_split):
     before = ("split",) if is_split else ()
