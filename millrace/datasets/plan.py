@@ -108,7 +108,9 @@ def make_plan(
         source=partitioned.record,
         layout=ShardLayout(
             formats=tuple(one.name for one in formats),
-            fields=decide_fields(formats, source, settings.types),
+            fields=decide_fields(
+                formats, source, transforms.record.get("steps", []), settings.types
+            ),
             writer={
                 **{name: version for one in formats for name, version in one.writer.items()},
                 **_ROW_VERSIONS,

@@ -4,8 +4,8 @@ import json
 import multiprocessing
 import os
 import random
-import threading
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

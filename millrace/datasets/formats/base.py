@@ -29,6 +29,18 @@ class FieldType(StrEnum):
     UINT32_ARRAY = "uint32[]"
 
 
+_TYPES = (
+    dict.fromkeys(("text", "transcript", "txt"), FieldType.STR)
+    | dict.fromkeys(("jsn", "json"), FieldType.JSON)
+    | dict.fromkeys(("class", "cls", "cls2", "count", "id", "index", "inx"), FieldType.INT)
+)
+
+
+def guess_type(name: str) -> FieldType:
+    """Return the type of a field by its extension, as webdataset decodes it: most are bytes."""
+    return _TYPES.get(name.rpartition(".")[2].lower(), FieldType.BYTES)
+
+
 Fields = Mapping[str, FieldType]
 """Types of the fields of every sample, by their names, in the order of the names."""
 

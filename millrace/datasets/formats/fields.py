@@ -2,31 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 
-from millrace.datasets.formats.base import FieldType, ShardFormat
+from millrace.datasets.formats.base import FieldType, ShardFormat, guess_type
 from millrace.datasets.sources import SourceKind, SourceSettings
 from millrace.errors import ConfigurationError
+from millrace.records import JsonObject
 
-_STR = {"html", "md", "text", "transcript", "txt", "xml"}
-_INT = {"class", "cls", "cls2", "count", "id", "index", "inx"}  # as webdataset decodes them
 _CAPACITY = 4096
-_TYPES = (
-    dict.fromkeys(_STR, FieldType.STR)
-    | dict.fromkeys(_INT, FieldType.INT)
-    | {"json": FieldType.JSON}
-)
 
 
 def decide_fields(
-    formats: Sequence[ShardFormat], source: SourceSettings, types: Mapping[str, FieldType]
+    formats: Sequence[ShardFormat],
+    source: SourceSettings,
+    steps: Sequence[JsonObject],
+    types: Mapping[str, FieldType],
 ) -> dict[str, str]:
     """Return the types of the fields of every sample, by their names.
 
-    A field without a type in the settings has the type of its extension, as in WebDataset: ``txt``
+    A field without a type in the settings has the type of its extension, as in webdataset: ``txt``
     is text, ``json`` is JSON, ``cls`` is an integer, and most are bytes.
 
     Args:
         formats: Formats of the dataset.
         source: Settings of the source, which name the fields.
+        steps: Descriptions of the transforms, which change the fields.
         types: Types of fields in the settings, by the names of the fields.
 
     Returns:
@@ -44,26 +42,43 @@ def decide_fields(
                 "have none. Remove `types`, or add a format."
             )
         return {}
-    if source.kind is SourceKind.FILES:
+    found = _trace_fields(source, steps)
+    if found is None:
         if not types:
             raise ConfigurationError(
-                f"{typed[0]} needs the fields of the samples, which files do not name. Write them "
-                "into `types` of `sharding`, such as {jpg: bytes, cls: int}."
+                f"{typed[0]} needs the fields of the samples, which neither files nor functions "
+                "name. Write them into `types` of `sharding`, such as {jpg: bytes, cls: int}."
             )
-        fields = dict(types)
-    else:
-        names = set(source.columns or ["json"])
-        if unknown := sorted(set(types) - names):
-            raise ConfigurationError(
-                f"`types` has {unknown[0]!r}, and the samples have the fields {sorted(names)}. "
-                "Correct `types`, or the `columns` of the source."
-            )
-        fields = {name: types.get(name) or _guess_type(name) for name in names}
-    fields = dict(sorted(fields.items()))
+        found = dict(types)
+    if unknown := sorted(types.keys() - found.keys()):
+        raise ConfigurationError(
+            f"`types` has {unknown[0]!r}, and the samples have the fields {sorted(found)}. "
+            "Correct `types`, or the `columns` of the source."
+        )
+    fields = dict(sorted((found | dict(types)).items()))
     for one in formats:
         one.make_encoder(fields, _CAPACITY)  # refuses fields that the format cannot have
     return {name: kind.value for name, kind in fields.items()}
 
 
-def _guess_type(name: str) -> FieldType:
-    return _TYPES.get(name.rpartition(".")[2], FieldType.BYTES)
+def _trace_fields(
+    source: SourceSettings, steps: Sequence[JsonObject]
+) -> dict[str, FieldType] | None:
+    """Return the fields that the samples have after the transforms; None if they are not known."""
+    if source.kind is SourceKind.FILES:
+        return None
+    fields = {name: guess_type(name) for name in source.columns or ["json"]}
+    for step in steps:
+        match step["kind"]:
+            case "function":
+                return None
+            case "rename":
+                fields = {step["fields"].get(name, name): kind for name, kind in fields.items()}
+            case "tokenize":
+                fields.pop(step["field"], None)
+                if "pack" in step:
+                    fields.clear()
+                fields["tokens"] = FieldType(f"{step['dtype']}[]")
+            case _:
+                pass  # a filter changes no field
+    return fields

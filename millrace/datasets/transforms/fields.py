@@ -8,15 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from millrace.datasets.formats.base import read_field
+from millrace.datasets.formats.base import FieldType, guess_type, read_field
 from millrace.datasets.sample import Sample
 from millrace.datasets.sources.sample_table import RESERVED
 
 KEY = "__key__"
 """Name of the sample's key among the values, as webdataset has it."""
-_TEXT = frozenset({"txt", "text", "transcript"})
-_INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
-_JSON = frozenset({"json", "jsn"})
 
 
 class BadFieldError(ValueError):
@@ -26,8 +23,7 @@ class BadFieldError(ValueError):
 def decode_fields(sample: Sample) -> dict[str, Any]:
     """Return the values of a sample's fields, and its key as ``__key__``. Large files are read.
 
-    ``txt``, ``text`` and ``transcript`` are text, ``json`` and ``jsn`` are JSON, ``cls``, ``cls2``,
-    ``index``, ``inx`` and ``id`` are integers. Other fields stay bytes.
+    The extension of a field decides its type (`guess_type`). Most fields stay bytes.
 
     Raises:
         BadFieldError: The bytes of a field are not of its type.
@@ -40,18 +36,20 @@ def decode_fields(sample: Sample) -> dict[str, Any]:
 
 
 def _decode_field(name: str, data: bytes) -> Any:
-    extension = _get_extension(name)
+    kind = guess_type(name)
     try:
-        if extension in _TEXT:
-            return data.decode()
-        if extension in _JSON:
-            return json.loads(data)  # exact also for integers of more than 64 bits
-        if extension in _INTEGER:
-            return int(data)
+        match kind:
+            case FieldType.STR:
+                return data.decode()
+            case FieldType.JSON:
+                return json.loads(data)  # exact also for integers of more than 64 bits
+            case FieldType.INT:
+                return int(data)
+            case _:
+                return data
     except (ValueError, RecursionError):
-        kind = "text in UTF-8" if extension in _TEXT else extension.rstrip("2")
-        raise BadFieldError(f"the field {name!r} is not valid {kind}") from None
-    return data
+        expected = {FieldType.STR: "text in UTF-8", FieldType.JSON: "JSON"}.get(kind, "integer")
+        raise BadFieldError(f"the field {name!r} is no valid {expected}") from None
 
 
 def encode_fields(values: Mapping[Any, Any]) -> dict[str, bytes]:
@@ -104,7 +102,7 @@ def check_distinct(names: Mapping[str, Any]) -> None:
 def _encode_value(name: str, value: Any) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(cast("bytes", value))
-    is_json = _get_extension(name) in _JSON
+    is_json = guess_type(name) is FieldType.JSON
     try:
         if isinstance(value, str) and not is_json:
             return value.encode()
@@ -119,10 +117,6 @@ def _encode_value(name: str, value: Any) -> bytes:
         f"the field {name!r} is a {type(value).__name__}: return bytes, str, int, float, dict or "
         "list"
     )
-
-
-def _get_extension(name: str) -> str:
-    return name.rpartition(".")[2].lower()
 
 
 _SUFFIXED = re.compile(r"--\d{4,}-*$")

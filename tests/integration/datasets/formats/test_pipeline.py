@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import parquet as pq
+from tokenizers import Tokenizer
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import repair_dataset, verify_dataset
@@ -24,6 +26,7 @@ from millrace.progress import Event
 from millrace.storage import delete, list_objects, open_store, put, read
 from tests.support.flows.fixtures import make_jsonl, make_texts
 from tests.support.format_readers import read_litdata, read_mds
+from tests.support.transforms import END, train_tokenizer
 
 TYPED = ["litdata", "mds", "pages", "parquet"]
 
@@ -68,7 +71,7 @@ def read_tar(folder: Path) -> list[str]:
 
 def read_parquet(folder: Path, column: str) -> list[str]:
     files = sorted(folder.glob("*.parquet"))
-    return [text for path in files for text in parquet.read_table(path)[column].to_pylist()]
+    return [text for path in files for text in pq.read_table(path)[column].to_pylist()]
 
 
 def test_one_pass_makes_every_format_of_the_same_samples(tmp_path, mosaicml):
@@ -212,6 +215,45 @@ def test_files_of_tokens_become_arrays_that_numpy_maps(tmp_path):
             tokens, ends = np.load(file), np.load(file)
         found.update(one.tobytes() for one in np.split(tokens, ends[:-1].astype(int)))
     assert found == Counter(tokens.tobytes() for tokens in expected)
+
+
+def test_packed_tokens_of_parquet_are_the_same_in_every_format(tmp_path):
+    texts = make_texts(300)
+    source = tmp_path / "source"
+    source.mkdir()
+    pq.write_table(pyarrow.table({"text": texts}), source / "a.parquet", row_group_size=50)
+    (tmp_path / "tokenizer.json").write_bytes(train_tokenizer())
+    step = {
+        "kind": "tokenize",
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+        "end_token": END,
+        "pack": 64,
+    }
+    data = {
+        "dataset": "words",
+        "source": {"url": source.as_uri(), "kind": "parquet", "columns": {"txt": "text"}},
+        "store": {"url": (tmp_path / "out").as_uri()},
+        "sharding": {
+            "formats": ["litdata", "parquet", "tokens", "webdataset"],
+            "transforms": [step],
+            "shard_bytes": 10_240,
+            "partition_bytes": 1 << 30,
+            "seed": None,
+        },
+        "execution": {"workers": 0},
+    }
+    shard_dataset(PipelineSettings.model_validate(data))
+    tokenizer = Tokenizer.from_str(train_tokenizer().decode())
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    expected = [token for one in ids for token in (*one, tokenizer.token_to_id(END))]
+    folder = tmp_path / "out/words/shards"
+    from_numpy = np.concatenate([np.load(path) for path in sorted(folder.glob("tokens/*/*.npy"))])
+    assert from_numpy.tolist() == expected
+    rows = read_parquet(folder / "parquet/train", "tokens")
+    assert [token for row in rows for token in row] == expected
+    assert {len(row) for row in rows[:-1]} == {64}
+    items = read_litdata(str(folder / "litdata/train"))
+    assert [token for item in items for token in item["tokens"].tolist()] == expected
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,10 @@ def test_memory_that_runs_out_is_no_fault_of_the_sample():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"txt": b"\xff"}, "the field 'txt' is not valid text in UTF-8"),
-        ({"json": b"{"}, "the field 'json' is not valid json"),
-        ({"json": b"[" * 100_000}, "the field 'json' is not valid json"),
-        ({"cls": b"cat"}, "the field 'cls' is not valid cls"),
+        ({"txt": b"\xff"}, "the field 'txt' is no valid text in UTF-8"),
+        ({"json": b"{"}, "the field 'json' is no valid JSON"),
+        ({"json": b"[" * 100_000}, "the field 'json' is no valid JSON"),
+        ({"cls": b"cat"}, "the field 'cls' is no valid integer"),
     ],
 )
 def test_a_field_of_another_type_is_quarantined_before_the_function_is_called(fields, reason):
