@@ -6,8 +6,9 @@ unsigned and little-endian, of 32 bits.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -51,10 +52,10 @@ class OffsetTableEncoder:
 
     def __init__(self, columns: Sequence[Column], *, header: bytes, capacity: int) -> None:
         self._header = header
-        self._columns = columns
+        self._encoders = [(column.name, column.encode) for column in columns]
         self._names: Set[str] = {column.name for column in columns} - {KEY}
-        self._sized = [index for index, column in enumerate(columns) if column.has_size]
-        self._sizes = struct.Struct(f"<{len(self._sized)}I")
+        self._has_size = [column.has_size for column in columns]
+        self._sizes = struct.Struct(f"<{sum(self._has_size)}I")
         self._capacity = capacity
         self._front = self._measure_front(capacity >> 10)
         self._buffer = map_anonymous(self._front + capacity)
@@ -82,12 +83,18 @@ class OffsetTableEncoder:
         if sample.fields.keys() != self._names:
             raise BadSampleError(_describe_fields(sample, self._names))
         values = {**sample.fields, KEY: encode_key(sample)}
-        parts = [_encode_column(column, values) for column in self._columns]
-        size = self._sizes.size + sum(map(len, parts))
+        parts: list[FieldData] = []
+        name = ""
+        try:
+            for name, encode in self._encoders:
+                parts.append(encode(values[name]))
+        except BadSampleError as error:
+            raise BadSampleError(f"the field {name!r} {error}") from error
+        sizes = [*map(len, parts)]
+        size = self._sizes.size + sum(sizes)
         if self._measure_front(1) + size > _MAX_SIZE:
             raise BadSampleError(f"its {size} bytes are too many for the format, which has 4 GiB")
-        sizes = self._sizes.pack(*[len(parts[index]) for index in self._sized])
-        self._prepared = [sizes, *parts]
+        self._prepared = [self._sizes.pack(*compress(sizes, self._has_size)), *parts]
         self._prepared_size = size
         return self._measure_front(self.samples + 1) + self._end + size
 
@@ -98,9 +105,11 @@ class OffsetTableEncoder:
             ValueError: No sample is prepared, or the shard would be too large for its offsets.
         """
         end = self._end + self._prepared_size
-        if not self._prepared or self._measure_front(self.samples + 1) + end > _MAX_SIZE:
+        front = self._measure_front(self.samples + 1)
+        if not self._prepared or front + end > _MAX_SIZE:
             raise ValueError("Prepare a sample before it is appended, and close a shard of 4 GiB.")
-        self._reserve(self.samples + 1, end)
+        if front > self._front or self._front + end > len(self._buffer):
+            self._enlarge(front, end)
         at, buffer = self._front + self._end, self._buffer
         for part in self._prepared:
             after = at + len(part)
@@ -137,15 +146,12 @@ class OffsetTableEncoder:
         """Return the bytes before the samples."""
         return 4 * (samples + 2) + len(self._header)
 
-    def _reserve(self, samples: int, end: int) -> None:
-        """Enlarge the buffer for a number of samples, and for their bytes."""
-        front = self._measure_front(samples)
-        if front <= self._front and self._front + end <= len(self._buffer):
-            return
+    def _enlarge(self, front: int, end: int) -> None:
+        """Make a larger buffer, for the bytes before the samples and for those of the samples."""
         # The old buffer is not resized, since an upload may still read it.
         old, begin = self._buffer, self._front
         if front > begin:
-            self._front = self._measure_front(2 * samples)
+            self._front = 2 * front
         room = len(old) - begin
         self._buffer = map_anonymous(self._front + (room if end <= room else max(end, 2 * room)))
         self._buffer[self._front : self._front + self._end] = old[begin : begin + self._end]
@@ -181,13 +187,6 @@ def group_shards(
             if not shard.key.startswith(prefix):
                 raise ValueError(f"The shard {shard.key} is not below {prefix}.")
         yield prefix, [(shard.key.removeprefix(prefix), shard) for shard in own]
-
-
-def _encode_column(column: Column, values: Mapping[str, FieldData]) -> FieldData:
-    try:
-        return column.encode(values[column.name])
-    except BadSampleError as error:
-        raise BadSampleError(f"the field {column.name!r} {error}") from error
 
 
 def _describe_fields(sample: Sample, names: Set[str]) -> str:

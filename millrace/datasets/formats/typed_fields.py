@@ -38,7 +38,7 @@ def keep_bytes(data: FieldData) -> FieldData:
 
 def encode_text(data: FieldData) -> bytes:
     """Return a text, checked to be UTF-8."""
-    text = read_field(data)
+    text = data if isinstance(data, bytes) else read_field(data)
     if not text.isascii():
         try:
             text.decode()
@@ -90,7 +90,7 @@ def _parse(text: bytes) -> Any:
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(_MAX_DEPTH + 1):
+    for _ in range(_MAX_DEPTH):
         level = [
             child
             for node in level

@@ -177,8 +177,8 @@ def make_shard(body: bytes, samples: int, split: str) -> ManifestShard:
         (b"{", "JSON"),
         (b"", "JSON"),
         (b"[NaN]", "JSON"),
-        (b"[" * 600 + b"]" * 600, "more than 512 levels"),
-        (b'{"a":' * 600 + b"1" + b"}" * 600, "more than 512 levels"),
+        (b"[" * 513 + b"]" * 513, "more than 512 levels"),
+        (b'{"a":' * 513 + b"1" + b"}" * 513, "more than 512 levels"),
     ],
 )
 def test_json_that_a_reader_could_not_parse_is_refused(data, reason):
@@ -187,7 +187,8 @@ def test_json_that_a_reader_could_not_parse_is_refused(data, reason):
 
 
 def test_json_of_many_values_and_of_512_levels_is_kept():
-    deep = b"[" * 512 + b"]" * 512
+    deep = b"[" * 512 + b"]" * 512  # also with more brackets than levels
+    deep = b"[{}," + deep[1:]
     wide = b"[" + b",".join([b"[{}]"] * 600) + b"]"
     for data in (deep, wide):
         shard = encode([Sample("k", {"meta": data}, 0)], {"meta": FieldType.JSON})
