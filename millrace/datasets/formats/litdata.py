@@ -67,7 +67,7 @@ class LitDataFormat:
             ConfigurationError: A field is named ``__key__``.
         """
         check_names(fields, self.name)
-        columns = [Column(name, _COLUMNS[kind][1]) for name, kind in fields.items()]
+        columns = [Column(name, _COLUMNS[kind][1]) for name, kind in sorted(fields.items())]
         # The key is last. So no field can end a chunk with the mark of an Arrow footer, which
         # readers would take for the samples.
         key = Column(KEY, _encode_key)
@@ -94,8 +94,8 @@ def _make_index(fields: Fields, named: Sequence[tuple[str, ManifestShard]]) -> b
         "compression": None,
         "compression_batch_size": None,
         "compression_level": None,
-        "data_format": [*(_COLUMNS[kind][0] for kind in fields.values()), "str"],
-        "data_spec": _make_data_spec([*fields, KEY]),
+        "data_format": [*(_COLUMNS[kind][0] for _, kind in sorted(fields.items())), "str"],
+        "data_spec": _make_data_spec([*sorted(fields), KEY]),
         "encryption": None,
         "ipc_compression": None,
         "item_loader": "PyTreeLoader",

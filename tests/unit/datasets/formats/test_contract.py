@@ -118,6 +118,13 @@ def test_the_same_samples_give_the_same_bytes(case: Case) -> None:
     assert encode(case.open(), samples) == encode(case.open(), samples)
 
 
+def test_the_order_of_the_fields_does_not_change_the_bytes(case: Case) -> None:
+    sample = case.make_sample(0)
+    turned = Case(case.format, dict(reversed(case.fields.items())))
+    other = sample._replace(fields=dict(reversed(sample.fields.items())))
+    assert encode(turned.open(), [other]) == encode(case.open(), [sample])
+
+
 def test_a_shard_that_is_closed_twice_has_the_same_bytes(case: Case) -> None:
     encoder = case.open()
     shard = encode(encoder, [case.make_sample(number) for number in range(3)])
