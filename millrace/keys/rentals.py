@@ -13,9 +13,10 @@ MACHINES = "_machines"
 """Folder of the reports that rented machines write about themselves."""
 MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
 """Key of a report of any machine, by which `classify_key` recognises it."""
+_ATTEMPT_KINDS = "intent|contract|raised-[0-9]{6,}|detached|released"
 RENTAL_KEY = re.compile(
     rf"(?P<scope>{RENTALS}/{NAME_PATTERN})/"
-    r"(?:attempts/[0-9]{6,}-(?:intent|contract|detached|released)\.json|owner\.txt)"
+    rf"(?:attempts/[0-9]{{6,}}-(?:{_ATTEMPT_KINDS})\.json|owner\.txt)"
     rf"|{RENTALS}/installation\.json"
 )
 """Key of a record of any rental, by which `classify_key` recognises it."""
@@ -77,6 +78,10 @@ class RentalKeys:
         """Return the key of the contract that resulted from an attempt."""
         return f"{self.make_attempt_prefix(number)}contract.json"
 
+    def make_raised_key(self, number: int, price_number: int) -> str:
+        """Return the key of a raised price of a machine. Each price is higher than the last one."""
+        return f"{self.make_attempt_prefix(number)}raised-{price_number:06d}.json"
+
     def make_detached_key(self, number: int) -> str:
         """Return the key of the record that a machine keeps running without an owner."""
         return f"{self.make_attempt_prefix(number)}detached.json"
@@ -88,10 +93,12 @@ class RentalKeys:
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the attempt and the kind of a record's key; None for other keys.
 
-        Kinds are ``intent``, ``contract``, ``detached`` and ``released``.
+        Kinds are ``intent``, ``contract``, ``detached`` and ``released``, and ``raised-000000``
+        with the number of a raised price.
         """
-        kinds = "intent|contract|detached|released"
-        match = re.fullmatch(re.escape(self.attempts) + rf"([0-9]{{6,}})-({kinds})\.json", key)
+        match = re.fullmatch(
+            re.escape(self.attempts) + rf"([0-9]{{6,}})-({_ATTEMPT_KINDS})\.json", key
+        )
         return (int(match[1]), match[2]) if match else None
 
     def make_machine_prefix(self, number: int) -> str:
@@ -161,6 +168,12 @@ def parse_attempt(key: str) -> tuple[RentalKeys, int, str] | None:
     keys = RentalKeys(name)
     parsed = keys.parse(key)
     return (keys, *parsed) if parsed else None
+
+
+def parse_price_number(kind: str) -> int | None:
+    """Return the number of a raised price from the kind of its record; None for other kinds."""
+    stem, _, digits = kind.partition("-")
+    return int(digits) if stem == "raised" else None
 
 
 class AttemptSurvey:

@@ -7,11 +7,12 @@ from datetime import datetime
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.progress import Progress
 from millrace.rentals.clock import Clock
-from millrace.rentals.ledger import Attempt
+from millrace.rentals.ledger import Attempt, record_price
 from millrace.rentals.machines import Machine
 from millrace.rentals.reports import MachineReports
 from millrace.rentals.settings import RentalSettings
 from millrace.rentals.vast.api import VastClient
+from millrace.rentals.vast.instances import Instance
 from millrace.storage import Store
 
 _TRAFFIC_TOLERANCE = 1.1
@@ -66,3 +67,16 @@ class RentalContext:
             last_report_at=now,
             max_traffic_cost=math.inf if is_alone else _TRAFFIC_TOLERANCE * self.settings.share,
         )
+
+    def update_instance(self, machine: Machine, instance: Instance | None) -> None:
+        """Update the description of a machine, and record its price if the price was raised.
+
+        Args:
+            machine: Machine.
+            instance: Description in a listing; None if the listing lacks the machine.
+        """
+        machine.instance = instance
+        if instance is not None:
+            machine.attempt = record_price(
+                self.store, self.settings.name, machine.attempt, instance.dollars_per_hour
+            )

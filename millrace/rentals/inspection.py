@@ -36,7 +36,8 @@ class MachineInspector:
         """Read the reports of a machine, and decide whether to release it.
 
         Args:
-            machine: Machine. Its reports, its description and its readiness are updated.
+            machine: Machine. Its reports, its description, its readiness and its price in the
+                ledger are updated.
             instances: Listing of the account; None if the listing could not be read.
 
         Returns:
@@ -48,17 +49,17 @@ class MachineInspector:
             return ReleaseDecision(
                 machine, ReleaseReason.NEVER_RENTED, "the create request got no answer"
             )
+        if instances is not None:
+            self._context.update_instance(machine, machine.attempt.find_instance(instances))
         self._read_reports(machine, now)
         if message := self._budget.check_traffic(machine, self._context.now()):
             return ReleaseDecision(machine, ReleaseReason.TOO_EXPENSIVE, message)
         if machine.reports.program_exit is not None:
             return _judge_exit(machine, machine.reports.program_exit.code)
-        if instances is not None:
-            machine.instance = machine.attempt.find_instance(instances)
-            if machine.instance is None and age > _LISTING_TIMEOUT:
-                return ReleaseDecision(
-                    machine, ReleaseReason.DEAD, "the provider does not list the machine any more"
-                )
+        if instances is not None and machine.instance is None and age > _LISTING_TIMEOUT:
+            return ReleaseDecision(
+                machine, ReleaseReason.DEAD, "the provider does not list the machine any more"
+            )
         return self._check_instance(machine) or (
             self._check_heartbeat(machine, now)
             if machine.is_ready

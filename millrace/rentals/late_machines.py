@@ -34,7 +34,7 @@ class LateMachineFinder:
             Decisions to release the other late machines.
         """
         decisions: list[ReleaseDecision] = []
-        for machine, instance_id in _pop_listed(self._state.unconfirmed, instances):
+        for machine, instance_id in self._pop_listed(self._state.unconfirmed, instances):
             if adopt and self._state.needs_machine(machine.slot):
                 now = self._context.clock.monotonic()
                 machine.rented_at = machine.last_report_at = now
@@ -43,7 +43,7 @@ class LateMachineFinder:
                 self._starter.commit_contract(machine, instance_id)
                 message = "the machine was listed after another machine was rented for its slot"
                 decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, message))
-        for machine, instance_id in _pop_listed(self._state.released, instances):
+        for machine, instance_id in self._pop_listed(self._state.released, instances):
             self._starter.commit_contract(machine, instance_id)
             message = "the machine was released before, and is listed again"
             decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, message))
@@ -65,22 +65,22 @@ class LateMachineFinder:
             ),
         ]
 
+    def _pop_listed(
+        self, machines: dict[int, Machine], instances: list[Instance]
+    ) -> list[tuple[Machine, int]]:
+        """Remove the machines that a listing shows from a dictionary.
 
-def _pop_listed(
-    machines: dict[int, Machine], instances: list[Instance]
-) -> list[tuple[Machine, int]]:
-    """Remove the machines that a listing shows from a dictionary.
+        A removed machine is billed again, so its release record is dropped.
 
-    A removed machine is billed again, so its release record is dropped.
-
-    Returns:
-        Removed machines, each with its number at the provider.
-    """
-    found: list[tuple[Machine, int]] = []
-    for number, machine in list(machines.items()):
-        instance = machine.attempt.find_instance(instances)
-        if instance is not None:
-            del machines[number]
-            machine.attempt = replace(machine.attempt, release_record=None)
-            found.append((machine, instance.id))
-    return found
+        Returns:
+            Removed machines, each with its number at the provider.
+        """
+        found: list[tuple[Machine, int]] = []
+        for number, machine in list(machines.items()):
+            instance = machine.attempt.find_instance(instances)
+            if instance is not None:
+                del machines[number]
+                machine.attempt = replace(machine.attempt, release_record=None)
+                self._context.update_instance(machine, instance)
+                found.append((machine, instance.id))
+        return found

@@ -1,20 +1,36 @@
 """Ledger of rentals: identity of the installation, and records of all attempts."""
 
+import logging
 import math
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 
 from millrace import errors
-from millrace.keys.rentals import INSTALLATION, RENTALS, RentalKeys, parse_attempt
+from millrace.keys.rentals import (
+    INSTALLATION,
+    RENTALS,
+    RentalKeys,
+    parse_attempt,
+    parse_price_number,
+)
 from millrace.records import Record, commit_once, fetch
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import Contract, DetachRecord, Installation, Intent, ReleaseRecord
+from millrace.schemas.rental import (
+    Contract,
+    DetachRecord,
+    Installation,
+    Intent,
+    RaiseRecord,
+    ReleaseRecord,
+)
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
+
+_log = logging.getLogger(__name__)
 
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
 _SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
@@ -44,6 +60,8 @@ class Attempt:
         is_detached: Whether the machine was detached, and runs without an owner.
         detached_until: Deadline that the owner set when it detached the machine; None for that of
             the intent.
+        raised_price: Highest recorded price in dollars an hour; 0 if none is above the intent's.
+        next_price_number: Number of the next record of a raised price.
     """
 
     number: int
@@ -52,11 +70,18 @@ class Attempt:
     release_record: ReleaseRecord | None = None
     is_detached: bool = False
     detached_until: datetime | None = None
+    raised_price: float = 0.0
+    next_price_number: int = 0
 
     @property
     def deadline(self) -> datetime:
         """Time by which the machine has to be released, as long as it has no other owner."""
         return min(self.intent.deadline, self.detached_until or self.intent.deadline)
+
+    @property
+    def dollars_per_hour(self) -> float:
+        """Highest known price of the machine: that of the intent, or a recorded raised price."""
+        return max(self.intent.dollars_per_hour, self.raised_price)
 
     @property
     def instance_id(self) -> int | None:
@@ -76,8 +101,8 @@ class Attempt:
 
         Args:
             now: Current time.
-            dollars_per_hour: Current price in dollars an hour; 0 if it is unknown. That of the
-                intent counts if it is higher.
+            dollars_per_hour: Current price in dollars an hour; 0 if it is unknown. The highest
+                known price counts if it is higher, for the whole time.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
             max_traffic_cost: Dollars that its traffic counts as at most.
@@ -90,7 +115,7 @@ class Attempt:
             min(received_bytes, down) * self.intent.download_dollars_per_gb
             + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
-        price = max(self.intent.dollars_per_hour, dollars_per_hour)
+        price = max(self.dollars_per_hour, dollars_per_hour)
         return hours * price + min(traffic / 1e9, max_traffic_cost)
 
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
@@ -131,6 +156,46 @@ def iterate_open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
     Of released attempts, only the names of the objects are read.
     """
     return _iterate_attempts(store, f"{RENTALS}/", include_released=False)
+
+
+def record_price(store: Store, rental: str, attempt: Attempt, dollars_per_hour: float) -> Attempt:
+    """Record the current price of a machine, if it is above the highest known price.
+
+    Callers record a price before they act on it. So the cost of the machine is known also if the
+    caller is killed before it records the release. An error of the store is only logged, since it
+    must not prevent the release of the machine: the next listing shows the price again.
+
+    Args:
+        store: Store of the ledger.
+        rental: Name of the rental.
+        attempt: Attempt that rented the machine.
+        dollars_per_hour: Current price in dollars an hour; 0 if it is unknown.
+
+    Returns:
+        The attempt with the highest recorded price.
+    """
+    keys = RentalKeys(rental)
+    record = RaiseRecord(dollars_per_hour=max(0.0, dollars_per_hour))
+    try:
+        while record.dollars_per_hour > attempt.dollars_per_hour:
+            number = attempt.next_price_number
+            recorded_price = _commit_price(
+                store, keys.make_raised_key(attempt.number, number), record
+            )
+            attempt = replace(
+                attempt,
+                raised_price=max(attempt.raised_price, recorded_price),
+                next_price_number=number + 1,
+            )
+    except errors.MillraceError as error:
+        _log.warning(
+            "The price of machine %s/%d, $%.3f an hour, is not recorded: %s",
+            rental,
+            attempt.intent.slot,
+            dollars_per_hour,
+            errors.format_error(error),
+        )
+    return attempt
 
 
 def refuse_foreign_machines(rental: str, machines: int) -> None:
@@ -187,8 +252,37 @@ def _iterate_attempts(
                 else None,
                 "detached" in parts,
                 detach_record.deadline if detach_record else None,
+                *_read_highest_price(store, keys, number, parts),
             ),
         )
+
+
+def _commit_price(store: Store, key: str, record: RaiseRecord) -> float:
+    """Commit a raised price; return the price under the key, 0 for a damaged record.
+
+    Another process may have committed a price under the same key.
+    """
+    try:
+        return commit_once(store, key, record).record.dollars_per_hour
+    except errors.CorruptError:
+        return 0.0
+
+
+def _read_highest_price(
+    store: Store, keys: RentalKeys, number: int, parts: Iterable[str]
+) -> tuple[float, int]:
+    """Return the highest recorded price of a machine, and the number of the next record.
+
+    Each intact record has a higher price than the records before it. So the last one is enough.
+    """
+    numbers = sorted(
+        (one for part in parts if (one := parse_price_number(part)) is not None), reverse=True
+    )
+    records = (
+        _read_intact(store, keys.make_raised_key(number, one), RaiseRecord) for one in numbers
+    )
+    highest = next((one.dollars_per_hour for one in records if one is not None), 0.0)
+    return highest, max(numbers, default=-1) + 1
 
 
 def _read_intact(store: Store, key: str, kind: type[R]) -> R | None:

@@ -53,9 +53,9 @@ class Machine:
 
     @property
     def dollars_per_hour(self) -> float:
-        """Price of the intent, or the current price if that is higher."""
+        """Highest known price, or the current price if that is higher."""
         listed_price = self.instance.dollars_per_hour if self.instance else 0.0
-        return max(self.attempt.intent.dollars_per_hour, listed_price)
+        return max(self.attempt.dollars_per_hour, listed_price)
 
     def compute_cost(self, now: datetime) -> float:
         """Compute the dollars that the machine has cost, with its traffic."""

@@ -18,6 +18,7 @@ from millrace.rentals.ledger import (
     ensure_installation,
     find_attempt,
     iterate_open_attempts,
+    record_price,
 )
 from millrace.rentals.machines import compute_unowned_cost
 from millrace.rentals.progress_events import MachineReleased
@@ -112,12 +113,20 @@ def reap(
     machines = _list_machines(store, vast, owners, instances, attempts)
     to_release = [one for one in machines if one.release_reason]
     if not dry_run:
+        _record_prices(store, machines)
         _release_machines(store, vast, to_release, progress)
     own_account = vast.identify_account()
     own_attempts = [(rental, one) for rental, one in attempts if one.intent.account == own_account]
     closed = 0 if dry_run else _close_lost_attempts(store, vast, owners, instances, own_attempts)
     kept = tuple(one for one in machines if not one.release_reason)
     return ReapResult(tuple(to_release), kept, closed, len(attempts) - len(own_attempts))
+
+
+def _record_prices(store: Store, machines: list[MachineStatus]) -> None:
+    """Record the raised prices of machines without an owner, which may be gone at the next run."""
+    for one in machines:
+        if one.attempt is not None and not one.owner and not one.is_mislabeled:
+            record_price(store, one.rental, one.attempt, one.instance.dollars_per_hour)
 
 
 def _release_machines(

@@ -6,7 +6,7 @@ from millrace import errors
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Progress, ignore_event
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
-from millrace.rentals.ledger import list_attempts, refuse_foreign_machines
+from millrace.rentals.ledger import list_attempts, record_price, refuse_foreign_machines
 from millrace.rentals.machines import compute_unowned_cost
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
@@ -63,6 +63,9 @@ def release_rental(
         # The reaper releases the rest if this process is killed.
         delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
         instances = vast.list_instances() if own_unreleased else []
+        for label, one in by_label.items():
+            if instance := one.find_instance(instances):
+                by_label[label] = record_price(store, rental, one, instance.dollars_per_hour)
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]

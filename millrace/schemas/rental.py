@@ -1,4 +1,4 @@
-"""Records of rented machines: the intent to rent, the contract, and the release."""
+"""Records of rented machines: the intent to rent, the contract, its prices, and the release."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -67,6 +67,20 @@ class Contract(Record):
     record_kind: ClassVar[str] = "rental-contract"
 
     instance_id: int
+
+
+class RaiseRecord(Record):
+    """Record of a price above that of the intent, and above the prices of earlier records.
+
+    It is committed before a decision by this price, which may end with the machine's release.
+
+    Attributes:
+        dollars_per_hour: Price of the machine in a listing.
+    """
+
+    record_kind: ClassVar[str] = "rental-raised"
+
+    dollars_per_hour: float = Field(ge=0, allow_inf_nan=False)
 
 
 class DetachRecord(Record):

@@ -78,8 +78,8 @@ class Counts:
         fates: Number of own machines by their fates.
         left: Number of own machines that were left after the reapers.
         left_by_owners: Number of listed machines that an owner left at its end with exit code 0.
-        billed_late: Number of machines that were billed for longer than the owner's lease and the
-            interval between reapers, counted from their first listing.
+        billed_late: Number of machines of killed owners that were destroyed too late, as
+            `_is_billed_late` decides.
         lost_foreign: Number of machines of other users that were destroyed.
         overspent: Number of rentals whose owner was not killed, and whose machines cost more than
             the limit. Machines that were listed too late do not count.
@@ -175,8 +175,11 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
     if killed and generator.random() < 0.5:
         counts.elsewhere += _move_owner(store)
     _pass_time(server, store, generator.uniform(0, REAP_INTERVAL))
+    reaper_runs: list[tuple[float, float]] = []
     for _ in range(8):
+        started_at = server.read_time()
         code = _run_in_fork(lambda: _reap_machines(server, text), store)
+        reaper_runs.append((started_at, server.read_time()))
         if code not in {0, 3}:
             counts.unexpected.append(
                 f"a reaper ended with {code}:\n{(store / 'error').read_text()}"
@@ -184,7 +187,9 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
         if not _list_own_machines(server):
             break
         _pass_time(server, store, REAP_INTERVAL)
-    _count_faults(server, counts, planted, json.loads(text), killed_at if killed else None)
+    _count_faults(
+        server, counts, planted, json.loads(text), killed_at if killed else None, reaper_runs
+    )
     counts.undercounted += _is_undercounted(server, store)
     counts.runs += 1
     counts.fired += server.count_fired()
@@ -281,6 +286,7 @@ def _count_faults(
     planted: list[int],
     arguments: dict[str, Any],
     killed_at: float | None,
+    reaper_runs: list[tuple[float, float]],
 ) -> None:
     machines = server.list_machines()
     own_machines = [machine for machine in machines if machine["label"] not in FOREIGN]
@@ -295,8 +301,32 @@ def _count_faults(
         counts.overspent += sum(costs) > arguments["max_total"]
     else:
         for machine in own_machines:
-            end = max(killed_at, machine["listed"]) + LEASE + REAP_INTERVAL
-            counts.billed_late += (machine["destroyed"] or end + 1) > end
+            counts.billed_late += _is_billed_late(machine, killed_at, reaper_runs)
+
+
+def _is_billed_late(
+    machine: dict[str, Any], killed_at: float, reaper_runs: list[tuple[float, float]]
+) -> bool:
+    """Decide whether a machine of a killed owner was destroyed too late.
+
+    A reaper can destroy a machine that is listed, and whose owner's lease has ended. A reaper that
+    began before cannot, and the next one begins an interval after the end of that one. While a
+    reaper runs, it repeats requests that fail, and the time of the stand-in passes. So the time
+    outside of reapers is limited to the lease and one interval.
+
+    Args:
+        machine: Entry of the stand-in's records.
+        killed_at: Time at which the owner was killed.
+        reaper_runs: Begin and end of each reaper, by the stand-in's clock.
+    """
+    if machine["destroyed"] is None:
+        return True
+    begin, end = max(killed_at, machine["listed"]), machine["destroyed"]
+    reaping = sum(
+        max(0.0, min(end, reaper_end) - max(begin, reaper_begin))
+        for reaper_begin, reaper_end in reaper_runs
+    )
+    return end - begin - reaping > LEASE + REAP_INTERVAL
 
 
 def _run_in_fork(work: Callable[[], None], store: Path) -> int:

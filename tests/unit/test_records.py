@@ -152,6 +152,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "rental-detached",
         "rental-installation",
         "rental-intent",
+        "rental-raised",
         "rental-released",
         "shard-commit",
         "start-window",

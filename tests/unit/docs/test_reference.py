@@ -216,6 +216,7 @@ def build_names():
     )
     yield from (
         rental.make_contract_key(1),
+        rental.make_raised_key(1, 0),
         rental.make_detached_key(1),
         rental.make_released_key(1),
     )

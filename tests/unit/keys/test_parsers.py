@@ -5,9 +5,9 @@ from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.keys.gradients import ChainKeys, GradientKeys
-from millrace.keys.kinds import classify_key, classify_nested_key
+from millrace.keys.kinds import ObjectKind, classify_key, classify_nested_key
 from millrace.keys.leases import LeaseKeys, parse_lease
-from millrace.keys.rentals import MachineKeys, RentalKeys, parse_attempt
+from millrace.keys.rentals import MachineKeys, RentalKeys, parse_attempt, parse_price_number
 
 WORDS = [
     "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
@@ -21,7 +21,7 @@ WORDS = [
 ]  # fmt: skip
 OURS = [
     MachineKeys(RentalKeys("a").make_machine_prefix(0)).heartbeat,
-    RentalKeys("a").make_intent_key(0),
+    RentalKeys("a").make_intent_key(0), RentalKeys("a").make_raised_key(0, 1),
     LeaseKeys("a", "owner").make_term_key(0), CheckpointKeys("a").make_metadata_key(1),
     CooldownKeys("a", 0).roster,
     CooldownKeys("a", 0).make_vote_key("b"), CooldownKeys("a", 0).make_part_key("b",
@@ -59,3 +59,22 @@ def test_no_key_that_anybody_may_write_fails_a_parser(key):
     what = classify_key(key)
     if what is not None and what.version:
         assert ChainKeys(what.scope, what.version).job == what.lease_scope
+
+
+def test_each_record_of_an_attempt_is_a_record_of_its_rental():
+    rental = RentalKeys("a/b")
+    keys = {
+        "intent": rental.make_intent_key(7),
+        "contract": rental.make_contract_key(7),
+        "raised-000012": rental.make_raised_key(7, 12),
+        "detached": rental.make_detached_key(7),
+        "released": rental.make_released_key(7),
+    }
+    for kind, key in keys.items():
+        assert parse_attempt(key) == (rental, 7, kind)
+        classified = classify_key(key)
+        assert classified is not None
+        assert (classified.kind, classified.scope) == (ObjectKind.RECORD, "_rentals/a/b")
+    assert parse_price_number("raised-000012") == 12
+    assert parse_price_number("released") is None
+    assert parse_attempt(rental.make_raised_key(7, 12).replace("raised-000012", "raised")) is None

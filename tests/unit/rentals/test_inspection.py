@@ -7,7 +7,9 @@ import pytest
 from pydantic import BaseModel
 
 from millrace import errors
+from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
+from millrace.records import fetch
 from millrace.rentals import Instance, Machine
 from millrace.rentals.budget import Budget
 from millrace.rentals.inspection import MachineInspector
@@ -15,7 +17,7 @@ from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.messages import MachineHeartbeat, ProgramExit, SetupReport
 from millrace.rentals.progress_events import MachineReady, OutputPrinted, PriceRaised
 from millrace.rentals.replacement import ReplacementPolicy
-from millrace.schemas.rental import ReleaseReason
+from millrace.schemas.rental import RaiseRecord, ReleaseReason
 from millrace.storage import put
 from tests.support.rentals.parts import (
     FakeVast,
@@ -31,6 +33,7 @@ class Bench:
 
     Attributes:
         vast: Account in memory.
+        store: Store of the ledger.
         events: Reported events.
         machine: The machine.
     """
@@ -39,6 +42,7 @@ class Bench:
         self.vast, self.events = FakeVast(), list[Event]()
         settings = make_settings(folder, **more)
         context = make_context(settings, self.vast, self.events)
+        self.store = context.store
         self.inspector = MachineInspector(context, Budget(settings), ReplacementPolicy(settings))
         self.machine: Machine = make_machine(folder)
         self.vast.add(1)
@@ -165,6 +169,32 @@ def test_a_raised_price_is_reported_once_and_refused_above_the_limit(tmp_path: P
     assert bench.events == [PriceRaised(machine="fleet/0", offered=0.5, dollars_per_hour=0.8)]
     bench.vast.add(1, dph_total=1.1)
     check(bench.inspect(), ReleaseReason.TOO_EXPENSIVE, "costs $1.100 an hour")
+
+
+def test_a_price_is_recorded_before_any_decision(tmp_path: Path) -> None:
+    """Also if the machine is released for another reason, which is checked before its price."""
+    bench = Bench(tmp_path, max_hourly=1.0)
+    bench.vast.add(1, dph_total=0.8)
+    bench.write(bench.machine.reports.keys.program_exit, ProgramExit(code=0))
+    check(bench.inspect(), ReleaseReason.DONE, "exit code 0")
+    assert bench.machine.dollars_per_hour == 0.8
+    bench.inspect([])  # the price stays known when the machine is not listed
+    assert bench.machine.dollars_per_hour == 0.8
+    record = fetch(bench.store, RentalKeys("fleet").make_raised_key(0, 0), RaiseRecord)
+    assert record.dollars_per_hour == 0.8
+
+
+def test_a_machine_that_is_too_expensive_is_released_though_the_store_takes_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise errors.UnavailableError("down")
+
+    bench = Bench(tmp_path, max_hourly=1.0)
+    monkeypatch.setattr("millrace.rentals.ledger.commit_once", fail)
+    bench.vast.add(1, dph_total=1.1)
+    check(bench.inspect(), ReleaseReason.TOO_EXPENSIVE, "costs $1.100 an hour")
+    assert bench.machine.dollars_per_hour == 1.1
 
 
 def test_implausible_traffic_is_refused(bench: Bench) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from millrace.rentals.late_machines import LateMachineFinder
 from millrace.schemas.rental import ReleaseReason
-from tests.support.rentals.parts import make_attempt, make_machine
+from millrace.storage import exists
+from tests.support.rentals.parts import HOUR, START, make_attempt, make_machine
 from tests.unit.rentals.test_machine_starter import Bench
 
 
@@ -58,6 +59,19 @@ def test_a_released_machine_that_is_listed_again_is_released_again(
     (decision,) = finder.find(bench.vast.list_instances(), adopt=True)
     assert decision.message == "the machine was released before, and is listed again"
     assert decision.machine.attempt.release_record is None
+
+
+@pytest.mark.parametrize("state", ["unconfirmed", "released"])
+def test_the_price_of_a_late_machine_that_is_released_counts(
+    bench: Bench, finder: LateMachineFinder, tmp_path: Path, state: str
+) -> None:
+    machine = make_machine(tmp_path, make_attempt(3, instance_id=6))
+    bench.state.active[0] = make_machine(tmp_path, make_attempt(1, instance_id=4))
+    getattr(bench.state, state)[3] = machine
+    bench.vast.add(6, "label-3", dph_total=1.5)
+    (decision,) = finder.find(bench.vast.list_instances(), adopt=True)
+    assert decision.machine.compute_cost(START + HOUR) == 1.5
+    assert exists(bench.context.store, bench.context.keys.make_raised_key(3, 0))
 
 
 def test_at_the_end_of_a_rental_all_unconfirmed_machines_are_released(

@@ -16,7 +16,7 @@ from millrace.rentals.ledger import list_attempts
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineRented
 from millrace.rentals.releasing import MachineReleaser
-from millrace.storage import Store, open_store, put, read
+from millrace.storage import Store, exists, open_store, put, read
 from tests.support.rentals.parts import HOUR, START, FakeVast, make_offer_row, make_settings
 
 KEYS = RentalKeys("fleet")
@@ -138,6 +138,111 @@ def test_one_of_several_machines_cannot_spend_the_money_of_all_by_its_reports(
     with bench.rent(machines=2, max_total=20.0) as rental:
         # Both machines: an hour at the highest price at most, and a tenth above the share.
         assert 11.0 < rental.cost < 2 * 2.1 + 11.0
+
+
+class KilledError(BaseException):
+    """End of an owner that no part of it handles."""
+
+
+def kill_before(patch: pytest.MonkeyPatch, function: str) -> None:
+    """Have the next call of a function end its process."""
+
+    def kill(*_: object, **__: object) -> None:
+        raise KilledError
+
+    patch.setattr(function, kill)
+
+
+def raise_price(bench: Bench, dollars_per_hour: float) -> None:
+    """Raise the price of the first machine."""
+    bench.vast.add(1, bench.vast.creates[0], dph_total=dollars_per_hour)
+
+
+def read_released_cost(bench: Bench) -> float:
+    """Return the recorded cost of the only machine."""
+    (attempt,) = list_attempts(bench.store, "fleet")
+    assert attempt.release_record is not None
+    return attempt.release_record.cost
+
+
+@pytest.mark.parametrize("price", [0.54, 1.5, 5.0])  # hardly raised, raised, above `max_hourly`
+def test_a_price_that_a_killed_owner_saw_counts_when_the_reaper_finds_no_machine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, price: float
+) -> None:
+    """The owner is killed after it has destroyed the machine, before it records the release."""
+    rental = bench.rent()
+    rental.__enter__()
+    rental.wait_until_ready()
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    raise_price(bench, price)
+    put(bench.store, MachineKeys(KEYS.make_machine_prefix(0)).program_exit, b'{"code": 0}')
+    with monkeypatch.context() as patch:
+        kill_before(patch, "millrace.rentals.releasing.record_release")
+        with pytest.raises(KilledError):
+            rental.wait_until_done()
+    rental._stack.close()
+    assert not bench.vast.instances
+    reap(make_settings(bench.folder).ledger, vast=cast("VastClient", bench.vast))
+    assert read_released_cost(bench) == pytest.approx(price, rel=0.01)
+    with bench.rent() as rental:
+        assert rental.cost == pytest.approx(price, rel=0.01)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_an_owner_that_continues_counts_the_prices_that_the_one_before_saw(
+    bench: Bench, is_listed: bool
+) -> None:
+    """Also if the price has fallen since, or the machine is lost."""
+    rental = bench.rent(max_total=6.0)
+    rental.__enter__()
+    rental.wait_until_ready()
+    raise_price(bench, 1.8)
+    rental.wait_until_ready()
+    rental._stack.close()
+    bench.vast.clock.sleep(3.3 * HOUR.total_seconds())
+    raise_price(bench, 0.5)
+    if not is_listed:
+        bench.vast.instances.clear()
+    rental = bench.rent(max_total=6.0)
+    with pytest.raises(errors.BudgetError, match=r"\$5\.94 of \$6\.00 are spent"), rental:
+        rental.wait_until_ready()
+    assert not bench.vast.instances
+    assert read_released_cost(bench) == pytest.approx(5.94, rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["reap", "release"])
+def test_a_price_that_a_killed_reaper_saw_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The machine is destroyed, and the release is not recorded. The next reaper records it."""
+    abandon(bench)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    raise_price(bench, 1.5)
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    module = "reaper" if way == "reap" else "unowned"
+    with monkeypatch.context() as patch:
+        kill_before(patch, f"millrace.rentals.{module}.record_release")
+        with pytest.raises(KilledError):
+            reap(settings, vast=vast) if way == "reap" else release_rental(
+                settings, "fleet", vast=vast
+            )
+    assert not bench.vast.instances
+    reap(settings, vast=vast)
+    assert read_released_cost(bench) == pytest.approx(1.5, rel=0.01)
+
+
+def test_the_reaper_keeps_the_price_of_a_detached_machine_that_is_lost_later(bench: Bench) -> None:
+    with bench.rent(detached=True, max_total=5.0) as rental:
+        rental.wait_until_ready()
+    raise_price(bench, 1.5)
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    reap(settings, dry_run=True, vast=vast)
+    assert not exists(bench.store, KEYS.make_raised_key(0, 0))
+    assert len(reap(settings, vast=vast).kept) == 1
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    bench.vast.instances.clear()
+    assert reap(settings, vast=vast).closed_attempts == 1
+    assert read_released_cost(bench) == pytest.approx(1.5, rel=0.01)
 
 
 def compute_final_cost(bench: Bench) -> float:
