@@ -1,4 +1,4 @@
-"""Contract of every format with an encoder in two steps. A format is added to `CASES`.
+"""Contract of every format with an encoder in two steps. A format is added to `CASES`."""
 
 import random
 from dataclasses import dataclass
