@@ -29,11 +29,11 @@ class FieldType(StrEnum):
     UINT32_ARRAY = "uint32[]"
 
 
-_TYPES = (
-    dict.fromkeys(("text", "transcript", "txt"), FieldType.STR)
-    | dict.fromkeys(("jsn", "json"), FieldType.JSON)
-    | dict.fromkeys(("class", "cls", "cls2", "count", "id", "index", "inx"), FieldType.INT)
-)
+_TYPES: Mapping[str, FieldType] = {
+    **dict.fromkeys(("text", "transcript", "txt"), FieldType.STR),
+    **dict.fromkeys(("jsn", "json"), FieldType.JSON),
+    **dict.fromkeys(("class", "cls", "cls2", "count", "id", "index", "inx"), FieldType.INT),
+}
 
 
 def guess_type(name: str) -> FieldType:
@@ -132,8 +132,14 @@ def read_field(data: bytes | LargeFile) -> bytes:
 
     Raises:
         ChangedError: The file has changed since it was listed.
+        ValueError: The file has another size.
     """
-    return b"".join(data.blocks()) if isinstance(data, LargeFile) else data
+    if not isinstance(data, LargeFile):
+        return data
+    body = b"".join(data.blocks())
+    if len(body) != data.size:
+        raise ValueError(f"A file of {data.size} bytes gave {len(body)}.")
+    return body
 
 
 def copy_file(file: LargeFile, into: memoryview) -> None:

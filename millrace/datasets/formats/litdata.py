@@ -19,15 +19,15 @@ from millrace.datasets.formats.offset_table import (
     group_shards,
 )
 from millrace.datasets.formats.typed_fields import (
-    KEY,
     FieldData,
     FieldEncoder,
-    check_array,
     encode_float64,
     encode_int64,
     encode_text,
+    keep_array,
     keep_bytes,
 )
+from millrace.datasets.formats.values import KEY
 from millrace.digest import compute_digest, dump_canonical_json, get_hex
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
@@ -41,8 +41,8 @@ _COLUMNS: Mapping[FieldType, tuple[str, FieldEncoder]] = {
     FieldType.INT: ("int", encode_int64),
     FieldType.FLOAT: ("float", encode_float64),
     # The numbers are those of litdata's _NUMPY_DTYPES_MAPPING.
-    FieldType.UINT16_ARRAY: ("no_header_numpy:5", partial(check_array, item_size=2)),
-    FieldType.UINT32_ARRAY: ("no_header_numpy:6", partial(check_array, item_size=4)),
+    FieldType.UINT16_ARRAY: ("no_header_numpy:5", partial(keep_array, item_size=2)),
+    FieldType.UINT32_ARRAY: ("no_header_numpy:6", partial(keep_array, item_size=4)),
 }
 """Serializer of litdata for each type, and the function that makes its bytes."""
 

@@ -19,23 +19,23 @@ from millrace.datasets.formats.offset_table import (
     group_shards,
 )
 from millrace.datasets.formats.typed_fields import (
-    KEY,
     FieldData,
     FieldEncoder,
-    check_array,
     encode_float64,
     encode_int64,
     encode_json,
     encode_text,
+    keep_array,
     keep_bytes,
 )
+from millrace.datasets.formats.values import KEY
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 
 
 def _encode_array(data: FieldData, item_size: int) -> bytes:
     """Return an array after its shape: the number of axes, the width of a length, the lengths."""
-    array = read_field(check_array(data, item_size))
+    array = read_field(keep_array(data, item_size))
     length = len(array) // item_size
     width = next(code for code in range(4) if length < 1 << (8 << code))
     return struct.pack("<B" + "BHIQ"[width], 1 << 2 | width, length) + array

@@ -13,7 +13,8 @@ from itertools import compress
 import numpy as np
 
 from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
-from millrace.datasets.formats.typed_fields import KEY, FieldData, FieldEncoder, encode_key
+from millrace.datasets.formats.typed_fields import FieldData, FieldEncoder
+from millrace.datasets.formats.values import KEY, encode_key
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys

@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 
 from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, read_field
 from millrace.datasets.formats.values import (
+    KEY,
     check_array,
     check_names,
     check_text,
@@ -45,7 +46,6 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.memory import map_anonymous
 from millrace.schemas.dataset import ManifestShard
 
-_KEY = "__key__"
 _TEXT = "text"  # column that the loaders of pages read
 _TEXT_FIELD = "txt"  # field that becomes this column if no field has its name
 
@@ -198,7 +198,7 @@ class ParquetEncoder:
             BadSampleError: A field has no type or does not fit its type.
         """
         check_names(sample, self._fields)
-        key = encode_key(sample.key)
+        key = encode_key(sample)
         row: list[Value] = [key]
         size = len(key) + 5
         for name, check, bound in self._rules:
@@ -213,7 +213,10 @@ class ParquetEncoder:
                     f"{_MAX_VALUE}"
                 )
             raw = read_field(data)
-            row.append(check(name, raw))
+            try:
+                row.append(check(raw))
+            except BadSampleError as error:
+                raise BadSampleError(f"the field {name!r} {error}") from error
             size += bound(len(raw))
         self._prepared = row, size
         return self._compute_bound(self.samples + 1, self._values_size + size)
@@ -298,13 +301,13 @@ class ParquetEncoder:
 
 def _make_schema(fields: Fields, columns: Mapping[str, str]) -> pa.Schema:
     for name, column in columns.items():
-        if column == _KEY or not column:
+        if column == KEY or not column:
             raise ConfigurationError(
                 f"No column can have the name of the field {name!r}: give it another name."
             )
     return pa.schema(
         [
-            pa.field(_KEY, pa.string(), nullable=False),
+            pa.field(KEY, pa.string(), nullable=False),
             *(pa.field(columns[name], _ARROW_TYPES[kind]) for name, kind in fields.items()),
         ]
     )
@@ -351,18 +354,17 @@ def _make_array(values: list[Value], kind: pa.DataType) -> Any:
     )
 
 
-def _check_uint16(name: str, data: bytes) -> bytes:
-    check_array(name, len(data), 2)
+def _check_uint16(data: bytes) -> bytes:
+    check_array(len(data), 2)
     return data
 
 
-def _check_uint32(name: str, data: bytes) -> bytes:
-    check_array(name, len(data), 4)
+def _check_uint32(data: bytes) -> bytes:
+    check_array(len(data), 4)
     return data
 
 
-def _keep(name: str, data: bytes) -> bytes:
-    del name
+def _keep(data: bytes) -> bytes:
     return data
 
 
@@ -376,7 +378,7 @@ _ARROW_TYPES: Mapping[FieldType, pa.DataType] = {
     FieldType.UINT32_ARRAY: pa.list_(pa.uint32()),
 }
 
-_CHECKS: Mapping[FieldType, Callable[[str, bytes], Value]] = {
+_CHECKS: Mapping[FieldType, Callable[[bytes], Value]] = {
     FieldType.BYTES: _keep,
     FieldType.STR: check_text,
     FieldType.JSON: check_text,

@@ -130,7 +130,10 @@ class TokensEncoder:
         data = sample.fields.get(self._field)
         if data is None:
             raise BadSampleError(f"there is no field {self._field!r}")
-        check_array(self._field, len(data), self._dtype.itemsize)
+        try:
+            check_array(len(data), self._dtype.itemsize)
+        except BadSampleError as error:
+            raise BadSampleError(f"the field {self._field!r} {error}") from error
         self._prepared = data
         return self._end + len(data) + _compute_tail_size(self.samples + 1)
 

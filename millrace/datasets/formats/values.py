@@ -1,9 +1,16 @@
-"""Read the values of fields, for formats whose fields have types."""
+"""Check and read the values of fields, for formats whose fields have types.
+
+Every function refuses a value that a reader could not decode. The messages follow the name of the
+field, as in ``the field 'cls' is no integer of 64 bits``.
+"""
 
 import re
 
 from millrace.datasets.formats.base import BadSampleError, Fields
 from millrace.datasets.sample import Sample
+
+KEY = "__key__"
+"""Field of a read sample that has its key, as in webdataset."""
 
 _INT = re.compile(rb"-?[0-9]{1,19}")
 _MAX_NUMBER_BYTES = 400  # the longest decimal text of a float64 that JSON encoders write is shorter
@@ -23,19 +30,19 @@ def check_names(sample: Sample, fields: Fields) -> None:
         )
 
 
-def encode_key(key: str) -> bytes:
-    """Return the bytes of a sample's key.
+def encode_key(sample: Sample) -> bytes:
+    """Return the key of a sample in UTF-8.
 
     Raises:
         BadSampleError: The key has characters that UTF-8 cannot hold.
     """
     try:
-        return key.encode()
+        return sample.key.encode()
     except UnicodeEncodeError as error:
         raise BadSampleError(f"the key is no UTF-8 text: {error}") from error
 
 
-def check_text(name: str, data: bytes) -> bytes:
+def check_text(data: bytes) -> bytes:
     """Return a text as it is.
 
     Raises:
@@ -45,11 +52,11 @@ def check_text(name: str, data: bytes) -> bytes:
         try:
             data.decode()
         except UnicodeDecodeError as error:
-            raise BadSampleError(f"the field {name!r} is no UTF-8 text: {error}") from error
+            raise BadSampleError(f"is no UTF-8 text: {error}") from error
     return data
 
 
-def parse_int(name: str, data: bytes) -> int:
+def parse_int(data: bytes) -> int:
     """Return an integer of 64 bits. Spaces and line ends around the digits are allowed.
 
     Raises:
@@ -58,11 +65,11 @@ def parse_int(name: str, data: bytes) -> int:
     digits = data[:_MAX_NUMBER_BYTES].strip(_SPACES)
     value = int(digits) if _INT.fullmatch(digits) else None
     if value is None or len(data) > _MAX_NUMBER_BYTES or not -(1 << 63) <= value < 1 << 63:
-        raise BadSampleError(f"the field {name!r} is no integer of 64 bits: {_show(data)}")
+        raise BadSampleError(f"is no integer of 64 bits: {_show(data)}")
     return value
 
 
-def parse_float(name: str, data: bytes) -> float:
+def parse_float(data: bytes) -> float:
     """Return a floating-point number. Spaces and line ends around the number are allowed.
 
     Raises:
@@ -72,19 +79,17 @@ def parse_float(name: str, data: bytes) -> float:
     try:
         return float(data if is_plain else b"")
     except ValueError as error:
-        raise BadSampleError(f"the field {name!r} is no number: {_show(data)}") from error
+        raise BadSampleError(f"is no number: {_show(data)}") from error
 
 
-def check_array(name: str, size: int, item_size: int) -> None:
+def check_array(size: int, item_size: int) -> None:
     """Refuse an array of bytes that are no whole number of items.
 
     Raises:
         BadSampleError: The size is no multiple of the item's size.
     """
     if size % item_size:
-        raise BadSampleError(
-            f"the field {name!r} has {size} bytes, which is no multiple of {item_size}"
-        )
+        raise BadSampleError(f"has {size} bytes, which is no multiple of {item_size}")
 
 
 def _show(data: bytes) -> str:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import orjson
 
-from millrace.datasets.formats.base import BadSampleError, Fields
+from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import map_anonymous
@@ -108,7 +108,7 @@ class TarEncoder:
             buffer[at:body] = header
             after = body + len(data)
             if isinstance(data, LargeFile):
-                _copy_file(data, memoryview(buffer)[body:after])
+                copy_file(data, memoryview(buffer)[body:after])
             else:
                 buffer[body:after] = data
             at = after + -len(data) % _BLOCK
@@ -138,15 +138,6 @@ class TarEncoder:
             larger = map_anonymous(max(size, 2 * len(self._buffer)))
             larger[: self._end] = self._buffer[: self._end]
             self._buffer = larger
-
-
-def _copy_file(file: LargeFile, into: memoryview) -> None:
-    at = 0
-    for block in file.blocks():
-        into[at : at + len(block)] = block
-        at += len(block)
-    if at != len(into):
-        raise ValueError(f"A file of {len(into)} bytes gave {at}.")
 
 
 def _round_up(size: int, unit: int) -> int:

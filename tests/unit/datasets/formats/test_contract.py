@@ -14,6 +14,7 @@ from millrace.datasets.formats.base import (
 )
 from millrace.datasets.formats.litdata import LitDataFormat
 from millrace.datasets.formats.mds import MDSFormat
+from millrace.datasets.formats.parquet import PagesFormat, ParquetFormat
 from millrace.datasets.sample import LargeFile, Sample
 
 CAPACITY = 1 << 14
@@ -53,11 +54,19 @@ ALL_TYPES = {
     "wide": FieldType.UINT32_ARRAY,
     "words": FieldType.UINT16_ARRAY,
 }
-CASES = [Case(LitDataFormat(), ALL_TYPES), Case(MDSFormat(), ALL_TYPES)]
+CASES = [
+    Case(one, ALL_TYPES) for one in (LitDataFormat(), MDSFormat(), PagesFormat(), ParquetFormat())
+]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.format.name)
 def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=CASES[:2], ids=lambda case: case.format.name)
+def table_case(request: pytest.FixtureRequest) -> Case:
+    """A format that neither compresses nor has null values."""
     return request.param
 
 
@@ -69,11 +78,14 @@ def encode(encoder: ShardEncoder, samples: list[Sample]) -> bytes:
 
 
 def test_the_size_is_that_of_the_closed_shard_or_more(case: Case) -> None:
-    encoder = case.open()
-    for number in range(20):
-        prepared = encoder.prepare(case.make_sample(number))
-        encoder.append()
-        assert prepared >= encoder.size >= len(encoder.close())
+    for count in range(20):
+        encoder = case.open()
+        prepared = 0
+        for number in range(count):
+            prepared = encoder.prepare(case.make_sample(number))
+            encoder.append()
+            assert prepared >= encoder.size
+        assert encoder.size >= len(encoder.close())
 
 
 def test_to_prepare_a_sample_does_not_change_the_shard(case: Case) -> None:
@@ -131,11 +143,11 @@ def test_a_shard_that_is_closed_twice_has_the_same_bytes(case: Case) -> None:
     assert bytes(encoder.close()) == shard
 
 
-def test_a_shard_can_be_closed_before_it_is_full(case: Case) -> None:
-    samples = [case.make_sample(number) for number in range(4)]
-    encoder = case.open()
+def test_a_shard_can_be_closed_before_it_is_full(table_case: Case) -> None:
+    samples = [table_case.make_sample(number) for number in range(4)]
+    encoder = table_case.open()
     encode(encoder, samples[:2])
-    assert encode(encoder, samples[2:]) == encode(case.open(), samples)
+    assert encode(encoder, samples[2:]) == encode(table_case.open(), samples)
 
 
 def test_samples_larger_than_the_buffer_are_encoded(case: Case) -> None:
@@ -175,19 +187,15 @@ def make_file(data: bytes) -> LargeFile:
 
 
 def test_an_unknown_field_is_refused(case: Case) -> None:
-    if not case.format.has_types:
-        pytest.skip("samples of this format can have any fields")
     sample = case.make_sample(0)
     with pytest.raises(BadSampleError, match="other"):
         case.open().prepare(sample._replace(fields={**sample.fields, "other": b""}))
 
 
-def test_a_missing_field_is_refused(case: Case) -> None:
-    if not case.format.has_types:
-        pytest.skip("samples of this format can have any fields")
-    sample = case.make_sample(0)
+def test_a_missing_field_is_refused(table_case: Case) -> None:
+    sample = table_case.make_sample(0)
     with pytest.raises(BadSampleError, match="body"):
-        case.open().prepare(sample._replace(fields={"text": sample.fields["text"]}))
+        table_case.open().prepare(sample._replace(fields={"text": sample.fields["text"]}))
 
 
 BAD = [
@@ -198,13 +206,12 @@ BAD = [
     (FieldType.INT, b"null", "integer"),
     (FieldType.INT, b"9223372036854775808", "64 bits"),
     (FieldType.INT, b"-9223372036854775809", "64 bits"),
-    (FieldType.INT, b"1_0", "JSON"),
-    (FieldType.INT, b"", "JSON"),
+    (FieldType.INT, b"1_0", "integer"),
+    (FieldType.INT, b"", "integer"),
     (FieldType.FLOAT, b"null", "number"),
     (FieldType.FLOAT, b"false", "number"),
-    (FieldType.FLOAT, b"NaN", "JSON"),
-    (FieldType.UINT16_ARRAY, b"odd", "elements of 2 bytes"),
-    (FieldType.UINT32_ARRAY, b"sixsix", "elements of 4 bytes"),
+    (FieldType.UINT16_ARRAY, b"odd", "multiple of 2"),
+    (FieldType.UINT32_ARRAY, b"sixsix", "multiple of 4"),
     (FieldType.JSON, b"\xff", "UTF-8"),
 ]
 
@@ -213,8 +220,6 @@ BAD = [
 def test_a_value_that_is_none_of_its_type_is_refused(
     case: Case, kind: FieldType, data: bytes, reason: str
 ) -> None:
-    if kind not in case.fields.values():
-        pytest.skip("the format does not have this type")
     name = next(name for name, one in case.fields.items() if one is kind)
     sample = case.make_sample(0)
     with pytest.raises(BadSampleError, match=reason) as refusal:
