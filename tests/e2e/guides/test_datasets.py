@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from millrace.testing.vast import VastServer
 from tests.oracle import Folder
 from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
 from tests.support.guides import follow
+from tests.support.transforms import train_tokenizer
 from tests.support.web import Site, serve
 
 
@@ -73,6 +75,20 @@ def test_every_block_of_the_guide_to_datasets(
             update_source(path, "web", columns={"txt": "text"}, allow_private=True)
             assert "20 samples" in guide.type(run)
         assert read_texts(Folder(store / "web")) == Counter(texts)
+        (folder / "job.yaml").write_text(original)
+
+        update_source(guide.write("job.yaml", update=True), "formats", columns={"txt": "text"})
+        assert "4,000 samples" in guide.type(run)
+        formats = {path.name for path in (store / "formats/shards").iterdir()}
+        assert formats == {"litdata", "mds", "parquet", "webdataset"}
+
+        (folder / "tokenizer.json").write_bytes(train_tokenizer())
+        update_source(guide.write("job.yaml", update=True), "tokens", columns={"txt": "text"})
+        (folder / "clean.py").write_text(guide.read_python())
+        guide.type(run)
+        shards = sorted((store / "tokens/shards/tokens/train").glob("*.npy"))
+        assert shards
+        assert sum(len(np.load(path)) for path in shards) > 4000
         (folder / "job.yaml").write_text(original)
 
         left = store / "my-dataset/shards/webdataset/train/train-00000-000009.tar"
