@@ -49,7 +49,7 @@ FAULTS = {
     "unsuccessful list": 0.01, "null list": 0.005, "no list": 0.005, "object list": 0.005,
     "bare list": 0.005,
 }  # fmt: skip
-LEASE = 180.0
+LEASE = 182.0  # time of the owner's lease, and 2 s by which the store's clock may be slow
 LISTING_LAG = 180.0  # longest time from a rental to its listing, after which an owner gives up
 REAP_INTERVAL = 900.0  # interval between two reapers in seconds
 BOUNDARIES = [
