@@ -136,15 +136,18 @@ def _release_machines(
 
     def handle_destroyed(label: str) -> None:
         one = by_label[label]
+        cost = one.cost
         if one.attempt is not None and one.attempt.release_record is None and not one.is_mislabeled:
             now = vast.clock.now()
+            # The machine was billed while the destroy requests were repeated, too.
+            cost = compute_unowned_cost(store, one.attempt, one.instance, now)
             record_release(
                 store,
                 one.rental,
                 one.attempt,
                 ReleaseReason.REAPED,
                 one.release_reason,
-                one.cost,
+                cost,
                 now,
             )
         progress(
@@ -152,7 +155,7 @@ def _release_machines(
                 machine=one.instance.label,
                 reason=ReleaseReason.REAPED,
                 message=one.release_reason,
-                dollars=one.cost,
+                dollars=cost,
             )
         )
 

@@ -231,6 +231,25 @@ def test_a_price_that_a_killed_reaper_saw_counts(
     assert read_released_cost(bench) == pytest.approx(1.5, rel=0.01)
 
 
+def test_the_reaper_records_the_cost_until_the_machine_is_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider refuses to destroy the machine for ten minutes."""
+    abandon(bench)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    destroy, end = bench.vast.destroy_instance, bench.vast.clock.elapsed + 600
+
+    def destroy_late(number: int) -> None:
+        if bench.vast.clock.elapsed < end:
+            raise errors.UnavailableError("500")
+        destroy(number)
+
+    monkeypatch.setattr(bench.vast, "destroy_instance", destroy_late)
+    reap(make_settings(bench.folder).ledger, vast=cast("VastClient", bench.vast))
+    assert not bench.vast.instances
+    assert read_released_cost(bench) == pytest.approx(0.5 * 70 / 60, rel=0.01)
+
+
 def test_the_reaper_keeps_the_price_of_a_detached_machine_that_is_lost_later(bench: Bench) -> None:
     with bench.rent(detached=True, max_total=5.0) as rental:
         rental.wait_until_ready()
