@@ -153,6 +153,8 @@ class _Drawing:
             self._draw_reference(schema)
         if schema.get("format") == "duration":
             del schema["format"]  # a form would take ISO 8601 only, and refuse `20m`
+        if "oneOf" in schema:  # the form can only draw the other
+            schema["anyOf"] = schema.pop("oneOf")
         for part in ("anyOf", "allOf"):
             for member in schema.get(part, ()):
                 self.draw(member)

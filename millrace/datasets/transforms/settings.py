@@ -2,9 +2,18 @@
 
 import re
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from millrace.datasets.transforms.fields import check_distinct, check_field_name
 from millrace.digest import OwnDigest
@@ -161,7 +170,7 @@ class TokenizeSettings(BaseModel):
     )
     add_special_tokens: bool = Field(
         default=False,
-        description="Add the special tokens of the tokenizer itself, such as `[CLS]`.",
+        description="Add the special tokens that the tokenizer itself adds to a text.",
     )
     truncate: int | None = Field(
         default=None, ge=1, description="Number of tokens after which a document is cut off."
@@ -186,9 +195,29 @@ class TokenizeSettings(BaseModel):
         return self
 
 
+_REQUIRED = {
+    "tokenizer": "tokenize", "function": "function", "fields": "rename", "field": "filter"
+}  # fmt: skip
+
+
+def _find_kind(settings: Any) -> str | None:
+    """Return the kind of a transform: as it is written, or by the settings that it requires."""
+    if not isinstance(settings, dict):
+        return getattr(settings, "kind", None)
+    given = cast("dict[str, Any]", settings)
+    return given.get("kind") or next((_REQUIRED[n] for n in _REQUIRED if n in given), None)
+
+
 TransformSettings = Annotated[
-    FilterSettings | RenameSettings | FunctionSettings | TokenizeSettings,
-    Field(discriminator="kind"),
+    Annotated[FilterSettings, Tag("filter")]
+    | Annotated[RenameSettings, Tag("rename")]
+    | Annotated[FunctionSettings, Tag("function")]
+    | Annotated[TokenizeSettings, Tag("tokenize")],
+    Discriminator(
+        _find_kind,
+        custom_error_type="transform_kind",
+        custom_error_message="a transform has a `kind`: filter, rename, function or tokenize",
+    ),
 ]
 
 

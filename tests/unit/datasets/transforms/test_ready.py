@@ -69,7 +69,7 @@ def test_a_list_of_settings_is_read_by_kind():
             ],
             "make pack the last step",
         ),
-        ([{"kind": "other"}], "does not match any of the expected tags"),
+        ([{"kind": "other"}], "a transform has a .kind.: filter, rename, function or tokenize"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, message):
