@@ -71,7 +71,7 @@ def plan_garbage(
     """Find the objects that no entry of the ledger names, and delete none.
 
     Garbage is: shards and quarantined rows without a commit, sample lists of a plan that was never
-    committed, unfinished uploads, and the leases of a complete dataset.
+    committed, unfinished uploads, and the leases and seek points of a complete dataset.
 
     Args:
         store: Store of the dataset.
@@ -147,11 +147,18 @@ class _HeldDataset:
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
         prefixes = [keys.shards, keys.quarantined, keys.sample_lists, keys.transforms]
-        if exists(self.store, keys.manifest):
+        is_complete = exists(self.store, keys.manifest)
+        if is_complete:
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
             for stat in list_objects(self.store, prefix):
-                if stat.key not in referenced and not keys.is_index(stat.key):
+                # A run that continues needs the seek points. A repair can do without them.
+                is_needed = (
+                    stat.key in referenced
+                    or keys.is_index(stat.key)
+                    or (not is_complete and keys.is_seek_point(stat.key))
+                )
+                if not is_needed:
                     yield stat
 
 

@@ -21,12 +21,24 @@ DATASET_KEY = re.compile(
 The shortest scope counts, since the folder of an index is no dataset.
 """
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
+_SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 
 
 def make_partition_name(split: str, number: int) -> str:
     """Return the name of a partition, such as ``train-00007``."""
     return f"{split}-{number:05d}"
+
+
+def make_seek_point_key(prefix: str, cursor: int) -> str:
+    """Return the key of a seek point, from the prefix of its file. Keys are in order of cursors."""
+    return f"{prefix}{cursor:019d}.json"
+
+
+def parse_seek_point(prefix: str, key: str) -> int | None:
+    """Return the cursor in the key of a seek point of a file; None for other keys."""
+    match = _SEEK_POINT.fullmatch(key.rpartition("/")[2])
+    return int(match["cursor"]) if match and key.startswith(prefix) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class DatasetKeys:
 
     @property
     def sample_lists(self) -> str:
-        """Prefix of the sample lists, which name the source files of each partition."""
+        """Prefix of the sample lists, which name the source files, and of the seek points."""
         return f"{self.dataset}/partitions/"
 
     @property
@@ -141,6 +153,19 @@ class DatasetKeys:
             extension: ``py`` or ``json``.
         """
         return f"{self.transforms}{get_hex(digest)}.{extension}"
+
+    def make_seek_points_prefix(self, file_index: int) -> str:
+        """Return the prefix of the seek points of a compressed file.
+
+        Args:
+            file_index: Index of the file in the source's listing.
+        """
+        return f"{self.sample_lists}{file_index:05d}-"
+
+    def is_seek_point(self, key: str) -> bool:
+        """Decide whether a key is that of a seek point."""
+        name = key.removeprefix(self.sample_lists)
+        return name != key and _SEEK_POINT.fullmatch(name) is not None
 
     def make_shards_prefix(self, shard_format: str, split: str) -> str:
         """Return the prefix of the shards of one format and split, such as ``shards/mds/train/``.

@@ -5,7 +5,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from millrace.digest import BLOCK_DIGEST_SIZE, OwnDigest, check_blocks, get_hex
+from millrace.digest import (
+    BLOCK_DIGEST_SIZE,
+    OwnDigest,
+    check_blocks,
+    compute_digest,
+    get_hex,
+)
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
@@ -67,11 +73,79 @@ class ByteRange(RecordPart):
         """Bytes of the range."""
         return self.end - self.start
 
+    @staticmethod
+    def locate(cursor: int) -> int:
+        """Return the offset in the file of a cursor, which is the same."""
+        return cursor
+
     def compute_fraction_before(self, cursor: int) -> float:
         """Return the fraction of the range before a cursor, from 0 to 1."""
         return min(1.0, max(0.0, (cursor - self.start) / self.size))
 
     def divide(self, size: int) -> "tuple[ByteRange, ByteRange]":
+        """Divide the range in two, the first of `size` bytes."""
+        middle = self.start + size
+        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
+
+
+COMPRESSED_STEP = 16 << 10
+"""Bytes of a compressed file after which its decompressed bytes are counted anew, in a cursor."""
+_STEP_BITS = 32  # bits of a cursor that count the decompressed bytes of a step
+
+
+class CompressedRange(RecordPart):
+    """A source range of one compressed file: the rows that begin within a range of its bytes.
+
+    The file is read in steps of 16 KiB. A cursor is the number of a step, and a number of the bytes
+    that become known by it: ``step << 32 | bytes``. So a cursor tells its position in the file, for
+    a fraction, and rows have the same order as cursors.
+
+    Attributes:
+        file: The compressed file.
+        file_index: Index of the file in the source's listing. The samples' keys contain it.
+        start: Offset of the first byte in the compressed file.
+        end: Offset after the last byte in the compressed file.
+        seek_points: Prefix of the keys of the file's seek points.
+    """
+
+    kind: Literal["compressed"] = "compressed"
+    file: FileRef
+    file_index: int
+    start: int
+    end: int
+    seek_points: ObjectKey
+    reason: ClassVar[str] = ""  # a file whose name cannot be read is a `ByteRange`
+
+    @property
+    def size(self) -> int:
+        """Bytes of the range."""
+        return self.end - self.start
+
+    @staticmethod
+    def make_cursor(position: int, count: int) -> int:
+        """Return the cursor of a decompressed byte.
+
+        Args:
+            position: Offset in the compressed file, within the step.
+            count: Decompressed bytes of the step before the byte.
+        """
+        return position // COMPRESSED_STEP << _STEP_BITS | count
+
+    @staticmethod
+    def locate(cursor: int) -> int:
+        """Return the offset in the compressed file at which the step of a cursor begins."""
+        return (cursor >> _STEP_BITS) * COMPRESSED_STEP
+
+    @staticmethod
+    def get_count(cursor: int) -> int:
+        """Return the decompressed bytes of the step of a cursor before its byte."""
+        return cursor & (1 << _STEP_BITS) - 1
+
+    def compute_fraction_before(self, cursor: int) -> float:
+        """Return the fraction of the range before a cursor, from 0 to 1."""
+        return min(1.0, max(0.0, (self.locate(cursor) - self.start) / self.size))
+
+    def divide(self, size: int) -> "tuple[CompressedRange, CompressedRange]":
         """Divide the range in two, the first of `size` bytes."""
         middle = self.start + size
         return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
@@ -134,7 +208,58 @@ class SampleList(RecordPart):
         return cursor / self.samples
 
 
-SourceRange = Annotated[ByteRange | RowRange | SampleList, Field(discriminator="kind")]
+SourceRange = Annotated[
+    ByteRange | CompressedRange | RowRange | SampleList, Field(discriminator="kind")
+]
+
+
+class SeekPoint(Record):
+    """Position in a compressed file from which the file can be decompressed.
+
+    At the beginning of a gzip member or a zstd frame, `window` is empty and `bit` is 0. Else the
+    position is the beginning of a deflate block, and the state of the decompressor is given.
+
+    Attributes:
+        file: The compressed file.
+        position: Offset of the byte in the compressed file.
+        bit: First bit of the block in this byte, from 0 to 7.
+        cursor: Cursor of the first byte that follows, see `CompressedRange`.
+        offset: Number of decompressed bytes before, in the whole file.
+        window: Last 32 KiB of these bytes, in base64.
+        checksum: CRC-32 of the member's decompressed bytes before the position.
+        member_bytes: Number of the member's decompressed bytes before the position.
+        digest: Digest of the window.
+    """
+
+    record_kind: ClassVar[str] = "seek-point"
+    file: FileRef
+    position: int
+    bit: int
+    cursor: int
+    offset: int
+    window: str
+    checksum: int
+    member_bytes: int
+    digest: OwnDigest
+
+    @staticmethod
+    def encode_window(window: bytes) -> str:
+        """Return the value of `window` for some bytes."""
+        return base64.b64encode(window).decode()
+
+    def decode_window(self) -> bytes:
+        """Return the bytes of the window, checked against their digest.
+
+        Raises:
+            CorruptError: The window is damaged.
+        """
+        try:
+            window = base64.b64decode(self.window, validate=True)
+        except ValueError as error:
+            raise CorruptError("The window of a seek point is not base64.") from error
+        if compute_digest(window) != self.digest:
+            raise CorruptError("The window of a seek point does not have its digest.")
+        return window
 
 
 class Partition(RecordPart):

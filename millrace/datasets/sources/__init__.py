@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Division, PartitionedSource, Source
+from millrace.datasets.sources.csv_rows import CsvSource
 from millrace.datasets.sources.files import Patterns, SourceFiles, list_files
 from millrace.datasets.sources.folder import FolderSource, partition_folder
 from millrace.datasets.sources.http_files import HttpFiles, is_web_url
-from millrace.datasets.sources.jsonl import JsonLinesSource, divide_files
+from millrace.datasets.sources.jsonl import JsonLinesSource
 from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.store_files import StoreFiles
+from millrace.datasets.sources.text_files import divide_files
 from millrace.errors import ConfigurationError
 from millrace.extras import import_extra_module
 from millrace.formatting import format_count
@@ -96,11 +99,10 @@ def partition_source(
         ConfigurationError: A file cannot be divided.
     """
     table = list_files(files, Patterns(settings.get_include(), settings.exclude))
-    has_columns = settings.kind is not SourceKind.FILES
     record = SourceRecord(
         kind=settings.kind.value,
         url=files.url,
-        settings={"columns": settings.columns} if has_columns else {},
+        settings=_select_settings(settings),
         files=len(table),
         size=table.size,
         digest=table.compute_digest(),
@@ -108,7 +110,10 @@ def partition_source(
     )
     match settings.kind:
         case SourceKind.JSONL:
-            ranges = divide_files(files, table, division.partition_bytes)
+            ranges = divide_files(files, table, division.partition_bytes, keys)
+        case SourceKind.CSV:
+            ranges = divide_files(files, table, division.partition_bytes, keys, whole=True)
+            CsvSource(files, None, **record.settings).check_headers(ranges)
         case SourceKind.PARQUET:
             # pyarrow is imported only for what needs it.
             from millrace.datasets.sources.parquet import divide_row_groups  # noqa: PLC0415
@@ -119,6 +124,17 @@ def partition_source(
     return PartitionedSource(
         record, partition_ranges(ranges, division), {}, notes=_describe_unseekable(files)
     )
+
+
+def _select_settings(settings: SourceSettings) -> dict[str, Any]:
+    """Return the settings that the samples of a kind of source depend on."""
+    match settings.kind:
+        case SourceKind.FILES:
+            return {}
+        case SourceKind.CSV:
+            return settings.model_dump(include={"columns", "header", "delimiter"})
+        case _:
+            return {"columns": settings.columns}
 
 
 def _describe_unseekable(files: SourceFiles) -> tuple[str, ...]:
@@ -147,7 +163,9 @@ def open_source(
     columns = record.settings.get("columns")
     match SourceKind(record.kind):
         case SourceKind.JSONL:
-            return JsonLinesSource(files, columns, any_version=any_version)
+            return JsonLinesSource(files, dataset_store, columns, any_version=any_version)
+        case SourceKind.CSV:
+            return CsvSource(files, dataset_store, **record.settings, any_version=any_version)
         case SourceKind.PARQUET:
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from millrace.datasets.sources.base import Division
 from millrace.keys.datasets import make_partition_name
-from millrace.schemas.dataset import ByteRange, Partition, RowRange, SourceRange
+from millrace.schemas.dataset import ByteRange, CompressedRange, Partition, RowRange, SourceRange
 
-FileRange = ByteRange | RowRange
+FileRange = ByteRange | CompressedRange | RowRange
 T = TypeVar("T")
 
 

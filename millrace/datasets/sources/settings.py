@@ -1,8 +1,9 @@
 """Settings that choose the samples of a source."""
 
 from enum import StrEnum
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.datasets.sources.sample_table import RESERVED
 
@@ -11,6 +12,7 @@ class SourceKind(StrEnum):
     """Kind of a source."""
 
     JSONL = "jsonl"
+    CSV = "csv"
     PARQUET = "parquet"
     FILES = "files"
 
@@ -22,8 +24,9 @@ class SourceSettings(BaseModel):
 
     kind: SourceKind = Field(
         default=SourceKind.JSONL,
-        description="`jsonl` makes a sample of each line, `parquet` of each row. `files` makes a "
-        "sample of each file, or of each group of files that share their name up to the first dot.",
+        description="`jsonl` makes a sample of each line, `csv` and `parquet` of each row. `files` "
+        "makes a sample of each file, or of each group of files that share their name up to the "
+        "first dot.",
     )
     include: list[str] | None = Field(
         default=None,
@@ -49,6 +52,19 @@ class SourceSettings(BaseModel):
         "kept whole as `json`.",
     )
 
+    header: list[str] | None = Field(
+        default=None,
+        description="Names of the columns of CSV files without a header. By default they are the "
+        "first row of each file.",
+    )
+    delimiter: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1,
+        description="Character between two values of CSV files. By default a tab for files that "
+        "end in `.tsv` or `.tab`, and a comma for others.",
+    )
+
     def get_include(self) -> list[str]:
         """Return the patterns of the files to take."""
         if self.include is not None:
@@ -67,3 +83,11 @@ class SourceSettings(BaseModel):
         if len({name.lower() for name in columns or {}}) < len(columns or {}):
             raise ValueError("two fields differ in upper and lower case only: readers see one")
         return columns or None
+
+    @model_validator(mode="after")
+    def _check_csv(self) -> Self:
+        if self.kind is not SourceKind.CSV and (self.header or self.delimiter):
+            raise ValueError("`header` and `delimiter` are for the kind `csv` only")
+        if self.delimiter is not None and self.delimiter in '"\r\n':
+            raise ValueError("`delimiter` cannot be a quote or the end of a line")
+        return self

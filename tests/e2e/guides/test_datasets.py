@@ -1,5 +1,6 @@
 """The guide to datasets, block by block."""
 
+import gzip
 import io
 import os
 import tarfile
@@ -34,6 +35,7 @@ def test_every_block_of_the_guide_to_datasets(
     store, folder = tmp_path / "store", tmp_path / "datasets"
     values = {
         "r2://ACCOUNT/BUCKET": store.as_uri(),
+        "s3://somewhere/tables": make_tables(tmp_path / "tables"),
         "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
     }
     environment = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
@@ -51,6 +53,11 @@ def test_every_block_of_the_guide_to_datasets(
 
         run = "millrace run job.yaml"
         original = (folder / "job.yaml").read_text()
+        update_source(guide.write("job.yaml", update=True), "tables")
+        assert "3 samples" in guide.type(run)
+        assert read_texts(Folder(store / "tables")) == Counter(["a\nb", "c", "d"])
+
+        (folder / "job.yaml").write_text(original)
         update_source(guide.write("job.yaml", update=True), "pictures")
         assert "2 samples" in guide.type(run)
         assert read_fields(store / "pictures") == {
@@ -102,6 +109,14 @@ def test_every_block_of_the_guide_to_datasets(
         assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
         assert "shard/words/0: released (done: the program ended with exit code 0)" in rented
         assert vast.list_alive() == []
+
+
+def make_tables(folder: Path) -> str:
+    """Write a CSV file and a compressed one, and return the URL of their folder."""
+    folder.mkdir()
+    (folder / "a.csv").write_text('id,text\n1,"a\nb"\n2,c\n')
+    (folder / "b.csv.gz").write_bytes(gzip.compress(b"text,id\nd,3\n"))
+    return folder.as_uri()
 
 
 def make_pictures(folder: Path) -> str:

@@ -18,7 +18,7 @@ from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key, make_cleaning_plan_key
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import DatasetKeys, ShardName, make_seek_point_key
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.leases import LeaseKeys, make_clock_probe_key
 from millrace.keys.members import make_member_lease
@@ -168,6 +168,7 @@ def build_names():
         dataset.make_sample_list_key("train-00000", DIGEST),
         dataset.make_transform_key(DIGEST, "py"),
         dataset.make_transform_key(DIGEST, "json"),
+        make_seek_point_key(dataset.make_seek_points_prefix(3), 7),
         dataset.make_shard_key("webdataset", "train", name, "tar"),
         f"{dataset.make_shards_prefix('mds', 'train')}index.json",
     )

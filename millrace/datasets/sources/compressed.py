@@ -1,0 +1,149 @@
+"""Read compressed files from any of their seek points, which are stored as the files are read.
+
+Nothing is read while a run is planned. The first run that reads a file stores the state of its
+decompressor about every 32 MiB of the file. A run that continues begins at the last of these seek
+points. They are not needed: without them, the file is read from the beginning.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from millrace import errors
+from millrace.datasets.sources.decoder import DamageError, Decoder, DecoderState
+from millrace.datasets.sources.files import SourceFiles
+from millrace.datasets.sources.gzip_members import GzipDecoder
+from millrace.datasets.sources.pieces import Piece
+from millrace.datasets.sources.zstd_frames import ZstdDecoder
+from millrace.digest import compute_digest
+from millrace.keys.datasets import make_seek_point_key, parse_seek_point
+from millrace.records import commit_once, fetch
+from millrace.schemas.dataset import (
+    COMPRESSED_STEP,
+    CompressedRange,
+    FileRef,
+    SeekPoint,
+)
+from millrace.storage import Store, list_objects
+
+SEEK_INTERVAL = 32 << 20  # compressed bytes from one seek point to the next
+
+_DECODERS: dict[str, Callable[[DecoderState, int], Decoder]] = {
+    ".gz": GzipDecoder,
+    ".zst": ZstdDecoder,
+}
+_REFUSED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
+
+
+def find_compression(path: str) -> str:
+    """Return the extension by which a file is compressed, such as ``.gz``; else an empty text.
+
+    Raises:
+        ConfigurationError: No run could continue in the middle of such a file.
+    """
+    name = path.lower()
+    if name.endswith(_REFUSED):
+        raise errors.ConfigurationError(
+            f"{path} is compressed, and a run could not continue in the middle of it: decompress "
+            "it first, or compress it as .gz or .zst."
+        )
+    return next((extension for extension in _DECODERS if name.endswith(extension)), "")
+
+
+def iterate_compressed_pieces(
+    files: SourceFiles,
+    store: Store | None,
+    source_range: CompressedRange,
+    cursor: int,
+    *,
+    store_states: bool,
+) -> Iterator[Piece]:
+    """Yield the decompressed bytes of a file from a cursor on, to the end of the file.
+
+    Args:
+        files: Files of the source.
+        store: Store of the dataset, for the seek points; None for no seek points.
+        source_range: Range with the file.
+        cursor: Cursor from which the file is read. The first pieces may be before it.
+        store_states: Whether to store the seek points that are found.
+
+    Raises:
+        ConfigurationError: The file is damaged.
+    """
+    file = source_range.file
+    state = _find_state(store, source_range, cursor) if store else DecoderState()
+    decoder = _DECODERS[find_compression(file.path)](state, SEEK_INTERVAL)
+    cursor, offset, position = state.cursor, state.offset, state.position
+    try:
+        for step in _iterate_steps(files, file, position):
+            for data in decoder.decode(position, step):
+                yield Piece(cursor, offset, data)
+                cursor, offset = cursor + len(data), offset + len(data)
+            if (found := decoder.take_state()) is not None and store and store_states:
+                _store_state(store, source_range, found)
+            position += len(step)
+            cursor = CompressedRange.make_cursor(position, 0)
+        decoder.finish()
+    except DamageError as error:
+        raise errors.ConfigurationError(
+            f"{files.make_url(file.path)} cannot be decompressed near byte {position}: {error}. "
+            "Shard the source under another dataset name, with the file replaced, or left out with "
+            "`exclude`."
+        ) from None
+
+
+def _iterate_steps(files: SourceFiles, file: FileRef, position: int) -> Iterator[bytes]:
+    """Yield the bytes of a file in steps. The first one may be shorter."""
+    size = COMPRESSED_STEP - position % COMPRESSED_STEP
+    held = b""
+    for block in files.iterate_blocks(file, position, file.size):
+        held = held + block if held else block
+        at = 0
+        while len(held) - at >= size:
+            yield held[at : at + size]
+            at, size = at + size, COMPRESSED_STEP
+        held = held[at:]
+    if held:
+        yield held
+
+
+def _find_state(store: Store, source_range: CompressedRange, cursor: int) -> DecoderState:
+    """Return the last stored state before a cursor; that of the beginning if there is none."""
+    prefix = source_range.seek_points
+    if cursor == 0:
+        return DecoderState()
+    cursors = (parse_seek_point(prefix, stat.key) for stat in list_objects(store, prefix))
+    found = max((one for one in cursors if one is not None and one <= cursor), default=None)
+    if found is None:
+        return DecoderState()
+    # Another process may have deleted the seek point. A damaged one is as if there were none.
+    with contextlib.suppress(errors.NotFoundError, errors.CorruptError):
+        point = fetch(store, make_seek_point_key(prefix, found), SeekPoint)
+        file = source_range.file
+        is_same = point.file == file if file.etag else point.file.size == file.size
+        if is_same and point.cursor == found:
+            return DecoderState(
+                position=point.position,
+                bit=point.bit,
+                cursor=point.cursor,
+                offset=point.offset,
+                window=point.decode_window(),
+                checksum=point.checksum,
+                member_bytes=point.member_bytes,
+            )
+    return DecoderState()
+
+
+def _store_state(store: Store, source_range: CompressedRange, state: DecoderState) -> None:
+    point = SeekPoint(
+        file=source_range.file,
+        position=state.position,
+        bit=state.bit,
+        cursor=state.cursor,
+        offset=state.offset,
+        window=SeekPoint.encode_window(state.window),
+        checksum=state.checksum,
+        member_bytes=state.member_bytes,
+        digest=compute_digest(state.window),
+    )
+    with contextlib.suppress(errors.CorruptError):  # a damaged one is there
+        commit_once(store, make_seek_point_key(source_range.seek_points, state.cursor), point)

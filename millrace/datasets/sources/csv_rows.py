@@ -1,0 +1,267 @@
+"""Samples from CSV files (RFC 4180), of which each becomes one range. Each row is a sample.
+
+A newline within quotes ends no row, so only a read from the beginning of a file shows where its
+rows begin. The cursor is that of the first byte of a row, as for JSON lines: a run that continues
+seeks to the row.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import orjson
+
+from millrace import errors
+from millrace.datasets.sample import BadRow, Row, Sample
+from millrace.datasets.sources.files import SourceFiles
+from millrace.datasets.sources.pieces import Line, Piece, check_row_size, split_lines
+from millrace.datasets.sources.ranges import FileRange
+from millrace.datasets.sources.text_files import TextFiles, TextRange
+from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
+from millrace.storage import Store
+
+_CONCURRENCY = 16  # concurrent reads of headers
+_SHOWN = 64 << 10  # bytes of a bad row that are kept
+_BOM = b"\xef\xbb\xbf"
+_CLOSE = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a quoted field
+
+
+class _BadRowError(Exception):
+    """A row that cannot be read."""
+
+
+class CsvSource:
+    """The rows of CSV files.
+
+    Args:
+        files: Files of the source.
+        dataset_store: Store of the dataset, for the seek points of compressed files; None to read
+            headers only.
+        columns: Column of each field, by the field's extension. None writes each row whole, as
+            ``json``.
+        header: Names of the columns. None takes them from the first row of each file.
+        delimiter: Character between two values. None takes a tab for files whose names end in
+            ``.tsv``, before an extension of a compression, and a comma for others.
+        any_version: Whether a file is also read if it was written again after the plan was made.
+    """
+
+    def __init__(
+        self,
+        files: SourceFiles,
+        dataset_store: Store | None,
+        columns: Mapping[str, str] | None,
+        header: list[str] | None,
+        delimiter: str | None,
+        *,
+        any_version: bool = False,
+    ) -> None:
+        self._files = files
+        self._text = TextFiles(files, dataset_store, any_version=any_version)
+        self._columns, self._header, self._delimiter = columns, header, delimiter
+
+    def check_headers(self, ranges: Iterable[FileRange]) -> None:
+        """Check that every file has the columns. Reads the beginning of each file.
+
+        Raises:
+            ConfigurationError: The header of a file cannot be read, or lacks a column.
+        """
+        readable = (one for one in ranges if isinstance(one, TextRange) and not one.reason)
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="headers") as pool:
+            while batch := list(islice(readable, 4 * _CONCURRENCY)):
+                list(pool.map(self._read_header, batch))
+
+    def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
+        """Yield the rows that begin within a range of a file's bytes, from a cursor on."""
+        if not isinstance(source_range, TextRange):
+            raise errors.ConfigurationError(
+                f"CSV files are divided by bytes, not {source_range.kind}."
+            )
+        if source_range.reason:
+            if cursor < source_range.end:
+                yield BadRow(source_range.file.path, source_range.reason, b"", source_range.end)
+            return
+        if source_range.locate(cursor) >= source_range.end:
+            return
+        names = self._read_header(source_range)
+        parser = _RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
+        pieces = self._text.iterate_pieces(source_range, cursor, from_start=True)
+        rows = self._iterate_lines(pieces, source_range.file.path)
+        is_header = self._header is None and cursor <= source_range.start
+        for line in rows:
+            position = source_range.locate(line.cursor)
+            if position >= source_range.end:
+                return
+            row = line.held.pop()
+            if is_header:
+                is_header = not row
+            elif row and position >= source_range.start:
+                yield _make_row(source_range, parser, line, row)
+
+    def _read_header(self, source_range: TextRange) -> list[str]:
+        """Return the names of a file's columns.
+
+        Raises:
+            ConfigurationError: The file has no header, or lacks a column.
+        """
+        path, names = source_range.file.path, self._header
+        url = self._files.make_url(path)
+        if names is None:
+            first: TextRange = source_range.model_copy(update={"start": 0})
+            if isinstance(first, ByteRange):
+                first = first.model_copy(update={"end": 1})  # then small blocks are read
+            lines = self._iterate_lines(self._text.iterate_pieces(first, 0), path)
+            row = next((row for line in lines if (row := line.held[0])), b"")
+            try:
+                names = _split_row(_decode(row), self._find_delimiter(path), 1 << 20)
+            except _BadRowError as error:
+                raise errors.ConfigurationError(
+                    f"{url}: its first row cannot be read ({error}). Correct the file, or leave it "
+                    "out with `exclude`."
+                ) from None
+        for name in names:
+            if names.count(name) > 1:
+                raise errors.ConfigurationError(
+                    f"{url} has several columns {name!r}. Rename them, name the columns in "
+                    "`header`, or leave the file out with `exclude`."
+                )
+        for column in (self._columns or {}).values():
+            if column not in names:
+                shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+                raise errors.ConfigurationError(
+                    f"{url} has no column {column!r}. Its columns are {shown[:2000]}. Correct "
+                    "`columns`, `delimiter` or `header`, or leave the file out with `exclude`."
+                )
+        return names
+
+    def _find_delimiter(self, path: str) -> str:
+        if self._delimiter is not None:
+            return self._delimiter
+        name = path.lower().removesuffix(".gz").removesuffix(".zst")
+        return "\t" if name.endswith((".tsv", ".tab")) else ","
+
+    def _iterate_lines(self, pieces: Iterator[Piece], path: str) -> Iterator[Line]:
+        """Yield the rows of a file, each as one line, without the end of the row."""
+        opening = self._find_delimiter(path).encode() + b'"'
+        begun: list[bytes] = []  # lines of a row that continues after a newline
+        first, size = Line(0, 0, 0, []), 0
+        after = 0
+        for line in split_lines(pieces, path):
+            data = line.held.pop()
+            if line.offset == 0:
+                data = data.removeprefix(_BOM)
+            is_open = _is_open(data, opening, begun=bool(begun))
+            after = line.next_cursor
+            if not begun:
+                first, size = line, 0
+            if begun or is_open:
+                begun.append(data)
+                size += len(data) + 1
+                check_row_size(size, path, first.offset)
+            if not is_open:
+                if begun:
+                    data = b"\n".join(begun)
+                    begun = []
+                held = [data.removesuffix(b"\r")]
+                data = b""
+                yield Line(first.cursor, first.offset, after, held)
+        if begun:
+            held = [b"\n".join(begun)]
+            begun = []
+            yield Line(first.cursor, first.offset, after, held)
+
+
+class _RowParser:
+    """Parser of the rows of one file.
+
+    Args:
+        names: Names of the columns.
+        delimiter: Character between two values.
+        columns: Column of each field, by the field's extension; None for whole rows.
+    """
+
+    def __init__(self, names: list[str], delimiter: str, columns: Mapping[str, str] | None) -> None:
+        self._names, self._delimiter = names, delimiter
+        self._indices = {e: names.index(column) for e, column in (columns or {}).items()}
+
+    def parse(self, row: bytes) -> dict[str, bytes]:
+        """Return the fields of a row's sample.
+
+        Raises:
+            _BadRowError: The row cannot be read, or has another number of values than columns.
+        """
+        names = self._names
+        values = _split_row(_decode(row), self._delimiter, len(names))
+        if len(values) != len(names):
+            more = "more values" if len(values) > len(names) else f"{len(values)} values"
+            raise _BadRowError(f"{more} for {len(names)} columns")
+        if not self._indices:
+            return {"json": orjson.dumps(dict(zip(names, values, strict=True)))}
+        return {extension: values[i].encode() for extension, i in self._indices.items()}
+
+
+def _make_row(source_range: TextRange, parser: _RowParser, line: Line, row: bytes) -> Row:
+    file: FileRef = source_range.file
+    try:
+        fields = parser.parse(row)
+    except _BadRowError as error:
+        where = f"{file.path}, byte {line.offset}"
+        return BadRow(where, str(error), row[:_SHOWN], line.next_cursor)
+    key = f"{source_range.file_index:05d}-{line.offset:013d}"
+    return Sample(key, fields, line.next_cursor)
+
+
+def _is_open(line: bytes, opening: bytes, *, begun: bool) -> bool:
+    """Decide whether a quoted value continues after a line.
+
+    Args:
+        line: The line, without the newline.
+        opening: Delimiter and quote.
+        begun: Whether the line begins within a quoted value.
+    """
+    if begun:
+        at = 0
+    elif b'"' not in line:
+        return False
+    elif line.startswith(b'"'):
+        at = 1
+    else:
+        at = line.find(opening) + len(opening)
+        if at < len(opening):
+            return False
+    while close := _CLOSE.match(line, at):
+        at = line.find(opening, close.end()) + len(opening)
+        if at < len(opening):
+            return False
+    return True
+
+
+def _decode(row: bytes) -> str:
+    try:
+        return row.decode()
+    except UnicodeDecodeError:
+        raise _BadRowError("not UTF-8") from None
+
+
+def _split_row(row: str, delimiter: str, most: int) -> list[str]:
+    """Return the values of a row. At most one more than `most` are read.
+
+    Raises:
+        _BadRowError: A quote is at a wrong position.
+    """
+    if '"' not in row:
+        return row.split(delimiter, most)
+    mark = re.escape(delimiter)
+    value = re.compile(rf'(?:"([^"]*+(?:""[^"]*+)*+)"|((?:[^"{mark}][^{mark}]*+)?))({mark}|\Z)')
+    values: list[str] = []
+    at = 0
+    while len(values) <= most:
+        found = value.match(row, at)
+        if found is None:
+            raise _BadRowError("a quote is not closed, or is followed by other characters")
+        quoted, plain, end = found.groups()
+        values.append(plain if quoted is None else quoted.replace('""', '"'))
+        if not end:
+            break
+        at = found.end()
+    return values

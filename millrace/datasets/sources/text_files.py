@@ -1,0 +1,125 @@
+"""Bytes and ranges of text files, which may be compressed."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from millrace.datasets.sources.compressed import find_compression, iterate_compressed_pieces
+from millrace.datasets.sources.files import SourceFiles, drop_etag
+from millrace.datasets.sources.pieces import Piece
+from millrace.datasets.sources.ranges import FileRange
+from millrace.datasets.sources.table import FileTable, iterate_files
+from millrace.keys.datasets import DatasetKeys
+from millrace.schemas.dataset import ByteRange, CompressedRange, FileRef
+from millrace.storage import Store
+
+_BLOCK = 4 << 20  # bytes of a plain file that are read at a time
+_TAIL = 256 << 10  # bytes that are read at a time after the end of a range
+
+TextRange = ByteRange | CompressedRange
+
+
+class TextFiles:
+    """Files of text lines, which are read from any cursor.
+
+    Args:
+        files: Files of the source.
+        store: Store of the dataset, for the seek points of compressed files. None reads and stores
+            no seek points.
+        any_version: Whether a file is also read if it was written again after the plan was made.
+    """
+
+    def __init__(self, files: SourceFiles, store: Store | None, *, any_version: bool) -> None:
+        self._files, self._store, self._any_version = files, store, any_version
+
+    def iterate_pieces(
+        self, source_range: TextRange, cursor: int, *, from_start: bool = False
+    ) -> Iterator[Piece]:
+        """Yield the bytes of a file from a cursor on, to the end of the file.
+
+        Args:
+            source_range: Range of the file.
+            cursor: Cursor of a row. A cursor before the range gives the bytes from at least one
+                byte before the range on.
+            from_start: Whether a cursor before the range gives the whole file.
+
+        Raises:
+            ChangedError: The file has changed since the plan was made.
+            ConfigurationError: The file is damaged.
+        """
+        if self._any_version:
+            file = drop_etag(source_range.file)
+            source_range = source_range.model_copy(update={"file": file})
+        if isinstance(source_range, ByteRange):
+            if cursor <= source_range.start:
+                cursor = 0 if from_start else max(0, source_range.start - 1)
+            yield from self._iterate_plain_pieces(source_range, cursor)
+            return
+        seek = wanted = cursor
+        if cursor == 0 and not from_start:
+            # The end of the step before the range, since a row of the range may begin after it.
+            seek = max(0, CompressedRange.make_cursor(source_range.start, 0) - 1)
+        for piece in iterate_compressed_pieces(
+            self._files, self._store, source_range, seek, store_states=not self._any_version
+        ):
+            before = wanted - piece.cursor
+            if before <= 0:
+                yield piece
+            elif before < len(piece.data):
+                yield Piece(wanted, piece.offset + before, piece.data[before:])
+
+    def _iterate_plain_pieces(self, source_range: ByteRange, position: int) -> Iterator[Piece]:
+        file, size = source_range.file, source_range.file.size
+        end = max(source_range.end, position)
+        for start, stop, block in ((position, end, _BLOCK), (end, size, _TAIL)):
+            for data in self._files.iterate_blocks(file, start, stop, block=block):
+                yield Piece(position, position, data)
+                position += len(data)
+
+
+def divide_files(
+    files: SourceFiles,
+    table: FileTable,
+    partition_bytes: int,
+    keys: DatasetKeys,
+    *,
+    whole: bool = False,
+) -> list[FileRange]:
+    """Divide the files of a source into ranges of about equal size.
+
+    A file of which no part can be read alone becomes one range.
+
+    Args:
+        files: Files of the source.
+        table: Table of these files.
+        partition_bytes: Approximate bytes of a range.
+        keys: Names of the dataset.
+        whole: Whether each file becomes one range.
+
+    Raises:
+        ConfigurationError: A file is compressed, and no run could seek to a row.
+    """
+    ranges: list[FileRange] = []
+    for number, file, reason in iterate_files(table, local=files.is_local):
+        if not file.size:
+            continue
+        if not reason and find_compression(file.path):
+            prefix = keys.make_seek_points_prefix(number)
+            ranges.append(
+                CompressedRange(
+                    file=file, file_index=number, start=0, end=file.size, seek_points=prefix
+                )
+            )
+            continue
+        is_one = whole or reason or file.path in files.unseekable
+        ranges += _divide_file(file, number, file.size if is_one else partition_bytes, reason)
+    return ranges
+
+
+def _divide_file(file: FileRef, number: int, partition_bytes: int, reason: str) -> list[ByteRange]:
+    parts = max(1, round(file.size / partition_bytes))
+    edges = [file.size * i // parts for i in range(parts + 1)]
+    return [
+        ByteRange(file=file, file_index=number, start=start, end=end, reason=reason)
+        for start, end in pairwise(edges)
+        if end > start
+    ]

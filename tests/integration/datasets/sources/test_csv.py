@@ -1,0 +1,229 @@
+"""CSV files give the rows that Python's reader gives, from any cursor."""
+
+import csv
+import gzip
+import io
+import json
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets.sample import BadRow, Sample
+from millrace.datasets.sources import (
+    Division,
+    SourceSettings,
+    open_files,
+    open_source,
+    partition_source,
+)
+from millrace.keys.datasets import DatasetKeys
+from millrace.storage import open_store, put
+from tests.stores import make_spec
+
+KEYS = DatasetKeys("d")
+COMPRESS = {
+    "": lambda body: body,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def read_parts(store, *, holdout=0.0, **source):
+    """Divide a source of CSV files; return the rows of each partition."""
+    division = Division(1 << 20, 10_000, None, holdout)
+    chosen = SourceSettings(kind="csv", **source)
+    divided = partition_source(chosen, open_files(store.spec), KEYS, division)
+    opened = open_source(divided.record, open_files(store.spec), make_memory())
+    return opened, [
+        (one, list(opened.iterate_rows(one.source_range, 0))) for one in divided.partitions
+    ]
+
+
+def read_rows(store, **source):
+    return [row for _, rows in read_parts(store, **source)[1] for row in rows]
+
+
+def make_memory():
+    return open_store(f"memory://{secrets.token_hex(8)}")
+
+
+TEXT = st.lists(st.sampled_from([*'a,";\t\n é', "\r\n"]), max_size=8).map("".join)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.lists(TEXT, min_size=2, max_size=2), max_size=12),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    ending=st.sampled_from(["\n", "\r\n"]),
+    last=st.booleans(),
+    delimiter=st.sampled_from([",", ";", "\t", None]),
+    extension=st.sampled_from(list(COMPRESS)),
+    holdout=st.sampled_from([0.0, 0.5]),
+)
+def test_rows_are_those_that_were_written_from_any_cursor(
+    rows, quoting, ending, last, delimiter, extension, holdout
+):
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter or ",", quoting=quoting, lineterminator=ending)
+    writer.writerows([["x", "y"], *rows])
+    body = text.getvalue().encode()
+    if not last:
+        body = body.removesuffix(ending.encode())
+    store = make_memory()
+    put(store, f"a.csv{extension}", COMPRESS[extension](body))
+    source, parts = read_parts(store, delimiter=delimiter, holdout=holdout)
+    found = [row for _, part in parts for row in part]
+    assert [json.loads(row.fields["json"]) for row in found] == [{"x": x, "y": y} for x, y in rows]
+    assert len({row.key for row in found}) == len(found)
+    for one, part in parts:
+        for index, row in enumerate(part):
+            after = source.iterate_rows(one.source_range, row.next_cursor)
+            assert list(after) == part[index + 1 :]
+
+
+def test_the_rows_of_a_file_of_many_blocks_are_those_of_pythons_reader():
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["n", "text"])
+    for n in range(30_000):
+        writer.writerow([n, f'line {n}\nsaid "{n}", then' if n % 3 else "x" * 200])
+    store = make_memory()
+    put(store, "a.csv", text.getvalue().encode())
+    _, parts = read_parts(store, columns={"txt": "text"}, holdout=0.1)
+    text.seek(0)
+    wanted = [row["text"].encode() for row in csv.DictReader(text)]
+    assert [row.fields["txt"] for _, part in parts for row in part] == wanted
+    assert len(parts) == 2
+    assert len(parts[1][1]) == pytest.approx(3000, rel=0.2)
+
+
+def test_bad_rows_are_quarantined_with_where_and_why():
+    body = (
+        b'\xef\xbb\xbfa,b\r\n1,2\r\n\r\n3\r\n4,5,6\r\n"7"x,8\r\n\xff,9\r\n"10\r\n11",12\r\n'
+        b'13,1"4\r\n"15,16\r\n17,18'
+    )
+    store = make_memory()
+    put(store, "a.csv", body)
+    rows = read_rows(store)
+    assert [json.loads(row.fields["json"]) for row in rows if isinstance(row, Sample)] == [
+        {"a": "1", "b": "2"}, {"a": "10\r\n11", "b": "12"}, {"a": "13", "b": '1"4'}
+    ]  # fmt: skip
+    bad = [row for row in rows if isinstance(row, BadRow)]
+    assert [(row.where, row.reason, row.data) for row in bad] == [
+        ("a.csv, byte 15", "1 values for 2 columns", b"3"),
+        ("a.csv, byte 18", "more values for 2 columns", b"4,5,6"),
+        ("a.csv, byte 25",
+         "a quote is not closed, or is followed by other characters", b'"7"x,8'),
+        ("a.csv, byte 33", "not UTF-8", b"\xff,9"),
+        ("a.csv, byte 59",
+         "a quote is not closed, or is followed by other characters", b'"15,16\r\n17,18'),
+    ]  # fmt: skip
+
+
+def test_columns_are_those_of_each_file_by_name():
+    store = make_memory()
+    put(store, "a.csv", b"id,text\n1,one\n")
+    put(store, "b.tsv", b"text\tid\ntwo, too\t2\n")
+    put(store, "c.tsv.gz", gzip.compress(b"text\tid\nthree\t3\n"))
+    rows = read_rows(store, columns={"txt": "text", "id": "id"})
+    assert [row.fields for row in rows] == [
+        {"txt": b"one", "id": b"1"}, {"txt": b"two, too", "id": b"2"},
+        {"txt": b"three", "id": b"3"},
+    ]  # fmt: skip
+
+
+def test_files_without_a_header_have_the_columns_of_the_settings():
+    store = make_memory()
+    put(store, "a.csv", b"1,one\n2,two\n")
+    rows = read_rows(store, header=["id", "text"], columns={"txt": "text"})
+    assert [row.fields["txt"] for row in rows] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("extension", list(COMPRESS))
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"id,txt\n1,2\n", r"has no column 'text'\. Its columns are id, txt\. Correct `columns`"),
+        (b"id,text,id\n1,2,3\n", r"several columns 'id'\. Rename them"),
+        (b'"id\n1,2\n', r"its first row cannot be read \(a quote is not closed"),
+        (b"\xff\xfei\0d\0\n", r"its first row cannot be read \(not UTF-8\)"),
+    ],
+)
+def test_a_file_without_the_columns_is_refused_before_the_run(extension, body, said):
+    store = make_memory()
+    put(store, f"a.csv{extension}", COMPRESS[extension](body))
+    with pytest.raises(errors.ConfigurationError, match=said):
+        read_rows(store, columns={"txt": "text"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "jsonl", "delimiter": ","}, "for the kind `csv` only"),
+        ({"kind": "parquet", "header": ["a"]}, "for the kind `csv` only"),
+        ({"kind": "csv", "delimiter": '"'}, "cannot be a quote"),
+        ({"kind": "csv", "delimiter": ",,"}, "at most 1 character"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        SourceSettings(**given)
+
+
+HOSTILE = """
+import resource, sys
+from pathlib import Path
+from millrace.storage import put
+from tests.integration.datasets.sources.test_csv import make_memory, read_rows
+
+MIB = 1 << 20
+body = {
+    "values": b'a,b\\n' + b',' * (32 * MIB) + b'\\n1,2\\n',
+    "quoted": b'a,b\\n' + b'"",' * (8 * MIB) + b'1\\n1,2\\n',
+    "lines": b'a,b\\n"' + b'x\\n' * MIB + b'"",1\\n1,2\\n"\\n1,2\\n',
+}[sys.argv[1]]
+store = make_memory()
+put(store, "a.csv", body)
+read_rows(store)
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 256 * MIB,) * 2)
+print([type(row).__name__ for row in read_rows(store)])
+"""
+
+
+@pytest.mark.parametrize("kind", ["values", "quoted", "lines"])
+def test_rows_of_millions_of_values_or_lines_take_little_memory(kind):
+    ran = subprocess.run(
+        [sys.executable, "-c", HOSTILE, kind],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[4],
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "['BadRow', 'Sample']"
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_a_dataset_of_csv_files_is_made_by_workers(kind, request, tmp_path):
+    store = open_store(make_spec(kind, request))
+    for number, (extension, compress) in enumerate(COMPRESS.items()):
+        rows = "".join(f'{number}-{n},"text ""{n}""\nof it"\n' for n in range(500))
+        put(store, f"{number}.csv{extension}", compress(f"id,text\n{rows}".encode()))
+    report = shard_dataset(
+        PipelineSettings.model_validate(
+            {
+                "dataset": "d",
+                "source": {
+                    "kind": "csv", "columns": {"txt": "text"}, **store.spec.reveal_secrets()
+                },
+                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "execution": {"workers": 1},
+            }
+        )
+    )  # fmt: skip
+    assert (report.samples, report.manifest.quarantined) == (1500, 0)
