@@ -40,7 +40,7 @@ dataset: my-dataset             # a prefix below the store's URL
 
 source:
   url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
-  kind: jsonl                   # a sample of each line; or csv, parquet (each row), files (each file)
+  kind: jsonl                   # a sample of each line; or csv, parquet (of rows), files (of files)
   include: ["*.jsonl"]
   columns: {txt: text}          # field: column; without `columns`, each row is kept as json
   # credentials:                # by default AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
