@@ -1,14 +1,16 @@
 """Decompress gzip files (RFC 1952) from any block of deflate (RFC 1951) on.
 
 Python's zlib does not tell where a block begins, and does not start within a byte. So a block is
-found by its header: each bit of some compressed bytes is tried. If what follows decompresses to the
-bytes that are known already, a block begins there. To start within a byte, empty blocks are
-written before the block, so that the block begins at the right bit.
+looked for by its header, at each bit of some compressed bytes. To check what looks like a header, a
+copy of the decompressor is given the bits before, and then a last block of random bytes, which it
+reads only if no other block is open at that bit. So a seek point is never wrong, whatever the file
+is. To start within a byte, empty blocks are written before the block, so that the block begins at
+the right bit.
 """
 
+import secrets
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,10 @@ from millrace.schemas.dataset import COMPRESSED_STEP, CompressedRange
 
 _WINDOW = 32 << 10  # bytes before a block that the block may repeat
 _MAX_HEADER = 1 << 20  # bytes of the header of a member, which has texts of any length
-_MAX_RECORDED_INPUT = 512 << 10  # compressed bytes in which a block is looked for
-_MAX_RECORDED_OUTPUT = 8 << 20
-_MIN_COMPARED = 32 << 10  # decompressed bytes of a block that must be equal
-_MAX_TRIED = 4096  # headers that are tried
-_CHUNK = 32 << 10  # bytes in which headers are looked for at a time
+_MAX_SEARCHED = 512 << 10  # compressed bytes in which a block is looked for
+_MAX_TRIED = 4096  # headers that are tried in these bytes
+_RANDOM_BYTES = 32  # of the block that shows where another ends
+_MAX_BYTE_OUTPUT = 4 << 10  # a byte and a code before it give at most 5 repeats, of 258 bytes
 _MAX_HEADER_BITS = 3 + 14 + 19 * 3  # of the header of a block, up to the lengths of its codes
 
 _MAGIC = b"\x1f\x8b\x08"
@@ -38,6 +39,7 @@ def _join_fields(*fields: tuple[int, int]) -> tuple[int, int]:
 
 
 _FIXED = (2, 10)  # empty block with fixed codes, of 10 bits
+_LAST_STORED = (1, 3)  # header of the last block, which is stored
 # Empty block with dynamic codes, of 91 bits, to move the next one by an odd number of bits.
 _DYNAMIC = _join_fields(
     (0, 1), (2, 2), (0, 5), (1, 5), (14, 4),  # not the last, dynamic; 257, 2 and 18 lengths
@@ -69,7 +71,7 @@ class GzipDecoder:
         self._header, self._trailer = bytearray(), bytearray()
         self._is_first_member = state.position == 0
         self._in_trailer = False
-        self._recording: _Recording | None = None
+        self._search: _BlockSearch | None = None
         self._found: DecoderState | None = None
 
     def decode(self, position: int, data: bytes) -> Iterator[bytes]:
@@ -81,11 +83,11 @@ class GzipDecoder:
         end, step = position + len(data), data
         if self._bit:
             data, self._bit = _align(self._bit, data), 0
-        is_due = position - self._last_found >= self._interval
-        if is_due and self._inflater is not None and self._recording is None:
-            self._recording = _Recording(position, self._output, self._checksum, self._member_bytes)
-        if self._recording is not None:
-            self._recording.begin_step(step)
+        if self._inflater is None:
+            self._search = None
+        elif self._search is None and position - self._last_found >= self._interval:
+            self._search = _BlockSearch(self._output, self._checksum, self._member_bytes)
+        inflater = self._inflater.copy() if self._search is not None else None
         while data:
             if self._in_trailer:
                 data = self._read_trailer(data)
@@ -95,10 +97,11 @@ class GzipDecoder:
                 yield from self._inflate(data)
                 data = self._inflater.unused_data
                 if self._inflater.eof:
-                    self._inflater, self._in_trailer, self._recording = None, True, None
-        if self._recording is not None and self._recording.is_full:
-            self._found = self._recording.find_state()
-            self._recording, self._last_found = None, position
+                    self._inflater, self._in_trailer, self._search = None, True, None
+        if self._search is not None:
+            self._found = self._search.search_step(inflater, position, step)
+            if self._found is not None or self._search.is_over:
+                self._search, self._last_found = None, position
         self._step_output = self._output
 
     def take_state(self) -> DecoderState | None:
@@ -127,8 +130,6 @@ class GzipDecoder:
             self._checksum = zlib.crc32(found, self._checksum)
             self._member_bytes += len(found)
             self._output += len(found)
-            if self._recording is not None:
-                self._recording.add(found)
             if found:
                 yield found
 
@@ -187,82 +188,96 @@ def _measure_header(header: bytearray) -> int | None:
     return size if len(header) >= max(size, 12) else None
 
 
-@dataclass(slots=True)
-class _Recording:
-    """Compressed and decompressed bytes of some steps within a member.
+class _BlockSearch:
+    """Search for a block of deflate in consecutive steps within a member.
 
-    Attributes:
-        position: Offset of the first compressed byte.
-        offset: Number of decompressed bytes before.
+    Args:
+        offset: Number of decompressed bytes before, in the whole file.
         checksum: CRC-32 of the member's decompressed bytes before.
         member_bytes: Number of the member's decompressed bytes before.
     """
 
-    position: int
-    offset: int
-    checksum: int
-    member_bytes: int
-    _input: bytearray = field(default_factory=bytearray)
-    _output: bytearray = field(default_factory=bytearray)
-    _step_outputs: list[int] = field(default_factory=list[int])
-
-    def begin_step(self, data: bytes) -> None:
-        """Add the compressed bytes of a step."""
-        self._step_outputs.append(len(self._output))
-        self._input += data
-
-    def add(self, output: bytes) -> None:
-        """Add decompressed bytes of the step."""
-        self._output += output
+    def __init__(self, offset: int, checksum: int, member_bytes: int) -> None:
+        self._offset, self._checksum, self._member_bytes = offset, checksum, member_bytes
+        self._window = b""
+        self._searched = self._tried = 0
 
     @property
-    def is_full(self) -> bool:
-        """Whether no more steps should be added."""
-        return len(self._input) >= _MAX_RECORDED_INPUT or len(self._output) >= _MAX_RECORDED_OUTPUT
+    def is_over(self) -> bool:
+        """Whether no more steps should be searched."""
+        return self._searched >= _MAX_SEARCHED or self._tried >= _MAX_TRIED
 
-    def find_state(self) -> DecoderState | None:
-        """Return the state at the first block that is found; None if none is found."""
-        output = bytes(self._output)
-        found = _find_block(bytes(self._input), output)
-        if found is None:
-            return None
-        bit, size = found
-        step = bit // 8 // COMPRESSED_STEP
-        position = self.position + bit // 8
-        return DecoderState(
-            position=position,
-            bit=bit % 8,
-            cursor=CompressedRange.make_cursor(position, size - self._step_outputs[step]),
-            offset=self.offset + size,
-            window=output[size - _WINDOW : size],
-            checksum=zlib.crc32(output[:size], self.checksum),
-            member_bytes=self.member_bytes + size,
-        )
+    def search_step(self, inflater: Any, position: int, data: bytes) -> DecoderState | None:
+        """Return the state at the first block that is found in a step; None if none is found.
+
+        The step is decompressed once more.
+
+        Args:
+            inflater: Decompressor of the member before the step.
+            position: Offset of the step in the compressed file.
+            data: Compressed bytes of the step, which does not end the member.
+        """
+        self._searched += len(data)
+        begin, at = self._offset, 0
+        for bit in _find_headers(data):
+            if self.is_over:
+                break
+            self._tried += 1
+            self._inflate(inflater, data[at : bit // 8])
+            at = bit // 8
+            rest = _inflate_to(inflater, data[at], bit % 8)
+            if rest is None or len(window := (self._window + rest)[-_WINDOW:]) < _WINDOW:
+                continue
+            return DecoderState(
+                position=position + at,
+                bit=bit % 8,
+                cursor=CompressedRange.make_cursor(position, self._offset + len(rest) - begin),
+                offset=self._offset + len(rest),
+                window=window,
+                checksum=zlib.crc32(rest, self._checksum),
+                member_bytes=self._member_bytes + len(rest),
+            )
+        self._inflate(inflater, data[at:])
+        return None
+
+    def _inflate(self, inflater: Any, data: bytes) -> None:
+        is_full = False
+        while data or is_full:
+            found = inflater.decompress(data, MAX_OUTPUT)
+            data, is_full = inflater.unconsumed_tail, len(found) == MAX_OUTPUT
+            self._offset += len(found)
+            self._checksum = zlib.crc32(found, self._checksum)
+            self._member_bytes += len(found)
+            self._window = (self._window + found[-_WINDOW:])[-_WINDOW:]
 
 
-def _find_block(data: bytes, output: bytes) -> tuple[int, int] | None:
-    """Return the first bit of a block of deflate, and the size of the output before it."""
-    for tried, bit in enumerate(_iterate_headers(data)):
-        if tried == _MAX_TRIED:
-            break
-        # The window is not known yet, but the size of the output does not depend on it.
-        after = _inflate_from(data, bit, bytes(_WINDOW), len(output))
-        if after is None or not _WINDOW <= len(output) - len(after) <= len(output) - _MIN_COMPARED:
-            continue
-        size = len(output) - len(after)
-        if _inflate_from(data, bit, output[size - _WINDOW : size], len(output)) == output[size:]:
-            return bit, size
-    return None
+def _inflate_to(inflater: Any, byte: int, bit: int) -> bytes | None:
+    """Return what follows up to a bit of the next byte; None if no block begins at the bit.
+
+    The bits before are followed by a last block, which is stored, with random bytes; and then, for
+    a second time, by an empty block and such a block. Only if no block is open, both end, and give
+    the random bytes and the same bytes before them. An open stored block would give the headers,
+    which differ. The codes of another block would have to be equal to the random bytes.
+    """
+    found = [
+        _inflate_proof(inflater, _join_fields((byte & (1 << bit) - 1, bit), *fields))
+        for fields in ((_LAST_STORED,), (_FIXED, _LAST_STORED))
+    ]
+    return found[0] if found[0] == found[1] else None
 
 
-def _inflate_from(data: bytes, bit: int, window: bytes, max_size: int) -> bytes | None:
-    """Return what follows from a bit on; None if that is no deflate, ends, or is too large."""
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS, zdict=window)
+def _inflate_proof(inflater: Any, begin: tuple[int, int]) -> bytes | None:
+    """Return what is before the random bytes of a stored block, whose header ends some bits."""
+    proof = secrets.token_bytes(_RANDOM_BYTES)
+    sizes = (_RANDOM_BYTES | (0xFFFF - _RANDOM_BYTES) << 16).to_bytes(4, "little")
+    block = begin[0].to_bytes((begin[1] + 7) // 8, "little") + sizes + proof
+    inflater = inflater.copy()
     try:
-        found = inflater.decompress(_align(bit % 8, data[bit // 8 :]), max_size + 1)
+        found = inflater.decompress(block, _MAX_BYTE_OUTPUT + _RANDOM_BYTES)
     except zlib.error:
         return None
-    return None if inflater.eof or len(found) > max_size else found
+    is_proven = inflater.eof and not inflater.unused_data and found.endswith(proof)
+    return found[:-_RANDOM_BYTES] if is_proven else None
 
 
 def _align(bit: int, data: bytes) -> bytes:
@@ -273,22 +288,20 @@ def _align(bit: int, data: bytes) -> bytes:
     return value.to_bytes((bits + 8 - bit) // 8, "little") + data[1:]
 
 
-def _iterate_headers(data: bytes) -> Iterator[int]:
-    """Yield the first bits of what looks like the header of a block with dynamic codes."""
-    for start in range(0, len(data), _CHUNK):
-        chunk = np.frombuffer(data[start : start + _CHUNK + _MAX_HEADER_BITS // 8 + 1], np.uint8)
-        bits = np.unpackbits(chunk, bitorder="little").astype(np.int64)
-        size = min(8 * _CHUNK, len(bits) - _MAX_HEADER_BITS)
-        if size <= 0:
-            return
-        # Bits of the header: 0 (not the last), 0 and 1 (dynamic), and numbers of lengths of codes.
-        at = np.flatnonzero((bits[:size] | bits[1 : size + 1] | (1 - bits[2 : size + 2])) == 0)
-        at = at[(_read_fields(bits, at + 3, 5) <= 29) & (_read_fields(bits, at + 8, 5) <= 29)]
-        count, used = _read_fields(bits, at + 13, 4) + 4, np.zeros(len(at), np.int64)
-        for index in range(19):
-            length = _read_fields(bits, at + 17 + 3 * index, 3)
-            used += np.where((index < count) & (length > 0), 128 >> length, 0)
-        yield from (8 * start + at[used == 128]).tolist()  # 128: every code has a symbol
+def _find_headers(data: bytes) -> list[int]:
+    """Return the first bits of what looks like the header of a block with dynamic codes."""
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").astype(np.int64)
+    size = len(bits) - _MAX_HEADER_BITS
+    if size <= 0:
+        return []
+    # Bits of the header: 0 (not the last), 0 and 1 (dynamic), and numbers of lengths of codes.
+    at = np.flatnonzero((bits[:size] | bits[1 : size + 1] | (1 - bits[2 : size + 2])) == 0)
+    at = at[(_read_fields(bits, at + 3, 5) <= 29) & (_read_fields(bits, at + 8, 5) <= 29)]
+    count, used = _read_fields(bits, at + 13, 4) + 4, np.zeros(len(at), np.int64)
+    for index in range(19):
+        length = _read_fields(bits, at + 17 + 3 * index, 3)
+        used += np.where((index < count) & (length > 0), 128 >> length, 0)
+    return at[used == 128].tolist()  # 128: every code has a symbol
 
 
 def _read_fields(bits: Any, at: Any, size: int) -> Any:
