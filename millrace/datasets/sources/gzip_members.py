@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace.datasets.sources.decoder import MAX_OUTPUT, DamageError, DecoderState
-from millrace.schemas.dataset import COMPRESSED_STEP, CompressedRange
+from millrace.schemas.dataset import CompressedRange
 
 _WINDOW = 32 << 10  # bytes before a block that the block may repeat
 _MAX_HEADER = 1 << 20  # bytes of the header of a member, which has texts of any length
