@@ -17,6 +17,7 @@ from millrace.checkpoints import VerifyDepth
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.cleanup.plans import open_plan
 from millrace.cleanup.protection import ProtectionPolicy
+from millrace.keys.datasets import DatasetKeys, make_seek_point_key
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, StoreClock, acquire
@@ -122,6 +123,9 @@ class Filling:
             name, self.dice.randrange(3), is_complete=self.dice.random() < 0.6,
             orphans=self.dice.randrange(3), hours=self.draw_hours(),
         )  # fmt: skip
+        for cursor in range(self.dice.randrange(3)):
+            prefix = DatasetKeys(name).make_seek_points_prefix(0)
+            self.place.put(make_seek_point_key(prefix, cursor), hours=self.draw_hours())
         self.put_lease_rarely(name, "train-00000")
 
 

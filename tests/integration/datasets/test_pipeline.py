@@ -47,7 +47,7 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.deletion import ObjectsDeleted
-from millrace.keys.datasets import DatasetKeys
+from millrace.keys.datasets import DatasetKeys, make_seek_point_key
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
@@ -547,6 +547,23 @@ def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settin
     put(store, keys.manifest, b"damaged")
     with pytest.raises(errors.CorruptError, match=r"manifest\.json"):
         plan_garbage(store, "sets/one", min_age=ANY_AGE)
+
+
+def test_a_seek_point_is_garbage_once_its_dataset_is_complete(settings):
+    shard_dataset(settings)
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    point = make_seek_point_key(keys.make_seek_points_prefix(0), 7)
+    put(store, point, b"{}")
+    manifest = read(store, keys.manifest)
+    delete(store, [keys.manifest])
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert point not in {one.key for one in plan.objects}
+    put(store, keys.manifest, manifest)
+    plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert point in {one.key for one in plan.objects}
+    assert delete_garbage(store, plan).failures == ()
+    assert not exists(store, point)
+    assert verify_dataset(store, "sets/one").is_intact
 
 
 def test_an_upload_below_a_dataset_that_is_not_of_the_dataset_is_no_garbage(settings, tmp_path):

@@ -351,7 +351,7 @@ def make_zstd_bomb(byte, size):
 @pytest.mark.parametrize("make", [make_gzip_bomb, make_zstd_bomb])
 def test_a_bomb_without_an_end_of_a_line_stops_at_the_largest_row(make, tmp_path):
     body = make(b"x", 1 << 30)
-    assert len(body) < 3 << 20
+    assert len(body) < 5 << 20
     # A row of 256 MiB, and little more.
     said = run_limited(tmp_path, body, make, 320 << 20)
     assert "is longer than 268435456 bytes" in said
@@ -359,7 +359,7 @@ def test_a_bomb_without_an_end_of_a_line_stops_at_the_largest_row(make, tmp_path
 
 @pytest.mark.parametrize("make", [make_gzip_bomb, make_zstd_bomb])
 def test_a_bomb_of_lines_takes_no_memory(make, tmp_path):
-    assert run_limited(tmp_path, make(b"\n", 8 << 20), make, 48 << 20) == "0 rows"
+    assert run_limited(tmp_path, make(b"\n", 2 << 20), make, 48 << 20) == "0 rows"
 
 
 def run_limited(folder, body, make, memory):

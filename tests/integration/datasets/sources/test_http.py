@@ -1,18 +1,23 @@
 """Files behind HTTP, from a real server on this machine that behaves as it is told."""
 
+import gzip
 import ipaddress
 import json
+import random
 import ssl
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+import zstandard
 from pydantic import SecretStr
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import SourceLocation, preflight_dataset
 from millrace.datasets.plan import make_plan, pin_plan
-from millrace.datasets.sources import http_files, open_files
+from millrace.datasets.progress_events import ShardCommitted
+from millrace.datasets.sources import compressed, http_files, open_files
 from millrace.datasets.sources.files import Patterns
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
@@ -52,14 +57,14 @@ def read_all(files) -> bytes:
     return b"".join(files.iterate_blocks(file, 0, file.size, block=7))
 
 
-def make_settings(site: Site, tmp_path, **source) -> PipelineSettings:
+def make_settings(site: Site, tmp_path, *, workers=2, **source) -> PipelineSettings:
     chosen = {"url": site.url + "/data", "paths": ["a.jsonl", "b c.jsonl"], "allow_private": True}
     return PipelineSettings(
         dataset="words",
         source=SourceLocation(**(chosen | source), columns={"txt": "text"}),
         store=StoreSpec(url=(tmp_path / "out").as_uri()),
         sharding={"shard_bytes": 65536, "partition_bytes": 100_000},
-        execution={"workers": 2},
+        execution={"workers": workers},
     )
 
 
@@ -83,6 +88,47 @@ def test_every_row_of_named_files_becomes_a_sample(site, tmp_path, has_ranges):
     assert report.samples == len(texts)
     assert sorted(read_texts(Folder(tmp_path / "out")).elements()) == sorted(texts)
     assert shard_dataset(settings).was_complete
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.gz"])
+def test_compressed_and_csv_files_are_continued_after_a_stop(
+    site, tmp_path, monkeypatch, name, has_ranges
+):
+    monkeypatch.setattr(compressed, "SEEK_INTERVAL", 64 << 10)
+    generator = random.Random(name)
+    texts = [f"{n} {generator.randrange(1 << 800):0200x}" for n in range(3000)]
+    body = make_jsonl(texts)
+    if ".csv" in name:
+        body = b"id,text\n" + b"".join(f'{n},"{t}"\n'.encode() for n, t in enumerate(texts))
+    if name.endswith(".gz"):
+        body = gzip.compress(body)
+    elif name.endswith(".zst"):
+        parts = (body[at : at + 100_000] for at in range(0, len(body), 100_000))
+        body = b"".join(map(zstandard.ZstdCompressor().compress, parts))
+    site.has_ranges, site.files = has_ranges, {f"/data/{name}": body}
+    settings = make_settings(site, tmp_path, workers=0, paths=[name], kind=name.split(".")[1])
+    commits = 0
+
+    def stop(event):
+        nonlocal commits
+        commits += isinstance(event, ShardCommitted)
+        if commits == 40:  # of 51
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        shard_dataset(settings, progress=stop)
+    site.requests.clear()
+    report = shard_dataset(settings)
+    assert report.samples == len(texts)
+    assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
+    starts = [int(span[6:].split("-")[0]) for _, span in site.requests if span]
+    if has_ranges:
+        assert max(starts) > len(body) // 2  # the header of a CSV file is read, too
 
 
 def test_the_url_of_one_file_needs_no_paths(site):

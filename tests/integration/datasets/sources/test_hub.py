@@ -1,5 +1,6 @@
 """Datasets of the Hub, read at one commit by the real library and by ranges."""
 
+import gzip
 import io
 import re
 from collections import Counter
@@ -7,6 +8,7 @@ from datetime import timedelta
 
 import pyarrow
 import pytest
+import zstandard
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from pyarrow import parquet
 from pydantic import SecretStr
@@ -82,6 +84,30 @@ def test_every_row_of_a_dataset_becomes_a_sample(hub, tmp_path, url):
     assert re.fullmatch(rf"hf://datasets/{repo}@[0-9a-f]{{40}}(/data)?", pinned)
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert not any(READER.encode() in body for body in written)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_compressed_lines_and_tables_are_read_at_the_commit(hub, tmp_path, kind):
+    repo, texts = hub.make_repo(dataset=True), make_texts(900)
+    table = "text\n" + "".join(f"{text}\n" for text in texts[:300])
+    if kind == "jsonl":
+        files = {"a_jsonl_gz": gzip.compress(make_jsonl(texts[:300]))}
+        files["b_jsonl_zst"] = zstandard.ZstdCompressor().compress(make_jsonl(texts[300:]))
+    else:
+        files = {"a_csv": table.encode()}
+        files["b_csv_gz"] = gzip.compress(
+            "\n".join(["id,text"] + [f"1,{t}" for t in texts[300:]]).encode()
+        )
+    commit(hub, repo, **files)
+    settings = make_settings(hub, f"hf://datasets/{repo}", tmp_path, kind=kind)
+    assert shard_dataset(settings).samples == 900
+    assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
+    commit(hub, repo, **dict.fromkeys(files, b"other"))
+    for shard in (tmp_path / "out/words/shards").rglob("*.tar"):
+        shard.unlink()
+    (tmp_path / "out/words/manifest.json").unlink()
+    shard_dataset(settings)  # makes the lost shards again, from the commit of the plan
+    assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
 
 
 def test_a_plan_stays_at_its_commit_when_the_branch_moves(hub, tmp_path):
