@@ -1,11 +1,16 @@
 """Make small source data for the soak. Each row has a unique id."""
 
+import csv
+import gzip
+import io
 import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import zstandard
 
 from tests.oracle import make_row_token
 
@@ -117,7 +122,59 @@ def make_files(folder: Path, generator: random.Random) -> SourceData:
     )
 
 
-KINDS = {"lines": make_lines, "columns": make_columns, "files": make_files}
+def make_compressed(folder: Path, generator: random.Random) -> SourceData:
+    """Make compressed files of JSON lines, of one member and of several frames."""
+    folder.mkdir(parents=True)
+    rows: Counter[str] = Counter()
+    for number in range(4):
+        written = _make_lines(generator, number, rows)
+        if number % 2:
+            packed = gzip.compress("".join(written).encode())
+        else:
+            parts = ("".join(written[at : at + 30]) for at in range(0, len(written), 30))
+            compressor = zstandard.ZstdCompressor()
+            packed = b"".join(compressor.compress(part.encode()) for part in parts)
+        (folder / f"part-{number}.jsonl.{'gz' if number % 2 else 'zst'}").write_bytes(packed)
+    return SourceData("compressed", folder, {"kind": "jsonl"}, {"shard_bytes": 64 << 10}, rows)
+
+
+def make_tables(folder: Path, generator: random.Random) -> SourceData:
+    """Make CSV files, one of them compressed, with newlines in their values."""
+    folder.mkdir(parents=True)
+    rows: Counter[str] = Counter()
+    for number in range(4):
+        written = io.StringIO()
+        writer = csv.writer(written)
+        writer.writerow(["id", "text"])
+        for i in range(160):
+            name = f"{number}-{i}"
+            text = _make_text(generator, 200, 2600).replace(" mill ", ' "mill",\n')
+            rows[make_row_token(name, text.encode())] += 1
+            writer.writerow([name, text])
+        body = written.getvalue().encode()
+        if number:
+            (folder / f"part-{number}.csv").write_bytes(body)
+        else:
+            (folder / f"part-{number}.csv.gz").write_bytes(gzip.compress(body))
+    return SourceData("tables", folder, {"kind": "csv"}, {"shard_bytes": 64 << 10}, rows)
+
+
+KINDS = {
+    "lines": make_lines,
+    "columns": make_columns,
+    "files": make_files,
+    "compressed": make_compressed,
+    "tables": make_tables,
+}
+
+
+def _make_lines(generator: random.Random, number: int, rows: Counter[str]) -> list[str]:
+    written: list[str] = []
+    for i in range(160):
+        name, text = f"{number}-{i}", _make_text(generator, 200, 2600)
+        rows[make_row_token(name, text.encode())] += 1
+        written.append(json.dumps({"id": name, "text": text}) + "\n")
+    return written
 
 
 def _make_text(generator: random.Random, min_size: int, max_size: int) -> str:
