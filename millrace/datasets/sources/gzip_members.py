@@ -83,11 +83,11 @@ class GzipDecoder:
         end, step = position + len(data), data
         if self._bit:
             data, self._bit = _align(self._bit, data), 0
-        if self._inflater is None:
-            self._search = None
-        elif self._search is None and position - self._last_found >= self._interval:
-            self._search = _BlockSearch(self._output, self._checksum, self._member_bytes)
-        inflater = self._inflater.copy() if self._search is not None else None
+        inflater: Any = None
+        if self._inflater is not None:
+            if self._search is None and position - self._last_found >= self._interval:
+                self._search = _BlockSearch(self._output, self._checksum, self._member_bytes)
+            inflater = self._inflater.copy() if self._search is not None else None
         while data:
             if self._in_trailer:
                 data = self._read_trailer(data)
