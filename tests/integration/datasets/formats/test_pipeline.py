@@ -14,7 +14,7 @@ from pyarrow import parquet as pq
 from tokenizers import Tokenizer
 
 from millrace import PipelineSettings, errors, shard_dataset
-from millrace.datasets import repair_dataset, verify_dataset
+from millrace.datasets import partition, repair_dataset, verify_dataset
 from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.progress_events import (
     IndexUploaded,
@@ -23,7 +23,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.progress import Event
-from millrace.storage import delete, list_objects, open_store, put, read
+from millrace.storage import Store, create, delete, list_objects, open_store, put, read
 from tests.support.flows.fixtures import make_jsonl, make_texts
 from tests.support.format_readers import read_litdata, read_mds
 from tests.support.transforms import END, train_tokenizer
@@ -143,18 +143,20 @@ def test_shards_are_not_emptied_while_they_are_uploaded_after_a_fault(tmp_path, 
         if closed >= 2:
             emptied.set()
 
-    def kill(event: Event) -> None:
-        if isinstance(event, ShardEncoded) and event.number == 0:
+    def fail_first(store: Store, key: str, data: memoryview) -> None:
+        if "-000000." in key:
             assert closing.wait(60)
             raise KilledError
+        create(store, key, data)
 
+    monkeypatch.setattr(partition, "create", fail_first)
     monkeypatch.setattr(ShardSet, "close", close_second_late)
     monkeypatch.setattr(ShardSet, "reset", note_reset)
     killed = settings.model_copy(
         update={"store": settings.store.model_copy(update={"url": (tmp_path / "k").as_uri()})}
     )
     with pytest.raises(KilledError):
-        shard_dataset(killed, progress=kill)
+        shard_dataset(killed)
     for key, body in read_objects(killed).items():
         assert "/shards/" not in key or body == expected[key], key
 
@@ -263,7 +265,11 @@ def test_packed_tokens_of_parquet_are_the_same_in_every_format(tmp_path):
         ({}, {"formats": ["parquet"], "types": {"jpg": "bytes"}}, "`types` has 'jpg'"),
         ({}, {"types": {"txt": "str"}}, "Remove `types`, or add a format"),
         ({"columns": {"body": "text"}}, {"formats": ["pages"]}, "needs a field `text` or"),
-        ({"kind": "files", "columns": None}, {"formats": ["mds"]}, "which files do not name"),
+        (
+            {"kind": "files", "columns": None},
+            {"formats": ["mds"]},
+            "which neither files nor functions name",
+        ),
     ],
 )
 def test_fields_that_a_format_cannot_have_are_refused_before_a_write(
