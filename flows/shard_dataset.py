@@ -37,7 +37,7 @@ def shard_dataset(
     execution: ExecutionSettings | None = None,
     repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
-    """Write a dataset as WebDataset shards to a bucket, each sample exactly once.
+    """Write a dataset as WebDataset or other shards to a bucket, each sample exactly once.
 
     If a run was stopped, cancelled or killed, start it again on any machine: the new run continues.
     Several runs at once share the work.

@@ -76,7 +76,7 @@ _prefix = click.option(
 
 @click.group(cls=NounGroup)
 def dataset() -> None:
-    r"""Shard a source into WebDataset shards, each sample exactly once.
+    r"""Shard a source into WebDataset or other shards, each sample exactly once.
 
     `init`, `plan`, `run`, `status` and `verify` are also commands of `millrace` itself.
 
@@ -132,6 +132,8 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
         "state": found.state,
         "files": plan.source.files,
         "bytes": plan.source.size,
+        "formats": plan.layout.formats,
+        "fields": plan.layout.fields,
         "partitions": [
             {"name": one.name, "split": one.split, "bytes": one.source_range.size}
             for one in plan.partitions
@@ -352,8 +354,15 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         markers = format_count(plan.source.markers, "empty object")
         echo(f"Skipped: {markers} that only show folders.")
     make_console().print(table)
+    if steps := plan.source.settings.get("transforms", {}).get("steps"):
+        echo(f"Transforms: {', '.join(step['kind'] for step in steps)}.")
+    fields = ", ".join(f"{name} ({kind})" for name, kind in plan.layout.fields.items())
+    echo(
+        f"Formats: {', '.join(plan.layout.formats)}{f', with the fields {fields}' * bool(fields)}."
+    )
     workers = max(1, config.execution.workers)
-    memory = plan.layout.shard_bytes * (config.execution.uploads + 1) * workers
+    buffers = (config.execution.uploads + 1) * workers * len(plan.layout.formats)
+    memory = plan.layout.shard_bytes * buffers
     echo(
         f"Shards of at most {format_size(plan.layout.shard_bytes)}; "
         f"at most {format_size(memory)} of them in the memory of "
@@ -368,7 +377,7 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         echo(
             f"The largest sample has {format_size(largest)}, and is a shard of its own. With one "
             "such sample in each worker it is at most "
-            f"{format_size(memory + workers * largest)}."
+            f"{format_size(memory + workers * len(plan.layout.formats) * largest)}."
         )
 
 

@@ -207,6 +207,18 @@ def test_plan_says_how_much_memory_the_largest_sample_takes(run, settings, tmp_p
     assert "in each worker it is at most 12.0 MB." in shown
 
 
+def test_plan_names_the_formats_with_their_fields_and_the_transforms(run, settings):
+    assert "Formats: webdataset.\n" in run("plan", str(settings))
+    with settings.open("a") as file:
+        file.write(
+            "sharding:\n  formats: [webdataset, mds]\n  transforms: [{field: json, min_size: 5}]\n"
+        )
+    shown = run("plan", str(settings))
+    assert "Transforms: filter.\n" in shown
+    assert "Formats: mds, webdataset, with the fields json (json).\n" in shown
+    assert "of them in the memory of 1 worker." in shown
+
+
 def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, settings, tmp_path):
     where = (tmp_path / "store" / "lines").as_uri()
     assert f"Goes to {where} (new: the run makes the folder)." in run("plan", str(settings))

@@ -154,6 +154,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "rental-intent",
         "rental-raised",
         "rental-released",
+        "seek-point",
         "shard-commit",
         "start-window",
         "window-opening",

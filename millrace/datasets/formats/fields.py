@@ -31,9 +31,10 @@ def decide_fields(
         Types in the order of the names; nothing if no format has types.
 
     Raises:
-        ConfigurationError: The fields are not known, a type is given for a field that the samples
-            do not have, or a format cannot have the fields.
+        ConfigurationError: The fields are not known, a type is given or a transform asks for a
+            field that the samples do not have, or a format cannot have the fields.
     """
+    found = _trace_fields(source, steps)
     typed = sorted(one.name for one in formats if one.has_types)
     if not typed:
         if types:
@@ -42,7 +43,6 @@ def decide_fields(
                 "have none. Remove `types`, or add a format."
             )
         return {}
-    found = _trace_fields(source, steps)
     if found is None:
         if not types:
             raise ConfigurationError(
@@ -64,11 +64,22 @@ def decide_fields(
 def _trace_fields(
     source: SourceSettings, steps: Sequence[JsonObject]
 ) -> dict[str, FieldType] | None:
-    """Return the fields that the samples have after the transforms; None if they are not known."""
+    """Return the fields that the samples have after the transforms; None if they are not known.
+
+    Raises:
+        ConfigurationError: A transform needs a field that the samples do not have.
+    """
     if source.kind is SourceKind.FILES:
         return None
     fields = {name: guess_type(name) for name in source.columns or ["json"]}
     for step in steps:
+        needed = step.get("fields") or ([step["field"]] if "field" in step else [])
+        if missing := sorted(set(needed) - fields.keys()):
+            raise ConfigurationError(
+                f"The transform {step['kind']} needs the field {missing[0]!r}, and the samples "
+                f"have the fields {sorted(fields)}. Name the column in `columns` of the source, "
+                f'such as {{"{missing[0]}": "text"}}, or correct the transform.'
+            )
         match step["kind"]:
             case "function":
                 return None

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from millrace import errors
-from millrace.datasets.sources.decoder import DamageError, Decoder, DecoderState
+from millrace.datasets.sources.decoder import DamageError, DecoderState, FileDecompressor
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.gzip_members import GzipDecoder
 from millrace.datasets.sources.pieces import Piece
@@ -27,7 +27,7 @@ from millrace.storage import Store, list_objects
 
 SEEK_INTERVAL = 32 << 20  # compressed bytes from one seek point to the next
 
-_DECODERS: dict[str, Callable[[DecoderState, int], Decoder]] = {
+_DECODERS: dict[str, Callable[[DecoderState, int], FileDecompressor]] = {
     ".gz": GzipDecoder,
     ".zst": ZstdDecoder,
 }

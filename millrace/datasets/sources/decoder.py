@@ -34,7 +34,7 @@ class DecoderState:
     member_bytes: int = 0
 
 
-class Decoder(Protocol):
+class FileDecompressor(Protocol):
     """Decompressor of one file, which the caller reads in steps."""
 
     def decode(self, position: int, data: bytes) -> Iterator[bytes]:

@@ -204,7 +204,7 @@ class _BlockSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more steps should be searched."""
+        """True if no more steps should be searched."""
         return self._searched >= _MAX_SEARCHED or self._tried >= _MAX_TRIED
 
     def search_step(self, inflater: Any, position: int, data: bytes) -> DecoderState | None:

@@ -265,6 +265,8 @@ def test_packed_tokens_of_parquet_are_the_same_in_every_format(tmp_path):
         ({}, {"formats": ["parquet"], "types": {"jpg": "bytes"}}, "`types` has 'jpg'"),
         ({}, {"types": {"txt": "str"}}, "Remove `types`, or add a format"),
         ({"columns": {"body": "text"}}, {"formats": ["pages"]}, "needs a field `text` or"),
+        ({}, {"transforms": [{"field": "json", "min_size": 1}]}, "filter needs the field 'json'"),
+        ({}, {"transforms": [{"fields": {"a": "b"}}]}, "rename needs the field 'a'"),
         (
             {"kind": "files", "columns": None},
             {"formats": ["mds"]},
