@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _HUB = "hf://"
+_CSV_SETTINGS = {"columns", "header", "delimiter"}
 
 
 def is_store_url(url: str) -> bool:
@@ -132,7 +133,7 @@ def _select_settings(settings: SourceSettings) -> dict[str, Any]:
         case SourceKind.FILES:
             return {}
         case SourceKind.CSV:
-            return settings.model_dump(include={"columns", "header", "delimiter"})
+            return settings.model_dump(include=_CSV_SETTINGS)
         case _:
             return {"columns": settings.columns}
 
@@ -165,7 +166,8 @@ def open_source(
         case SourceKind.JSONL:
             return JsonLinesSource(files, dataset_store, columns, any_version=any_version)
         case SourceKind.CSV:
-            return CsvSource(files, dataset_store, **record.settings, any_version=any_version)
+            table_settings = {name: record.settings[name] for name in _CSV_SETTINGS}
+            return CsvSource(files, dataset_store, **table_settings, any_version=any_version)
         case SourceKind.PARQUET:
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 

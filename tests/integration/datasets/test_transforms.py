@@ -1,5 +1,6 @@
 """Datasets with transforms are made exactly once, wherever their runs are stopped."""
 
+import gzip
 import io
 import json
 import random
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import plan_garbage, repair_dataset, verify_dataset
 from millrace.datasets.progress_events import ShardCommitted, ShardEncoded, ShardUploaded
+from millrace.datasets.sources import SourceKind
 from millrace.storage import delete, list_objects, open_store, read
 from tests.support.transforms import END, train_tokenizer
 
@@ -99,6 +101,27 @@ def read_samples(settings):
                     assert extension not in fields, "a key is used once"
                     fields[extension] = members.extractfile(member).read()
     return samples
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz"])
+def test_tables_and_compressed_lines_are_transformed_too(tmp_path, name):
+    texts = [f"the mill {number}" for number in range(50)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    table = "text\n" + "".join(f"{text}\n" for text in texts)
+    (tmp_path / "source").mkdir()
+    body = table.encode() if name == "a.csv" else gzip.compress(lines.encode())
+    (tmp_path / "source" / name).write_bytes(body)
+    (tmp_path / "tokenizer.json").write_bytes(train_tokenizer())
+    settings = make_settings(tmp_path, "out", make_packed(tmp_path))
+    kind = "csv" if name == "a.csv" else "jsonl"
+    source = settings.source.model_copy(update={"kind": SourceKind(kind)})
+    shard_dataset(settings.model_copy(update={"source": source}))
+    tokenizer = Tokenizer.from_str(train_tokenizer().decode())
+    expected = [
+        id for text in texts for id in (*tokenizer.encode(text).ids, tokenizer.token_to_id(END))
+    ]
+    found = b"".join(sample["tokens"] for sample in read_samples(settings).values())
+    assert np.frombuffer(found, "<u2").tolist() == expected
 
 
 @pytest.mark.parametrize("make_transforms", TRANSFORMS)
