@@ -117,9 +117,8 @@ def test_tables_and_compressed_lines_are_transformed_too(tmp_path, name):
     source = settings.source.model_copy(update={"kind": SourceKind(kind)})
     shard_dataset(settings.model_copy(update={"source": source}))
     tokenizer = Tokenizer.from_str(train_tokenizer().decode())
-    expected = [
-        id for text in texts for id in (*tokenizer.encode(text).ids, tokenizer.token_to_id(END))
-    ]
+    end = tokenizer.token_to_id(END)
+    expected = [token for text in texts for token in (*tokenizer.encode(text).ids, end)]
     found = b"".join(sample["tokens"] for sample in read_samples(settings).values())
     assert np.frombuffer(found, "<u2").tolist() == expected
 
