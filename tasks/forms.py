@@ -32,6 +32,7 @@ from millrace.rentals import OfferRequest, Program, RentSettings
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
 from millrace.settings_values import make_plain
+from tasks.locations import SourceInput
 
 F = TypeVar("F", bound="Flow[..., Any]")
 
@@ -45,6 +46,7 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     Rule: frozenset({"older_than", "name"}),
     RunOptions: frozenset({"window_length", "steps"}),
     RunSettings: frozenset({"window_length", "steps", "windows"}),
+    SourceInput: frozenset({"bucket", "columns", "include", "kind", "prefix", "url"}),
 }
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""
 
