@@ -594,7 +594,7 @@ def _prewarm(site: Site) -> Any:
         )
         report = prewarm(wanted, progress=site.hear)
         site.said += [
-            f"{node.name} is {'trusted' if node.trusted else 'not trusted'}: {node.why}"
+            f"{node.name} is {'trusted' if node.trusted else 'not trusted'}: {node.reason}"
             for node in report.nodes
         ]
         if told.exists():
