@@ -73,10 +73,15 @@ class ByteRange(RecordPart):
         """Bytes of the range."""
         return self.end - self.start
 
-    @staticmethod
-    def locate(cursor: int) -> int:
-        """Return the offset in the file of a cursor, which is the same."""
-        return cursor
+    @property
+    def start_cursor(self) -> int:
+        """Cursor of the first byte: its offset."""
+        return self.start
+
+    @property
+    def end_cursor(self) -> int:
+        """Cursor after the last byte."""
+        return self.end
 
     def compute_fraction_before(self, cursor: int) -> float:
         """Return the fraction of the range before a cursor, from 0 to 1."""
@@ -120,6 +125,16 @@ class CompressedRange(RecordPart):
     def size(self) -> int:
         """Bytes of the range."""
         return self.end - self.start
+
+    @property
+    def start_cursor(self) -> int:
+        """First cursor of the steps that begin in the range."""
+        return -(-self.start // COMPRESSED_STEP) << _STEP_BITS
+
+    @property
+    def end_cursor(self) -> int:
+        """First cursor of the steps that begin after the range."""
+        return -(-self.end // COMPRESSED_STEP) << _STEP_BITS
 
     @staticmethod
     def make_cursor(position: int, count: int) -> int:

@@ -13,18 +13,18 @@ class ShardSet:
 
     Attributes:
         samples: Number of samples in each shard.
+        size: Bytes of the largest shard if it were closed now.
     """
 
     def __init__(self, layout: ShardLayout) -> None:
         fields = {name: FieldType(one) for name, one in layout.fields.items()}
         self.formats = tuple(map(open_format, layout.formats))
         self._encoders = [one.make_encoder(fields, layout.shard_bytes) for one in self.formats]
-        self.samples = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the largest shard if it were closed now."""
-        return max(encoder.size for encoder in self._encoders)
+        # Of every sample, these are called once. So they are looked up only here.
+        self._prepare = [encoder.prepare for encoder in self._encoders]
+        self._append = [encoder.append for encoder in self._encoders]
+        self._empty_size = max(encoder.size for encoder in self._encoders)
+        self.samples, self.size = 0, self._empty_size
 
     def add(self, sample: Sample, limit: int) -> bool:
         """Append a sample to each shard, unless one would then be larger than the limit.
@@ -37,12 +37,16 @@ class ShardSet:
         Raises:
             BadSampleError: A format cannot hold the sample. No shard has it.
         """
-        sizes = [encoder.prepare(sample) for encoder in self._encoders]
-        if self.samples and max(sizes) > limit:
+        largest = 0
+        for prepare in self._prepare:
+            size = prepare(sample)
+            largest = max(largest, size)
+        if largest > limit and self.samples:
             return False
-        for encoder in self._encoders:
-            encoder.append()
+        for append in self._append:
+            append()
         self.samples += 1
+        self.size = largest
         return True
 
     def close(self) -> list[memoryview]:
@@ -51,6 +55,6 @@ class ShardSet:
 
     def reset(self) -> None:
         """Begin the next shards, and free the memory of a large sample."""
-        self.samples = 0
+        self.samples, self.size = 0, self._empty_size
         for encoder in self._encoders:
             encoder.reset()

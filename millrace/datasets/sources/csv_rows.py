@@ -16,7 +16,7 @@ from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.pieces import Line, Piece, check_row_size, split_lines
-from millrace.datasets.sources.ranges import FileRange
+from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
 from millrace.storage import Store
@@ -78,10 +78,10 @@ class CsvSource:
                 f"CSV files are divided by bytes, not {source_range.kind}."
             )
         if source_range.reason:
-            if cursor < source_range.end:
-                yield BadRow(source_range.file.path, source_range.reason, b"", source_range.end)
+            yield from iterate_unreadable(source_range, cursor)
             return
-        if source_range.locate(cursor) >= source_range.end:
+        start, end = source_range.start_cursor, source_range.end_cursor
+        if cursor >= end:
             return
         names = self._read_header(source_range)
         parser = _RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
@@ -89,13 +89,12 @@ class CsvSource:
         rows = self._iterate_lines(pieces, source_range.file.path)
         is_header = self._header is None and cursor <= source_range.start
         for line in rows:
-            position = source_range.locate(line.cursor)
-            if position >= source_range.end:
+            if line.cursor >= end:
                 return
             row = line.held.pop()
             if is_header:
                 is_header = not row
-            elif row and position >= source_range.start:
+            elif row and line.cursor >= start:
                 yield _make_row(source_range, parser, line, row)
 
     def _read_header(self, source_range: TextRange) -> list[str]:

@@ -15,7 +15,8 @@ import orjson
 from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.pieces import Line, split_lines
+from millrace.datasets.sources.pieces import split_lines
+from millrace.datasets.sources.ranges import iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
 from millrace.schemas.dataset import FileRef, SourceRange
 from millrace.storage import Store
@@ -56,13 +57,21 @@ class JsonLinesSource:
                 f"JSON lines are divided by bytes, not {source_range.kind}."
             )
         if source_range.reason:
-            if cursor < source_range.end:
-                yield BadRow(source_range.file.path, source_range.reason, b"", source_range.end)
+            yield from iterate_unreadable(source_range, cursor)
             return
-        for _, offset, after, held in self._iterate_lines(source_range, cursor):
-            held[0] = _strip_line(held[0], offset)
-            if held[0] and not held[0].isspace():
-                yield self._parse_row(source_range, offset, after, held)
+        start, end = source_range.start_cursor, source_range.end_cursor
+        if cursor >= end:
+            return
+        pieces = self._files.iterate_pieces(source_range, cursor)
+        for first, offset, after, held in split_lines(pieces, source_range.file.path):
+            if first >= end:
+                return
+            if first >= start:
+                held[0] = _strip_line(held[0], offset)
+                if held[0] and not held[0].isspace():
+                    yield self._parse_row(source_range, offset, after, held)
+            if after >= end:
+                return
 
     def _parse_row(
         self, source_range: TextRange, offset: int, after: int, held: list[bytes]
@@ -101,20 +110,6 @@ class JsonLinesSource:
         self, file: FileRef, offset: int, after: int, line: bytes, reason: str
     ) -> BadRow:
         return BadRow(f"{file.path}, byte {offset}", reason, line, after)
-
-    def _iterate_lines(self, source_range: TextRange, cursor: int) -> Iterator[Line]:
-        """Yield the lines that begin within the range, from a cursor on."""
-        if source_range.locate(cursor) >= source_range.end:
-            return
-        pieces = self._files.iterate_pieces(source_range, cursor)
-        for line in split_lines(pieces, source_range.file.path):
-            position = source_range.locate(line.cursor)
-            if position >= source_range.end:
-                return
-            if position >= source_range.start:
-                yield line
-            if source_range.locate(line.next_cursor) >= source_range.end:
-                return
 
 
 def _strip_line(line: bytes, offset: int) -> bytes:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles, drop_etag
-from millrace.datasets.sources.ranges import FileRange
+from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.reader import SourceFileReader
 from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.schemas.dataset import FileRef, RowRange, SourceRange
@@ -242,8 +242,7 @@ class ParquetSource:
             )
         file = source_range.file
         if source_range.reason:
-            if cursor < source_range.end:
-                yield BadRow(file.path, source_range.reason, b"", source_range.end)
+            yield from iterate_unreadable(source_range, cursor)
             return
         if self._any_version:
             file = drop_etag(file)

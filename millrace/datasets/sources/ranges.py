@@ -1,9 +1,10 @@
 """Divide the ranges of a source's files into splits and partitions."""
 
 import random
-from collections.abc import MutableSequence
+from collections.abc import Iterator, MutableSequence
 from typing import TypeVar
 
+from millrace.datasets.sample import BadRow
 from millrace.datasets.sources.base import Division
 from millrace.keys.datasets import make_partition_name
 from millrace.schemas.dataset import ByteRange, CompressedRange, Partition, RowRange, SourceRange
@@ -35,6 +36,12 @@ def partition_ranges(ranges: list[FileRange], division: Division) -> tuple[Parti
         for split, split_ranges in (("train", ranges), ("val", held_out))
         for number, source_range in enumerate(split_ranges)
     )
+
+
+def iterate_unreadable(source_range: FileRange, cursor: int) -> Iterator[BadRow]:
+    """Yield the one bad row of a range whose file cannot be read by its name, from a cursor on."""
+    if cursor < source_range.end:
+        yield BadRow(source_range.file.path, source_range.reason, b"", source_range.end)
 
 
 def make_partition(split: str, number: int, source_range: SourceRange) -> Partition:
