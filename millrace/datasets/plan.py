@@ -86,7 +86,6 @@ def make_plan(
         holdout=settings.holdout,
     )
     formats = [open_format(name) for name in settings.formats]
-    partitioned = partition_source(source, files, keys, division)
     transforms = pin_transforms(
         settings.transforms,
         keys,
@@ -94,6 +93,9 @@ def make_plan(
         dataset_store=store,
         allow_private=source.allow_private,
     )
+    steps = transforms.record.get("steps", [])
+    fields = decide_fields(formats, source, steps, settings.types)  # refused before a long listing
+    partitioned = partition_source(source, files, keys, division)
     if transforms.record:
         described = {**partitioned.record.settings, "transforms": transforms.record}
         partitioned = replace(
@@ -108,9 +110,7 @@ def make_plan(
         source=partitioned.record,
         layout=ShardLayout(
             formats=tuple(one.name for one in formats),
-            fields=decide_fields(
-                formats, source, transforms.record.get("steps", []), settings.types
-            ),
+            fields=fields,
             writer={
                 **{name: version for one in formats for name, version in one.writer.items()},
                 **_ROW_VERSIONS,

@@ -1,6 +1,6 @@
 """Interface of a format. A format encodes samples as the bytes of a shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -125,6 +125,25 @@ class ShardFormat(Protocol):
             shards: Shards of this format, in the order of their keys.
         """
         ...
+
+
+def group_shards(
+    keys: DatasetKeys, shard_format: str, shards: Iterable[ManifestShard]
+) -> Iterator[tuple[str, list[tuple[str, ManifestShard]]]]:
+    """Yield the prefix of each split, with the names of the shards below it, and the shards.
+
+    Raises:
+        ValueError: A shard is not below the prefix of its split.
+    """
+    splits: dict[str, list[ManifestShard]] = {}
+    for shard in shards:
+        splits.setdefault(shard.split, []).append(shard)
+    for split, own in splits.items():
+        prefix = keys.make_shards_prefix(shard_format, split)
+        for shard in own:
+            if not shard.key.startswith(prefix):
+                raise ValueError(f"The shard {shard.key} is not below {prefix}.")
+        yield prefix, [(shard.key.removeprefix(prefix), shard) for shard in own]
 
 
 def read_field(data: bytes | LargeFile) -> bytes:

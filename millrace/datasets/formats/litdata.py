@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from millrace.datasets.formats.base import BadSampleError, Fields, FieldType
+from millrace.datasets.field_names import KEY
+from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, group_shards
 from millrace.datasets.formats.offset_table import (
     Column,
     OffsetTableEncoder,
     check_names,
-    group_shards,
 )
 from millrace.datasets.formats.typed_fields import (
     FieldData,
@@ -27,7 +27,6 @@ from millrace.datasets.formats.typed_fields import (
     keep_array,
     keep_bytes,
 )
-from millrace.datasets.formats.values import KEY
 from millrace.digest import compute_digest, dump_canonical_json, get_hex
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from millrace.datasets.formats.base import Fields, FieldType, read_field
+from millrace.datasets.field_names import KEY
+from millrace.datasets.formats.base import Fields, FieldType, group_shards, read_field
 from millrace.datasets.formats.offset_table import (
     Column,
     OffsetTableEncoder,
     check_names,
-    group_shards,
 )
 from millrace.datasets.formats.typed_fields import (
     FieldData,
@@ -28,7 +28,6 @@ from millrace.datasets.formats.typed_fields import (
     keep_array,
     keep_bytes,
 )
-from millrace.datasets.formats.values import KEY
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 

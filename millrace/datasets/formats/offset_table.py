@@ -6,20 +6,19 @@ unsigned and little-endian, of 32 bits.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
+from millrace.datasets.field_names import KEY
 from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
 from millrace.datasets.formats.typed_fields import FieldData, FieldEncoder
-from millrace.datasets.formats.values import KEY, encode_key
+from millrace.datasets.formats.values import encode_key
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
-from millrace.keys.datasets import DatasetKeys
 from millrace.memory import map_anonymous
-from millrace.schemas.dataset import ManifestShard
 
 _MAX_SIZE = (1 << 32) - 1  # bytes of a shard, and the largest offset
 
@@ -169,25 +168,6 @@ def check_names(fields: Fields, shard_format: str) -> None:
             f"The format {shard_format} stores the key of a sample as {KEY!r}, and the samples "
             "have a field of this name: rename or leave out the field."
         )
-
-
-def group_shards(
-    keys: DatasetKeys, shard_format: str, shards: Iterable[ManifestShard]
-) -> Iterator[tuple[str, list[tuple[str, ManifestShard]]]]:
-    """Yield the prefix of each split, with the names below the prefix and the shards.
-
-    Raises:
-        ValueError: A shard is not below the prefix of its split.
-    """
-    splits: dict[str, list[ManifestShard]] = {}
-    for shard in shards:
-        splits.setdefault(shard.split, []).append(shard)
-    for split, own in splits.items():
-        prefix = keys.make_shards_prefix(shard_format, split)
-        for shard in own:
-            if not shard.key.startswith(prefix):
-                raise ValueError(f"The shard {shard.key} is not below {prefix}.")
-        yield prefix, [(shard.key.removeprefix(prefix), shard) for shard in own]
 
 
 def _describe_fields(sample: Sample, names: Set[str]) -> str:

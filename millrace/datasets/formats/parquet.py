@@ -21,7 +21,6 @@ Each split has its own index objects, because those loaders draw pages from all 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -30,9 +29,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, read_field
+from millrace.datasets.field_names import KEY
+from millrace.datasets.formats.base import (
+    BadSampleError,
+    Fields,
+    FieldType,
+    group_shards,
+    read_field,
+)
 from millrace.datasets.formats.values import (
-    KEY,
     check_array,
     check_names,
     check_text,
@@ -122,14 +127,14 @@ class PagesFormat:
         """Return ``_shard_sizes.json`` and ``_metadata.yaml`` of each split, by their keys."""
         del fields
         indexes: dict[str, bytes] = {}
-        for split, group in groupby(sorted(shards, key=lambda s: s.split), lambda s: s.split):
-            files = [{"path": shard.key, "num_rows": shard.samples} for shard in group]
+        for prefix, named in group_shards(keys, self.name, shards):
+            own = [shard for _, shard in named]
+            split = own[0].split
             sizes = {
                 "split": split,
-                "shards": files,
-                "total_rows": sum(cast("int", file["num_rows"]) for file in files),
+                "shards": [{"path": shard.key, "num_rows": shard.samples} for shard in own],
+                "total_rows": sum(shard.samples for shard in own),
             }
-            prefix = keys.make_shards_prefix(self.name, split)
             indexes[f"{prefix}_shard_sizes.json"] = orjson.dumps(
                 {split: sizes}, option=orjson.OPT_INDENT_2
             )

@@ -22,14 +22,13 @@ number of tokens of each shard.
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from types import MappingProxyType
 from typing import cast
 
 import numpy as np
 import orjson
 
-from millrace.datasets.formats.base import BadSampleError, Fields, FieldType
+from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, group_shards
 from millrace.datasets.formats.values import check_array, check_names
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
@@ -70,15 +69,14 @@ class TokensFormat:
         """Return ``index.json`` of each split, by its key."""
         dtype = _TYPES[fields[_find_tokens(fields)]]
         indexes: dict[str, bytes] = {}
-        for split, group in groupby(sorted(shards, key=lambda s: s.split), lambda s: s.split):
-            prefix = keys.make_shards_prefix(self.name, split)
+        for prefix, named in group_shards(keys, self.name, shards):
             described = [
                 {
-                    "name": shard.key.rpartition("/")[2],
+                    "name": name,
                     "samples": shard.samples,
                     "tokens": _count_tokens(shard, dtype),
                 }
-                for shard in group
+                for name, shard in named
             ]
             index = {
                 "version": 1,

@@ -9,9 +9,6 @@ import re
 from millrace.datasets.formats.base import BadSampleError, Fields
 from millrace.datasets.sample import Sample
 
-KEY = "__key__"
-"""Field of a read sample that has its key, as in webdataset."""
-
 _INT = re.compile(rb"-?[0-9]{1,19}")
 _MAX_NUMBER_BYTES = 400  # the longest decimal text of a float64 that JSON encoders write is shorter
 _SPACES = b" \t\r\n"

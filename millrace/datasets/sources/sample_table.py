@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from millrace.datasets.field_names import RESERVED
 from millrace.datasets.sources.table import (
     FileTable,
     decode_path,
@@ -22,7 +23,6 @@ from millrace.datasets.sources.table import (
 from millrace.schemas.dataset import FileRef
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-RESERVED = re.compile(r"__[^/]*__")  # extensions that readers reserve
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
 
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from millrace.datasets.sources.sample_table import RESERVED
+from millrace.datasets.field_names import check_distinct, check_field_name
 
 
 class SourceKind(StrEnum):
@@ -75,13 +75,8 @@ class SourceSettings(BaseModel):
     @classmethod
     def _check_columns(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
         for name in columns or {}:
-            if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
-                raise ValueError(
-                    f"webdataset could not read the field {name!r} back: write an extension such "
-                    "as txt, without '/' and not like __this__"
-                )
-        if len({name.lower() for name in columns or {}}) < len(columns or {}):
-            raise ValueError("two fields differ in upper and lower case only: readers see one")
+            check_field_name(name)
+        check_distinct(columns or {})
         return columns or None
 
     @model_validator(mode="after")

@@ -8,16 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+from millrace.datasets.field_names import KEY, BadFieldError, check_distinct, check_field_name
 from millrace.datasets.formats.base import FieldType, guess_type, read_field
 from millrace.datasets.sample import Sample
-from millrace.datasets.sources.sample_table import RESERVED
-
-KEY = "__key__"
-"""Name of the sample's key among the values, as webdataset has it."""
-
-
-class BadFieldError(ValueError):
-    """A field cannot be converted. The message is the reason for the quarantine."""
 
 
 def decode_fields(sample: Sample) -> dict[str, Any]:
@@ -73,30 +66,6 @@ def encode_fields(values: Mapping[Any, Any]) -> dict[str, bytes]:
         raise BadFieldError("a sample without fields cannot be written")
     check_distinct(fields)
     return fields
-
-
-def check_field_name(name: str) -> str:
-    """Return the name of a field, checked to be an extension that webdataset reads back.
-
-    Raises:
-        BadFieldError: The name cannot be an extension.
-    """
-    if not name or "/" in name or RESERVED.search(name) or not name.isprintable():
-        raise BadFieldError(
-            f"webdataset could not read the field {name!r} back: write an extension such as txt, "
-            "without '/' and not like __this__"
-        )
-    return name
-
-
-def check_distinct(names: Mapping[str, Any]) -> None:
-    """Check that names do not differ in upper and lower case only, since readers see one field.
-
-    Raises:
-        BadFieldError: Two names do.
-    """
-    if len({name.lower() for name in names}) < len(names):
-        raise BadFieldError("two fields differ in upper and lower case only: readers see one")
 
 
 def _encode_value(name: str, value: Any) -> bytes:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from millrace.datasets.field_names import BadFieldError, check_distinct
 from millrace.datasets.sample import Row, Sample
 from millrace.datasets.transforms.base import make_bad_row
-from millrace.datasets.transforms.fields import BadFieldError, check_distinct
 from millrace.datasets.transforms.settings import RenameSettings
 
 

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.datasets.transforms.fields import check_distinct, check_field_name
+from millrace.datasets.field_names import check_distinct, check_field_name
 from millrace.digest import OwnDigest
 from millrace.settings import Size
 
@@ -92,7 +92,7 @@ class RenameSettings(BaseModel):
     @field_validator("fields")
     @classmethod
     def _check_fields(cls, fields: dict[str, str]) -> dict[str, str]:
-        check_distinct(dict.fromkeys(fields.values()))
+        check_distinct(fields.values())
         if len(set(fields.values())) < len(fields):
             raise ValueError("two fields get one name: give each field a name of its own")
         return fields

@@ -12,14 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import errors
+from millrace.datasets.field_names import BadFieldError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sample import BadRow, LargeFile, Sample
-from millrace.datasets.transforms.fields import (
-    BadFieldError,
-    decode_fields,
-    encode_fields,
-    make_part_key,
-)
+from millrace.datasets.transforms.fields import decode_fields, encode_fields, make_part_key
 from millrace.datasets.transforms.function import FunctionTransform
 
 
