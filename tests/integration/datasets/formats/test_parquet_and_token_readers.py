@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +14,17 @@ import s3fs
 import torch
 from pyarrow import parquet
 
-from millrace.datasets.formats.base import Fields, FieldType, ShardFormat
+from millrace.datasets.formats.base import FieldType
 from millrace.datasets.formats.parquet import PagesFormat, ParquetFormat
 from millrace.datasets.formats.tokens import TokensFormat
 from millrace.datasets.sample import Sample
-from millrace.digest import compute_digest
-from millrace.keys.datasets import DatasetKeys, ShardName
-from millrace.schemas.dataset import ManifestShard
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put
 from millrace.testing.rgw import RGW
 from tests.stores import make_spec
+from tests.support.formats import make_objects
 
 KEYS = DatasetKeys("corpus")
-
-
-def write_shards(
-    shard_format: ShardFormat, fields: Fields, shards: Sequence[Iterable[Sample]]
-) -> dict[str, bytes]:
-    """Return the shards of the split ``train`` and their index objects, by their keys."""
-    encoder = shard_format.make_encoder(fields, 1 << 20)
-    objects: dict[str, bytes] = {}
-    entries: list[ManifestShard] = []
-    for number, samples in enumerate(shards):
-        for sample in samples:
-            encoder.prepare(sample)
-            encoder.append()
-        shard = bytes(encoder.close())
-        name = f"{ShardName('train-00000', number)}.{shard_format.extension}"
-        key = KEYS.make_shards_prefix(shard_format.name, "train") + name
-        objects[key] = shard
-        entries.append(
-            ManifestShard(
-                format=shard_format.name,
-                key=key,
-                split="train",
-                samples=encoder.samples,
-                size=len(shard),
-                digest=compute_digest(shard),
-            )
-        )
-        encoder.reset()
-    return {**objects, **shard_format.make_indexes(KEYS, fields, entries)}
 
 
 def write_files(folder: Path, objects: Mapping[str, bytes]) -> None:
@@ -98,7 +68,9 @@ def test_datasets_loads_parquet_shards_with_their_types(tmp_path: Path, streamin
         )
         for n, row in enumerate(rows)
     ]
-    write_files(tmp_path, write_shards(ParquetFormat(), fields, [samples[:1200], samples[1200:]]))
+    write_files(
+        tmp_path, make_objects(ParquetFormat(), KEYS, fields, [samples[:1200], samples[1200:]])
+    )
     loaded: Any = datasets.load_dataset(
         "parquet",
         data_files=str(tmp_path / "corpus/shards/parquet/train/*.parquet"),
@@ -164,7 +136,7 @@ def test_a_loader_of_templar_finds_the_rows_of_every_page(
     texts = [f"text {n}" for n in range(4000)]
     samples = [Sample(f"k{n}", {"txt": text.encode()}, n + 1) for n, text in enumerate(texts)]
     parts = [samples[:2000], samples[2000:2149], samples[2149:]]
-    objects = write_shards(PagesFormat(), {"txt": FieldType.STR}, parts)
+    objects = make_objects(PagesFormat(), KEYS, {"txt": FieldType.STR}, parts)
     store = open_store(make_spec("rgw", request).model_copy(update={"url": f"s3://{bucket}"}))
     for key, body in objects.items():
         put(store, key, body)
@@ -208,8 +180,8 @@ def test_a_loader_of_templar_reads_packed_sequences_and_their_ids(tmp_path: Path
     rng = np.random.default_rng(0)
     sequences = rng.integers(0, 128_000, (300, 64)).astype("<u4")
     samples = [Sample(f"k{n}", {"tokens": one.tobytes()}, n + 1) for n, one in enumerate(sequences)]
-    objects = write_shards(
-        TokensFormat(), {"tokens": FieldType.UINT32_ARRAY}, [samples[:180], samples[180:]]
+    objects = make_objects(
+        TokensFormat(), KEYS, {"tokens": FieldType.UINT32_ARRAY}, [samples[:180], samples[180:]]
     )
     write_files(tmp_path, objects)
     folder = tmp_path / "corpus/shards/tokens/train"
@@ -231,7 +203,7 @@ def test_a_loader_of_templar_reads_packed_sequences_and_their_ids(tmp_path: Path
 def test_nanogpt_draws_batches_from_a_shard(tmp_path: Path) -> None:
     documents = [np.arange(n, n + 700, dtype="<u2") for n in range(20)]
     samples = [Sample(f"k{n}", {"tokens": one.tobytes()}, n + 1) for n, one in enumerate(documents)]
-    objects = write_shards(TokensFormat(), {"tokens": FieldType.UINT16_ARRAY}, [samples])
+    objects = make_objects(TokensFormat(), KEYS, {"tokens": FieldType.UINT16_ARRAY}, [samples])
     write_files(tmp_path, objects)
     tokens = np.concatenate(documents).astype(np.int64)
     path = tmp_path / "corpus/shards/tokens/train/train-00000-000000.npy"

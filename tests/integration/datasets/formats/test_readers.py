@@ -10,27 +10,18 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.datasets.formats.base import FieldType, ShardFormat
+from millrace.datasets.formats.base import ShardFormat
 from millrace.datasets.formats.litdata import LitDataFormat
 from millrace.datasets.formats.mds import MDSFormat
 from millrace.datasets.sample import Sample
-from millrace.digest import compute_digest
-from millrace.keys.datasets import DatasetKeys, ShardName
-from millrace.schemas.dataset import ManifestShard
+from millrace.keys.datasets import DatasetKeys
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
 from tests.support.format_readers import read_litdata, read_mds, write_mds
+from tests.support.formats import ALL_TYPES, make_objects
 
 KEYS = DatasetKeys("texts")
-FIELDS = {
-    "body": FieldType.BYTES,
-    "count": FieldType.INT,
-    "meta": FieldType.JSON,
-    "score": FieldType.FLOAT,
-    "text": FieldType.STR,
-    "wide": FieldType.UINT32_ARRAY,
-    "words": FieldType.UINT16_ARRAY,
-}
+FIELDS = ALL_TYPES
 COLUMNS = {
     "__key__": "str",
     "body": "bytes",
@@ -75,33 +66,18 @@ def make_sample(item: Item) -> Sample:
     return Sample(item["__key__"], fields, 0)
 
 
-def make_objects(
+def make_files(
     shard_format: ShardFormat, items: Sequence[Item], samples_per_shard: int
 ) -> dict[str, bytes]:
     """Return the shards and the index of a split, by their names below the split's prefix."""
     prefix = KEYS.make_shards_prefix(shard_format.name, "train")
-    encoder = shard_format.make_encoder(FIELDS, 1 << 16)
-    bodies: dict[str, bytes] = {}
-    shards: list[ManifestShard] = []
-    for start in range(0, len(items), samples_per_shard):
-        name = ShardName("train-00000", len(shards))
-        for item in items[start : start + samples_per_shard]:
-            encoder.prepare(make_sample(item))
-            encoder.append()
-        key = f"{prefix}{name}.{shard_format.extension}"
-        bodies[key] = bytes(encoder.close())
-        shard = ManifestShard(
-            format=shard_format.name,
-            key=key,
-            split="train",
-            samples=encoder.samples,
-            size=len(bodies[key]),
-            digest=compute_digest(bodies[key]),
-        )
-        shards.append(shard)
-        encoder.reset()
-    bodies |= shard_format.make_indexes(KEYS, FIELDS, shards)
-    return {key.removeprefix(prefix): body for key, body in bodies.items()}
+    samples = [make_sample(item) for item in items]
+    parts = [
+        samples[start : start + samples_per_shard]
+        for start in range(0, len(samples), samples_per_shard)
+    ]
+    objects = make_objects(shard_format, KEYS, FIELDS, parts)
+    return {key.removeprefix(prefix): body for key, body in objects.items()}
 
 
 def write(folder: Path, objects: dict[str, bytes]) -> Path:
@@ -138,14 +114,14 @@ def items() -> list[Item]:
 
 
 def test_litdata_reads_a_folder_in_its_order(tmp_path: Path, items: list[Item]) -> None:
-    folder = write(tmp_path / "train", make_objects(LitDataFormat(), items, 7))
+    folder = write(tmp_path / "train", make_files(LitDataFormat(), items, 7))
     assert_same(read_litdata(str(folder)), with_json_as_text(items))
 
 
 def test_litdata_reads_each_sample_once_when_shuffled_by_two_workers(
     tmp_path: Path, items: list[Item]
 ) -> None:
-    folder = write(tmp_path / "train", make_objects(LitDataFormat(), items, 7))
+    folder = write(tmp_path / "train", make_files(LitDataFormat(), items, 7))
     found = read_litdata(str(folder), shuffle=True, workers=2)
     assert [item["__key__"] for item in found] != [item["__key__"] for item in items]
     assert_same(sort(found), with_json_as_text(items))
@@ -154,7 +130,7 @@ def test_litdata_reads_each_sample_once_when_shuffled_by_two_workers(
 def test_litdata_reads_from_s3_over_tls(
     items: list[Item], rgw: RGW, r2: R2Proxy, bucket: str
 ) -> None:
-    for name, body in make_objects(LitDataFormat(), items, 7).items():
+    for name, body in make_files(LitDataFormat(), items, 7).items():
         r2.make_client(rgw.full).put_object(Bucket=bucket, Key=f"texts/train/{name}", Body=body)
     assert r2.ca_file is not None
     options = {
@@ -171,14 +147,14 @@ def test_litdata_reads_from_s3_over_tls(
 def test_mosaicml_reads_a_folder_in_its_order(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:
-    folder = write(tmp_path / "train", make_objects(MDSFormat(), items, 7))
+    folder = write(tmp_path / "train", make_files(MDSFormat(), items, 7))
     assert_same(read_mds(mosaicml, folder), items)
 
 
 def test_mosaicml_reads_each_sample_once_when_shuffled_by_two_workers(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:
-    folder = write(tmp_path / "train", make_objects(MDSFormat(), items, 7))
+    folder = write(tmp_path / "train", make_files(MDSFormat(), items, 7))
     found = read_mds(mosaicml, folder, shuffle=True, workers=2)
     assert [item["__key__"] for item in found] != [item["__key__"] for item in items]
     assert_same(sort(found), items)
@@ -190,7 +166,7 @@ def test_mosaicmls_own_writer_makes_the_same_bytes(
     write_mds(mosaicml, tmp_path / "theirs", COLUMNS, items)
     (body,) = (tmp_path / "theirs").glob("*.mds")
     index = json.loads((tmp_path / "theirs/index.json").read_bytes())
-    own = make_objects(MDSFormat(), items, COUNT)
+    own = make_files(MDSFormat(), items, COUNT)
     assert own["train-00000-000000.mds"] == body.read_bytes()
     index["shards"][0]["raw_data"]["basename"] = "train-00000-000000.mds"
     assert own["index.json"] == json.dumps(index, sort_keys=True).encode()
@@ -200,7 +176,7 @@ def test_mosaicml_reads_an_empty_array_which_its_writer_refuses(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:
     empty = [{**items[0], "wide": np.array([], np.uint32), "body": b"", "text": ""}]
-    folder = write(tmp_path / "train", make_objects(MDSFormat(), empty, 1))
+    folder = write(tmp_path / "train", make_files(MDSFormat(), empty, 1))
     assert_same(read_mds(mosaicml, folder), empty)
     with pytest.raises(AssertionError, match="0 elements"):
         write_mds(mosaicml, tmp_path / "theirs", COLUMNS, empty)

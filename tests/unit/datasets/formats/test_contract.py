@@ -16,6 +16,7 @@ from millrace.datasets.formats.litdata import LitDataFormat
 from millrace.datasets.formats.mds import MDSFormat
 from millrace.datasets.formats.parquet import PagesFormat, ParquetFormat
 from millrace.datasets.sample import LargeFile, Sample
+from tests.support.formats import ALL_TYPES
 
 CAPACITY = 1 << 14
 
@@ -45,15 +46,6 @@ class Case:
         return Sample(f"{number:05d}-{number:010d}", fields, number)
 
 
-ALL_TYPES = {
-    "body": FieldType.BYTES,
-    "count": FieldType.INT,
-    "meta": FieldType.JSON,
-    "score": FieldType.FLOAT,
-    "text": FieldType.STR,
-    "wide": FieldType.UINT32_ARRAY,
-    "words": FieldType.UINT16_ARRAY,
-}
 CASES = [
     Case(one, ALL_TYPES) for one in (LitDataFormat(), MDSFormat(), PagesFormat(), ParquetFormat())
 ]

@@ -21,22 +21,14 @@ from millrace.datasets.formats import offset_table
 from millrace.datasets.formats.base import BadSampleError, FieldType
 from millrace.datasets.formats.litdata import LitDataFormat
 from millrace.datasets.sample import LargeFile, Sample
-from millrace.digest import compute_digest
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
+from tests.support.formats import ALL_TYPES, describe_shard
 
 FORMAT = LitDataFormat()
 KEYS = DatasetKeys("texts")
-FIELDS = {
-    "body": FieldType.BYTES,
-    "count": FieldType.INT,
-    "meta": FieldType.JSON,
-    "score": FieldType.FLOAT,
-    "text": FieldType.STR,
-    "wide": FieldType.UINT32_ARRAY,
-    "words": FieldType.UINT16_ARRAY,
-}
+FIELDS = ALL_TYPES
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
 ITEMS = st.fixed_dictionaries(
     {
@@ -76,11 +68,7 @@ def encode(samples: Sequence[Sample], fields: Mapping[str, FieldType]) -> bytes:
 
 
 def make_shard(body: bytes, samples: int, split: str = "train", number: int = 0) -> ManifestShard:
-    key = f"{KEYS.make_shards_prefix('litdata', split)}{split}-00000-{number:06d}.bin"
-    digest = compute_digest(body)
-    return ManifestShard(
-        format="litdata", key=key, split=split, samples=samples, size=len(body), digest=digest
-    )
+    return describe_shard(FORMAT, KEYS, body, samples, split, number)
 
 
 def read(body: bytes, count: int, fields: Mapping[str, FieldType]) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from millrace.datasets.formats.base import BadSampleError, FieldType
 from millrace.datasets.formats.mds import MDSFormat
 from millrace.datasets.sample import LargeFile, Sample
-from millrace.digest import compute_digest
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
-from millrace.schemas.dataset import ManifestShard
+from tests.support.formats import describe_shard
 
 FORMAT = MDSFormat()
 KEYS = DatasetKeys("texts")
@@ -133,7 +132,7 @@ def test_arrays_of_any_length_have_the_smallest_width_of_a_length(length):
 
 
 def test_the_index_has_the_shards_of_each_split_in_their_order():
-    shards = [make_shard(b"a", 1, "train"), make_shard(b"bb", 2, "val")]
+    shards = [describe_shard(FORMAT, KEYS, b"a", 1), describe_shard(FORMAT, KEYS, b"bb", 2, "val")]
     indexes = FORMAT.make_indexes(KEYS, {"text": FieldType.STR, "n": FieldType.INT}, shards)
     assert {key: json.loads(index) for key, index in indexes.items()} == {
         f"texts/shards/mds/{split}/index.json": {
@@ -161,14 +160,6 @@ def test_the_index_has_the_shards_of_each_split_in_their_order():
         for split, size in (("train", 1), ("val", 2))
     }
     assert FORMAT.make_indexes(KEYS, FIELDS, []) == {}
-
-
-def make_shard(body: bytes, samples: int, split: str) -> ManifestShard:
-    key = f"{KEYS.make_shards_prefix('mds', split)}{split}-00000-000000.mds"
-    digest = compute_digest(body)
-    return ManifestShard(
-        format="mds", key=key, split=split, samples=samples, size=len(body), digest=digest
-    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from millrace.datasets.formats.parquet import PagesFormat, ParquetEncoder, Parqu
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
+from tests.support.formats import describe_shard
 from tests.support.parquet_pages import list_pages, read_footer, read_texts
 
 TEXT: Fields = {"txt": FieldType.STR}
@@ -354,15 +355,7 @@ def test_pages_without_a_text_are_refused(fields):
 
 
 def make_shard(split: str, number: int, samples: int) -> ManifestShard:
-    prefix = DatasetKeys("corpus").make_shards_prefix("pages", split)
-    return ManifestShard(
-        format="pages",
-        key=f"{prefix}{split}-00000-{number:06d}.parquet",
-        split=split,
-        samples=samples,
-        size=1,
-        digest="blake3:" + "0" * 64,
-    )
+    return describe_shard(PagesFormat(), DatasetKeys("corpus"), b"x", samples, split, number)
 
 
 def test_each_split_of_pages_has_its_own_index():

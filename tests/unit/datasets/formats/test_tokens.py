@@ -15,9 +15,8 @@ from millrace import errors
 from millrace.datasets.formats.base import BadSampleError, Fields, FieldType
 from millrace.datasets.formats.tokens import HEADER_SIZE, TokensEncoder, TokensFormat
 from millrace.datasets.sample import LargeFile, Sample
-from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
-from millrace.schemas.dataset import ManifestShard
+from tests.support.formats import describe_shard
 
 SHORT: Fields = {"tokens": FieldType.UINT16_ARRAY}
 LONG: Fields = {"tokens": FieldType.UINT32_ARRAY}
@@ -199,24 +198,14 @@ def test_fields_without_one_array_of_tokens_are_refused(fields, found):
 def test_the_index_of_each_split_has_the_samples_and_tokens_of_its_shards():
     keys = DatasetKeys("corpus")
     documents = {
-        "train-00000-000000": [np.arange(n, dtype="<u2") for n in (5, 0, 8)],
-        "train-00000-000001": [np.arange(7, dtype="<u2")],
-        "val-00000-000000": [np.arange(2, dtype="<u2")],
+        ("train", 0): [np.arange(n, dtype="<u2") for n in (5, 0, 8)],
+        ("train", 1): [np.arange(7, dtype="<u2")],
+        ("val", 0): [np.arange(2, dtype="<u2")],
     }
-    shards: list[ManifestShard] = []
-    for name, some in documents.items():
-        shard = encode(some, SHORT)
-        split = name.partition("-")[0]
-        shards.append(
-            ManifestShard(
-                format="tokens",
-                key=f"{keys.make_shards_prefix('tokens', split)}{name}.npy",
-                split=split,
-                samples=len(some),
-                size=len(shard),
-                digest=compute_digest(shard),
-            )
-        )
+    shards = [
+        describe_shard(TokensFormat(), keys, encode(some, SHORT), len(some), *place)
+        for place, some in documents.items()
+    ]
     indexes = TokensFormat().make_indexes(keys, SHORT, shards)
     assert {key: json.loads(body) for key, body in indexes.items()} == {
         "corpus/shards/tokens/train/index.json": {
