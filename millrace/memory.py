@@ -36,6 +36,21 @@ def map_anonymous(size: int) -> mmap.mmap:
     return memory
 
 
+def enlarge_buffer(buffer: mmap.mmap, used: int, size: int) -> mmap.mmap:
+    """Return a larger buffer with the first bytes of a buffer, at least twice as large.
+
+    The old buffer is not resized, since an upload may still read it.
+
+    Args:
+        buffer: Buffer that is too small.
+        used: Number of bytes to keep.
+        size: Number of bytes that are needed.
+    """
+    larger = map_anonymous(max(size, 2 * len(buffer)))
+    larger[:used] = buffer[:used]
+    return larger
+
+
 def advise_huge_pages(memory: mmap.mmap) -> None:
     """Ask for huge pages for a mapping that has not been written yet."""
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -33,7 +33,7 @@ from millrace.datasets.formats.values import check_array, check_names
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
-from millrace.memory import map_anonymous
+from millrace.memory import enlarge_buffer, map_anonymous
 from millrace.schemas.dataset import ManifestShard
 
 HEADER_SIZE = 128
@@ -185,10 +185,7 @@ class TokensEncoder:
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
-            # The old buffer is not resized, since an upload may still read it.
-            larger = map_anonymous(max(size, 2 * len(self._buffer)))
-            larger[: self._end] = self._buffer[: self._end]
-            self._buffer = larger
+            self._buffer = enlarge_buffer(self._buffer, self._end, size)
 
 
 def _find_tokens(fields: Fields) -> str:

@@ -13,7 +13,7 @@ import orjson
 from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
-from millrace.memory import map_anonymous
+from millrace.memory import enlarge_buffer, map_anonymous
 from millrace.schemas.dataset import ManifestShard
 
 _BLOCK = 512
@@ -134,10 +134,7 @@ class TarEncoder:
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):
-            # The old buffer is not resized, since an upload may still read it.
-            larger = map_anonymous(max(size, 2 * len(self._buffer)))
-            larger[: self._end] = self._buffer[: self._end]
-            self._buffer = larger
+            self._buffer = enlarge_buffer(self._buffer, self._end, size)
 
 
 def _round_up(size: int, unit: int) -> int:
