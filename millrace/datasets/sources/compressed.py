@@ -6,14 +6,12 @@ points. They are not needed: without them, the file is read from the beginning.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from millrace import errors
 from millrace.datasets.sources.decoder import DamageError, DecoderState, FileDecompressor
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.gzip_members import GzipDecoder
 from millrace.datasets.sources.pieces import Piece
-from millrace.datasets.sources.zstd_frames import ZstdDecoder
 from millrace.digest import compute_digest
 from millrace.keys.datasets import make_seek_point_key, parse_seek_point
 from millrace.records import commit_once, fetch
@@ -27,10 +25,7 @@ from millrace.storage import Store, list_objects
 
 SEEK_INTERVAL = 32 << 20  # compressed bytes from one seek point to the next
 
-_DECODERS: dict[str, Callable[[DecoderState, int], FileDecompressor]] = {
-    ".gz": GzipDecoder,
-    ".zst": ZstdDecoder,
-}
+_EXTENSIONS = (".gz", ".zst")
 _REFUSED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
 
 
@@ -46,7 +41,7 @@ def find_compression(path: str) -> str:
             f"{path} is compressed, and a run could not continue in the middle of it: decompress "
             "it first, or compress it as .gz or .zst."
         )
-    return next((extension for extension in _DECODERS if name.endswith(extension)), "")
+    return next((extension for extension in _EXTENSIONS if name.endswith(extension)), "")
 
 
 def iterate_compressed_pieces(
@@ -71,7 +66,7 @@ def iterate_compressed_pieces(
     """
     file = source_range.file
     state = _find_state(store, source_range, cursor) if store else DecoderState()
-    decoder = _DECODERS[find_compression(file.path)](state, SEEK_INTERVAL)
+    decoder = _open_decoder(find_compression(file.path), state)
     cursor, offset, position = state.cursor, state.offset, state.position
     try:
         for step in _iterate_steps(files, file, position):
@@ -89,6 +84,17 @@ def iterate_compressed_pieces(
             "Shard the source under another dataset name, with the file replaced, or left out with "
             "`exclude`."
         ) from None
+
+
+def _open_decoder(extension: str, state: DecoderState) -> FileDecompressor:
+    """Return a decompressor. Numpy and zstandard are imported only for what needs them."""
+    if extension == ".gz":
+        from millrace.datasets.sources.gzip_members import GzipDecoder  # noqa: PLC0415
+
+        return GzipDecoder(state, SEEK_INTERVAL)
+    from millrace.datasets.sources.zstd_frames import ZstdDecoder  # noqa: PLC0415
+
+    return ZstdDecoder(state, SEEK_INTERVAL)
 
 
 def _iterate_steps(files: SourceFiles, file: FileRef, position: int) -> Iterator[bytes]:

@@ -24,6 +24,18 @@ class RowGroup(NamedTuple):
     rows: list[Row]
 
 
+class Packing(NamedTuple):
+    """Length and type of packed samples.
+
+    Attributes:
+        length: Number of tokens of a sample.
+        dtype: Type of a token, ``uint16`` or ``uint32``.
+    """
+
+    length: int
+    dtype: str
+
+
 class SampleTransform(Protocol):
     """Function from a sample to any number of samples.
 

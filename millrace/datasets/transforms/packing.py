@@ -7,22 +7,10 @@ import numpy as np
 
 from millrace.datasets.formats.base import read_field
 from millrace.datasets.sample import BadRow, Row, Sample
-from millrace.datasets.transforms.base import RowGroup, make_changed_error
+from millrace.datasets.transforms.base import Packing, RowGroup, make_changed_error
 
 _TOKENS = "tokens"
 _BAD_ROW = 1 << 32  # a `next_skip` counts tokens in its low bits, and bad rows above them
-
-
-class Packing(NamedTuple):
-    """Length and type of packed samples.
-
-    Attributes:
-        length: Number of tokens of a sample.
-        dtype: Type of a token, ``uint16`` or ``uint32``.
-    """
-
-    length: int
-    dtype: str
 
 
 class _Start(NamedTuple):

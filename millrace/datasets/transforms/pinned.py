@@ -14,13 +14,12 @@ from millrace import errors
 from millrace.datasets.sources import SourceFiles, is_store_url, open_files, open_source
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
-from millrace.datasets.transforms.base import SampleTransform
+from millrace.datasets.transforms.base import Packing, SampleTransform
 from millrace.datasets.transforms.function import (
     FunctionTransform,
     load_from_bytes,
     load_installed,
 )
-from millrace.datasets.transforms.packing import Packing
 from millrace.datasets.transforms.rename import RenameTransform
 from millrace.datasets.transforms.settings import (
     FilterSettings,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from millrace.datasets.sample import Row
 from millrace.datasets.sources.base import Source
 from millrace.datasets.transforms.base import (
+    Packing,
     RowGroup,
     SampleTransform,
     apply_transform,
     make_changed_error,
 )
-from millrace.datasets.transforms.packing import Packing, pack_groups
 from millrace.schemas.dataset import SourceRange
 
 
@@ -64,6 +64,9 @@ class TransformedSource:
         for transform in self._chain.transforms:
             groups = apply_transform(transform, groups)
         if self._chain.packing is not None:
+            # Numpy is imported only for what needs it.
+            from millrace.datasets.transforms.packing import pack_groups  # noqa: PLC0415
+
             return pack_groups(groups, self._chain.packing, skip)
         return _number_rows(groups, skip)
 
