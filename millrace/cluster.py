@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, format_error
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = "millrace"
 
 _CONNECT_TIMEOUT = 5.0  # seconds
@@ -48,9 +50,29 @@ def connect(address: str | None) -> Generator[Any]:
             "`ray start --head`, give its address, and set RAY_AUTH_MODE=token if it needs a token."
         ) from error
     try:
-        yield ray
+        with _log_ray_errors(ray):
+            yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _log_ray_errors(ray: Any) -> Generator[None]:
+    """Log Ray's messages about lost workers, which Ray prints to stdout, where commands write JSON.
+
+    Ray has no setting for that.
+    """
+    worker = ray._private.worker  # noqa: SLF001
+    original = worker.print_to_stdstream
+
+    def log(data: dict[str, Any], *_: object, **__: object) -> None:
+        logger.info("Ray: %s", "\n".join(data["lines"]))
+
+    worker.print_to_stdstream = log
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = original
 
 
 def check_reachable(address: str | None) -> None:
@@ -150,6 +172,17 @@ def _do_nothing() -> None:
 def make_node_name(node: dict[str, Any]) -> str:
     """Return a node's name for reports: its address and the first 6 digits of its identifier."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
+
+
+def get_own_node_name() -> str:
+    """Return the name of the node that this task of Ray runs on."""
+    ray: Any = _import_ray()
+    return make_node_name(
+        {
+            "NodeManagerAddress": ray.util.get_node_ip_address(),
+            "NodeID": ray.get_runtime_context().get_node_id(),
+        }
+    )
 
 
 def make_node_options(node: dict[str, Any]) -> dict[str, Any]:

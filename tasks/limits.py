@@ -9,6 +9,7 @@ from prefect.exceptions import ObjectNotFound
 
 from blocks.server_names import UPLOAD_LIMIT
 from millrace.datasets import ExecutionSettings
+from millrace.datasets.ray_tasks import count_ray_slots
 
 _SLOT_LEASE = 60.0  # seconds that the slots of a dead process stay taken: Prefect's minimum
 
@@ -27,7 +28,7 @@ def reserve_upload_slots(execution: ExecutionSettings) -> Iterator[ExecutionSett
     if limit is None:
         yield execution
         return
-    execution = fit_to_limit(limit, execution)
+    execution = fit_to_limit(limit, resolve_workers(execution))
     slots = count_slots(execution)
     logger = get_run_logger()
     logger.info("Waiting for %d of the %d slots of %s", slots, limit, UPLOAD_LIMIT)
@@ -36,16 +37,24 @@ def reserve_upload_slots(execution: ExecutionSettings) -> Iterator[ExecutionSett
         yield execution
 
 
+def resolve_workers(execution: ExecutionSettings) -> ExecutionSettings:
+    """Return settings with a number of workers: by default the CPUs of the machine or cluster."""
+    if execution.workers is not None:
+        return execution
+    workers = count_ray_slots(execution.ray) if execution.ray else execution.count_workers()
+    return execution.model_copy(update={"workers": workers})
+
+
 def count_slots(execution: ExecutionSettings) -> int:
     """Return the number of concurrent uploads."""
-    return execution.uploads * max(1, execution.workers)
+    return execution.uploads * max(1, execution.count_workers())
 
 
 def fit_to_limit(limit: int, execution: ExecutionSettings) -> ExecutionSettings:
     """Return settings that need no more slots than the limit has."""
     if count_slots(execution) <= limit:
         return execution
-    workers = min(execution.workers, limit)
+    workers = min(execution.count_workers(), limit)
     return execution.model_copy(
         update={
             "workers": workers,

@@ -63,8 +63,9 @@ sharding:                       # pinned by the plan: cannot change under the sa
   holdout: 0.0                  # share of the bytes that is held out as the split `val`
 
 execution:                      # never changes the shards
-  workers: 2                    # memory: shard_bytes * (uploads + 1) * workers
-  uploads: 2
+  # workers: 2                  # by default one for each CPU
+  uploads: 2                    # memory: shard_bytes * (uploads + 1) * workers * formats
+  # ray: auto                   # the nodes of a Ray cluster shard the partitions
   # max_quarantined: 0.01       # largest share of rows that make no sample; else the run fails
   # allow_empty: false          # true completes a dataset that has no samples
 """
@@ -360,13 +361,15 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
     echo(
         f"Formats: {', '.join(plan.layout.formats)}{f', with the fields {fields}' * bool(fields)}."
     )
-    workers = max(1, config.execution.workers)
-    buffers = (config.execution.uploads + 1) * workers * len(plan.layout.formats)
+    execution = config.execution
+    is_unknown = execution.ray is not None and execution.workers is None
+    workers = 1 if is_unknown else max(1, execution.count_workers())
+    buffers = (execution.uploads + 1) * workers * len(plan.layout.formats)
     memory = plan.layout.shard_bytes * buffers
     echo(
         f"Shards of at most {format_size(plan.layout.shard_bytes)}; "
         f"at most {format_size(memory)} of them in the memory of "
-        f"{format_count(workers, 'worker')}."
+        f"{'each task of Ray' if is_unknown else format_count(workers, 'worker')}."
     )
     if largest is None:
         echo(

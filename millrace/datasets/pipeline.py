@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from millrace import errors, settings
+from millrace import cluster, errors, settings
 from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import (
     check_manifest,
@@ -21,13 +21,13 @@ from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import PipelineSettings
-from millrace.datasets.sources import SourceFiles
+from millrace.datasets.sources import SourceFiles, is_store_url
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
-from millrace.storage import Backend, Location, Store, exists, open_store
+from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,11 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         refusals.append(f"{url} does not answer: {errors.format_error(error)}")
     except errors.MillraceError as error:
         unchecked.append(f"The location cannot be read: {errors.format_error(error)}")
+    if config.execution.ray:
+        try:
+            cluster.check_reachable(config.execution.ray)
+        except errors.ConfigurationError as error:
+            refusals.append(str(error))
     where = f"{url}/{config.dataset}"
     found = Preflight(
         url=where,
@@ -204,9 +209,8 @@ def shard_dataset(
         shard_all_partitions(
             store,
             keys,
-            _make_jobs(config, plan, files.url),
-            workers=config.execution.workers,
-            lease_timeout=config.execution.lease_timeout,
+            _make_jobs(config, plan, files.url, store.spec.model_copy(update={"url": store.url})),
+            execution=config.execution,
             progress=limit.wrap_progress(counter),
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
@@ -260,10 +264,18 @@ def _refuse_overlap(files: SourceFiles, target: Store, dataset: str) -> None:
         )
 
 
-def _make_jobs(config: PipelineSettings, plan: DatasetPlan, url: str) -> list[PartitionJob]:
-    """Return the jobs of all partitions. The source is at the URL of this run's settings."""
+def _make_jobs(
+    config: PipelineSettings, plan: DatasetPlan, url: str, target: StoreSpec
+) -> list[PartitionJob]:
+    """Return the jobs of all partitions. The source is at the URL of this run's settings.
+
+    The stores are complete except for the credentials of the environment: a worker on another
+    machine has other variables, and another working directory.
+    """
     digest = compute_plan_digest(plan)
     source_store = config.source.store.model_copy(update={"url": url})
+    if is_store_url(url):
+        source_store = open_store(source_store, make_folder=False).spec
     return [
         PartitionJob(
             dataset=plan.dataset,
@@ -272,7 +284,7 @@ def _make_jobs(config: PipelineSettings, plan: DatasetPlan, url: str) -> list[Pa
             source=plan.source,
             source_store=source_store,
             allow_private=config.source.allow_private,
-            store=config.store,
+            store=target,
             partition=partition,
             uploads=config.execution.uploads,
         )

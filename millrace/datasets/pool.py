@@ -1,26 +1,18 @@
-"""Shard partitions concurrently in worker processes. A run holds a lease of each open partition.
+"""Shard partitions concurrently. A run holds a lease of each open partition.
 
-Runs on several machines share the partitions of a dataset by these leases. A run skips a partition
-that another run holds, and takes the partition over when the lease ends. A worker that dies is
-replaced, and its partition continues from the ledger.
+The workers are processes of this machine, or tasks on the nodes of a Ray cluster. Runs on several
+machines share the partitions of a dataset by their leases. A run skips a partition that another
+run holds, and takes the partition over when the lease ends. A worker that dies is replaced, and
+its partition continues from the ledger.
 """
 
-import contextlib
 import logging
-import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import IO, Any
-
-import orjson
+from typing import Any
 
 from millrace import errors
 from millrace.datasets.progress_events import (
@@ -29,7 +21,11 @@ from millrace.datasets.progress_events import (
     WorkerLost,
     decode_partition_event,
 )
+from millrace.datasets.ray_tasks import connect_pool
+from millrace.datasets.settings import ExecutionSettings
 from millrace.datasets.worker import PartitionJob, run_job
+from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
+from millrace.datasets.worker_processes import ProcessPool
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire
@@ -40,15 +36,7 @@ from millrace.storage import Store, exists, list_objects
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of partitions that other runs hold
-_WORKER_CODE = "from millrace.datasets.worker import main; main()"
 _MAX_DEATHS = 3  # workers that may die in one partition without a commit in between
-
-# By default, glibc returns freed memory to the system at once, and a worker needs the memory again
-# for the next rows. Without these values, a worker spends most of its system time on page faults.
-_MALLOC_ENVIRONMENT = {
-    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-}
 
 
 def shard_all_partitions(
@@ -56,8 +44,7 @@ def shard_all_partitions(
     keys: DatasetKeys,
     jobs: list[PartitionJob],
     *,
-    workers: int,
-    lease_timeout: timedelta,
+    execution: ExecutionSettings,
     progress: Progress,
 ) -> None:
     """Shard the partitions that have not ended, and return when every partition has ended.
@@ -68,8 +55,8 @@ def shard_all_partitions(
         store: Store of the dataset.
         keys: Names of the dataset.
         jobs: One job for each partition.
-        workers: Number of worker processes; 0 shards in this process.
-        lease_timeout: Time after which the lease of a dead holder ends.
+        execution: Number and place of the workers, and the time after which the lease of a dead
+            holder ends.
         progress: Called in this thread; without workers, in one thread at a time.
 
     Raises:
@@ -81,13 +68,17 @@ def shard_all_partitions(
     progress(PartitionsPending(partitions=len(pending)))
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
-    with Heartbeat(lease_timeout) as heartbeat:
-        leases = _PartitionLeases(store, keys, holder, lease_timeout, clock, heartbeat)
-        if workers == 0:
-            _run_in_process(pending, leases, progress)
-        else:
-            with _WorkerPool(min(workers, max(1, len(jobs)))) as pool:
+    ttl = execution.lease_timeout
+    with Heartbeat(ttl) as heartbeat:
+        leases = _PartitionLeases(store, keys, holder, ttl, clock, heartbeat)
+        if execution.ray:
+            with connect_pool(execution.ray, execution.workers) as pool:
                 _Driver(pool, pending, leases, progress).run()
+        elif workers := min(execution.count_workers(), max(1, len(jobs))):
+            with ProcessPool(workers) as pool:
+                _Driver(pool, pending, leases, progress).run()
+        else:
+            _run_in_process(pending, leases, progress)
 
 
 @dataclass(slots=True)
@@ -175,7 +166,7 @@ class _Driver:
 
     def __init__(
         self,
-        pool: "_WorkerPool",
+        pool: WorkerPool,
         pending: _PendingPartitions,
         leases: _PartitionLeases,
         progress: Progress,
@@ -187,13 +178,13 @@ class _Driver:
     def run(self) -> None:
         last_poll = time.monotonic()
         while self._pending or self._pool.is_busy:
-            for worker in self._pool.list_idle():
+            while worker := self._pool.find_idle():
                 claimed = self._pending.claim_next(self._leases)
                 if claimed is None:
                     break
                 worker.start(*claimed)
             # No worker reports the end of a partition of another run, so the bucket is polled.
-            all_held_elsewhere = bool(self._pending and self._pool.list_idle())
+            all_held_elsewhere = bool(self._pending and self._pool.find_idle())
             received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)
             if all_held_elsewhere and time.monotonic() - last_poll > _POLL_INTERVAL:
                 self._pending.requeue_held()
@@ -201,14 +192,16 @@ class _Driver:
             if received is not None:
                 self._handle_message(*received)
 
-    def _handle_message(self, worker: "_WorkerProcess", message: dict[str, Any]) -> None:
+    def _handle_message(self, worker: PartitionWorker, message: dict[str, Any]) -> None:
         match message:
             case {"event": [number, data]}:
-                event = replace(decode_partition_event(data), pid=worker.pid)
+                event = decode_partition_event(data)
+                if worker.pid:
+                    event = replace(event, pid=worker.pid)
                 if isinstance(event, ShardCommitted) and worker.assignment:
-                    self._deaths.pop(worker.assignment[0].partition.name, None)
+                    self._deaths.pop(worker.assignment.job.partition.name, None)
                 self._progress(event)
-                worker.send({"acknowledged": number})
+                worker.acknowledge(number)
             case {"ended": end}:
                 PartitionEnd.model_validate(end)
                 _, lease = worker.finish()
@@ -218,9 +211,8 @@ class _Driver:
             case _:
                 self._replace_dead_worker(worker)
 
-    def _replace_dead_worker(self, worker: "_WorkerProcess") -> None:
-        cause = worker.describe_exit()
-        killed = worker.process.returncode == -signal.SIGKILL
+    def _replace_dead_worker(self, worker: PartitionWorker) -> None:
+        cause, may_lack_memory = worker.wait_for_exit()
         self._pool.replace(worker)
         self._progress(WorkerLost(pid=worker.pid, cause=cause))
         logger.warning("worker %d %s; another takes its place", worker.pid, cause)
@@ -233,126 +225,7 @@ class _Driver:
         if self._deaths[partition] >= _MAX_DEATHS:
             raise errors.WorkerError(
                 f"{_MAX_DEATHS} workers in a row died over {partition}; the last {cause}. "
-                + ("If memory was short, lower shard_bytes, uploads or workers. " * killed)
+                + ("If memory was short, lower shard_bytes, uploads or workers. " * may_lack_memory)
                 + "Run it again: the run continues from the last commit."
             )
         self._pending.put_back(job)
-
-
-@dataclass(slots=True, eq=False)
-class _WorkerProcess:
-    """One worker process, with the partition that it shards."""
-
-    process: "subprocess.Popen[bytes]"
-    output: IO[bytes]
-    listener: threading.Thread | None = None
-    assignment: tuple[PartitionJob, Lease] | None = field(default=None, repr=False)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def start(self, job: PartitionJob, lease: Lease) -> None:
-        self.assignment = job, lease
-        self.send({"job": job.reveal()})
-
-    def finish(self) -> tuple[PartitionJob, Lease]:
-        assert self.assignment is not None, "a worker without a partition reported an end"
-        assignment, self.assignment = self.assignment, None
-        return assignment
-
-    def send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the end of the output pipe shows the death
-            self.process.stdin.write(orjson.dumps(message) + b"\n")
-            self.process.stdin.flush()
-
-    def iterate_messages(self) -> Iterator[dict[str, Any]]:
-        for line in self.output:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
-
-    def describe_exit(self) -> str:
-        code = self.process.wait()
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # the worker exits at once
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.listener:
-            self.listener.join()
-        self.output.close()
-
-
-class _WorkerPool:
-    """The worker processes, and one queue of their messages."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._messages: queue.SimpleQueue[tuple[_WorkerProcess, dict[str, Any]]] = (
-            queue.SimpleQueue()
-        )
-        self._workers: list[_WorkerProcess] = []
-
-    def __enter__(self) -> "_WorkerPool":
-        for _ in range(self._size):
-            self._start_worker()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.stop()
-
-    @property
-    def is_busy(self) -> bool:
-        return any(worker.assignment for worker in self._workers)
-
-    def list_idle(self) -> list[_WorkerProcess]:
-        return [worker for worker in self._workers if not worker.assignment]
-
-    def receive(self, timeout: float | None) -> tuple[_WorkerProcess, dict[str, Any]] | None:
-        """Return a worker's next message; an empty message means that the worker has ended."""
-        try:
-            worker, message = self._messages.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        return (worker, message) if worker in self._workers else None
-
-    def replace(self, worker: _WorkerProcess) -> None:
-        self._workers.remove(worker)
-        worker.stop()
-        self._start_worker()
-
-    def _start_worker(self) -> None:
-        mine, theirs = os.pipe()
-        with os.fdopen(theirs, "wb"):
-            output = os.fdopen(mine, "rb")
-            process = subprocess.Popen(
-                # -P: a file in the working directory must not be imported as a module.
-                [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
-                stdin=subprocess.PIPE,
-                stdout=sys.__stderr__,
-                pass_fds=[theirs],
-                env={**_MALLOC_ENVIRONMENT, **os.environ},
-            )
-        worker = _WorkerProcess(process, output)
-        self._workers.append(worker)
-        worker.listener = threading.Thread(
-            target=self._forward_messages, args=(worker,), name="worker-output", daemon=True
-        )
-        worker.listener.start()
-
-    def _forward_messages(self, worker: _WorkerProcess) -> None:
-        try:
-            for message in worker.iterate_messages():
-                self._messages.put((worker, message))
-        finally:
-            self._messages.put((worker, {}))

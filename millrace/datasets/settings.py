@@ -1,9 +1,9 @@
 """Settings of a sharding run."""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
@@ -91,12 +91,19 @@ class ExecutionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    workers: int = Field(
-        default_factory=count_processors,
+    workers: int | None = Field(
+        default=None,
         ge=0,
-        le=256,
-        description="Number of worker processes; by default one for each CPU. 0 works in the main "
-        "process.",
+        le=4096,
+        description="Number of partitions at a time, each in a worker of its own; by default one "
+        "for each CPU of this machine, or of the Ray cluster. 0 works in the main process.",
+    )
+    ray: str | None = Field(
+        title="Ray cluster",
+        default=None,
+        min_length=1,
+        description="Address of a Ray cluster whose nodes shard the partitions: `HOST:PORT`, or "
+        "`auto` for the cluster of this machine. By default worker processes of this machine do.",
     )
     uploads: int = Field(
         default=2, ge=1, le=32, description="Number of shards that each worker uploads at once."
@@ -120,6 +127,16 @@ class ExecutionSettings(BaseModel):
         default=False,
         description="Complete a dataset that has no samples. Otherwise the run fails.",
     )
+
+    @model_validator(mode="after")
+    def _check_ray(self) -> Self:
+        if self.ray and self.workers == 0:
+            raise ValueError("with `ray`, the workers are on its nodes: workers is at least 1")
+        return self
+
+    def count_workers(self) -> int:
+        """Return the number of worker processes on this machine."""
+        return count_processors() if self.workers is None else self.workers
 
 
 class SourceLocation(SourceSettings, StoreSettings):

@@ -22,6 +22,7 @@ from millrace.datasets.progress_events import PartitionEvent, encode_partition_e
 from millrace.datasets.sources import open_files
 from millrace.datasets.transforms import open_transformed_source
 from millrace.keys.datasets import DatasetKeys
+from millrace.memory import keep_freed_memory
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
 from millrace.storage import StoreSpec, open_store
@@ -30,7 +31,7 @@ from millrace.storage import StoreSpec, open_store
 class PartitionJob(BaseModel):
     """Settings and records that a worker needs to shard one partition."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: str
     plan_digest: str
@@ -43,7 +44,7 @@ class PartitionJob(BaseModel):
     uploads: int
 
     def reveal(self) -> dict[str, Any]:
-        """Return the job as plain JSON values, secrets included, for the pipe to a worker."""
+        """Return the job as plain JSON values, secrets included, for a worker."""
         data = self.model_dump(mode="json")
         data["store"] = self.store.reveal_secrets()
         data["source_store"] = self.source_store.reveal_secrets()
@@ -66,6 +67,17 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
         uploads=job.uploads,
         progress=progress,
     )
+
+
+def run_job_safely(job: PartitionJob, progress: Progress) -> dict[str, Any]:
+    """Shard one partition, and return the worker's last message: its end, or its error."""
+    try:
+        end = run_job(job, progress)
+    except errors.MillraceError as error:
+        return {"failed": [type(error).__name__, str(error)]}
+    except Exception as error:  # noqa: BLE001 - the driver raises it, with its type
+        return {"failed": ["WorkerError", f"{type(error).__name__}: {error}"]}
+    return {"ended": end.model_dump(mode="json")}
 
 
 class _DriverConnection:
@@ -108,16 +120,10 @@ class _DriverConnection:
 def main() -> None:
     """Serve a driver until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops its workers
+    keep_freed_memory()
     outgoing = os.fdopen(int(sys.argv[1]), "wb")  # not stdout: a library may print there
     driver = _DriverConnection(sys.stdin.buffer, outgoing)
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
         driver.ready.acquire()
-        try:
-            end = run_job(driver.jobs.pop(0), driver.report)
-        except errors.MillraceError as error:
-            driver.send({"failed": [type(error).__name__, str(error)]})
-        except Exception as error:  # noqa: BLE001 - the driver raises it, with its type
-            driver.send({"failed": ["WorkerError", f"{type(error).__name__}: {error}"]})
-        else:
-            driver.send({"ended": end.model_dump(mode="json")})
+        driver.send(run_job_safely(driver.jobs.pop(0), driver.report))

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.vast import VastServer
 from tests.oracle import Folder
+from tests.ray_cluster import RayCluster
 from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
 from tests.support.guides import follow
 from tests.support.transforms import train_tokenizer
@@ -30,6 +31,7 @@ def test_every_block_of_the_guide_to_datasets(
     source: Path,
     vast: VastServer,
     hub: HubServer,
+    ray_cluster: RayCluster,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, folder = tmp_path / "store", tmp_path / "datasets"
@@ -38,7 +40,12 @@ def test_every_block_of_the_guide_to_datasets(
         "s3://somewhere/tables": make_tables(tmp_path / "tables"),
         "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
     }
-    environment = {"STORAGE_BACKEND": "local", "LOCAL_STORAGE_PATH": str(store)}
+    environment = {
+        "STORAGE_BACKEND": "local",
+        "LOCAL_STORAGE_PATH": str(store),
+        "RAY_ADDRESS": ray_cluster.address,
+        **ray_cluster.environment,
+    }
     with follow("datasets", folder, monkeypatch, values=values, environment=environment) as guide:
         plan = "millrace plan job.yaml"
         edit = f"sed -i 's#file:///path/to/a/folder#{source.as_uri()}#' job.yaml"
@@ -96,6 +103,11 @@ def test_every_block_of_the_guide_to_datasets(
         shards = sorted((store / "tokens/shards/tokens/train").glob("*.npy"))
         assert shards
         assert sum(len(np.load(path)) for path in shards) > 4000
+        (folder / "job.yaml").write_text(original)
+
+        update_source(guide.write("job.yaml", update=True), "ray", columns={"txt": "text"})
+        assert "4,000 samples" in guide.type(run)
+        assert read_texts(Folder(store / "ray")) == Counter(make_texts())
         (folder / "job.yaml").write_text(original)
 
         left = store / "my-dataset/shards/webdataset/train/train-00000-000009.tar"

@@ -5,7 +5,8 @@ from datetime import timedelta
 import pytest
 
 from millrace.datasets import ExecutionSettings
-from tasks.limits import count_slots, fit_to_limit
+from millrace.threads import count_processors
+from tasks.limits import count_slots, fit_to_limit, resolve_workers
 
 
 def settings(workers: int, uploads: int) -> ExecutionSettings:
@@ -30,3 +31,9 @@ def test_a_run_asks_for_no_more_than_there_is(
     assert (lowered.workers, lowered.uploads) == given
     assert count_slots(lowered) <= limit
     assert lowered.lease_timeout == timedelta(seconds=30)
+
+
+def test_by_default_a_run_asks_for_slots_for_each_processor() -> None:
+    resolved = resolve_workers(ExecutionSettings(uploads=3))
+    assert resolved.workers == count_processors()
+    assert count_slots(resolved) == 3 * count_processors()

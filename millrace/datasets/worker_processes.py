@@ -1,0 +1,153 @@
+"""Worker processes on this machine. Each end of a pair of pipes sends lines of JSON."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Any, Self
+
+import orjson
+
+from millrace.datasets.worker import PartitionJob
+from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerExit, WorkerPool
+from millrace.lease import Lease
+
+_WORKER_CODE = "from millrace.datasets.worker import main; main()"
+
+
+class WorkerProcess(PartitionWorker):
+    """Worker in a process of this machine.
+
+    Args:
+        process: Process of the worker.
+        output: Pipe with the messages of the worker.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
+        self._process, self._output = process, output
+        self._listener: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    def start(self, job: PartitionJob, lease: Lease) -> None:
+        """Start to shard a partition."""
+        self.assignment = Assignment(job, lease)
+        self._send({"job": job.reveal()})
+
+    def acknowledge(self, number: int) -> None:
+        """Let the worker continue after an event."""
+        self._send({"acknowledged": number})
+
+    def listen(self, forward: Callable[["WorkerProcess", dict[str, Any]], None]) -> None:
+        """Start a thread that forwards each message, and an empty one after the last."""
+
+        def forward_all() -> None:
+            try:
+                for line in self._output:
+                    if line.endswith(b"\n"):
+                        forward(self, orjson.loads(line))
+            finally:
+                forward(self, {})
+
+        self._listener = threading.Thread(target=forward_all, name="worker-output", daemon=True)
+        self._listener.start()
+
+    def wait_for_exit(self) -> WorkerExit:
+        """Return the end of the process."""
+        code = self._process.wait()
+        if code < 0:
+            signal_name = signal.Signals(-code).name
+            return WorkerExit(f"was killed by {signal_name}", code == -signal.SIGKILL)
+        return WorkerExit(f"exited with code {code}", may_lack_memory=False)
+
+    def stop(self) -> None:
+        """End the process, and wait for its end."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # the worker exits at once
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._listener:
+            self._listener.join()
+        self._output.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the end of the output pipe shows the death
+            self._process.stdin.write(orjson.dumps(message) + b"\n")
+            self._process.stdin.flush()
+
+
+class ProcessPool(WorkerPool):
+    """Worker processes, and one queue of their messages.
+
+    Args:
+        size: Number of processes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._messages: queue.SimpleQueue[tuple[WorkerProcess, dict[str, Any]]] = (
+            queue.SimpleQueue()
+        )
+        self._workers: list[WorkerProcess] = []
+
+    def __enter__(self) -> Self:
+        """Start the processes."""
+        for _ in range(self._size):
+            self._start_worker()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the processes."""
+        for worker in self._workers:
+            worker.stop()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a worker has a partition."""
+        return any(worker.assignment for worker in self._workers)
+
+    def find_idle(self) -> WorkerProcess | None:
+        """Return a worker without a partition, or None if there is none."""
+        return next((worker for worker in self._workers if not worker.assignment), None)
+
+    def receive(self, timeout: float | None) -> tuple[PartitionWorker, dict[str, Any]] | None:
+        """Return the next message of a worker; an empty message means that the worker has ended."""
+        try:
+            worker, message = self._messages.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        return (worker, message) if worker in self._workers else None
+
+    def replace(self, worker: PartitionWorker) -> None:
+        """Replace a worker that has ended."""
+        assert isinstance(worker, WorkerProcess)
+        self._workers.remove(worker)
+        worker.stop()
+        self._start_worker()
+
+    def _start_worker(self) -> None:
+        mine, theirs = os.pipe()
+        with os.fdopen(theirs, "wb"):
+            output = os.fdopen(mine, "rb")
+            process = subprocess.Popen(
+                # -P: a file in the working directory must not be imported as a module.
+                [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=sys.__stderr__,
+                pass_fds=[theirs],
+            )
+        worker = WorkerProcess(process, output)
+        self._workers.append(worker)
+        worker.listen(lambda sender, message: self._messages.put((sender, message)))

@@ -1,0 +1,245 @@
+"""Partitions that the nodes of a Ray cluster shard."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from millrace.datasets import (
+    PipelineSettings,
+    plan_dataset,
+    preflight_dataset,
+    shard_dataset,
+    verify_dataset,
+)
+from millrace.datasets.plan_digest import compute_plan_digest
+from millrace.datasets.ray_tasks import shard_on_node
+from millrace.datasets.worker import PartitionJob
+from millrace.progress import ignore_event
+from millrace.storage import list_objects, open_store, read
+from millrace.testing.process import find_free_ports
+from tests.ray_cluster import DISK, RayCluster
+
+DRIVER = """
+import json, os, sys
+from millrace import errors
+from millrace.datasets import PipelineSettings, shard_dataset
+from millrace.progress import Event
+
+settings = PipelineSettings.model_validate_json(sys.stdin.readline())
+
+def tell(event):
+    told = {"kind": event.kind, "pid": getattr(event, "pid", 0)}
+    print(json.dumps(told), flush=True)
+    if event.kind == os.environ.get("STOP_AT"):
+        sys.stdin.readline()
+
+try:
+    report = shard_dataset(settings, progress=tell)
+except errors.MillraceError as error:
+    print(json.dumps({"kind": "error", "type": type(error).__name__, "text": str(error)}))
+else:
+    print(json.dumps({"kind": "report", "samples": report.samples}))
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> PipelineSettings:
+    """A dataset of 3,000 rows in a folder, in about 8 partitions of 3 shards."""
+    rng = random.Random(0)
+    (tmp_path / "source").mkdir()
+    rows = ({"id": i, "text": "x" * rng.randrange(400)} for i in range(3000))
+    (tmp_path / "source" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "sets/one",
+            "source": {
+                "url": (tmp_path / "source").as_uri(),
+                "columns": {"txt": "text", "id": "id"},
+            },
+            "store": {"url": (tmp_path / "store").as_uri()},
+            "sharding": {"shard_bytes": 256 << 10, "partition_bytes": 80_000},
+        }
+    )
+
+
+class Driver:
+    """A driver in a process of its own, since a process connects to one cluster of Ray only."""
+
+    def __init__(
+        self, cluster: RayCluster, settings: PipelineSettings, stop_at: str = "", **execution: Any
+    ) -> None:
+        asked = settings.model_dump(mode="json", exclude={"execution"})
+        asked["execution"] = {"ray": cluster.address, **execution}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | cluster.environment | {"STOP_AT": stop_at},
+            text=True,
+        )
+        self.events: list[dict[str, Any]] = []
+        self.send(json.dumps(asked))
+
+    def send(self, line: str = "") -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def read_until(self, kind: str) -> dict[str, Any]:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            if self.events[-1]["kind"] == kind:
+                return self.events[-1]
+        raise AssertionError(f"The driver ended without {kind}: {self.events[-3:]}")
+
+    def kill(self) -> None:
+        """Kill the driver's process."""
+        with self.process:
+            self.process.kill()
+
+    def end(self) -> list[dict[str, Any]]:
+        """Let the driver go on to its end, and return all events."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        self.events += map(json.loads, self.process.stdout)
+        self.process.stdout.close()
+        assert self.process.wait() == 0
+        return self.events
+
+
+def read_all(settings: PipelineSettings) -> dict[str, bytes]:
+    store = open_store(settings.store)
+    return {stat.key: read(store, stat.key) for stat in list_objects(store, "sets/one/shards")}
+
+
+def is_on(disk: Path, pid: int) -> bool:
+    """Return whether a process belongs to a node."""
+    return f"{DISK}={disk}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.fixture
+def expected(settings: PipelineSettings, tmp_path: Path) -> dict[str, bytes]:
+    """The shards of a run of this machine."""
+    local = settings.model_copy(
+        update={"store": settings.store.model_copy(update={"url": (tmp_path / "local").as_uri()})}
+    )
+    shard_dataset(local)
+    return read_all(local)
+
+
+def test_the_nodes_of_a_cluster_make_the_shards_that_one_machine_makes(
+    ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
+) -> None:
+    events = Driver(ray_cluster, settings).end()
+    assert events[-1] == {"kind": "report", "samples": 3000}
+    assert read_all(settings) == expected
+    assert verify_dataset(open_store(settings.store), "sets/one").is_intact
+    pids = {event["pid"] for event in events if event["kind"] == "partition.opened"}
+    assert len(pids) == 2  # one for each CPU of the cluster
+    assert os.getpid() not in pids
+
+
+def test_a_limit_of_one_worker_shards_one_partition_at_a_time(
+    ray_cluster: RayCluster, settings: PipelineSettings
+) -> None:
+    events = Driver(ray_cluster, settings, workers=1).end()
+    kinds = [e["kind"] for e in events if e["kind"] in {"partition.opened", "partition.ended"}]
+    assert kinds == ["partition.opened", "partition.ended"] * (len(kinds) // 2)
+
+
+def test_a_task_that_is_killed_costs_its_partition_a_retry(
+    ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
+) -> None:
+    driver = Driver(ray_cluster, settings, stop_at="shard.encoded")
+    pid = driver.read_until("shard.encoded")["pid"]
+    os.kill(pid, 9)
+    events = driver.end()
+    assert [e["pid"] for e in events if e["kind"] == "worker.lost"] == [pid]
+    assert events[-1] == {"kind": "report", "samples": 3000}
+    assert read_all(settings) == expected
+
+
+def test_a_node_that_is_killed_costs_its_partitions_a_retry(
+    ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
+) -> None:
+    disk = ray_cluster.join()
+    driver = Driver(ray_cluster, settings, stop_at="partition.opened")
+    while not is_on(disk, driver.read_until("partition.opened")["pid"]):
+        driver.send()
+    ray_cluster.kill(disk)
+    ray_cluster.disks.remove(disk)
+    events = driver.end()
+    assert "worker.lost" in {event["kind"] for event in events}
+    assert events[-1] == {"kind": "report", "samples": 3000}
+    assert read_all(settings) == expected
+
+
+def test_a_killed_driver_takes_its_tasks_along_and_another_run_continues(
+    ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
+) -> None:
+    driver = Driver(ray_cluster, settings, stop_at="shard.committed", lease_timeout="5s")
+    driver.read_until("shard.committed")
+    driver.kill()
+    report = shard_dataset(settings)
+    assert report.samples == 3000
+    assert report.new_samples < 3000
+    assert read_all(settings) == expected
+
+
+def test_an_error_of_a_task_is_the_error_of_the_run(
+    ray_cluster: RayCluster, settings: PipelineSettings, tmp_path: Path
+) -> None:
+    driver = Driver(ray_cluster, settings, stop_at="plan.committed")
+    driver.read_until("plan.committed")
+    with (tmp_path / "source" / "a.jsonl").open("a") as file:
+        file.write("{}\n")
+    last = driver.end()[-1]
+    assert last["type"] == "ChangedError"
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_node_that_does_not_see_the_destination_says_so(
+    settings: PipelineSettings, tmp_path: Path, has_folder: bool
+) -> None:
+    if has_folder:
+        (tmp_path / "store").mkdir()
+    plan = plan_dataset(settings)
+    job = PartitionJob(
+        dataset=plan.dataset,
+        plan_digest=compute_plan_digest(plan),
+        layout=plan.layout,
+        source=plan.source,
+        source_store=settings.source.store,
+        store=settings.store,
+        partition=plan.partitions[0],
+        uploads=1,
+    )
+    message = shard_on_node(orjson.dumps(job.reveal()), "10.0.0.2-ab12cd", ignore_event)
+    kind, text = message["failed"]
+    assert kind == "ConfigurationError"
+    assert text.startswith("10.0.0.2-ab12cd does not see the plan of sets/one in file:///")
+    assert not list((tmp_path / "store").glob("*"))
+
+
+def test_a_node_with_another_version_of_millrace_says_so() -> None:
+    kind, text = shard_on_node(b'{"new_field": 1}', "10.0.0.2-ab12cd", ignore_event)["failed"]
+    assert kind == "ConfigurationError"
+    assert "10.0.0.2-ab12cd has another version of Millrace" in text
+
+
+def test_a_cluster_that_does_not_answer_is_a_reason_why_the_run_would_refuse(
+    settings: PipelineSettings,
+) -> None:
+    (port,) = find_free_ports(1)
+    execution = settings.execution.model_copy(update={"ray": f"127.0.0.1:{port}"})
+    _, preflight = preflight_dataset(settings.model_copy(update={"execution": execution}))
+    assert f"There is no Ray cluster at 127.0.0.1:{port}" in preflight.refusals[0]
