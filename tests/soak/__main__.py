@@ -32,6 +32,7 @@ from tests.soak.faults import (
 from tests.soak.hostile import run_hostile
 from tests.soak.kills import KillMatrix
 from tests.soak.races import run_races
+from tests.soak.ray import run_on_ray
 from tests.soak.shared_stores import FolderStore, SharedStore
 from tests.soak.source_data import make_all_sources
 from tests.soak.swarm import run_swarm
@@ -77,6 +78,7 @@ def main() -> int:
         "rentals",
         "campaigns",
         "swarm",
+        "ray",
         "hostile",
         "demo",
     ]
@@ -89,7 +91,7 @@ def main() -> int:
         passed, summary = _run_shards(options)
     others = {
         "races": _run_races, "windows": _run_windows, "fuzz": _run_fuzz, "cleaning": _run_cleaning,
-        "rentals": _run_rentals, "campaigns": _run_campaigns, "swarm": _run_swarm,
+        "rentals": _run_rentals, "campaigns": _run_campaigns, "swarm": _run_swarm, "ray": _run_ray,
         "hostile": _run_hostile, "demo": _run_demo,
     }  # fmt: skip
     for name, run_part in others.items():
@@ -186,6 +188,13 @@ def _run_swarm(_: argparse.Namespace) -> tuple[bool, str]:
     """Run the swarm with faults of nodes and of the store."""
     cases, wrong = run_swarm(_print_line)
     return not wrong, f"swarm {cases}, wrong {wrong}"
+
+
+def _run_ray(_: argparse.Namespace) -> tuple[bool, str]:
+    """Shard on a Ray cluster, and kill one of its nodes."""
+    wrong = run_on_ray(_print_line)
+    print(*wrong, sep="\n")
+    return not wrong, f"ray wrong {len(wrong)}"
 
 
 def _run_hostile(options: argparse.Namespace) -> tuple[bool, str]:
