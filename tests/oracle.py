@@ -25,6 +25,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 BLOCK_SIZE = 2**20
 _SHARE_TOLERANCE = 0.3  # relative; ranges of a source are in one split as a whole
 _PARTIAL_FILE = re.compile(r"#\d+$")  # unfinished file of a killed process; no store lists it
+_SHARD_NAME = re.compile(r"shards/[a-z]+/(?P<split>[a-z]+)/(?P=split)-\d{5}-\d{6}\.\w+")
 _COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
 _PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
 _METADATA_NAME = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
@@ -99,10 +100,10 @@ class Verdict:
     Attributes:
         lost: Number of rows of the source that no shard has.
         duplicated: Number of surplus rows in the shards, with those that the source does not have.
-        differing: Number of shards that are missing, surplus, or of other bytes than in the
-            reference.
+        differing: Number of shards and indexes that are missing, surplus, or of other bytes than
+            in the reference.
         problems: Contradictions between records and objects, each a sentence.
-        digests: Digests of the shards by their names.
+        digests: Digests of the shards and of their readers' indexes by their names.
         partial_files: Names of unfinished files of killed processes. Readers of the store do not
             see them.
     """
@@ -140,13 +141,16 @@ def judge(
 ) -> Verdict:
     """Compare a finished dataset with its source and with a reference.
 
+    WebDataset shards are read. Shards of other formats must be there beside each of them, as the
+    records say. Their contents are those of the reference, which their own readers have read.
+
     Args:
         bucket: Location of the dataset.
         dataset: Name of the dataset.
         rows: Tokens of the valid rows of the source.
         bad_rows: Lines of the source that make no sample.
-        reference: Digests of the shards of an undisturbed run by their names. None if this dataset
-            is the reference.
+        reference: Digests of the shards and indexes of an undisturbed run by their names. None if
+            this dataset is the reference.
         val_share: Share of the samples that is requested for the split ``val``.
     """
     verdict = Verdict()
@@ -162,9 +166,13 @@ def judge(
         to_read = [name for name in names if not name.startswith("lease/")]
         read = pool.map(lambda name: (name, bucket.read(f"{dataset}/{name}")), to_read)
         bodies = dict(read)
-    shards = {name: body for name, body in bodies.items() if name.startswith("shards/")}
-    verdict.digests = {name: compute_blake3(body) for name, body in shards.items()}
-    found = {name: list(_iterate_row_tokens(name, body)) for name, body in shards.items()}
+    verdict.digests = {n: compute_blake3(body) for n, body in bodies.items() if n[:7] == "shards/"}
+    shards = {name: bodies[name] for name in verdict.digests if _SHARD_NAME.fullmatch(name)}
+    found = {
+        name: list(_iterate_row_tokens(name, body))
+        for name, body in shards.items()
+        if name.endswith(".tar")
+    }
     stored = Counter(token for tokens in found.values() for token in tokens)
     verdict.lost = (rows - stored).total()
     verdict.duplicated = (stored - rows).total()
@@ -202,8 +210,10 @@ def _find_record_faults(
     if missing:
         yield f"there is no {', '.join(sorted(missing))}"
         return
+    by_stem = {Path(name).stem: count for name, count in samples.items()}
     actual = {
-        n: {"size": len(b), "digest": digests[n], "samples": samples[n]} for n, b in shards.items()
+        n: {"size": len(b), "digest": digests[n], "samples": by_stem.get(Path(n).stem, -1)}
+        for n, b in shards.items()
     }
     plan, manifest = (_parse_record(bodies[f"{name}.json"]) for name in ("plan", "manifest"))
 
@@ -221,7 +231,9 @@ def _find_record_faults(
 
     index = json.loads(bodies["index.json"])["shardlist"]
     if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
-        (name, stat["samples"], stat["size"]) for name, stat in actual.items()
+        (name, stat["samples"], stat["size"])
+        for name, stat in actual.items()
+        if name.endswith(".tar")
     ):
         yield "the index does not list exactly the shards there are"
 

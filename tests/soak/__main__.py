@@ -29,17 +29,20 @@ from tests.soak.faults import (
     run_faults,
     run_long_stalls,
 )
+from tests.soak.formats import make_format_sources
 from tests.soak.hostile import run_hostile
 from tests.soak.kills import KillMatrix
 from tests.soak.races import run_races
 from tests.soak.ray import run_on_ray
 from tests.soak.shared_stores import FolderStore, SharedStore
-from tests.soak.source_data import make_all_sources
+from tests.soak.source_data import SourceData, make_all_sources
 from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
+from tests.soak.targets import COMPLETE, list_combinations, make_target
 from tests.support.demo import run_demo
 
-CASES = 6  # smallest number of cases with faults
+CASES = 12  # smallest number of cases with faults: each kind of source, plain and in every format
+FORMAT_KILLS = 20  # number of kills of each kind of source in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
 SAVES = 60  # number of saves with a kill
 CLEANING_KILLS = 5  # number of processes that are killed while they clean
@@ -261,7 +264,11 @@ def _run_shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         soak = _ShardSoak(folder, rgw, options.seed)
         if options.only != "faults":
-            passed += [soak.run_kills(options.kills), soak.run_concurrency()]
+            passed += [
+                soak.run_kills(options.kills),
+                soak.run_format_kills(),
+                soak.run_concurrency(),
+            ]
         if options.only != "kills":
             keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
             proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
@@ -278,6 +285,7 @@ class _ShardSoak:
     def __init__(self, folder: Path, rgw: RGW, seed: int) -> None:
         self._folder, self._rgw, self._seed = folder, rgw, seed
         self._sources = make_all_sources(folder / "material", seed)
+        self._format_sources = make_format_sources(folder / "functions", self._sources)
         self._references = References(folder)
         self._stores: list[SharedStore] = [
             FolderStore(folder / "store"),
@@ -287,7 +295,8 @@ class _ShardSoak:
 
     def run_kills(self, number: int) -> bool:
         """Make datasets with kills of drivers and workers."""
-        tally = self._make_kill_matrix("kill", self._stores).run(number, report=_print_line)
+        kills = self._make_kill_matrix("kill", self._stores, self._sources)
+        tally = kills.run(number, report=_print_line)
         missing = report.list_missing_kills(tally)
         print(
             report.format_kill_table(tally),
@@ -297,6 +306,21 @@ class _ShardSoak:
         )
         self.summary.append(report.format_result(f"kills {tally.counted}", tally))
         return not tally.wrong and not missing and tally.counted >= number
+
+    def run_format_kills(self) -> bool:
+        """Make datasets of every kind of source in every format, with kills."""
+        passed, counts = True, []
+        for source in self._format_sources:
+            kills = self._make_kill_matrix(source.name.split()[0], self._stores, [source])
+            generator = Random(f"{self._seed} {source.name}")
+            pairs = [pair for pair in list_combinations() if pair[0] != COMPLETE]
+            targets = [make_target(generator, *p) for p in generator.sample(pairs, FORMAT_KILLS)]
+            tally = kills.kill_all(targets, report=_print_line)
+            passed = passed and not tally.wrong and tally.counted == FORMAT_KILLS
+            counts.append(report.format_result(f"{source.name}: kills {tally.counted}", tally))
+            print(*tally.wrong, sep="\n")
+        self.summary += counts
+        return passed
 
     def run_concurrency(self) -> bool:
         """Make datasets with two drivers at once."""
@@ -326,7 +350,11 @@ class _ShardSoak:
     def run_faults(self, proxy: R2Proxy) -> bool:
         """Make datasets in a store that fails."""
         generator = Random(f"{self._seed} faults")
-        kills = self._make_kill_matrix("fault", [make_r2_store(self._rgw, proxy, "soak")])
+        kills = self._make_kill_matrix(
+            "fault",
+            [make_r2_store(self._rgw, proxy, "soak")],
+            [*self._sources, *self._format_sources],
+        )
         fired = run_faults(
             kills, proxy, generator, cases=CASES, at_least=MIN_FAULTS, report=_print_line
         )
@@ -336,10 +364,12 @@ class _ShardSoak:
         self.summary.append(report.format_result(f"faults {sum(fired.values())}", kills.tally))
         return not kills.tally.wrong and min(fired.values()) >= MIN_FAULTS and stalls["stall"] == 2
 
-    def _make_kill_matrix(self, name: str, stores: Sequence[SharedStore]) -> KillMatrix:
+    def _make_kill_matrix(
+        self, name: str, stores: Sequence[SharedStore], sources: Sequence[SourceData]
+    ) -> KillMatrix:
         generator = Random(f"{self._seed} {name}")
         runs = self._folder / "runs"
-        return KillMatrix(self._sources, stores, self._references, runs, generator, name=name)
+        return KillMatrix(sources, stores, self._references, runs, generator, name=name)
 
     def _make_case(self, name: str, generator: Random, workers: int) -> Case:
         return Case(

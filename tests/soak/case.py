@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.oracle import Verdict, judge
 from tests.soak.child import Announcement, Child, DriverExit
+from tests.soak.formats import FormatReaders
 from tests.soak.shared_stores import FolderStore, SharedStore
 from tests.soak.source_data import SourceData
 
@@ -142,10 +143,14 @@ def require_report(driver_exit: DriverExit) -> dict[str, Any]:
 
 
 class References:
-    """Digests of the shards that an undisturbed run makes of source data."""
+    """Digests of the shards that an undisturbed run makes of source data.
+
+    The readers of all formats read them, too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._readers = FormatReaders(folder / "packages")
         self._store = FolderStore(folder / "reference")
         self._digests: dict[str, dict[str, str]] = {}
 
@@ -159,6 +164,8 @@ class References:
             case = Case(source.name, source, self._store, self._folder / "runs", workers=1)
             case.run_undisturbed()
             verdict = case.judge(None)
+            made = self._folder / "reference" / source.name / DATASET
+            verdict.problems += self._readers.find_faults(made, source)
             if not verdict.is_correct:
                 raise CaseError(f"{case}, undisturbed: {verdict}")
             self._digests[source.name] = verdict.digests

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import zstandard
+from pyarrow import parquet
 
 from tests.oracle import make_row_token
 
@@ -159,12 +161,28 @@ def make_tables(folder: Path, generator: random.Random) -> SourceData:
     return SourceData("tables", folder, {"kind": "csv"}, {"shard_bytes": 64 << 10}, rows)
 
 
+def make_parquet(folder: Path, generator: random.Random) -> SourceData:
+    """Make parquet files of several row groups."""
+    folder.mkdir(parents=True)
+    rows: Counter[str] = Counter()
+    for number in range(4):
+        table: dict[str, list[str]] = {"id": [], "text": []}
+        for i in range(160):
+            table["id"].append(f"{number}-{i}")
+            table["text"].append(_make_text(generator, 200, 2600))
+            rows[make_row_token(table["id"][-1], table["text"][-1].encode())] += 1
+        path = folder / f"part-{number}.parquet"
+        parquet.write_table(pyarrow.table(table), path, row_group_size=50)
+    return SourceData("parquet", folder, {"kind": "parquet"}, {"shard_bytes": 64 << 10}, rows)
+
+
 KINDS = {
     "lines": make_lines,
     "columns": make_columns,
     "files": make_files,
     "compressed": make_compressed,
     "tables": make_tables,
+    "parquet": make_parquet,
 }
 
 

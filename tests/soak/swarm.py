@@ -346,7 +346,7 @@ def fill_disk(swarm: Swarm) -> tuple[bool, str]:
         finally:
             full.call((DISK / "filler").unlink)
         is_correct = swarm.has_object(others) and not outcome.find_node(full)["ready"]
-        return is_correct, outcome.find_node(full)["why"][-60:]
+        return is_correct, outcome.find_node(full)["reason"][-60:]
 
 
 def _fill_with_file() -> None:

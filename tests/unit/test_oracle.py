@@ -18,6 +18,7 @@ from millrace.keys.gradients import ChainKeys
 from millrace.storage import open_store
 from tests.oracle import (
     Folder,
+    Verdict,
     compute_blake3,
     compute_block_list,
     compute_weights_digest,
@@ -25,6 +26,7 @@ from tests.oracle import (
     judge_checkpoints,
     read_checkpoints,
 )
+from tests.soak.formats import make_format_sources
 from tests.soak.source_data import make_columns
 
 MIB = 1 << 20
@@ -205,3 +207,44 @@ def test_wrong_splits_and_quarantined_rows_are_found(tmp_path):
     assert len(find_problems(other_row)) == 1
     assert len(find_problems(share=0.5)) == 1
     assert find_problems() == []
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing", "surplus", "index"])
+def test_a_fault_in_another_format_than_webdataset_is_found(tmp_path, fault):
+    generator = random.Random(0)
+    (source,) = make_format_sources(tmp_path / "code", [make_columns(tmp_path / "rows", generator)])
+    settings = PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"url": source.folder.as_uri(), **source.source},
+            "store": {"url": (tmp_path / "out").as_uri()},
+            "sharding": source.sharding,
+            "execution": {"workers": 0, "max_quarantined": 0.2},
+        }
+    )
+    shard_dataset(settings)
+
+    def judge_again(reference: dict[str, str] | None) -> Verdict:
+        return judge(
+            Folder(tmp_path / "out"),
+            "d",
+            rows=source.rows,
+            bad_rows=source.bad_rows,
+            reference=reference,
+            val_share=0.15,
+        )
+
+    reference = judge_again(None)
+    assert reference.is_correct
+    shard = tmp_path / "out/d/shards/mds/train/train-00000-000000.mds"
+    match fault:
+        case "flipped" | "missing":
+            write(shard, FAULTS[fault](shard.read_bytes()))
+        case "surplus":
+            write(shard.with_name("train-00000-000900.mds"), shard.read_bytes())
+        case "index":
+            write(shard.with_name("index.json"), b"{}")
+    found = judge_again(reference.digests)
+    assert found.differing == 1
+    assert (found.lost, found.duplicated) == (0, 0)
+    assert bool(found.problems) == (fault != "index")
