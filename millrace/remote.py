@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from millrace import errors
 from millrace.datasets import PipelineSettings
+from millrace.datasets.sources import is_store_url
+from millrace.datasets.transforms import bundle_files
 from millrace.rentals import (
     CodeRepository,
     OfferRequest,
@@ -34,6 +36,12 @@ class VastSettings(CodeRepository):
     role_arn: str | None = Field(
         default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )
+    share_source_options: bool = Field(
+        default=False,
+        description="Send the machines the `options` of the source, such as a token of the Hub or "
+        "a header of a web server. Whoever owns a machine can read them: name a token that can "
+        "read this source only.",
+    )
 
 
 class VastFileSettings(BaseModel):
@@ -47,26 +55,39 @@ class VastFileSettings(BaseModel):
 def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> RentalSettings:
     """Return the rental of machines that shard a dataset.
 
-    The machines share the partitions. If a machine is lost, others continue its partitions.
+    The machines share the partitions. If a machine is lost, others continue its partitions. They
+    get the files of transforms with their settings.
 
     Args:
-        config: Settings of the dataset. The source must be below the store of the shards, because
-            the credentials of a machine are limited to that store.
+        config: Settings of the dataset.
         vast: Settings of the machines.
 
     Raises:
-        ConfigurationError: The source is not below the store of the shards.
+        ConfigurationError: The machines cannot read the source, or would get a secret of it that
+            the settings do not allow to send.
+        NotFoundError: The file of a transform is not there.
     """
-    source = _find_source_path(config.store, config.source.store)
-    storage_grants = (
-        StorageGrant(prefix=f"{source}/"),
-        StorageGrant(prefix=f"{config.dataset}/", access=Right.WRITE),
+    if config.execution.ray:
+        raise errors.ConfigurationError(
+            "Rented machines are no nodes of a Ray cluster: remove `ray` from `execution`, or run "
+            "without --use-vast."
+        )
+    transforms, files = bundle_files(
+        config.sharding.transforms, allow_private=config.source.allow_private
     )
-    settings = config.model_dump(
+    sharding = config.sharding.model_copy(update={"transforms": transforms})
+    settings = config.model_copy(update={"sharding": sharding}).model_dump(
         mode="json", exclude={"store": True, "source": set(StoreSpec.model_fields)}
     )
     settings["store"] = make_store_settings(config.store, Right.WRITE)
-    settings["source"] |= make_store_settings(config.store, Right.READ, source)
+    storage_grants = [StorageGrant(prefix=f"{config.dataset}/", access=Right.WRITE)]
+    path, source = _find_path_below(config.store, config.source.store), None
+    if path is not None:
+        storage_grants.append(StorageGrant(prefix=f"{path}/"))
+        settings["source"] |= make_store_settings(config.store, Right.READ, path)
+    else:
+        source = _check_source(config.source.store, vast)
+        settings["source"] |= _make_source_settings(source)
     return RentalSettings(
         name=f"shard/{config.dataset}",
         store=config.store,
@@ -78,11 +99,12 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
             extras=vast.extras,
             image=vast.image,
             command=("millrace", "run", _SETTINGS_FILE),
-            files={_SETTINGS_FILE: yaml.safe_dump(settings)},
+            files={_SETTINGS_FILE: yaml.safe_dump(settings), **files},
         ),
         machines=vast.machines,
-        storage_grants=storage_grants,
+        storage_grants=tuple(storage_grants),
         role_arn=vast.role_arn,
+        source=source,
     )
 
 
@@ -99,21 +121,67 @@ def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict
         mode="json", include={"endpoint", "region"}, exclude_none=True
     )
     if store.credentials is not None:
-        prefix = f"MILLRACE_{access.upper()}"
-        settings["credentials"] = {
-            "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
-            "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
-            "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
-        }
+        settings["credentials"] = _make_credential_settings(f"MILLRACE_{access.upper()}")
     return {"url": url, **settings}
 
 
-def _find_source_path(store: StoreSpec, source: StoreSpec) -> str:
-    """Return the source's path below the store."""
+def _make_source_settings(source: StoreSpec) -> dict[str, Any]:
+    """Return the settings of a source for a file on a machine, with variables for its secrets."""
+    settings: dict[str, Any] = source.model_dump(
+        mode="json", include={"url", "endpoint", "region", "account_id"}, exclude_none=True
+    )
+    if source.credentials is not None:
+        settings["credentials"] = _make_credential_settings("MILLRACE_SOURCE")
+    if source.options:
+        settings["options"] = {
+            name: f"${{MILLRACE_SOURCE_OPTION_{number}}}"
+            for number, name in enumerate(sorted(source.options))
+        }
+    return settings
+
+
+def _make_credential_settings(prefix: str) -> dict[str, str]:
+    return {
+        "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
+        "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
+        "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
+    }
+
+
+def _find_path_below(store: StoreSpec, source: StoreSpec) -> str | None:
+    """Return the source's path below the store; None if it lies elsewhere."""
+    if not is_store_url(source.url):
+        return None
     target, origin = open_store(store, make_folder=False), open_store(source, make_folder=False)
     if origin.url.startswith(f"{target.url}/") and target.endpoint == origin.endpoint:
         return str(PurePosixPath(origin.url.removeprefix(f"{target.url}/")))
-    raise errors.ConfigurationError(
-        f"The source {origin.url} does not lie below {target.url}, and rented machines get "
-        "credentials for that store only. Copy the source there, or shard it without --use-vast."
-    )
+    return None
+
+
+def _check_source(source: StoreSpec, vast: VastSettings) -> StoreSpec:
+    """Return a source that does not lie below the store, as the machines get it.
+
+    Raises:
+        ConfigurationError: The machines cannot read the source, or it has options that may not be
+            sent.
+    """
+    if source.options and not vast.share_source_options:
+        raise errors.ConfigurationError(
+            f"The source {source.url} has options, such as a token, which whoever owns a rented "
+            "machine could read: name a token that can read this source only, and set "
+            "`share_source_options: true` in the section `vast`."
+        )
+    if not is_store_url(source.url):
+        return source
+    origin = open_store(source, make_folder=False)
+    if not origin.is_s3_compatible or origin.spec.ca_file:
+        raise errors.ConfigurationError(
+            f"Rented machines cannot read the source {origin.url}: copy it into a bucket of S3 or "
+            "R2 or below the store of the shards, or shard it without --use-vast."
+        )
+    if source.credentials is None:
+        raise errors.ConfigurationError(
+            f"Rented machines have no credentials of this machine's environment for {origin.url}: "
+            "write those of the source into its settings. The machines get temporary ones."
+        )
+    return origin.spec.model_copy(update={"url": origin.url})

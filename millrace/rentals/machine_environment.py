@@ -12,7 +12,16 @@ from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.messages import CONFIG_VARIABLE, MAX_FILES_BYTES, GuestConfig, GuestFiles
 from millrace.rentals.settings import RentalSettings, VastAccount
-from millrace.storage import Backend, Right, Store, StoreSpec, open_scoped_store, put, sign_url
+from millrace.storage import (
+    Backend,
+    Right,
+    Store,
+    StoreSpec,
+    open_scoped_store,
+    open_store,
+    put,
+    sign_url,
+)
 
 _MAX_ENVIRONMENT_LENGTH = 32_768  # characters of all variables; limit of the API
 _MIN_STS_LIFETIME = timedelta(minutes=15)  # shortest lifetime of credentials from STS
@@ -49,6 +58,7 @@ def make_environment(
         heartbeat_interval=min(10.0, settings.timeouts.heartbeat_timeout.total_seconds() / 4),
         read_store=_grant_storage(store, settings, slot, Right.READ, credential_lifetime),
         write_store=_grant_storage(store, settings, slot, Right.WRITE, credential_lifetime),
+        source=_grant_source(settings, credential_lifetime),
         node_key=derive_node_key(settings.account, settings.name, attempt.number)
         if program.ports
         else None,
@@ -125,6 +135,23 @@ def _grant_storage(
         if grant.access is access
     ]
     return _scope_store(store, prefixes, ttl, access, settings.role_arn) if prefixes else None
+
+
+def _grant_source(settings: RentalSettings, ttl: timedelta) -> StoreSpec | None:
+    """Return the source of the rental, with temporary credentials if it is in a bucket."""
+    source = settings.source
+    if source is None or source.credentials is None:
+        return source
+    store = open_store(source, make_folder=False)
+    root = source.model_copy(update={"url": store.url.removesuffix(f"/{store.location.prefix}")})
+    prefixes = [f"{store.location.prefix}/"] if store.location.prefix else []
+    if not prefixes:
+        raise errors.ConfigurationError(
+            f"The source {store.url} is a whole bucket, and rented machines get credentials for a "
+            "prefix only: move the files below a prefix."
+        )
+    parent = open_store(root, make_folder=False)
+    return _scope_store(parent, prefixes, ttl, Right.READ, settings.role_arn)
 
 
 def _scope_store(

@@ -90,6 +90,7 @@ class GuestConfig(BaseModel):
         heartbeat_interval: Seconds between two heartbeats.
         read_store: Store with credentials for the prefixes that the program may read.
         write_store: Store with credentials for the prefixes that the program may write.
+        source: Another location that the program may read, with its credentials.
         node_key: Key of the swarm's agent, if the program runs one.
     """
 
@@ -102,17 +103,19 @@ class GuestConfig(BaseModel):
     heartbeat_interval: float = Field(default=10.0, gt=0)
     read_store: StoreSpec | None = None
     write_store: StoreSpec | None = None
+    source: StoreSpec | None = None
     node_key: SecretStr | None = None
 
     def encode(self) -> str:
         """Encode the configuration as the value of an environment variable, in Base64."""
         data = self.model_dump(
-            mode="json", exclude={"store", "read_store", "write_store", "node_key"}
+            mode="json", exclude={"store", "read_store", "write_store", "source", "node_key"}
         )
         for name, spec in (
             ("store", self.store),
             ("read_store", self.read_store),
             ("write_store", self.write_store),
+            ("source", self.source),
         ):
             data[name] = spec.reveal_secrets() if spec else None
         data["node_key"] = self.node_key.get_secret_value() if self.node_key else None
@@ -140,6 +143,8 @@ def make_program_environment(environ: Mapping[str, str], config: GuestConfig) ->
     ``MILLRACE_STORE`` is the store's URL. ``MILLRACE_READ_ACCESS_KEY_ID`` and the other variables
     with this prefix hold the read credentials. ``MILLRACE_WRITE_…`` hold the write credentials.
     ``AWS_*`` repeat the write credentials; without write credentials, the read credentials.
+    ``MILLRACE_SOURCE_…`` hold the credentials of another location, and ``MILLRACE_SOURCE_OPTION_0``
+    and so on hold its options, in the order of their names.
     ``MILLRACE_NODE_KEY`` is set if the program listens on a port.
     """
     inherited = {
@@ -156,10 +161,14 @@ def make_program_environment(environ: Mapping[str, str], config: GuestConfig) ->
     for prefix, spec in (
         ("MILLRACE_READ", config.read_store),
         ("MILLRACE_WRITE", config.write_store),
+        ("MILLRACE_SOURCE", config.source),
         ("AWS", default_spec),
     ):
         if spec is not None and spec.credentials is not None:
             variables |= make_credential_variables(prefix, spec.credentials)
+    if config.source is not None:
+        for number, (_, value) in enumerate(sorted(config.source.options.items())):
+            variables[f"MILLRACE_SOURCE_OPTION_{number}"] = value.get_secret_value()
     if default_spec is not None and default_spec.endpoint:
         variables["AWS_ENDPOINT_URL"] = default_spec.endpoint
     if default_spec is not None and default_spec.region:

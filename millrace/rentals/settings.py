@@ -204,6 +204,12 @@ class RentalSettings(RentSettings):
         "With a folder, for tests, the machines are local processes."
     )
     account: VastAccount = Field(description="Account that pays for the machines.")
+    source: StoreSpec | None = Field(
+        default=None,
+        description="Another location that the machines may read. In a bucket they get temporary "
+        "credentials for the prefix of its URL. Its options are sent as they are: whoever owns a "
+        "machine can read them.",
+    )
 
     @classmethod
     def make(cls, name: str, ledger: LedgerSettings, settings: RentSettings) -> Self:

@@ -1,20 +1,31 @@
 """A dataset is sharded on rented machines: what they are sent, and what they may reach."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 from pydantic import SecretStr
+from tokenizers import Tokenizer
 
 from millrace import errors
 from millrace.cli import main
-from millrace.datasets import PipelineSettings
+from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.remote import VastSettings, make_sharding_rental
+from millrace.rentals import RentalSettings
+from millrace.rentals.machine_environment import make_environment
+from millrace.rentals.messages import GuestConfig, make_program_environment
 from millrace.settings import load_settings
-from millrace.storage import Right
+from millrace.storage import Right, StoreSpec, open_store, put
+from millrace.storage import read as read_object
+from millrace.testing.rgw import RGW
 from millrace.testing.vast import VastServer
+from tests.support.rentals.parts import HOUR, START, make_attempt
+from tests.support.transforms import train_tokenizer
+from tests.support.web import Site, serve
 
 STORE = {
     "url": "s3://bucket/below",
@@ -70,10 +81,146 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
     assert read.store.credentials.session_token == SecretStr("WRITE SESSION_TOKEN")
 
 
-def test_a_source_elsewhere_is_refused() -> None:
-    source = {**STORE, "url": "s3://another/raw"}
-    with pytest.raises(errors.ConfigurationError, match="does not lie below s3://bucket/below"):
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"url": "file:///raw"}, "cannot read the source file:///raw: copy it into a bucket"),
+        ({"url": "gs://another/raw"}, "cannot read the source gs://another/raw: copy it"),
+        ({"url": "s3://another/raw"}, "for s3://another/raw: write those of the source"),
+        (
+            {"url": "hf://datasets/one/two", "options": {"token": "hf_secret"}},
+            "The source hf://datasets/one/two has options, such as a token",
+        ),
+        (
+            {"url": "https://host/raw", "options": {"Authorization": "Bearer secret"}},
+            "The source https://host/raw has options, such as a token",
+        ),
+    ],
+)
+def test_a_source_that_machines_could_not_read_or_would_betray_is_refused(
+    source: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    if source["url"].startswith("file://"):
+        source["url"] = tmp_path.as_uri()
+        said = said.replace("file:///raw", tmp_path.as_uri())
+    with pytest.raises(errors.ConfigurationError) as refused:
         make_sharding_rental(settings(source=source), VAST)
+    assert said in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_run_on_a_ray_cluster_is_not_rented() -> None:
+    with pytest.raises(errors.ConfigurationError, match="no nodes of a Ray cluster"):
+        make_sharding_rental(settings(execution={"ray": "auto"}), VAST)
+
+
+def receive(rent: RentalSettings, folder: Path) -> tuple[str, PipelineSettings]:
+    """Receive settings and files as a machine does; return the text, and the settings it loads."""
+    store = open_store(rent.store)
+    attempt = make_attempt(deadline=START + HOUR)
+    sent = make_environment(store, rent, attempt, vast_url="https://x")
+    environment = make_program_environment({}, GuestConfig.from_environment(sent))
+    for name, text in rent.program.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    path = folder / rent.program.command[-1]
+    return path.read_text(), load_settings(path, PipelineSettings, environment)
+
+
+def test_machines_shard_from_a_web_server_with_a_token_and_with_the_files_of_transforms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "clean.py").write_text(
+        "def clean(sample):\n    return {**sample, 'txt': sample['txt'].upper()}\n"
+    )
+    (code / "tokenizer.json").write_bytes(train_tokenizer())
+    transforms = [
+        {"kind": "function", "function": f"{code}/clean.py:clean"},
+        {"kind": "tokenize", "tokenizer": f"{code}/tokenizer.json"},
+    ]
+    sharding = {
+        "formats": ["tokens"],
+        "types": {"tokens": "uint16[]"},
+        "transforms": transforms,
+    }
+    with serve(Site(token="Bearer of secrets")) as site:
+        site.files = {"/data/a.jsonl": b'{"text": "one"}\n{"text": "two"}\n'}
+        source = {
+            "url": f"{site.url}/data",
+            "paths": ["a.jsonl"],
+            "columns": {"txt": "text"},
+            "allow_private": True,
+            "options": {"Authorization": "Bearer of secrets"},
+        }
+        rent = make_sharding_rental(
+            settings(
+                source=source,
+                store={"url": (tmp_path / "store").as_uri()},
+                sharding={
+                    "formats": ["tokens"],
+                    "types": {"tokens": "uint16[]"},
+                    "transforms": transforms,
+                },
+                execution={"workers": 0},
+            ),
+            VAST.model_copy(update={"share_source_options": True}),
+        )
+        (code / "clean.py").unlink()  # the machine has other folders
+        (code / "tokenizer.json").unlink()
+        text, read = receive(rent, tmp_path / "machine")
+        assert "secrets" not in text
+        monkeypatch.chdir(tmp_path / "machine")
+        report = shard_dataset(read)
+    assert report.samples == 2
+    tokenizer = Tokenizer.from_str(train_tokenizer().decode())
+    (shard,) = report.manifest.shards
+    tokens = np.load(tmp_path / "store" / shard.key).tolist()
+    assert sorted(tokens) == sorted(
+        token for word in ("ONE", "TWO") for token in tokenizer.encode(word).ids
+    )
+
+
+def test_machines_read_a_prefix_of_another_bucket_and_nothing_else_of_it(
+    rgw: RGW, bucket: str, tmp_path: Path
+) -> None:
+    full = rgw.make_client(rgw.full)
+    other = f"other-{secrets.token_hex(4)}"
+    full.create_bucket(Bucket=other)
+    full.put_object(Bucket=other, Key="raw/words/a.jsonl", Body=b'{"text": "one"}\n')
+    full.put_object(Bucket=other, Key="raw/secret.jsonl", Body=b"{}")
+    there = {
+        "endpoint": rgw.endpoint,
+        "credentials": {
+            "access_key_id": rgw.full.access_key_id,
+            "secret_access_key": rgw.full.secret_access_key,
+        },
+    }
+    rent = make_sharding_rental(
+        settings(
+            source={**there, "url": f"s3://{other}/raw/words"},
+            store={**there, "url": f"s3://{bucket}"},
+            execution={"workers": 0},
+        ),
+        VAST.model_copy(update={"role_arn": rgw.create_role(f"rent-{secrets.token_hex(4)}")}),
+    )
+    text, read = receive(rent, tmp_path)
+    assert rgw.full.secret_access_key not in text
+    assert shard_dataset(read).samples == 1
+    source = open_store(read.source.store)
+    with pytest.raises(errors.DeniedError):
+        put(source, "b.jsonl", b"{}")
+    beside = read.source.store.model_copy(update={"url": f"s3://{other}/raw"})
+    with pytest.raises(errors.DeniedError):
+        read_object(open_store(beside), "secret.jsonl")
+
+
+def test_a_whole_bucket_is_no_source_for_machines(tmp_path: Path) -> None:
+    rent = make_sharding_rental(settings(source={**STORE, "url": "s3://another"}), VAST)
+    with pytest.raises(errors.ConfigurationError, match="s3://another is a whole bucket"):
+        receive(rent.model_copy(update={"store": StoreSpec(url=tmp_path.as_uri())}), tmp_path)
 
 
 def test_run_use_vast_rents_and_gives_back(

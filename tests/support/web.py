@@ -103,6 +103,8 @@ def serve(site: Site, context: ssl.SSLContext | None = None) -> Generator[Site]:
         site.url = f"http{'s' * bool(context)}://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield site
-        server.shutdown()
-        thread.join()
+        try:
+            yield site
+        finally:
+            server.shutdown()
+            thread.join()

@@ -2,6 +2,7 @@
 
 from millrace.datasets.transforms.pinned import (
     PinnedTransforms,
+    bundle_files,
     describe_transforms,
     list_transform_changes,
     open_transformed_source,
@@ -28,6 +29,7 @@ __all__ = [
     "TransformList",
     "TransformSettings",
     "TransformedSource",
+    "bundle_files",
     "describe_transforms",
     "list_transform_changes",
     "open_transformed_source",

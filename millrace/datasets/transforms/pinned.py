@@ -94,6 +94,50 @@ def describe_transforms(
     return pin_transforms(settings, keys, seed=seed).record
 
 
+def bundle_files(
+    settings: Sequence[TransformSettings], *, allow_private: bool = False
+) -> tuple[list[TransformSettings], dict[str, str]]:
+    """Read the files of transforms for another machine.
+
+    Args:
+        settings: Settings of the transforms.
+        allow_private: Whether a tokenizer may be read from a web server in a private network.
+
+    Returns:
+        The settings with relative paths and the digests of the files; and the texts by path.
+
+    Raises:
+        ConfigurationError: A file is too large, has another digest than the settings name, or is
+            no text.
+        NotFoundError: A file is not there.
+    """
+    steps: list[TransformSettings] = []
+    texts: dict[str, str] = {}
+    for number, step in enumerate(settings):
+        match step:
+            case FunctionSettings(file=str(location)):
+                body = _read_location(location, _MAX_CODE_BYTES, allow_private=False)
+                path = f"transforms/{number}.py"
+                update = {"function": f"./{path}:{step.name}"}
+            case TokenizeSettings(tokenizer=location):
+                body = _read_location(location, _MAX_TOKENIZER_BYTES, allow_private=allow_private)
+                path = f"transforms/{number}.json"
+                update = {"tokenizer": f"./{path}"}
+            case _:
+                steps.append(step)
+                continue
+        digest = compute_digest(body)
+        _check_digest(location, digest, step.digest)
+        try:
+            texts[path] = body.decode()
+        except UnicodeDecodeError as error:
+            raise errors.ConfigurationError(
+                f"{location} is no text in UTF-8: correct the file."
+            ) from error
+        steps.append(step.model_copy(update={**update, "digest": digest}))
+    return steps, texts
+
+
 def open_transforms(record: JsonObject, dataset_store: Store) -> TransformChain:
     """Return the transforms that a plan describes, with the bytes that the dataset has.
 
