@@ -141,11 +141,6 @@ def test_machines_shard_from_a_web_server_with_a_token_and_with_the_files_of_tra
         {"kind": "function", "function": f"{code}/clean.py:clean"},
         {"kind": "tokenize", "tokenizer": f"{code}/tokenizer.json"},
     ]
-    sharding = {
-        "formats": ["tokens"],
-        "types": {"tokens": "uint16[]"},
-        "transforms": transforms,
-    }
     with serve(Site(token="Bearer of secrets")) as site:
         site.files = {"/data/a.jsonl": b'{"text": "one"}\n{"text": "two"}\n'}
         source = {

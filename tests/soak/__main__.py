@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -90,13 +90,15 @@ def main() -> int:
     start = time.monotonic()
     passed: list[bool] = []
     summary: list[str] = []
+    others: dict[str, Callable[[argparse.Namespace], tuple[bool, str]]] = {
+        "races": _run_races, "windows": _run_windows, "fuzz": _run_fuzz, "cleaning": _run_cleaning,
+        "campaigns": _run_campaigns, "swarm": _run_swarm, "ray": _run_ray, "hostile": _run_hostile,
+        "demo": _run_demo,
+    }  # fmt: skip
+    if options.only in {None, "rentals"}:
+        others["rentals"] = _RentalsProcess(options).wait
     if options.only in {None, "kills", "faults"}:
         passed, summary = _run_shards(options)
-    others = {
-        "races": _run_races, "windows": _run_windows, "fuzz": _run_fuzz, "cleaning": _run_cleaning,
-        "rentals": _run_rentals, "campaigns": _run_campaigns, "swarm": _run_swarm, "ray": _run_ray,
-        "hostile": _run_hostile, "demo": _run_demo,
-    }  # fmt: skip
     for name, run_part in others.items():
         if options.only in {None, name}:
             is_correct, sentence = run_part(options)
@@ -172,12 +174,23 @@ def _run_cleaning(options: argparse.Namespace) -> tuple[bool, str]:
     )
 
 
-def _run_rentals(options: argparse.Namespace) -> tuple[bool, str]:
-    """Run rentals with kills in a separate process, which forks."""
-    command = [sys.executable, "-m", "tests.soak.rentals", f"{options.rentals}", f"{options.seed}"]
-    process = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
-    print(process.stdout)
-    return not process.returncode, process.stdout.strip().rpartition("\n")[2]
+class _RentalsProcess:
+    """Rentals with kills, in a process beside the other parts: it mostly waits.
+
+    Args:
+        options: Options of the soak.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        module = [sys.executable, "-m", "tests.soak.rentals"]
+        command = [*module, f"{options.rentals}", f"{options.seed}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def wait(self, _: argparse.Namespace) -> tuple[bool, str]:
+        """Wait for the end of the process, and return the outcome."""
+        output = self._process.communicate()[0]
+        print(output)
+        return not self._process.returncode, output.strip().rpartition("\n")[2]
 
 
 def _run_campaigns(options: argparse.Namespace) -> tuple[bool, str]:

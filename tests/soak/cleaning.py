@@ -1,12 +1,11 @@
 """Clean a bucket with the objects of all roles, with kills, and compare it with the oracle."""
 
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import signal
-import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,7 +185,9 @@ def _count_left(spec: StoreSpec, planned: dict[str, int]) -> int:
 
 
 def _execute_and_kill(settings: CleanupSettings, plan: str, batches: int) -> bool:
-    """Execute a plan in a process, and kill it after so many batches.
+    """Execute a plan in a process, and kill it after it has deleted objects of so many batches.
+
+    Batches whose objects were deleted by an earlier process do not count.
 
     Returns:
         Whether it was killed before its end.
@@ -197,35 +198,37 @@ def _execute_and_kill(settings: CleanupSettings, plan: str, batches: int) -> boo
     process = spawn.Process(target=_execute, args=(child_end, arguments))
     process.start()
     child_end.close()
-    events: Counter[str] = Counter()
     try:
-        while True:
-            events[parent_end.recv()] += 1
-            if events[ObjectsDeleted.kind] == batches:
+        for number in itertools.count(1):
+            if parent_end.recv() == "done":
+                process.join()
+                return False
+            if number == batches:
                 break
             parent_end.send("go on")
-    except (EOFError, BrokenPipeError):  # the process has executed the whole plan
+    except (EOFError, BrokenPipeError):  # the process failed
         process.join()
         return False
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    return process.exitcode == -signal.SIGKILL and events["done"] == 0
+    return process.exitcode == -signal.SIGKILL
 
 
 def _execute(pipe: Any, arguments: str) -> None:
-    """Execute a plan in this process, and send the kinds of its events.
+    """Execute a plan in this process, and send a message after each batch with a deleted object.
 
-    Each event waits for an answer, so that a slow parent process kills no later than it means to.
+    Each message waits for an answer, so that a slow parent process kills no later than it means to.
     """
     data = json.loads(arguments)
     settings = CleanupSettings(store=StoreSpec.model_validate(data["spec"]), rules=RULES)
-
-    lock = threading.Lock()
+    deleted = 0
 
     def send_event(event: Event) -> None:
-        with lock:
-            pipe.send(event.kind)
+        nonlocal deleted
+        if isinstance(event, ObjectsDeleted) and event.objects > deleted:
+            deleted = event.objects
+            pipe.send("deleted")
             pipe.recv()
 
     execute(settings, data["plan"], progress=send_event)
