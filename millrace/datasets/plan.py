@@ -56,7 +56,11 @@ _CONCURRENCY = 16  # concurrent uploads of sample lists
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
-_KIND_VERSIONS = {SourceKind.PARQUET: {"parquet": "1"}, SourceKind.CSV: {"csv": "1"}}
+_KIND_VERSIONS = {
+    SourceKind.PARQUET: {"parquet": "1"},
+    SourceKind.CSV: {"csv": "1"},
+    SourceKind.WEBDATASET: {"tar": "1"},
+}
 
 
 def make_plan(

@@ -26,7 +26,7 @@ class Sample(NamedTuple):
     """One sample of a source.
 
     Attributes:
-        key: Name of the sample, unique in the dataset.
+        key: Name of the sample, unique in its partition.
         fields: Parts by their extensions (``txt``, ``json``). Formats sort them by extension.
         next_cursor: Cursor after the sample.
         next_skip: Part of the row at `next_cursor` that was yielded before, as transforms count it.

@@ -22,6 +22,7 @@ The shortest scope counts, since the folder of an index is no dataset.
 """
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
+_MEMBER_INDEX = re.compile(r"[0-9]{5,}-members\.jsonl")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 
 
@@ -113,7 +114,7 @@ class DatasetKeys:
 
     @property
     def sample_lists(self) -> str:
-        """Prefix of the sample lists, which name the source files, and of the seek points."""
+        """Prefix of the sample lists, the seek points and the indexes of tar files."""
         return f"{self.dataset}/partitions/"
 
     @property
@@ -162,10 +163,19 @@ class DatasetKeys:
         """
         return f"{self.sample_lists}{file_index:05d}-"
 
-    def is_seek_point(self, key: str) -> bool:
-        """Decide whether a key is that of a seek point."""
+    def make_member_index_key(self, file_index: int) -> str:
+        """Return the key of the index of a tar file's members.
+
+        Args:
+            file_index: Index of the file in the source's listing.
+        """
+        return f"{self.sample_lists}{file_index:05d}-members.jsonl"
+
+    def is_seek_point_or_index(self, key: str) -> bool:
+        """Decide whether a key is that of a seek point, or of the index of a tar file."""
         name = key.removeprefix(self.sample_lists)
-        return name != key and _SEEK_POINT.fullmatch(name) is not None
+        found = _SEEK_POINT.fullmatch(name) or _MEMBER_INDEX.fullmatch(name)
+        return name != key and found is not None
 
     def make_shards_prefix(self, shard_format: str, split: str) -> str:
         """Return the prefix of the shards of one format and split, such as ``shards/mds/train/``.

@@ -202,6 +202,40 @@ class RowRange(RecordPart):
         )
 
 
+class MemberRange(RecordPart):
+    """A source range of one tar file: the samples whose first members begin within its bytes.
+
+    Attributes:
+        file: The tar file.
+        file_index: Index of the file in the source's listing.
+        start: Offset of the first byte.
+        end: Offset after the last byte.
+        index: Key of the index of the file's members.
+    """
+
+    kind: Literal["members"] = "members"
+    file: FileRef
+    file_index: int
+    start: int
+    end: int
+    index: ObjectKey
+    reason: ClassVar[str] = ""  # a file whose name cannot be read is a `ByteRange`
+
+    @property
+    def size(self) -> int:
+        """Bytes of the range."""
+        return self.end - self.start
+
+    def compute_fraction_before(self, cursor: int) -> float:
+        """Return the fraction of the range before a cursor, from 0 to 1."""
+        return min(1.0, max(0.0, (cursor - self.start) / self.size))
+
+    def divide(self, size: int) -> "tuple[MemberRange, MemberRange]":
+        """Divide the range in two, the first of `size` bytes."""
+        middle = self.start + size
+        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
+
+
 class SampleList(RecordPart):
     """A source range of many files: samples of one or more files, which a stored list names.
 
@@ -224,7 +258,7 @@ class SampleList(RecordPart):
 
 
 SourceRange = Annotated[
-    ByteRange | CompressedRange | RowRange | SampleList, Field(discriminator="kind")
+    ByteRange | CompressedRange | RowRange | MemberRange | SampleList, Field(discriminator="kind")
 ]
 
 

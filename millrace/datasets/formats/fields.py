@@ -69,7 +69,7 @@ def _trace_fields(
     Raises:
         ConfigurationError: A transform needs a field that the samples do not have.
     """
-    if source.kind is SourceKind.FILES:
+    if source.kind in {SourceKind.FILES, SourceKind.WEBDATASET}:
         return None
     fields = {name: guess_type(name) for name in source.columns or ["json"]}
     for step in steps:

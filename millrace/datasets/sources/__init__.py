@@ -15,6 +15,7 @@ from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.store_files import StoreFiles
+from millrace.datasets.sources.tars import TarSource, divide_tars
 from millrace.datasets.sources.text_files import divide_files
 from millrace.errors import ConfigurationError
 from millrace.extras import import_extra_module
@@ -120,6 +121,8 @@ def partition_source(
             from millrace.datasets.sources.parquet import divide_row_groups  # noqa: PLC0415
 
             ranges = divide_row_groups(files, table, division.partition_bytes, settings.columns)
+        case SourceKind.WEBDATASET:
+            ranges = divide_tars(files, table, keys)
         case SourceKind.FILES:
             return partition_folder(record, table, keys, division, local=files.is_local)
     return PartitionedSource(
@@ -130,7 +133,7 @@ def partition_source(
 def _select_settings(settings: SourceSettings) -> dict[str, Any]:
     """Return the settings that the samples of a kind of source depend on."""
     match settings.kind:
-        case SourceKind.FILES:
+        case SourceKind.FILES | SourceKind.WEBDATASET:
             return {}
         case SourceKind.CSV:
             return settings.model_dump(include=_CSV_SETTINGS)
@@ -172,5 +175,7 @@ def open_source(
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 
             return ParquetSource(files, columns, any_version=any_version)
+        case SourceKind.WEBDATASET:
+            return TarSource(files, dataset_store, any_version=any_version)
         case SourceKind.FILES:
             return FolderSource(files, dataset_store, any_version=any_version)

@@ -8,7 +8,7 @@ MAX_OUTPUT = 4 << 20  # bytes that are decompressed at a time
 
 
 class DamageError(Exception):
-    """Bytes of a compressed file that cannot be decompressed, or do not have their checksum."""
+    """Bytes of a compressed or tar file that cannot be read, or do not have their checksum."""
 
 
 @dataclass(frozen=True, slots=True)

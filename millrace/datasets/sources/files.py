@@ -1,10 +1,10 @@
 """Interface of the files of a source, and the detection of their changes."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from millrace import errors
 from millrace.datasets.sources.table import FileTable
@@ -12,6 +12,8 @@ from millrace.schemas.dataset import FileRef
 from millrace.storage.read import BLOCK_SIZE
 
 _READ_AHEAD_BYTES = 64 * 1024 * 1024
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class SourceFiles(Protocol):
@@ -119,25 +121,44 @@ def read_ahead(
     Raises:
         ChangedError: A file has changed or is gone.
     """
-    if files.is_local:
-        yield from map(files.read, wanted)
+    sized = ((file, file.size) for file in wanted)
+    for _, data in fetch_ahead(files.read, sized, 0 if files.is_local else concurrency):
+        yield data
+
+
+def fetch_ahead(
+    fetch: Callable[[T], R], wanted: Iterable[tuple[T, int]], concurrency: int
+) -> Iterator[tuple[T, R]]:
+    """Yield items with what is fetched for them, in order. Several are fetched at once.
+
+    Memory: 64 MiB, or the largest of the fetched values.
+
+    Args:
+        fetch: Function that fetches the value of an item.
+        wanted: Items, each with the bytes of its value.
+        concurrency: Concurrent calls; 0 calls the function in this thread when the value is used.
+    """
+    if not concurrency:
+        yield from ((item, fetch(item)) for item, _ in wanted)
         return
-    remaining = deque(wanted)
-    waiting: deque[tuple[int, Future[bytes]]] = deque()
+    remaining = iter(wanted)
+    following = next(remaining, None)
+    waiting: deque[tuple[T, int, Future[R]]] = deque()
     bytes_left = _READ_AHEAD_BYTES
     with ThreadPoolExecutor(concurrency, thread_name_prefix="files") as pool:
-        while remaining or waiting:
+        while following or waiting:
             while (
-                remaining
+                following
                 and len(waiting) < concurrency
-                and (not waiting or remaining[0].size <= bytes_left)
+                and (not waiting or following[1] <= bytes_left)
             ):
-                file = remaining.popleft()
-                waiting.append((file.size, pool.submit(files.read, file)))
-                bytes_left -= file.size
-            size, fetched = waiting.popleft()
+                item, size = following
+                waiting.append((item, size, pool.submit(fetch, item)))
+                bytes_left -= size
+                following = next(remaining, None)
+            item, size, fetched = waiting.popleft()
             bytes_left += size
-            yield fetched.result()
+            yield item, fetched.result()
 
 
 def drop_etag(file: FileRef) -> FileRef:

@@ -22,10 +22,11 @@ from millrace.storage import Store, read
 
 MAX_SAMPLE_LIST_BYTES = 64 << 20
 """Largest sample list of a partition, in bytes. A list of 10,000 files has 1 to 15 MiB."""
-_MAX_SAMPLE_BYTES = 1 << 30
-# Size in bytes above which the files of a sample are read block by block during the encoding. The
-# files of smaller samples are read ahead: whole, and several at once.
-_LARGE = 32 * 1024 * 1024
+MAX_SAMPLE_BYTES = 1 << 30
+"""Largest sample, in bytes: as large as a shard can be."""
+LARGE_SAMPLE_BYTES = 32 * 1024 * 1024
+"""Bytes above which the files of a sample are read block by block during the encoding. The files
+of smaller samples are read ahead: whole, and several at once."""
 
 
 def partition_folder(
@@ -150,15 +151,15 @@ class FolderSource:
 
 def _is_large(sample: SampleFiles, file: FileRef) -> bool:
     """Return whether a file is read block by block. An empty file has no block to check."""
-    return file.size > 0 and sample.size > _LARGE
+    return file.size > 0 and sample.size > LARGE_SAMPLE_BYTES
 
 
 def _assign_samples(samples: SampleTable, division: Division) -> dict[str, "array[int]"]:
     for index, size in enumerate(samples.sizes):
-        if size > _MAX_SAMPLE_BYTES:
+        if size > MAX_SAMPLE_BYTES:
             raise errors.ConfigurationError(
                 f"{samples[index].files[0].path}: a sample of {size} bytes is larger than a shard "
-                f"can be ({_MAX_SAMPLE_BYTES} bytes). Leave it out with exclude, or divide it."
+                f"can be ({MAX_SAMPLE_BYTES} bytes). Leave it out with exclude, or divide it."
             )
     order = array("I", range(len(samples)))
     shuffle(order, division.seed)

@@ -7,9 +7,16 @@ from typing import TypeVar
 from millrace.datasets.sample import BadRow
 from millrace.datasets.sources.base import Division
 from millrace.keys.datasets import make_partition_name
-from millrace.schemas.dataset import ByteRange, CompressedRange, Partition, RowRange, SourceRange
+from millrace.schemas.dataset import (
+    ByteRange,
+    CompressedRange,
+    MemberRange,
+    Partition,
+    RowRange,
+    SourceRange,
+)
 
-FileRange = ByteRange | CompressedRange | RowRange
+FileRange = ByteRange | CompressedRange | RowRange | MemberRange
 T = TypeVar("T")
 
 

@@ -23,7 +23,8 @@ from millrace.datasets.sources.table import (
 from millrace.schemas.dataset import FileRef
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<extension>[^/]+)", re.DOTALL)
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # names that webdataset does not read
+SKIPPED_NAME = re.compile(r"__[^/]*__($|/)")
+"""Beginning of the names that webdataset does not read."""
 
 
 class SampleFiles(NamedTuple):
@@ -101,15 +102,30 @@ def _pack_by_key(row: bytes) -> bytes:
     return b"%b\0%b\0%b\0%b" % (key, extension, stored_path, rest)
 
 
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return the key and the extension of a file or member; None if the name has no key."""
+    match = _NAME.fullmatch(name)
+    return (match["key"], match["extension"].lower()) if match else None
+
+
+def find_extension_fault(extensions: Sequence[str]) -> str:
+    """Return the reason why files with these extensions make no sample; empty if they make one."""
+    if any(RESERVED.search(extension) for extension in extensions):
+        return "readers of WebDataset reserve names like __this__"
+    if len(set(extensions)) < len(extensions):
+        return "two files of one sample have the same extension"
+    return ""
+
+
 def _parse_path(path: str) -> tuple[str, str]:
-    match = _NAME.fullmatch(path)
-    if match:
-        key, extension = match["key"], match["extension"].lower()
+    parts = split_name(path)
+    if parts:
+        key, extension = parts
     elif "." not in path.rpartition("/")[2]:
         key, extension = path, "bin"
     else:
         return path, ""
-    return (f"./{key}" if _SKIPPED.match(f"{key}.{extension}") else key), extension
+    return (f"./{key}" if SKIPPED_NAME.match(f"{key}.{extension}") else key), extension
 
 
 def _make_sample_files(
@@ -124,10 +140,8 @@ def _make_sample_files(
         reason = reasons[0]
     elif "" in extensions:
         reason = "a name that begins with a dot has no key by WebDataset's rule"
-    elif any(RESERVED.search(extension) for extension in extensions):
-        reason = "readers of WebDataset reserve names like __this__"
-    elif len(set(extensions)) < len(extensions):
-        reason = "two files of one sample have the same extension"
+    else:
+        reason = find_extension_fault(extensions)
     files = (
         FileRef(path=escape_path(p) if reason else p, size=s, etag=e) for _, p, s, e in members
     )

@@ -15,6 +15,16 @@ class SourceKind(StrEnum):
     CSV = "csv"
     PARQUET = "parquet"
     FILES = "files"
+    WEBDATASET = "webdataset"
+
+
+# Compressed tar files are taken, so that they are refused with a sentence.
+_INCLUDE = {
+    SourceKind.PARQUET: ["*.parquet"],
+    SourceKind.WEBDATASET: [
+        "*.tar", "*.tar.gz", "*.tgz", "*.tar.bz2", "*.tar.xz", "*.tar.zst", "*.tar.lz4"
+    ],
+}  # fmt: skip
 
 
 class SourceSettings(BaseModel):
@@ -26,12 +36,13 @@ class SourceSettings(BaseModel):
         default=SourceKind.JSONL,
         description="`jsonl` makes a sample of each line, `csv` and `parquet` of each row. `files` "
         "makes a sample of each file, or of each group of files that share their name up to the "
-        "first dot.",
+        "first dot. `webdataset` makes a sample of each such group of members of a tar file.",
     )
     include: list[str] | None = Field(
         default=None,
         description="Patterns of the files to take, such as `*.jsonl`. By default all files are "
-        "taken; of the kind `parquet`, those whose names end in `.parquet`.",
+        "taken; of the kind `parquet`, those whose names end in `.parquet`, and of `webdataset` in "
+        "`.tar`.",
     )
     exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
     paths: list[str] | None = Field(
@@ -48,8 +59,8 @@ class SourceSettings(BaseModel):
     columns: dict[str, str] | None = Field(
         default=None,
         description='Column of each field of a sample, such as `{"txt": "text"}`, or part of a '
-        'parquet column, such as `{"jpg": "image.bytes"}`. Not for `files`. By default each row is '
-        "kept whole as `json`.",
+        'parquet column, such as `{"jpg": "image.bytes"}`. Not for `files` and `webdataset`. By '
+        "default each row is kept whole as `json`.",
     )
 
     header: list[str] | None = Field(
@@ -69,7 +80,7 @@ class SourceSettings(BaseModel):
         """Return the patterns of the files to take."""
         if self.include is not None:
             return self.include
-        return ["*.parquet"] if self.kind is SourceKind.PARQUET else ["*"]
+        return _INCLUDE.get(self.kind, ["*"])
 
     @field_validator("columns")
     @classmethod
@@ -85,4 +96,13 @@ class SourceSettings(BaseModel):
             raise ValueError("`header` and `delimiter` are for the kind `csv` only")
         if self.delimiter is not None and self.delimiter in '"\r\n':
             raise ValueError("`delimiter` cannot be a quote or the end of a line")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tars(self) -> Self:
+        if self.kind is SourceKind.WEBDATASET and self.columns:
+            raise ValueError(
+                "`columns` are not for the kind `webdataset`, whose fields are the extensions of "
+                "the members. Remove them, or name fields by the transform `rename`"
+            )
         return self

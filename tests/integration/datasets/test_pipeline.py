@@ -549,10 +549,13 @@ def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settin
         plan_garbage(store, "sets/one", min_age=ANY_AGE)
 
 
-def test_a_seek_point_is_garbage_once_its_dataset_is_complete(settings):
+@pytest.mark.parametrize("kind", ["seek point", "index"])
+def test_a_seek_point_or_index_is_garbage_once_its_dataset_is_complete(settings, kind):
     shard_dataset(settings)
     store, keys = open_store(settings.store), DatasetKeys("sets/one")
     point = make_seek_point_key(keys.make_seek_points_prefix(0), 7)
+    if kind == "index":
+        point = keys.make_member_index_key(0)
     put(store, point, b"{}")
     manifest = read(store, keys.manifest)
     delete(store, [keys.manifest])

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import secrets
+import tarfile
 
 import pyarrow
 import pytest
@@ -57,6 +58,12 @@ def encode_rows(kind, rows):
     if kind is SourceKind.CSV:
         values = [",".join(map(str, row.values())) for row in rows]
         return "".join(f"{line}\n" for line in [",".join(rows[0]), *values]).encode()
+    if kind is SourceKind.WEBDATASET:
+        body = io.BytesIO()
+        with tarfile.open(fileobj=body, mode="w") as tar:
+            for number in range(len(rows)):
+                tar.addfile(tarfile.TarInfo(f"{number}.txt"))
+        return body.getvalue()
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
