@@ -36,6 +36,7 @@ from millrace.storage import Store, create, read
 _MAX_INDEX_BYTES = 256 << 20  # memory of the members of one tar file; about two million of them
 _MEMBER_OVERHEAD = 64  # bytes of memory for a member, besides its name
 _MAX_NAMED = 3  # members without a key that are named
+_SHOWN = 300  # characters of a name in the reason of a bad row
 _NUL = b"\0"
 _PLACE = struct.Struct(">QQ")  # offset of the header and of the data
 
@@ -147,7 +148,7 @@ class _MemberTable:
         self.memory += len(row) + _MEMBER_OVERHEAD
         fault = find_unreadable_reason(member.name, local=True)
         if not fault and member.fault:
-            fault = f"its member {escape_path(member.name)} {member.fault}"
+            fault = f"its member {escape_path(member.name[:_SHOWN])} {member.fault}"
         if fault and key not in self._faults:
             self._faults[key] = fault
             self.memory += len(key) + len(fault) + 4 * _MEMBER_OVERHEAD
@@ -156,7 +157,7 @@ class _MemberTable:
         """Return one bad row for all members without a key: position, location, reason."""
         if not self._unnamed:
             return []
-        shown = ", ".join(escape_path(member.name)[:200] for member in self._unnamed)
+        shown = ", ".join(escape_path(member.name[:_SHOWN]) for member in self._unnamed)
         more = self._unnamed_count - len(self._unnamed)
         shown += f" and {more} more" if more else ""
         reason = f"members without a key by WebDataset's rule: {shown}"
@@ -193,7 +194,7 @@ class _MemberTable:
         if not reason and size > MAX_SAMPLE_BYTES:
             reason = f"a sample of {size} bytes is larger than a shard can be ({MAX_SAMPLE_BYTES})"
         if reason:
-            return _encode_bad_row((position, f"sample {escape_path(key)}", reason))[1]
+            return _encode_bad_row((position, f"sample {escape_path(key[:_SHOWN])}", reason))[1]
         return orjson.dumps([position, key, "", list(map(tuple, members))])
 
 

@@ -39,6 +39,7 @@ def test_every_block_of_the_guide_to_datasets(
         "r2://ACCOUNT/BUCKET": store.as_uri(),
         "s3://somewhere/tables": make_tables(tmp_path / "tables"),
         "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
+        "s3://somewhere/tars": make_tars(tmp_path / "tars"),
     }
     environment = {
         "STORAGE_BACKEND": "local",
@@ -71,6 +72,14 @@ def test_every_block_of_the_guide_to_datasets(
             "00000-0000000000.jpg": b"\x00", "00000-0000000000.txt": b"caption.0",
             "00000-0000000001.jpg": b"\x01", "00000-0000000001.txt": b"caption.1",
         }  # fmt: skip
+
+        (folder / "job.yaml").write_text(original)
+        update_source(guide.write("job.yaml", update=True), "tars")
+        assert "2 samples" in guide.type(run)
+        assert read_fields(store / "tars") == {
+            "a.jpg": b"1", "a.txt": b"A", "b.jpg": b"2", "b.txt": b"B",
+        }  # fmt: skip
+        (folder / "job.yaml").write_text(original)
 
         repo = hub.make_repo(dataset=True)
         commit_pictures(hub, repo)
@@ -128,6 +137,17 @@ def make_tables(folder: Path) -> str:
     folder.mkdir()
     (folder / "a.csv").write_text('id,text\n1,"a\nb"\n2,c\n')
     (folder / "b.csv.gz").write_bytes(gzip.compress(b"text,id\nd,3\n"))
+    return folder.as_uri()
+
+
+def make_tars(folder: Path) -> str:
+    """Write a tar file whose samples have their members apart, and return the URL of its folder."""
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for name, data in {"a.jpg": b"1", "b.jpg": b"2", "a.txt": b"A", "b.txt": b"B"}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
     return folder.as_uri()
 
 

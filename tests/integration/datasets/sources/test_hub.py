@@ -3,6 +3,7 @@
 import gzip
 import io
 import re
+import tarfile
 from collections import Counter
 from datetime import timedelta
 
@@ -150,3 +151,19 @@ def test_a_wrong_token_name_or_url_is_a_sentence(hub):
         open_files(make_spec(hub, "hf://datasets/person/none")).collect(Patterns())
     with pytest.raises(errors.ConfigurationError, match="write hf://datasets/OWNER/NAME"):
         open_files(make_spec(hub, "hf://person/model"))
+
+
+def test_tar_files_of_a_dataset_are_read_by_ranges(hub, tmp_path):
+    repo, texts = hub.make_repo(dataset=True), make_texts(600)
+    body = io.BytesIO()
+    with tarfile.open(fileobj=body, mode="w") as tar:
+        for number, text in enumerate(texts):
+            info = tarfile.TarInfo(f"{number:06d}.txt")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    commit(hub, repo, data__a_tar=body.getvalue(), README_md=b"# Words")
+    settings = make_settings(
+        hub, f"hf://datasets/{repo}", tmp_path, kind="webdataset", columns=None
+    )
+    assert shard_dataset(settings).samples == 600
+    assert read_texts(Folder(tmp_path / "out" / "words")) == Counter(texts)

@@ -1,5 +1,6 @@
 """Samples of tar files: those of webdataset's reader, or of Python's tarfile, from any cursor."""
 
+import contextlib
 import gzip
 import io
 import random
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets.progress_events import ShardCommitted
+from millrace.datasets.repair import repair_dataset
 from millrace.datasets.sample import BadRow, LargeFile, Sample
 from millrace.datasets.sources import (
     Division,
@@ -319,6 +322,29 @@ def test_a_damaged_file_stops_the_run_before_its_first_sample(body, kind, tmp_pa
     assert list(list_objects(opened.dataset)) == []
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    body=st.sampled_from([GOOD, LONG, PAX]),
+    changes=st.lists(st.tuples(st.integers(0, 2047), st.integers(0, 255)), min_size=1, max_size=4),
+    has_checksums=st.booleans(),
+)
+def test_any_damage_gives_rows_or_a_sentence(body, changes, has_checksums):
+    damaged = bytearray(body)
+    for at, value in changes:
+        damaged[at] = value
+    if has_checksums:  # as a hostile writer makes them
+        for at in range(0, len(damaged), 512):
+            if damaged[at + 257 : at + 262] == b"ustar":
+                damaged[at + 148 : at + 156] = b" " * 8
+                damaged[at + 148 : at + 156] = b"%06o\0 " % sum(damaged[at : at + 512])
+    rows = []
+    with contextlib.suppress(errors.ConfigurationError):
+        rows = read_rows(bytes(damaged))
+    cursors = [row.next_cursor for row in rows]
+    assert cursors == sorted(set(cursors))
+    assert not rows or cursors[-1] == len(damaged)
+
+
 def test_a_file_without_its_end_is_read_and_named():
     rows = read_rows(GOOD[: 3 * 1536])
     assert [row.key for row in rows[:3]] == ["a", "b", "c"]
@@ -545,6 +571,47 @@ def test_a_dataset_of_tar_files_is_made_by_workers(kind, request, tmp_path):
             assert len(fields) == 2
             found.update(fields.values())
     assert found == wanted
+
+
+class StopError(Exception):
+    """A run is stopped by its test."""
+
+
+def test_a_stopped_run_and_a_repair_make_the_shards_of_a_whole_run(tmp_path):
+    members = [(f"{n}.{name}", b"%d" % n * 200) for name in ("txt", "json") for n in range(300)]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(make_tar(members))
+
+    def make_settings(name):
+        return PipelineSettings.model_validate(
+            {
+                "dataset": name,
+                "source": {"kind": "webdataset", "url": folder.as_uri()},
+                "sharding": {"shard_bytes": 102_400},
+                "store": {"url": (tmp_path / "out").as_uri()},
+                "execution": {"workers": 0},
+            }
+        )
+
+    def stop(event):
+        if isinstance(event, ShardCommitted) and event.number == 1:
+            raise StopError
+
+    whole = shard_dataset(make_settings("whole"))
+    with pytest.raises(StopError):
+        shard_dataset(make_settings("stopped"), progress=stop)
+    stopped = shard_dataset(make_settings("stopped"))
+    digests = [shard.digest for shard in whole.manifest.shards]
+    assert len(digests) > 4
+    assert [shard.digest for shard in stopped.manifest.shards] == digests
+
+    lost = tmp_path / "out" / stopped.manifest.shards[2].key
+    body = lost.read_bytes()
+    lost.unlink()
+    (folder / "a.tar").write_bytes(make_tar(members))  # the same bytes, written again
+    repair_dataset(make_settings("stopped"))
+    assert lost.read_bytes() == body
 
 
 def test_tar_files_of_a_web_server_are_read_by_ranges():
