@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from millrace.datasets import (
+    CardSettings,
     ExecutionSettings,
     PipelineSettings,
     ShardingSettings,
@@ -35,6 +36,7 @@ def shard_dataset(
     destination: BucketLocation,
     sharding: ShardingSettings | None = None,
     execution: ExecutionSettings | None = None,
+    card: CardSettings | None = None,
     repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
     """Write a dataset as WebDataset or other shards to a bucket, each sample exactly once.
@@ -48,6 +50,7 @@ def shard_dataset(
         destination: A Millrace Bucket block with write credentials, its name, or a URL.
         sharding: Settings of the shards. They cannot change under the same name.
         execution: Settings of the execution. They never change the result.
+        card: Write a dataset card beside the shards, by which `datasets.load_dataset` opens them.
         repair: Verify every shard at the end, and make missing or damaged shards again.
     """
     DatasetKeys(dataset)
@@ -58,6 +61,7 @@ def shard_dataset(
         store=make_store_spec(destination, Right.WRITE),
         sharding=sharding or ShardingSettings(),
         execution=execution,
+        card=card,
     )
     check_right(destination, Right.WRITE, dataset)
     if is_store_url(str(source.location)):

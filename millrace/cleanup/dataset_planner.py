@@ -14,7 +14,7 @@ from millrace.keys.kinds import classify_key
 from millrace.keys.leases import make_lease_prefix
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest
-from millrace.storage import Stat, Store, list_objects
+from millrace.storage import Stat, Store, exists, list_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,14 @@ class DatasetPlanner:
     def _iterate_phases(self, keys: DatasetKeys) -> Iterator[tuple[int, Stat]]:
         """Yield the objects of a dataset with their phases.
 
-        In each phase, no remaining record names a deleted object.
+        In each phase, no remaining record names a deleted object. Without the record of a card, a
+        ``README.md`` is not the dataset's.
         """
+        readme = [keys.readme] if exists(self.store, keys.card) else []
         for phase, prefixes in enumerate(
             (
                 # Without them, the dataset is not complete.
-                (keys.manifest, keys.index, keys.block_digests),
+                (keys.manifest, keys.index, keys.block_digests, *readme),
                 (keys.commits,),  # without them, a run makes each shard again
                 (
                     keys.shards,
@@ -91,7 +93,7 @@ class DatasetPlanner:
                     keys.transforms,
                     make_lease_prefix(keys.dataset),
                 ),
-                (keys.plan, keys.plan_removed),
+                (keys.plan, keys.plan_removed, keys.card),
             ),
             start=1,
         ):

@@ -68,6 +68,8 @@ execution:                      # never changes the shards
   # ray: auto                   # the nodes of a Ray cluster shard the partitions
   # max_quarantined: 0.01       # largest share of rows that make no sample; else the run fails
   # allow_empty: false          # true completes a dataset that has no samples
+
+# card: {license: cc-by-4.0}    # writes README.md, by which datasets.load_dataset opens the shards
 """
 
 _prefix = click.option(

@@ -11,6 +11,7 @@ from millrace.datasets.pipeline import (
 )
 from millrace.datasets.repair import Repair, repair_dataset
 from millrace.datasets.settings import (
+    CardSettings,
     ExecutionSettings,
     PipelineSettings,
     ShardingSettings,
@@ -26,6 +27,7 @@ from millrace.datasets.status import (
 from millrace.datasets.verify import ShardFault, Verification, read_manifest, verify_dataset
 
 __all__ = [
+    "CardSettings",
     "DatasetStatus",
     "ExecutionSettings",
     "GarbagePlan",

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import cluster, errors, settings
+from millrace.datasets.card import check_readme, make_card, write_card
 from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import (
     check_manifest,
@@ -124,6 +125,8 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     try:
         store = open_store(spec, make_folder=False)
         _refuse_overlap(files, store, config.dataset)
+        if config.card:
+            check_readme(store, keys)
         begun = check_pinned(store, keys, plan, partitioned.sample_lists)
         complete = exists(store, keys.manifest)
         if begun and complete:
@@ -163,7 +166,8 @@ def shard_dataset(
     """Write the shards of a dataset to a store, each exactly once, and finalize the dataset.
 
     The process may be killed at any time. A later run, on any machine, continues from the last
-    commit. Concurrent runs share the partitions. If the dataset is complete, nothing is written.
+    commit. Concurrent runs share the partitions. If the dataset is complete, nothing is written,
+    except for a dataset card that is missing or has other settings.
 
     Args:
         config: Settings of the dataset.
@@ -173,7 +177,8 @@ def shard_dataset(
             although its source has changed.
 
     Raises:
-        ConflictError: The dataset was planned or made with other settings.
+        ConflictError: The dataset was planned or made with other settings, or a dataset card would
+            replace a file of other origin.
         ChangedError: The source has changed since the dataset was planned.
         QuarantineError: More rows make no sample than the settings allow, or there is no sample.
         MillraceError: Another error stopped the run. The message names the remedy.
@@ -183,6 +188,8 @@ def shard_dataset(
     keys = DatasetKeys(config.dataset)
     files = _open_files(config, keys)
     _refuse_overlap(files, store, config.dataset)
+    if config.card:
+        check_readme(store, keys)
     plan, partitioned = make_plan(keys, config.source, files, config.sharding, store)
     try:
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
@@ -214,6 +221,8 @@ def shard_dataset(
             progress=limit.wrap_progress(counter),
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
+    if config.card:
+        write_card(store, make_card(config.card, plan), manifest, progress=progress)
     return ShardReport(
         url=store.make_url(config.dataset),
         manifest_key=keys.manifest,

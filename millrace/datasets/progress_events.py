@@ -297,6 +297,19 @@ class ManifestCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CardUploaded(Event):
+    """Event after the record of the dataset card, or the card, is written.
+
+    Attributes:
+        key: Key of the object.
+    """
+
+    kind: ClassVar[str] = "card.put"
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRepairStarted(Event):
     """Event before a lost or damaged shard is made again.
 

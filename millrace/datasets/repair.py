@@ -8,6 +8,7 @@ from typing import NamedTuple
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
 from millrace.dataset_ledger import iterate_commits
+from millrace.datasets.card import make_card, write_card
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.indexes import make_indexes
@@ -27,6 +28,7 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import (
     CommittedShard,
+    DatasetCard,
     DatasetPlan,
     Partition,
     ShardCommit,
@@ -68,8 +70,8 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     A shard is made from the source by the pinned plan. A file is also read if it was written again
     since then, with another time or ETag. A shard is written only if its digest is that of the
     manifest. Intact objects are never replaced. If they are at fault, the digests of all blocks are
-    made from the ledger, and the indexes from the manifest. Memory: one shard of each format, and
-    the memory of `verify_dataset`.
+    made from the ledger, and the indexes and the dataset card from the manifest. Memory: one shard
+    of each format, and the memory of `verify_dataset`.
 
     Args:
         config: Settings that the dataset was made with.
@@ -78,8 +80,9 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     Raises:
         NotFoundError: The dataset is not complete.
         ChangedError: The source no longer gives the same bytes.
-        ConflictError: The ledger has no commit of a faulty shard, or the plan has other transforms
-            than the settings.
+        ConflictError: The ledger has no commit of a faulty shard, the plan has other transforms
+            than the settings, or only the settings of a dataset card can make it again, and there
+            are none.
         CorruptError: The ledger does not have the digests of all blocks.
     """
     store, keys = open_store(config.store), DatasetKeys(config.dataset)
@@ -113,10 +116,31 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         if fault.key == keys.block_digests:
             shards = {key: shard for key, (_, shard) in committed.items()}
             put(store, fault.key, join_shard_blocks(manifest, shards))
+        elif fault.key in {keys.card, keys.readme}:
+            write_card(store, _find_card(store, keys, plan, config), manifest)
         else:
             put(store, fault.key, indexes[fault.key])
         remade.append(fault.key)
     return Repair(found.shards, tuple(remade))
+
+
+def _find_card(
+    store: Store, keys: DatasetKeys, plan: DatasetPlan, config: PipelineSettings
+) -> DatasetCard:
+    """Return the record of a card, from the settings or else from the store.
+
+    Raises:
+        ConflictError: The settings have no card, and the record cannot be read.
+    """
+    if config.card:
+        return make_card(config.card, plan)
+    try:
+        return fetch(store, keys.card, DatasetCard)
+    except errors.CorruptError:
+        raise errors.ConflictError(
+            f"{store.make_url(keys.card)} cannot be read. Add `card` to the settings, and the "
+            "repair writes the dataset card again."
+        ) from None
 
 
 def _check_transforms(plan: DatasetPlan, config: PipelineSettings, store: Store) -> None:

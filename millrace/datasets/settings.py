@@ -139,6 +139,20 @@ class ExecutionSettings(BaseModel):
         return count_processors() if self.workers is None else self.workers
 
 
+class CardSettings(BaseModel):
+    """Settings of the dataset card. They can change at every run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    license: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]*$",
+        max_length=100,
+        description="Identifier of the license, as the Hugging Face Hub has it, such as "
+        "`cc-by-4.0` or `other`.",
+    )
+
+
 class SourceLocation(SourceSettings, StoreSettings):
     """Location of a source: the store of its files, and the settings that choose samples."""
 
@@ -176,6 +190,12 @@ class PipelineSettings(BaseModel):
     )
     execution: ExecutionSettings = Field(
         default=ExecutionSettings(), description="Settings of the execution."
+    )
+    card: CardSettings | None = Field(
+        default=None,
+        description="Write a dataset card, `README.md`, beside the shards, by which "
+        "`datasets.load_dataset` opens them. `{}` writes it without a license. By default none is "
+        "written.",
     )
     vast: Any = Field(
         default=None,

@@ -7,6 +7,7 @@ from itertools import islice
 
 from millrace import errors
 from millrace.block_lists import describe_block_digests, read_shard_blocks
+from millrace.datasets.card import describe_card_faults
 from millrace.datasets.indexes import describe_index, make_indexes
 from millrace.datasets.progress_events import ShardVerified
 from millrace.keys.datasets import DatasetKeys
@@ -38,8 +39,8 @@ class Verification:
         size: Bytes of these shards, by the manifest.
         faults: Shards that are missing or differ.
         includes_digests: Whether digests were compared; False if only sizes were.
-        other_faults: Object with the digests of all blocks, and indexes of the formats, that are
-            missing or do not fit the manifest.
+        other_faults: Object with the digests of all blocks, indexes of the formats, and objects of
+            the dataset card, that are missing or do not fit the manifest.
     """
 
     shards: int
@@ -67,7 +68,7 @@ def verify_dataset(
     concurrency: int = 4,
     progress: Progress = ignore_event,
 ) -> Verification:
-    """Check every shard of a complete dataset, the digests of all blocks, and the indexes.
+    """Check every shard of a complete dataset, the digests of all blocks, indexes, and the card.
 
     Args:
         store: Store of the dataset.
@@ -94,6 +95,7 @@ def verify_dataset(
     for key, expected in make_indexes(manifest).items():
         if reason := describe_index(store, key, expected):
             others.append(ShardFault(key, reason))
+    others += [ShardFault(key, reason) for key, reason in describe_card_faults(store, manifest)]
     return Verification(len(manifest.shards), manifest.size, tuple(faults), digests, tuple(others))
 
 

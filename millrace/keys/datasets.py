@@ -10,7 +10,7 @@ from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 _INDEX = r"shards/[a-z]+/(?:[a-z]+/)?_?[a-z_]+\.(?:json|npy|yaml)"
 DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index)\.json|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|transforms/[0-9a-f]{64}\.(?:py|json)"
     r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl"
     r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+"
@@ -106,6 +106,16 @@ class DatasetKeys:
     def index(self) -> str:
         """Key of the shard index, in the format of webdataset."""
         return f"{self.dataset}/index.json"
+
+    @property
+    def card(self) -> str:
+        """Key of the record of the dataset card."""
+        return f"{self.dataset}/card.json"
+
+    @property
+    def readme(self) -> str:
+        """Key of the dataset card, in the format of the Hugging Face Hub."""
+        return f"{self.dataset}/README.md"
 
     @property
     def block_digests(self) -> str:

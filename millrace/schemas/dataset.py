@@ -558,3 +558,19 @@ class Manifest(Record):
             if not shard.key.startswith(below):
                 raise ValueError(f"{shard.key!r} is not the key of a shard of {self.dataset}")
         return self
+
+
+class DatasetCard(Record):
+    """Record of the dataset card, ``README.md``. The card is made from it and the manifest.
+
+    Unlike other records it is written again if the settings of the card have changed.
+
+    Attributes:
+        source: Source of the samples at its revision, as in the plan.
+        license: Identifier of the license; None if none is given.
+    """
+
+    record_kind: ClassVar[str] = "dataset-card"
+    record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
+    source: SourceRecord
+    license: str | None = None

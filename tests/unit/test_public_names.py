@@ -67,6 +67,7 @@ def test_the_names_of_storage():
 def test_the_names_of_shards():
     assert set(millrace.datasets.__all__) == {
         "ShardingSettings",
+        "CardSettings",
         "DatasetStatus",
         "ShardFault",
         "GarbagePlan",

@@ -144,6 +144,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "cooldown-late-vote",
         "cooldown-roster",
         "cooldown-vote",
+        "dataset-card",
         "dataset-manifest",
         "dataset-plan",
         "lease",

@@ -20,7 +20,7 @@ Each split has its own index objects, because those loaders draw pages from all 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -109,9 +109,7 @@ class PagesFormat:
             ConfigurationError: There is no field for the column ``text``, or a field has a name
                 that no column can have.
         """
-        columns = {name: name for name in fields}
-        if _TEXT not in fields and _TEXT_FIELD in fields:
-            columns[_TEXT_FIELD] = _TEXT
+        columns = name_page_columns(fields)
         if not any(
             column == _TEXT and fields[name] is FieldType.STR for name, column in columns.items()
         ):
@@ -140,6 +138,14 @@ class PagesFormat:
             )
             indexes[f"{prefix}_metadata.yaml"] = _make_metadata(split, f"{prefix}*.parquet")
         return indexes
+
+
+def name_page_columns(fields: Iterable[str]) -> dict[str, str]:
+    """Return the column of each field in the format ``pages``."""
+    columns = {name: name for name in fields}
+    if _TEXT not in columns and _TEXT_FIELD in columns:
+        columns[_TEXT_FIELD] = _TEXT
+    return columns
 
 
 def _make_metadata(split: str, pattern: str) -> bytes:

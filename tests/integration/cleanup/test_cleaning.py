@@ -126,6 +126,9 @@ class Filling:
         for cursor in range(self.dice.randrange(3)):
             prefix = DatasetKeys(name).make_seek_points_prefix(0)
             self.place.put(make_seek_point_key(prefix, cursor), hours=self.draw_hours())
+        for key in (DatasetKeys(name).card, DatasetKeys(name).readme):
+            if self.dice.random() < 0.5:
+                self.place.put(key, hours=self.draw_hours())
         self.put_lease_rarely(name, "train-00000")
 
 

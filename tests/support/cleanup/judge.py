@@ -161,7 +161,9 @@ def _match_dataset_object(key: str) -> ParsedKey | None:
     # Shards and indexes lie in a folder for each format and split.
     shard = re.fullmatch(r"(.+?)/shards/[a-z]+/(?:[a-z]+/)?[^/]+", key)
     *folders, leaf = (f"{shard[1]}/shards/x" if shard else key).split("/")
-    inner = leaf not in {"plan.json", "manifest.json", "index.json", "block_digests.bin"}
+    inner = leaf not in {
+        "plan.json", "manifest.json", "index.json", "block_digests.bin", "card.json", "README.md"
+    }  # fmt: skip
     if inner and (not folders or folders.pop() not in DATASET_FOLDERS):
         return None
     if not folders or DATASET_FOLDERS & set(folders) or not is_valid_name("/".join(folders)):
@@ -492,6 +494,8 @@ class Judge:
         own_keys = [
             key for key, parsed in self.parsed.items() if parsed == ParsedKey("dataset", name)
         ]
+        if f"{name}/card.json" not in self.objects and f"{name}/README.md" in own_keys:
+            own_keys.remove(f"{name}/README.md")  # not written by Millrace
         own_keys += [key for key in self.objects if key.startswith(f"{name}/lease/")]
         plan = self.objects.get(f"{name}/plan.json")
         if plan is None or self._is_leased(name) or plan.read_record().get("dataset") != name:

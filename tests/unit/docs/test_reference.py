@@ -163,7 +163,7 @@ def build_names():
     dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
-    yield dataset.block_digests
+    yield from (dataset.block_digests, dataset.card, dataset.readme)
     yield from (
         dataset.make_sample_list_key("train-00000", DIGEST),
         dataset.make_transform_key(DIGEST, "py"),

@@ -15,7 +15,7 @@ WORDS = [
     "windows", "epochs", "cooldowns", "claims", "ended", "checkpoints", "members", "commits",
     "partitions", "shards", "quarantine", "000000", "000000001", "0" * 600, "step_000000001",
     "step_٣٣٣٣٣٣٣٣٣", "000000.json", "000001-intent.json", "000000001.json", "plan.json",
-    "block_digests.bin",
+    "block_digests.bin", "card.json", "README.md",
     "train-00000-000000.tar", "gradient-000000001-a-v1.safetensors", "owner", "1",
     f"000000001-{'a' * 64}.npz", f"000000001-{'a' * 64}.safetensors",
 ]  # fmt: skip
