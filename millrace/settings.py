@@ -129,6 +129,26 @@ def read_settings_file(
     Raises:
         ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
     """
+    data, text = parse_settings_file(path, template=template)
+    filled, missing = fill_variables(data, os.environ if environ is None else environ)
+    if missing:
+        unset = "; ".join(f"{name} ({path}, line {_find_line(text, name)})" for name in missing)
+        raise ConfigurationError(
+            f"Unset or empty in the environment: {unset}. Export it, or write ${{NAME:-default}}."
+        )
+    return filled
+
+
+def parse_settings_file(path: Path, *, template: str) -> tuple[dict[str, Any], str]:
+    """Return the settings of a file by their names, with ``${VAR}`` as written, and its text.
+
+    Args:
+        path: Path of the file, as for `load_settings`.
+        template: Command that writes such a file to start from, for error messages.
+
+    Raises:
+        ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -147,16 +167,7 @@ def read_settings_file(
         raise ConfigurationError(
             f"{path} has no settings by name: write them as in a file of `{template}`."
         )
-    missing: list[str] = []
-    filled: dict[str, Any] = _expand_variables(
-        data, os.environ if environ is None else environ, missing
-    )
-    if missing:
-        unset = "; ".join(f"{name} ({path}, line {_find_line(text, name)})" for name in missing)
-        raise ConfigurationError(
-            f"Unset or empty in the environment: {unset}. Export it, or write ${{NAME:-default}}."
-        )
-    return filled
+    return cast("dict[str, Any]", data), text
 
 
 def validate_settings(model: type[M], data: object, *, source: str) -> M:
@@ -213,6 +224,19 @@ def _parse_toml(path: Path, text: str) -> object:
         return tomllib.loads(text)
     except ValueError as error:  # also an integer of too many digits
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
+
+
+def fill_variables(
+    data: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return settings with ``${VAR}`` filled in, and the names of the variables that are not set.
+
+    Args:
+        data: Settings by their names.
+        environ: Values of variables.
+    """
+    missing: list[str] = []
+    return _expand_variables(dict(data), environ, missing), missing
 
 
 def _expand_variables(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:

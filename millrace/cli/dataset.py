@@ -21,7 +21,7 @@ from millrace.cli.common import (
     write_template,
 )
 from millrace.formatting import format_count, format_size
-from millrace.terminal import echo, make_console, make_table
+from millrace.terminal import echo, echo_text, make_console, make_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,6 +209,26 @@ def run(
         )
         data["remade"] = repaired.remade_keys
     return CommandResult(data)
+
+
+@dataset.command("import-settings")
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@_prefix
+@print_result
+def import_settings(path: Path, prefix: str | None) -> CommandResult:
+    r"""Print the settings of a file of Train Data Bridge as settings of Millrace.
+
+    Reads the sections `vast`, `r2` and `pipeline`. Secrets are not printed: variables stand for
+    them. Comments name the settings that were left out.
+
+    \b
+    Example: millrace dataset import-settings bridge.yaml > job.yaml
+    """
+    from millrace.bridge_settings import import_bridge_settings
+
+    imported = import_bridge_settings(path, dataset=prefix)
+    echo_text(imported.make_yaml().rstrip("\n"))
+    return CommandResult(imported)
 
 
 def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":

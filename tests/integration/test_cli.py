@@ -51,7 +51,15 @@ def test_help_names_every_command(run):
     shown = run("--help")
     commands = ["init", "plan", "run", "status", "verify", "deploy", "setup"]
     nouns = {
-        "dataset": ["init", "plan", "run", "status", "verify", "collect-garbage"],
+        "dataset": [
+            "init",
+            "plan",
+            "run",
+            "status",
+            "verify",
+            "collect-garbage",
+            "import-settings",
+        ],
         "swarm": ["prewarm", "node"],
         "checkpoint": ["list", "verify", "save", "retain", "probe", "cooldown"],
         "gradient": ["aggregate", "catch-up"],
