@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pytest
@@ -15,6 +16,8 @@ import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 from pyarrow import parquet
 
+from millrace.datasets import PipelineSettings
+from millrace.settings import load_settings
 from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.vast import VastServer
 from tests.oracle import Folder
@@ -23,6 +26,12 @@ from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
 from tests.support.guides import follow
 from tests.support.transforms import train_tokenizer
 from tests.support.web import Site, serve
+
+BRIDGE = {
+    "r2": {"account_id": "0" * 32, "access_key_id": "id", "secret_access_key": "a secret",
+           "bucket": "bucket"},
+    "pipeline": {"name": "webdataset", "input_uri": "s3://raw/a.jsonl"},
+}  # fmt: skip
 
 
 def test_every_block_of_the_guide_to_datasets(
@@ -105,6 +114,13 @@ def test_every_block_of_the_guide_to_datasets(
         formats = {path.name for path in (store / "formats/shards").iterdir()}
         assert formats == {"litdata", "mds", "parquet", "webdataset"}
 
+        update_source(guide.write("job.yaml", update=True), "my-dataset")
+        assert "is complete already" in guide.type(run)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        guide.execute({}, {"FOLDER": str(store)})
+        assert capsys.readouterr().out.splitlines()[-1] == "4000"
+        (folder / "job.yaml").write_text(original)
+
         (folder / "tokenizer.json").write_bytes(train_tokenizer())
         update_source(guide.write("job.yaml", update=True), "tokens", columns={"txt": "text"})
         (folder / "clean.py").write_text(guide.read_python())
@@ -118,6 +134,13 @@ def test_every_block_of_the_guide_to_datasets(
         assert "4,000 samples" in guide.type(run)
         assert read_texts(Folder(store / "ray")) == Counter(make_texts())
         (folder / "job.yaml").write_text(original)
+        (folder / "bridge.yaml").write_text(yaml.safe_dump(BRIDGE))
+        guide.run()
+        keys = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        variables = {f"R2_DATASET_WRITE_{name}": "value" for name in keys}
+        imported = load_settings(folder / "imported.yaml", PipelineSettings, variables)
+        assert imported.store.url == f"r2://{'0' * 32}/bucket/datasets"
+        assert "secret" not in (folder / "imported.yaml").read_text().replace("secret_access", "")
 
         left = store / "my-dataset/shards/webdataset/train/train-00000-000009.tar"
         left.write_bytes(b"left")
