@@ -16,6 +16,7 @@ from millrace.datasets import (
 from millrace.datasets.sources import is_store_url
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Right
+from tasks.assets import record_dataset
 from tasks.forms import draw_form
 from tasks.limits import reserve_upload_slots
 from tasks.locations import BucketLocation, SourceInput, check_right, make_store_spec
@@ -70,5 +71,6 @@ def shard_dataset(
         made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)
     if repair:
         repair_shards(settings)
+    record_dataset(made.report)
     report_shards(made)
     return made.report

@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import datasets
 from millrace.datasets import PipelineSettings, ShardReport
+from tasks.assets import make_asset_key
 from tasks.formatting import (
     format_count,
     format_duration,
@@ -126,6 +127,7 @@ def describe_shards(made: ShardingResult) -> Markdown:
         ),
         ("Manifest", format_code(report.manifest_key)),
         ("Dataset", format_code(report.url)),
+        *((("Asset", format_code(asset)),) if (asset := make_asset_key(report.url)) else ()),
     ]
     drawn = Markdown()
     if made.pace:

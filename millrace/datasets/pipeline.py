@@ -27,7 +27,7 @@ from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
-from millrace.schemas.dataset import DatasetPlan, Manifest
+from millrace.schemas.dataset import DatasetPlan, Manifest, SourceRecord
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
 
 
@@ -39,6 +39,7 @@ class ShardReport:
         url: URL of the dataset.
         manifest_key: Key of the manifest.
         manifest: Manifest of the dataset.
+        source: Source of the samples at its revision.
         partitions: Number of partitions in the plan.
         seconds: Duration of this run.
         new_shards: Number of shards that this run committed. Other runs committed the rest.
@@ -50,6 +51,7 @@ class ShardReport:
     url: str
     manifest_key: str
     manifest: Manifest = field(repr=False)
+    source: SourceRecord = field(repr=False)
     partitions: int
     seconds: float
     new_shards: int
@@ -227,6 +229,7 @@ def shard_dataset(
         url=store.make_url(config.dataset),
         manifest_key=keys.manifest,
         manifest=manifest,
+        source=plan.source,
         partitions=len(plan.partitions),
         seconds=time.monotonic() - began,
         new_shards=counter.shards,

@@ -1,13 +1,19 @@
 """The flows shard-dataset and verify-datasets, with credentials from blocks."""
 
+import json
 from pathlib import Path
 from typing import Any
+
+import pytest
+from prefect.events.filters import EventFilter, EventResourceFilter
+from prefect.events.schemas.events import ReceivedEvent as Event
 
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
 from millrace.testing.rgw import RGW
+from tasks.assets import make_asset_key
 from tests.oracle import Folder
-from tests.prefect_server import PrefectServer
+from tests.prefect_server import PrefectServer, wait_until
 from tests.support.flows.fixtures import RUN, SHARDING, MakeBlock, make_jsonl, make_texts
 
 
@@ -96,3 +102,74 @@ def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
     )
     assert repaired.code == 0, repaired.output
     assert (out / lost).read_bytes() == content
+
+
+def read_asset_events(server: PrefectServer, key: str) -> list[Event]:
+    """Return the events of an asset, once the server has its materialization."""
+    query = EventFilter(resource=EventResourceFilter(id=[key]))
+
+    def look() -> list[Event] | None:
+        with server.make_client() as client:
+            answer = client._client.post(
+                "/events/filter", json={"filter": query.model_dump(mode="json"), "limit": 50}
+            )
+        found = [Event.model_validate(one) for one in answer.raise_for_status().json()["events"]]
+        return found or None
+
+    return wait_until(look, f"events of {key}")
+
+
+def test_a_dataset_is_an_asset_with_its_source_upstream(
+    prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock
+) -> None:
+    source = rgw.create_bucket(f"{bucket}-source")
+    rgw.make_client(rgw.full).put_object(
+        Bucket=source, Key="raw/rows.jsonl", Body=make_jsonl(make_texts(50))
+    )
+    done = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source={"bucket": block(source, read=rgw.full), "prefix": "raw"},
+        destination=block(bucket, write=rgw.full, read=rgw.full),
+        sharding=SHARDING,
+        execution={"workers": 0},
+        card={},
+    )
+    assert done.code == 0, done.output
+    (made,) = read_asset_events(prefect_api, f"s3://{bucket}/words")
+    assert made.event == "prefect.asset.materialization.succeeded"
+    assert made.resource["prefect.resource.name"] == "words"
+    related = {(one.role, one.id) for one in made.related}
+    assert ("asset", f"s3://{source}/raw") in related
+    assert ("flow-run", f"prefect.flow-run.{done.run}") in related
+    manifest = json.loads(
+        rgw.make_client(rgw.full)
+        .get_object(Bucket=bucket, Key="words/manifest.json")["Body"]
+        .read()
+    )["record"]
+    assert made.payload["plan_digest"] == manifest["plan_digest"]
+    assert made.payload["samples"] == {"train": 50}
+    (used,) = read_asset_events(prefect_api, f"s3://{source}/raw")
+    assert used.event == "prefect.asset.referenced"
+    assert made.payload["source_revision"] in used.resource["prefect.asset.description"]
+    for secret in (rgw.full.secret_access_key, rgw.full.access_key_id):
+        assert secret not in made.model_dump_json() + used.model_dump_json()
+    report = next(v for k, v in prefect_api.read_artifacts(done.run).items() if "shards" in k)
+    assert f"| Asset | `s3://{bucket}/words` |" in report
+    assert rgw.make_client(rgw.full).head_object(Bucket=bucket, Key="words/README.md")
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("s3://bucket/data/words", "s3://bucket/data/words"),
+        ("r2://0123/bucket/words", "r2://0123/bucket/words"),
+        ("hf://datasets/o/n@0123/data", "hf://datasets/o/n@0123/data"),
+        ("file:///srv/words", None),
+        ("memory://test/words", None),
+        ("https://host/a%20b", None),
+        ("s3://bucket/" + "x" * 600, None),
+    ],
+)
+def test_an_asset_has_the_url_as_its_key_or_none(url: str, key: str | None) -> None:
+    assert make_asset_key(url) == key

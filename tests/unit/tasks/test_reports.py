@@ -6,7 +6,7 @@ from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.digest import compute_digest
-from millrace.schemas.dataset import Manifest, ManifestShard
+from millrace.schemas.dataset import Manifest, ManifestShard, SourceRecord
 from millrace.swarm import NodeReport, PrewarmReport
 from tasks import checkpointing, reports, sharding, verifying, warming
 from tasks.formatting import format_duration, format_size, make_artifact_key
@@ -32,8 +32,12 @@ def report(**changes: object) -> ShardReport:
         dataset="words", plan_digest=compute_digest(b""), formats=("webdataset",), shards=shards,
         samples={"train": 15, "val": 0}, size=27_000_000, quarantined=2,
     )  # fmt: skip
+    source = SourceRecord(
+        kind="jsonl", url="s3://raw/words", settings={}, files=1, size=9, digest=DIGEST
+    )
     made = ShardReport(
         url="s3://bucket/words", manifest_key="words/manifest.json", manifest=manifest,
+        source=source,
         partitions=2, seconds=2.0, new_shards=2, new_samples=10, new_bytes=20_000_000,
     )  # fmt: skip
     return type(made)(**{name: changes.get(name, getattr(made, name)) for name in made.__slots__})
@@ -44,6 +48,7 @@ def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
     assert text.startswith("**words** is complete: 15 samples in 3 shards, 27.0 MB. This run made ")
     assert "2 shards of them in 2.0 s, 10.0 MB/s." in text
     assert "| Rows in quarantine | 2 (below `s3://bucket/words/quarantine/`) |" in text
+    assert "| Asset | `s3://bucket/words` |" in text
     assert "](data:image/svg+xml;base64," in text
 
 
