@@ -1,0 +1,236 @@
+"""Rows of Arrow tables as samples. Each row is a sample.
+
+Text and bytes are written unchanged, and other values as JSON.
+"""
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple, cast
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millrace import errors
+
+Array = Any  # `pa.Array` of any type; its stubs do not type the elements
+Values = list[Any]
+"""Values of a column: bytes, None for null, or the reason (an exception) why one has no bytes."""
+
+
+class EncodedRow(NamedTuple):
+    """Fields of a row, or the reason why it makes no sample."""
+
+    fields: dict[str, bytes]
+    reason: str
+
+
+def encode_batch(batch: pa.RecordBatch, columns: Mapping[str, str] | None) -> Iterator[EncodedRow]:
+    """Yield the rows of a batch as the fields of samples.
+
+    Args:
+        batch: The rows.
+        columns: Column of each field, by the field's extension. None writes each row whole, as
+            ``json``.
+    """
+    if columns is None:
+        values = {"json": _encode_rows(batch)}
+    else:
+        values = {
+            extension: encode_column(follow_path(batch, column))
+            for extension, column in columns.items()
+        }
+    for index in range(batch.num_rows):
+        fields: dict[str, bytes] = {}
+        reason = ""
+        for extension, column_values in values.items():
+            value = column_values[index]
+            if isinstance(value, bytes):
+                fields[extension] = value
+                continue
+            what = f"the column {columns[extension]!r}" if columns else "the row"
+            reason = f"{what} is null" if value is None else f"{what} cannot be written: {value}"
+            break
+        yield EncodedRow(fields, reason)
+
+
+def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None) -> None:
+    """Check that a table has the columns of the settings, and that samples can hold them.
+
+    Args:
+        url: URL of the table, for messages.
+        schema: Schema of the table.
+        columns: Column of each field, by the field's extension; None for whole rows.
+
+    Raises:
+        ConfigurationError: The table lacks a column, or a column cannot be written.
+    """
+    if not schema.names:
+        raise errors.ConfigurationError(f"{url} has no columns. Leave the file out with `exclude`.")
+    wanted = schema.names if columns is None else [*columns.values()]
+    for name in sorted({name.partition(".")[0] for name in wanted} | set(wanted)):
+        if schema.names.count(name) > 1:
+            raise errors.ConfigurationError(
+                f"{url} has several columns {name!r}. Rename them, or leave the file out with "
+                "`exclude`."
+            )
+        kind: Any = cast("Any", schema).field(name).type if name in schema.names else None
+        if kind is not None and _has_inexact_times(kind, top=True):
+            raise errors.ConfigurationError(
+                f"{url}: the column {name!r} has durations or times in nanoseconds within lists or "
+                "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
+            )
+    if columns is None:
+        for field in cast("list[Any]", list(schema)):
+            if path := _find_binary(field.type, field.name):
+                raise errors.ConfigurationError(
+                    f"{url}: the column {path} holds bytes, which JSON cannot hold. Name the "
+                    f'columns to take, such as `columns: {{"bin": "{path}"}}`.'
+                )
+        return
+    for column in columns.values():
+        try:
+            find_path(schema, column)
+        except KeyError:
+            names = ", ".join(schema.names[:20]) + (", ..." if len(schema.names) > 20 else "")
+            raise errors.ConfigurationError(
+                f"{url} has no column {column!r}. Its columns are {names}. Correct `columns`, or "
+                "leave the file out with `exclude`."
+            ) from None
+
+
+def _find_binary(kind: pa.DataType, path: str) -> str:
+    """Return the path of the first binary value in a type; empty if there is none."""
+    if is_binary(kind):
+        return path
+    if isinstance(kind, pa.BaseExtensionType):
+        return _find_binary(kind.storage_type, path)
+    if pa.types.is_dictionary(kind):
+        return _find_binary(kind.value_type, path)
+    fields: list[Any] = [cast("Any", kind).field(i) for i in range(kind.num_fields)]
+    is_struct = pa.types.is_struct(kind)
+    found = (_find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
+    return next(filter(None, found), "")
+
+
+def _has_inexact_times(kind: Any, *, top: bool = False) -> bool:
+    """Decide whether a nested type has times that Python's types do not hold exactly."""
+    if pa.types.is_temporal(kind):
+        return not top and (pa.types.is_duration(kind) or getattr(kind, "unit", "") == "ns")
+    return any(_has_inexact_times(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def find_path(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    """Return the names that lead to a column, or to a part of one, such as ``image.bytes``.
+
+    Raises:
+        KeyError: There is no such column.
+    """
+    if schema.get_field_index(column) >= 0:
+        return (column,)
+    name, _, rest = column.partition(".")
+    index = schema.get_field_index(name)
+    kind: Any = cast("Any", schema).field(index).type if index >= 0 else None
+    if not rest or kind is None or not pa.types.is_struct(kind):
+        raise KeyError(column)
+    return (name, *find_path(pa.schema(list(kind)), rest))
+
+
+def follow_path(batch: pa.RecordBatch, column: str) -> Array:
+    """Return a column, or a part of one, whose nulls include those of what it is part of."""
+    first, *rest = find_path(batch.schema, column)
+    array: Array = cast("Any", batch).column(first)
+    for name in rest:
+        array = cast("Any", pc).struct_field(array, name)
+    return array
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    """Decide whether the values of a type are bytes."""
+    return (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def encode_column(array: Array) -> Values:
+    """Return the bytes of a column's values."""
+    array = _drop_extension(array)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    kind = array.type
+    if pa.types.is_string(kind):
+        return array.cast(pa.binary()).to_pylist()
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return array.cast(pa.large_binary()).to_pylist()
+    if is_binary(kind):
+        return array.to_pylist()
+    return [_encode_json(value) for value in _read_values(array)]
+
+
+def _encode_rows(batch: pa.RecordBatch) -> Values:
+    """Return each row as a JSON object."""
+    columns = [_read_values(array) for array in cast("Any", batch).columns]
+    names = batch.schema.names
+    rows: Values = []
+    for values in zip(*columns, strict=True):
+        faults = [value for value in values if isinstance(value, Exception)]
+        rows.append(faults[0] if faults else _encode_json(dict(zip(names, values, strict=True))))
+    return rows
+
+
+def _read_values(array: Array) -> list[Any]:
+    """Return a column's values as JSON can hold them, or the exception why one has no such value.
+
+    Times and decimals become text, since Python's types hold fewer digits.
+    """
+    array = _drop_extension(array)
+    kind = array.type
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        try:
+            texts: list[str | None] = array.cast(pa.string()).to_pylist()
+        except pa.ArrowInvalid as error:  # such as an unknown time zone
+            return [error] * len(array)
+        if not pa.types.is_temporal(kind):
+            return texts
+        return [text if text is None else _format_time(text) for text in texts]
+    try:
+        return array.to_pylist()
+    except (ValueError, OverflowError):  # not Unicode, or a time beyond Python's
+        return [_read_value(array[index]) for index in range(len(array))]
+
+
+def _drop_extension(array: Array) -> Array:
+    """Return the stored values of an extension type, such as the text of JSON."""
+    return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+
+
+def _format_time(text: str) -> str | ValueError:
+    """Return Arrow's text of a time by ISO 8601. Arrow's remark on a time out of range is none."""
+    if text.startswith("<"):
+        return ValueError(text.strip("<>"))
+    return text.replace(" ", "T", 1)
+
+
+def _read_value(scalar: "pa.Scalar[Any]") -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        return error
+
+
+def _encode_json(value: Any) -> bytes | Exception:
+    if isinstance(value, Exception):
+        return value
+    try:
+        return orjson.dumps(value, default=_convert_value)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def _convert_value(value: object) -> object:
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"JSON cannot hold a value of type {type(value).__name__}")
