@@ -14,7 +14,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from blocks import Bucket
+from blocks import Bucket, HuggingFaceCredentials
 from millrace.audit import check_access
 from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
@@ -249,6 +249,28 @@ class SourceInput(SourceSettings, InputLocation):
     """Store, prefix and names of the files whose rows become samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    credentials: HuggingFaceCredentials | None = Field(
+        default=None,
+        description="A block with a token that may read the dataset, for `hf://` URLs. By default "
+        "the token of the worker's environment.",
+    )
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> "SourceInput":
+        if self.credentials and not str(self.location).startswith("hf://"):
+            raise ValueError("`credentials` are for `hf://` URLs: remove them, or correct `url`")
+        return self
+
+    def make_spec(self) -> StoreSpec:
+        """Return the store of the files, with the credentials to read them."""
+        spec, block = super().make_spec(), self.credentials
+        if block is None:
+            return spec
+        options = {**spec.options, "token": block.token}
+        return spec.model_copy(
+            update={"options": options, "endpoint": block.endpoint or spec.endpoint}
+        )
 
     def dump_source_settings(self) -> dict[str, Any]:
         """Return the engine's settings of the source."""

@@ -41,6 +41,7 @@ from millrace.records import commit_once, fetch, list_differences
 from millrace.schemas.dataset import (
     DatasetPlan,
     FileRef,
+    HubShardRange,
     Manifest,
     PartitionEnd,
     SampleList,
@@ -57,9 +58,10 @@ _CONCURRENCY = 16  # concurrent uploads of sample lists
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
 _KIND_VERSIONS = {
-    SourceKind.PARQUET: {"parquet": "1"},
-    SourceKind.CSV: {"csv": "1"},
-    SourceKind.WEBDATASET: {"tar": "1"},
+    SourceKind.PARQUET.value: {"parquet": "1"},
+    SourceKind.HUGGINGFACE.value: {"parquet": "1"},
+    SourceKind.CSV.value: {"csv": "1"},
+    SourceKind.WEBDATASET.value: {"tar": "1"},
 }
 
 
@@ -98,8 +100,14 @@ def make_plan(
         allow_private=source.allow_private,
     )
     steps = transforms.record.get("steps", [])
-    fields = decide_fields(formats, source, steps, settings.types)  # refused before a long listing
+    fields: dict[str, str] = {}
+    if source.kind is not SourceKind.HUGGINGFACE:  # refused before a long listing
+        fields = decide_fields(formats, source, steps, settings.types)
     partitioned = partition_source(source, files, keys, division)
+    if partitioned.field_types is not None:
+        fields = decide_fields(
+            formats, source, steps, settings.types, schema_types=partitioned.field_types
+        )
     if transforms.record:
         described = {**partitioned.record.settings, "transforms": transforms.record}
         partitioned = replace(
@@ -118,7 +126,7 @@ def make_plan(
             writer={
                 **{name: version for one in formats for name, version in one.writer.items()},
                 **_ROW_VERSIONS,
-                **_KIND_VERSIONS.get(source.kind, {}),
+                **_KIND_VERSIONS.get(partitioned.record.kind, {}),
             },
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
@@ -437,7 +445,7 @@ def _iterate_files(
             with contextlib.suppress(errors.NotFoundError):
                 samples = decode_sample_list(sample_lists[partition.source_range.listing])
                 yield [file for sample in samples for file in sample.files]
-        else:
+        elif not isinstance(partition.source_range, HubShardRange):
             yield [partition.source_range.file]
 
 

@@ -163,6 +163,7 @@ class HubClient:
                 self.spec.repo,
                 key,
                 revision=head,
+                repo_type=self._type,
                 local_dir=folder,
             )
             size = self._call_with_retries(key, lambda: get(dry_run=True)).file_size

@@ -95,6 +95,7 @@ class ByteRange(RecordPart):
 
 COMPRESSED_STEP = 16 << 10
 """Bytes of a compressed file after which its decompressed bytes are counted anew, in a cursor."""
+_ROW_BITS = 40  # bits of a cursor that count the rows of a shard of the Hub
 _STEP_BITS = 32  # bits of a cursor that count the decompressed bytes of a step
 
 
@@ -236,6 +237,74 @@ class MemberRange(RecordPart):
         return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
 
 
+class HubShardRange(RecordPart):
+    """A source range of a dataset of the Hub: consecutive shards of its iterable dataset.
+
+    A cursor is the number of a shard within the range, and the number of a row within that shard:
+    ``shard << 40 | row``.
+
+    Attributes:
+        start: Number of the first shard.
+        end: Number after the last shard.
+        size: Approximate bytes of the shards.
+        rows: Approximate number of rows; 0 if the dataset does not tell.
+    """
+
+    kind: Literal["hub-shards"] = "hub-shards"
+    start: int
+    end: int
+    size: int
+    rows: int = 0
+    reason: ClassVar[str] = ""  # the dataset is read as a whole
+
+    @staticmethod
+    def make_cursor(shard: int, row: int) -> int:
+        """Return the cursor of a row.
+
+        Args:
+            shard: Number of the shard within the range.
+            row: Number of the row within the shard.
+        """
+        return shard << _ROW_BITS | row
+
+    @staticmethod
+    def locate(cursor: int) -> tuple[int, int]:
+        """Return the number of the shard within the range, and of the row within the shard."""
+        return cursor >> _ROW_BITS, cursor & (1 << _ROW_BITS) - 1
+
+    def compute_fraction_before(self, cursor: int) -> float:
+        """Return the fraction of the range before a cursor, from 0 to 1."""
+        shard, row = self.locate(cursor)
+        shards = self.end - self.start
+        within = min(1.0, row * shards / self.rows) if self.rows else 0.0
+        return min(1.0, (shard + within) / shards)
+
+    def divide(self, size: int) -> "tuple[HubShardRange | None, HubShardRange]":
+        """Divide the range in two, the first of about `size` bytes. None: a shard is not divided.
+
+        Args:
+            size: Bytes of the first range.
+        """
+        shards = self.end - self.start
+        if shards == 1:
+            return None, self
+        count = min(shards - 1, max(1, round(shards * size / self.size)))
+        first_size = max(1, self.size * count // shards)
+        first_rows = self.rows * count // shards
+        return (
+            self.model_copy(
+                update={"end": self.start + count, "size": first_size, "rows": first_rows}
+            ),
+            self.model_copy(
+                update={
+                    "start": self.start + count,
+                    "size": max(1, self.size - first_size),
+                    "rows": self.rows - first_rows,
+                }
+            ),
+        )
+
+
 class SampleList(RecordPart):
     """A source range of many files: samples of one or more files, which a stored list names.
 
@@ -258,7 +327,8 @@ class SampleList(RecordPart):
 
 
 SourceRange = Annotated[
-    ByteRange | CompressedRange | RowRange | MemberRange | SampleList, Field(discriminator="kind")
+    ByteRange | CompressedRange | RowRange | MemberRange | HubShardRange | SampleList,
+    Field(discriminator="kind"),
 ]
 
 

@@ -265,7 +265,10 @@ class _HubApplication:
         routes = [
             web.post(CONTROL + "{verb}", self.control),
             web.post("/api/validate-yaml", self.validate_card),
+            web.get(api, self.info),
             web.get(f"{api}/revision/{{revision}}", self.info),
+            web.post(f"{api}/paths-info/{{revision}}", self.describe_paths),
+            web.post(f"{api}/super-squash/{{revision}}", self.squash),
             web.get(f"{api}/tree/{{revision}}", self.tree),
             web.get(f"{api}/tree/{{revision}}/{{path:.*}}", self.tree),
             web.post(f"{api}/preupload/{{revision}}", self.preupload),
@@ -311,7 +314,7 @@ class _HubApplication:
         return repo
 
     async def info(self, request: web.Request) -> web.Response:
-        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        commit = self._repo(request).at(unquote(request.match_info.get("revision", "main")))
         name = _read_name(request)
         return web.json_response({"id": name, "modelId": name, "sha": commit.sha, "siblings": []})
 
@@ -336,6 +339,28 @@ class _HubApplication:
             else:
                 entries[name] = file.entry(name)
         return web.json_response(list(entries.values()))
+
+    async def describe_paths(self, request: web.Request) -> web.Response:
+        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        if request.content_type == "application/json":
+            paths = (await request.json())["paths"]
+        else:
+            paths = (await request.post()).getall("paths", [])
+        entries: list[dict[str, Any]] = []
+        for path in paths:
+            if path in commit.files:
+                entries.append(commit.files[path].entry(path))
+            elif any(name.startswith(f"{path}/") for name in commit.files):
+                entries.append({"type": "directory", "path": path, "size": 0, "oid": "0" * 40})
+        return web.json_response(entries)
+
+    async def squash(self, request: web.Request) -> web.Response:
+        """Replace the commits of a branch by one. The old ones are gone at once."""
+        repo, branch = self._repo(request, write=True), unquote(request.match_info["revision"])
+        files = repo.at(branch).files
+        repo.commit(branch, files)
+        repo.branches[branch] = repo.branches[branch][-1:]
+        return web.json_response({})
 
     async def preupload(self, request: web.Request) -> web.Response:
         self._repo(request, write=True)

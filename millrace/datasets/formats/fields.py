@@ -15,6 +15,8 @@ def decide_fields(
     source: SourceSettings,
     steps: Sequence[JsonObject],
     types: Mapping[str, FieldType],
+    *,
+    schema_types: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the types of the fields of every sample, by their names.
 
@@ -26,6 +28,8 @@ def decide_fields(
         source: Settings of the source, which name the fields.
         steps: Descriptions of the transforms, which change the fields.
         types: Types of fields in the settings, by the names of the fields.
+        schema_types: Types of the fields of the source, by its schema; by default the types of
+            their extensions.
 
     Returns:
         Types in the order of the names; nothing if no format has types.
@@ -34,7 +38,7 @@ def decide_fields(
         ConfigurationError: The fields are not known, a type is given or a transform asks for a
             field that the samples do not have, or a format cannot have the fields.
     """
-    found = _trace_fields(source, steps)
+    found = _trace_fields(source, steps, schema_types)
     typed = sorted(one.name for one in formats if one.has_types)
     if not typed:
         if types:
@@ -62,7 +66,7 @@ def decide_fields(
 
 
 def _trace_fields(
-    source: SourceSettings, steps: Sequence[JsonObject]
+    source: SourceSettings, steps: Sequence[JsonObject], schema_types: Mapping[str, str] | None
 ) -> dict[str, FieldType] | None:
     """Return the fields that the samples have after the transforms; None if they are not known.
 
@@ -72,6 +76,7 @@ def _trace_fields(
     if source.kind in {SourceKind.FILES, SourceKind.WEBDATASET}:
         return None
     fields = {name: guess_type(name) for name in source.columns or ["json"]}
+    fields |= {name: FieldType(kind) for name, kind in (schema_types or {}).items()}
     for step in steps:
         needed = step.get("fields") or ([step["field"]] if "field" in step else [])
         if missing := sorted(set(needed) - fields.keys()):

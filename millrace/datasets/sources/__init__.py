@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from millrace.datasets.sample import BadRow, Row, Sample
@@ -100,6 +101,8 @@ def partition_source(
         NotFoundError: The source has no files.
         ConfigurationError: A file cannot be divided.
     """
+    if settings.kind is SourceKind.HUGGINGFACE:
+        return _import_hub_datasets(files).partition_hub_dataset(settings, files, division)
     table = list_files(files, Patterns(settings.get_include(), settings.exclude))
     record = SourceRecord(
         kind=settings.kind.value,
@@ -128,6 +131,22 @@ def partition_source(
     return PartitionedSource(
         record, partition_ranges(ranges, division), {}, notes=_describe_unseekable(files)
     )
+
+
+def _import_hub_datasets(files: SourceFiles) -> ModuleType:
+    """Import the module that reads datasets of the Hub.
+
+    Raises:
+        ConfigurationError: The files are not those of a whole dataset of the Hub, or the library is
+            not installed.
+    """
+    if not getattr(files, "is_whole_dataset", False):
+        raise ConfigurationError(
+            "The URL of the source is not that of a whole dataset of the Hub. For the kind "
+            "`huggingface` write hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION, "
+            "and name a folder in `load_kwargs: {data_dir: ...}`."
+        )
+    return import_extra_module("millrace.datasets.sources.huggingface", "datasets")
 
 
 def _select_settings(settings: SourceSettings) -> dict[str, Any]:
@@ -177,5 +196,7 @@ def open_source(
             return ParquetSource(files, columns, any_version=any_version)
         case SourceKind.WEBDATASET:
             return TarSource(files, dataset_store, any_version=any_version)
+        case SourceKind.HUGGINGFACE:
+            return _import_hub_datasets(files).HubDatasetSource(files, record.settings)
         case SourceKind.FILES:
             return FolderSource(files, dataset_store, any_version=any_version)

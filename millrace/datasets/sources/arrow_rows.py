@@ -99,6 +99,38 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
             ) from None
 
 
+def guess_types(schema: pa.Schema, columns: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the types of the fields by the types of their columns, as `FieldType` names them.
+
+    Args:
+        schema: Schema of the table, which has the columns.
+        columns: Column of each field, by the field's extension; None for whole rows.
+    """
+    if columns is None:
+        return {"json": "json"}
+    found: dict[str, str] = {}
+    for extension, column in columns.items():
+        kind: Any = pa.struct(cast("Any", list(cast("Any", schema))))
+        for name in find_path(schema, column):
+            kind = kind.field(name).type
+        found[extension] = _guess_type(kind)
+    return found
+
+
+def _guess_type(kind: Any) -> str:
+    if isinstance(kind, pa.BaseExtensionType):
+        return "json"
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "str"
+    if is_binary(kind):
+        return "bytes"
+    if pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
+        return "int"
+    return "float" if pa.types.is_floating(kind) else "json"
+
+
 def _find_binary(kind: pa.DataType, path: str) -> str:
     """Return the path of the first binary value in a type; empty if there is none."""
     if is_binary(kind):

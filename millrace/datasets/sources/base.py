@@ -53,6 +53,7 @@ class PartitionedSource:
         largest_sample: Bytes of the largest sample; None if only a read of the files would show
             the size.
         notes: Sentences about the source that a person should read before the run.
+        field_types: Types of the fields, by their names, if the source has a schema.
     """
 
     record: SourceRecord
@@ -60,3 +61,4 @@ class PartitionedSource:
     sample_lists: Mapping[str, bytes]
     largest_sample: int | None = None
     notes: tuple[str, ...] = ()
+    field_types: Mapping[str, str] | None = None

@@ -92,6 +92,25 @@ class Patterns:
         return ", ".join(self._include)
 
 
+class ExactPaths(Patterns):
+    """Patterns that choose files by their whole paths.
+
+    Args:
+        paths: Paths to take.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        super().__init__()
+        self._paths = frozenset(paths)
+
+    def matches(self, path: str) -> bool:
+        """Decide whether a path is taken."""
+        return path in self._paths
+
+    def __str__(self) -> str:
+        return f"the {len(self._paths)} named paths"
+
+
 def list_files(files: SourceFiles, patterns: Patterns) -> FileTable:
     """List the files of a source, in the order of their paths.
 

@@ -144,7 +144,7 @@ class HttpFiles:
             ChangedError: The file has changed or is gone. No block with other content is returned.
             UnavailableError: The server does not answer.
         """
-        clock = _RetryClock(self._timeout)
+        clock = RetryClock(self._timeout)
         while start < end:
             try:
                 with self._open(file.path, (start, end), clock) as answer:
@@ -164,7 +164,7 @@ class HttpFiles:
 
     def _describe(self, path: str) -> tuple[str, int, str]:
         """Return the path, the size and the ETag or time of a file, without reading it."""
-        with self._open(path, (0, 1), _RetryClock(self._timeout)) as answer:
+        with self._open(path, (0, 1), RetryClock(self._timeout)) as answer:
             found = _Description.read(answer)
             if answer.status == 200:
                 self.unseekable.add(path)
@@ -186,7 +186,7 @@ class HttpFiles:
 
     @contextmanager
     def _open(
-        self, path: str, span: tuple[int, int], clock: "_RetryClock"
+        self, path: str, span: tuple[int, int], clock: "RetryClock"
     ) -> Generator[BaseHTTPResponse]:
         """Request a range of a file. Transient errors before the body are retried.
 
@@ -267,7 +267,7 @@ class _Description(NamedTuple):
         return cls(size, etag if etag.isprintable() else "")
 
 
-class _RetryClock:
+class RetryClock:
     """Time for retries, from the last progress on.
 
     Args:

@@ -68,7 +68,7 @@ class HubFiles:
             repo=self._repo, revision=revision, token=token, endpoint=self._endpoint,
             retry_timeout=spec.retry_timeout,
         )  # fmt: skip
-        self._client = HubClient(hub, is_dataset=True)
+        self._hub, self._client = hub, HubClient(hub, is_dataset=True)
         self._revision = revision
         self._spec = spec
         self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
@@ -78,6 +78,34 @@ class HubFiles:
         if _COMMIT.fullmatch(self._revision):
             return self._revision
         return self._client.read_head()
+
+    @property
+    def is_whole_dataset(self) -> bool:
+        """Whether the files are not only those of a folder of the repository."""
+        return not self._prefix
+
+    @property
+    def pinned_spec(self) -> HubSpec:
+        """Repository at its commit. One request if the revision is a branch."""
+        return self._hub.model_copy(update={"revision": self._commit})
+
+    def check_commit(self) -> None:
+        """Check that the repository still has the commit.
+
+        Raises:
+            ChangedError: The commit of the plan is gone.
+            NotFoundError: There is no such repository or commit, or the token may not read it.
+        """
+        try:
+            HubClient(self.pinned_spec, is_dataset=True).read_head()
+        except errors.NotFoundError as error:
+            if not _COMMIT.fullmatch(self._revision):
+                raise
+            raise errors.ChangedError(
+                f"{self.url} is gone: the commit was removed from the history of the repository, "
+                "or this token may not read it. The source of the plan cannot be read again. Shard "
+                "the present commit under another dataset name."
+            ) from error
 
     @cached_property
     def _http(self) -> HttpFiles:
@@ -111,6 +139,8 @@ class HubFiles:
         """
         prefix = f"{self._prefix}/" if self._prefix else ""
         found = self._client.list_files(prefix, self._commit)
+        if not found:
+            self.check_commit()
         named = ((path.removeprefix(prefix), file) for path, file in found.items())
         return FileTable.collect(
             (path, file.size, file.lfs.sha256 if file.lfs else file.blob_id)

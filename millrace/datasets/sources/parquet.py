@@ -97,6 +97,15 @@ def _divide_file(
     return ranges
 
 
+def read_schema(files: SourceFiles, file: FileRef) -> pa.Schema:
+    """Return the schema of a parquet file. Reads its footer.
+
+    Raises:
+        ConfigurationError: The file is no parquet file, or is damaged.
+    """
+    return _open_file(files, file, SourceFileReader(files, file)).schema_arrow
+
+
 def _open_file(
     files: SourceFiles, file: FileRef, reader: SourceFileReader, *, buffer_size: int = 0
 ) -> pq.ParquetFile:

@@ -1,7 +1,7 @@
 """Divide the ranges of a source's files into splits and partitions."""
 
 import random
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from typing import TypeVar
 
 from millrace.datasets.sample import BadRow
@@ -10,6 +10,7 @@ from millrace.keys.datasets import make_partition_name
 from millrace.schemas.dataset import (
     ByteRange,
     CompressedRange,
+    HubShardRange,
     MemberRange,
     Partition,
     RowRange,
@@ -17,19 +18,23 @@ from millrace.schemas.dataset import (
 )
 
 FileRange = ByteRange | CompressedRange | RowRange | MemberRange
+DividedRange = FileRange | HubShardRange
 T = TypeVar("T")
 
 
-def partition_ranges(ranges: list[FileRange], division: Division) -> tuple[Partition, ...]:
+def partition_ranges(
+    source_ranges: Iterable[DividedRange], division: Division
+) -> tuple[Partition, ...]:
     """Make each range a partition, after a shuffle, and hold out the last ranges.
 
     Args:
-        ranges: Ranges in the order of the source. The list is changed.
+        source_ranges: Ranges in the order of the source.
         division: Settings of the division.
     """
+    ranges = list(source_ranges)
     shuffle(ranges, division.seed)
     wanted = round(sum(source_range.size for source_range in ranges) * division.holdout)
-    held_out: list[FileRange] = []
+    held_out: list[DividedRange] = []
     while wanted > 0:
         last = ranges.pop()
         if last.size > wanted and not last.reason:

@@ -1,11 +1,19 @@
 """Settings that choose the samples of a source."""
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.datasets.field_names import check_distinct, check_field_name
+
+# Arguments of `datasets.load_dataset` that the source sets itself, or that choose what code runs.
+_REFUSED_ARGUMENTS = {
+    "cache_dir", "download_config", "download_mode", "features", "keep_in_memory", "name",
+    "num_proc", "path", "revision", "save_infos", "split", "storage_options", "streaming", "token",
+    "trust_remote_code", "verification_mode",
+}  # fmt: skip
 
 
 class SourceKind(StrEnum):
@@ -14,6 +22,7 @@ class SourceKind(StrEnum):
     JSONL = "jsonl"
     CSV = "csv"
     PARQUET = "parquet"
+    HUGGINGFACE = "huggingface"
     FILES = "files"
     WEBDATASET = "webdataset"
 
@@ -36,7 +45,9 @@ class SourceSettings(BaseModel):
         default=SourceKind.JSONL,
         description="`jsonl` makes a sample of each line, `csv` and `parquet` of each row. `files` "
         "makes a sample of each file, or of each group of files that share their name up to the "
-        "first dot. `webdataset` makes a sample of each such group of members of a tar file.",
+        "first dot. `webdataset` makes a sample of each such group of members of a tar file. "
+        "`huggingface` makes a sample of each row of a dataset of the Hub, as the library "
+        "`datasets` reads it.",
     )
     include: list[str] | None = Field(
         default=None,
@@ -76,6 +87,23 @@ class SourceSettings(BaseModel):
         "end in `.tsv` or `.tab`, and a comma for others.",
     )
 
+    config: str | None = Field(
+        default=None,
+        description="Configuration (subset) of a dataset of the Hub (`huggingface` only). By "
+        "default the dataset's own default.",
+    )
+    split: str | None = Field(
+        default=None,
+        description="Split of a dataset of the Hub, such as `train` (`huggingface` only). It may "
+        "be left out if there is only one.",
+    )
+    load_kwargs: dict[str, Any] = Field(
+        title="Arguments of load_dataset",
+        default={},
+        description='More arguments of `datasets.load_dataset`, such as `{"data_dir": "en"}`: '
+        "texts, numbers and lists, but nothing that runs code (`huggingface` only).",
+    )
+
     def get_include(self) -> list[str]:
         """Return the patterns of the files to take."""
         if self.include is not None:
@@ -106,3 +134,69 @@ class SourceSettings(BaseModel):
                 "the members. Remove them, or name fields by the transform `rename`"
             )
         return self
+    @field_validator("load_kwargs")
+    @classmethod
+    def _check_load_kwargs(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if refused := sorted(_REFUSED_ARGUMENTS.intersection(arguments)):
+            raise ValueError(
+                f"`load_kwargs` cannot have {refused[0]!r}: no code of a dataset is run, and the "
+                "source has its own settings for the configuration, the split and the token. "
+                "Remove it"
+            )
+        if not _is_plain(arguments):
+            raise ValueError("`load_kwargs` can only have texts, numbers, booleans and lists")
+        for name in ("data_dir", "data_files"):
+            for path in find_texts(arguments.get(name)):
+                if not is_path_of_repository(path):
+                    raise ValueError(
+                        f"`{name}` in `load_kwargs` can only name files of the dataset, and "
+                        f"{path!r} is another location. Write a path below the dataset's folder"
+                    )
+        return arguments
+
+    @model_validator(mode="after")
+    def _check_huggingface(self) -> Self:
+        if self.kind is SourceKind.HUGGINGFACE:
+            if self.include or self.exclude or self.paths:
+                raise ValueError(
+                    "`include`, `exclude` and `paths` are not for the kind `huggingface`: choose "
+                    "files by `config`, `split` or `load_kwargs`"
+                )
+        elif self.config or self.split or self.load_kwargs:
+            raise ValueError(
+                "`config`, `split` and `load_kwargs` are for the kind `huggingface` only"
+            )
+        return self
+
+
+def _is_plain(value: object) -> bool:
+    """Decide whether a value is one of JSON."""
+    match value:
+        case dict():
+            members = cast("dict[object, object]", value)
+            return all(isinstance(key, str) and _is_plain(one) for key, one in members.items())
+        case list():
+            return all(_is_plain(one) for one in cast("list[object]", value))
+        case _:
+            return value is None or isinstance(value, str | int | float)
+
+
+def find_texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value of JSON."""
+    match value:
+        case str():
+            yield value
+        case dict():
+            for one in cast("dict[object, object]", value).values():
+                yield from find_texts(one)
+        case list():
+            for one in cast("list[object]", value):
+                yield from find_texts(one)
+        case _:
+            pass
+
+
+def is_path_of_repository(path: str) -> bool:
+    """Decide whether a path or pattern only leads to files of its repository."""
+    parts = path.replace("\\", "/").split("/")
+    return not path.startswith(("/", "\\", "~")) and ":" not in path and ".." not in parts

@@ -32,6 +32,7 @@ BRIDGE = {
            "bucket": "bucket"},
     "pipeline": {"name": "webdataset", "input_uri": "s3://raw/a.jsonl"},
 }  # fmt: skip
+CARD = b"---\nconfigs: [{config_name: en, data_files: [{split: train, path: en/*}]}]\n---\n"
 
 
 def test_every_block_of_the_guide_to_datasets(
@@ -96,6 +97,14 @@ def test_every_block_of_the_guide_to_datasets(
         path = guide.write("job.yaml", here, update=True)
         update_source(path, "hub", columns={"txt": "caption"}, endpoint=hub.endpoint)
         assert "2 samples" in guide.type(run)
+
+        repo = hub.make_repo(dataset=True)
+        commit_pictures(hub, repo, "en/train.parquet", card=CARD)
+        here["hf://datasets/OWNER/NAME"] = f"hf://datasets/{repo}"
+        path = guide.write("job.yaml", here, update=True)
+        update_source(path, "split", endpoint=hub.endpoint)
+        assert "2 samples" in guide.type(run)
+        (folder / "job.yaml").write_text(original)
 
         texts = make_texts(20)
         with serve(Site(token="Bearer token")) as site:
@@ -181,15 +190,21 @@ def make_pictures(folder: Path) -> str:
     return folder.as_uri()
 
 
-def commit_pictures(hub: HubServer, repo: str) -> None:
-    """Commit the same file to a dataset of the Hub."""
-    operation = CommitOperationAdd("data/a.parquet", encode_pictures())
+def commit_pictures(
+    hub: HubServer, repo: str, path: str = "data/a.parquet", card: bytes = b"# Pictures\n"
+) -> None:
+    """Commit the same file to a dataset of the Hub, with a README."""
+    operations = [
+        CommitOperationAdd(path, encode_pictures()), CommitOperationAdd("README.md", card)
+    ]  # fmt: skip
     api = HfApi(endpoint=hub.endpoint, token=WRITER)
-    api.create_commit(repo, [operation], commit_message="pictures", repo_type="dataset")
+    api.create_commit(repo, operations, commit_message="pictures", repo_type="dataset")
 
 
 def encode_pictures() -> bytes:
-    rows = [{"image": {"bytes": bytes([n])}, "caption": f"caption.{n}"} for n in range(2)]
+    rows = [
+        {"image": {"bytes": bytes([n]), "path": None}, "caption": f"caption.{n}"} for n in range(2)
+    ]
     body = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows), body)
     return body.getvalue()

@@ -1,0 +1,381 @@
+"""Splits of datasets of the Hub, as the library `datasets` resolves and reads them.
+
+No code of a dataset is run, and no file outside of its repository is read: the configurations of a
+README are checked before the library sees them.
+"""
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import datasets  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow as pa
+import yaml
+from datasets.utils import file_utils  # pyright: ignore[reportMissingTypeStubs]
+from httpx2 import TransportError
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.repocard import RepoCard
+
+from millrace import errors
+from millrace.datasets.sources.http_files import RetryClock
+from millrace.datasets.sources.settings import find_texts, is_path_of_repository
+from millrace.hub import HubSpec
+from millrace.hub.client import HubClient
+
+T = TypeVar("T")
+Columns = Mapping[str, str] | None
+
+_library = cast("Any", datasets)  # it has no types of its own
+LIBRARY_VERSION: str = _library.__version__
+FOLDERS = {"audiofolder", "imagefolder", "videofolder"}
+"""Builders of the library for which each file is a sample."""
+
+_BUILDERS = {"arrow", "csv", "json", "parquet", "text", "webdataset", "xml", *FOLDERS}
+_DIRECT = (".parquet", ".geoparquet", ".gpq")  # files that are read by row groups
+_CARDS = ("README.md", ".huggingface.yaml")
+_MAX_CARD_BYTES = 16 << 20
+_BATCH_ROWS = 100  # rows that are decoded at a time
+_MAX_MEDIA_BYTES = 1 << 30  # bytes of a file that is the value of a column
+_TRANSIENT = (TransportError, ConnectionError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """A split of a dataset at its commit, as the library resolves it.
+
+    Attributes:
+        spec: Repository at its commit.
+        builder_name: Name of the library's builder, such as ``json``.
+        split: Name of the split.
+        paths: Paths of the data files, in the order of the library.
+        expected_rows: Number of rows that the dataset's README tells; 0 without.
+        rows: The iterable dataset; None if the files are read without the library.
+    """
+
+    spec: HubSpec
+    builder_name: str
+    split: str
+    paths: tuple[str, ...]
+    expected_rows: int
+    rows: Any
+
+    def read_schema(self) -> pa.Schema:
+        """Return the schema of the rows. Reads the first rows if the dataset does not tell."""
+        features = self.rows.features
+        if features is not None:
+            return features.arrow_schema
+        first = _call(self.spec, lambda: next(self._iterate_tables(0), None))
+        if first is None:
+            raise errors.ConfigurationError(
+                f"hf://datasets/{self.spec.repo}: the first file of the split {self.split!r} has "
+                "no rows. Choose the files by `load_kwargs: {data_files: ...}`."
+            )
+        return first.schema
+
+    def iterate_batches(self, shard: int, first: int, columns: Columns) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a shard in batches, from a row on.
+
+        Raises:
+            Exception: The library cannot read the shard, or the Hub does not answer.
+        """
+        for table in self._iterate_tables(shard, columns):
+            skipped = min(first, table.num_rows)
+            first -= skipped
+            for batch in table.slice(skipped).combine_chunks().to_batches():
+                media = _find_media(batch.schema, columns)
+                if not media:
+                    yield batch
+                    continue
+                for index in range(batch.num_rows):  # a row may be large
+                    yield self._read_media(batch.slice(index, 1), media)
+
+    def _iterate_tables(self, shard: int, columns: Columns = None) -> Iterator[pa.Table]:
+        rows = self.rows.shard(num_shards=self.rows.n_shards, index=shard, contiguous=True)
+        if rows.features is not None:
+            # Also puts the columns in one order, since rows of tar files differ in it.
+            rows = rows.select_columns(_list_columns(rows.features, columns))
+        arrow = rows.with_format("arrow")
+        return (table for table in arrow.iter(batch_size=_BATCH_ROWS) if table.num_rows)
+
+    def _read_media(self, row: pa.RecordBatch, media: Iterable[str]) -> pa.RecordBatch:
+        """Read the files that are the values of media columns. Other paths stay null."""
+        for name in media:
+            index = row.schema.get_field_index(name)
+            column = cast("Any", row).column(index)
+            value: dict[str, Any] | None = column[0].as_py()
+            if not value or value["bytes"] is not None or not self._is_own(value["path"]):
+                continue
+            read = value | {"bytes": self._read_file(value["path"])}
+            array = cast("Any", pa).array([read], type=column.type)
+            row = cast("Any", row).set_column(index, cast("Any", row.schema).field(index), array)
+        return row
+
+    def _is_own(self, path: str | None) -> bool:
+        """Decide whether a path of the library is that of a file of the repository.
+
+        A row of a foreign file may have any path, also one of this machine.
+        """
+        *inner, outer = (path or "").split("::")
+        return (
+            outer.startswith(_make_prefix(self.spec))
+            and ".." not in outer.split("/")
+            and all(one.startswith("zip://") for one in inner)
+        )
+
+    def _read_file(self, path: str) -> bytes:
+        token = self.spec.token.get_secret_value() if self.spec.token else False
+        options = _library.DownloadConfig(token=token)
+        with cast("Any", file_utils).xopen(path, "rb", download_config=options) as file:
+            data = cast("bytes", file.read(_MAX_MEDIA_BYTES + 1))
+        if len(data) > _MAX_MEDIA_BYTES:
+            raise errors.ConfigurationError(
+                f"{path} has more than 1 GiB. Leave it out with `load_kwargs: {{data_files: ...}}`."
+            )
+        return data
+
+
+_endpoint_lock = threading.Lock()
+_endpoints: set[str] = set()
+
+
+def _use_endpoint(endpoint: str) -> None:
+    """Make the library send its requests to a Hub. The library has one Hub for each process.
+
+    Raises:
+        ConfigurationError: This process already reads from another Hub.
+    """
+    with _endpoint_lock:
+        _endpoints.add(endpoint)
+        if len(_endpoints) > 1:
+            _endpoints.discard(endpoint)
+            raise errors.ConfigurationError(
+                f"This process already reads datasets from {next(iter(_endpoints))}. Run the "
+                f"dataset from {endpoint} in another process."
+            )
+        library = _library.config
+        library.HF_ENDPOINT = endpoint
+        library.HUB_DATASETS_URL = f"{endpoint}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+
+
+def open_hub_dataset(
+    spec: HubSpec, config: str | None, split: str | None, load_kwargs: Mapping[str, Any]
+) -> HubDataset:
+    """Resolve a split of a dataset to its files. A process resolves it once.
+
+    Args:
+        spec: Repository at its commit, with the endpoint of the Hub.
+        config: Configuration; None for the default.
+        split: Split; None for the only one.
+        load_kwargs: More arguments of the library.
+
+    Raises:
+        NotFoundError: There is no such split.
+        ConfigurationError: The library cannot open the dataset, or has no such configuration, or
+            the dataset has files outside of its repository.
+        UnavailableError: The Hub does not answer.
+    """
+    return _open_once(cast("Any", spec), config, split, json.dumps(load_kwargs, sort_keys=True))
+
+
+@lru_cache(maxsize=4)
+def _open_once(
+    spec: HubSpec, config: str | None, split: str | None, load_kwargs: str
+) -> HubDataset:
+    assert spec.endpoint is not None
+    _use_endpoint(spec.endpoint)
+    _check_cards(spec)
+    token = spec.token.get_secret_value() if spec.token else False
+    with tempfile.TemporaryDirectory(prefix="millrace-datasets-") as folder:
+        # An empty folder: the library must not fall back to another commit in its own cache.
+        builder: Any = _call(
+            spec,
+            lambda: _library.load_dataset_builder(
+                spec.repo,
+                config,
+                revision=spec.revision,
+                token=token,
+                cache_dir=folder,
+                **json.loads(load_kwargs),
+            ),
+        )
+    if builder.hash != spec.revision:
+        raise errors.ChangedError(
+            f"The library `datasets` resolved hf://datasets/{spec.repo} to {builder.hash}, and the "
+            f"plan is for the commit {spec.revision}. Run it again later."
+        )
+    name = type(builder).__module__.rpartition(".")[2]
+    if name not in _BUILDERS:
+        raise errors.ConfigurationError(
+            f"hf://datasets/{spec.repo} is read by the library's builder {name!r}, which is not "
+            f"supported. Use `kind: files`, or a dataset of {', '.join(sorted(_BUILDERS))}."
+        )
+    data_files: dict[str, list[str]] = {
+        str(key): list(paths) for key, paths in _as_dict(builder.config.data_files).items()
+    }
+    split = _choose_split(spec, list(data_files), split)
+    prefix = _make_prefix(spec)
+    if outside := [path for path in data_files[split] if not path.startswith(prefix)]:
+        raise errors.ConfigurationError(
+            f"hf://datasets/{spec.repo} names {outside[0]!r} as a data file, which is not in the "
+            "repository at its commit. Choose other files by `load_kwargs: {data_files: ...}`."
+        )
+    info = _as_dict(builder.info.splits).get(split)
+    settings = builder.config
+    is_direct = (
+        name == "parquet"
+        and not (settings.columns or settings.filters)
+        and all(path.lower().endswith(_DIRECT) for path in data_files[split])
+    )
+    streaming = builder.as_streaming_dataset
+    return HubDataset(
+        spec=spec,
+        builder_name=name,
+        split=split,
+        paths=tuple(path.removeprefix(prefix) for path in data_files[split]),
+        expected_rows=max(0, int(info.num_examples or 0)) if info else 0,
+        rows=None if is_direct else _call(spec, lambda: streaming(split=split)),
+    )
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    """Return a mapping of the library; an empty one for None."""
+    return value or {}
+
+
+def _make_prefix(spec: HubSpec) -> str:
+    """Return the beginning of the library's paths of the files of a repository at its commit."""
+    return f"hf://datasets/{spec.repo}@{spec.revision}/"
+
+
+def _check_cards(spec: HubSpec) -> None:
+    """Check that the configurations of a dataset only name files of its repository.
+
+    The library would also read files of this machine, or of its network.
+
+    Raises:
+        ConfigurationError: A configuration names another location, or cannot be read.
+    """
+    client = HubClient(spec, is_dataset=True)
+    for name in _CARDS:
+        url = f"hf://datasets/{spec.repo}/{name}"
+        try:
+            text = client.download(name, spec.revision, _MAX_CARD_BYTES).decode()
+            configs = _read_configs(name, text)
+        except errors.NotFoundError:
+            continue
+        except (ValueError, yaml.YAMLError) as error:
+            raise errors.ConfigurationError(
+                f"{url} cannot be read ({errors.format_error(error)}). Use `kind: parquet`, "
+                "`jsonl`, `csv` or `files`, which do not need it."
+            ) from error
+        for path in find_texts([[one.get("data_files"), one.get("data_dir")] for one in configs]):
+            if not is_path_of_repository(path):
+                raise errors.ConfigurationError(
+                    f"{url} names {path!r}, which is not a path of the repository. Nothing of it "
+                    "was read. Use another dataset, or `kind: parquet`, `jsonl`, `csv` or `files`."
+                )
+
+
+def _read_configs(name: str, text: str) -> list[dict[str, Any]]:
+    """Return the configurations in a file about a dataset.
+
+    Raises:
+        ValueError, YAMLError: The file cannot be read.
+    """
+    card: Any = RepoCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
+    configs = cast("dict[str, Any]", card).get("configs") if isinstance(card, dict) else None
+    found = cast("list[Any]", configs) if isinstance(configs, list) else []
+    return [cast("dict[str, Any]", one) for one in found if isinstance(one, dict)]
+
+
+def _choose_split(spec: HubSpec, names: list[str], wanted: str | None) -> str:
+    """Return the split to read.
+
+    Raises:
+        NotFoundError: There is no such split.
+        ConfigurationError: There are several splits, and none is chosen.
+    """
+    url, shown = f"hf://datasets/{spec.repo}", ", ".join(names)
+    if wanted is None and len(names) > 1:
+        raise errors.ConfigurationError(
+            f"{url} has the splits {shown}. Set `split` to one of them."
+        )
+    if wanted is not None and wanted not in names:
+        raise errors.NotFoundError(
+            f"{url} has no split {wanted!r}. Its splits are {shown}. Correct `split`."
+        )
+    return wanted or names[0]
+
+
+def _call(spec: HubSpec, call: Callable[[], T]) -> T:
+    """Call the library, with retries of transient errors.
+
+    Raises:
+        ConfigurationError: The library cannot read the dataset.
+        UnavailableError: The Hub does not answer.
+    """
+    clock = RetryClock(spec.retry_timeout.total_seconds())
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, errors.MillraceError | MemoryError):
+                raise
+            shown = errors.format_error(error)
+            if not is_transient(error):
+                raise errors.ConfigurationError(
+                    f"The library `datasets` cannot open hf://datasets/{spec.repo} ({shown}). "
+                    "Correct `config`, `split` or `load_kwargs`."
+                ) from error
+            clock.wait(
+                errors.UnavailableError(
+                    f"hf://datasets/{spec.repo}: the Hub does not answer ({shown}). Run it again "
+                    "when it does."
+                )
+            )
+
+
+def is_transient(error: BaseException) -> bool:
+    """Decide whether an error of the library is that of a request which may succeed later."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError):
+            return cause.response.status_code == 429 or cause.response.status_code >= 500
+        if isinstance(cause, _TRANSIENT):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _find_media(schema: pa.Schema, columns: Columns) -> list[str]:
+    """Return the columns with undecoded images, sounds or films that the samples take."""
+    taken = {name.removesuffix(".bytes") for name in (columns or {}).values()}
+    return [field.name for field in list_fields(schema) if field.name in taken and is_media(field)]
+
+
+def _list_columns(features: Mapping[str, Any], columns: Columns) -> list[str]:
+    """Return the whole columns that the samples take."""
+    if columns is None:
+        return list(features)
+    wanted = {name if name in features else name.partition(".")[0] for name in columns.values()}
+    return sorted(wanted)
+
+
+def list_fields(schema: pa.Schema) -> list[Any]:
+    """Return the columns of a schema."""
+    return list(cast("Any", schema))
+
+
+def is_media(field: Any) -> bool:
+    """Decide whether a column is one of undecoded media: bytes and a path."""
+    kind = cast("Any", field.type)
+    return pa.types.is_struct(kind) and {
+        cast("Any", kind).field(i).name for i in range(kind.num_fields)
+    } == {
+        "bytes",
+        "path",
+    }
