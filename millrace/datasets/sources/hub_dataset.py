@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 import datasets  # pyright: ignore[reportMissingTypeStubs]
@@ -17,6 +17,7 @@ import pyarrow as pa
 import yaml
 from datasets.utils import file_utils  # pyright: ignore[reportMissingTypeStubs]
 from httpx2 import TransportError
+from huggingface_hub import hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard import RepoCard
 
@@ -156,9 +157,12 @@ def _use_endpoint(endpoint: str) -> None:
                 f"This process already reads datasets from {next(iter(_endpoints))}. Run the "
                 f"dataset from {endpoint} in another process."
             )
-        library = _library.config
-        library.HF_ENDPOINT = endpoint
-        library.HUB_DATASETS_URL = f"{endpoint}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+        _library.config.HF_ENDPOINT = endpoint
+        _library.config.HUB_DATASETS_URL = (
+            f"{endpoint}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+        )
+        # By default the library asks the public Hub for the files about a dataset.
+        _library.load.hf_dataset_url = partial(hf_hub_url, repo_type="dataset", endpoint=endpoint)
 
 
 def open_hub_dataset(
@@ -230,6 +234,8 @@ def _open_once(
         and not (settings.columns or settings.filters)
         and all(path.lower().endswith(_DIRECT) for path in data_files[split])
     )
+    if name in FOLDERS:
+        settings.decode_num_threads = 0  # the bytes of the files are wanted
     streaming = builder.as_streaming_dataset
     return HubDataset(
         spec=spec,

@@ -134,6 +134,7 @@ class SourceSettings(BaseModel):
                 "the members. Remove them, or name fields by the transform `rename`"
             )
         return self
+
     @field_validator("load_kwargs")
     @classmethod
     def _check_load_kwargs(cls, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,32 @@
 """The flows shard-dataset and verify-datasets, with credentials from blocks."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import CommitOperationAdd, HfApi
 from prefect.events.filters import EventFilter, EventResourceFilter
 from prefect.events.schemas.events import ReceivedEvent as Event
+from pydantic import SecretStr
 
+from blocks import HuggingFaceCredentials
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
+from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.rgw import RGW
 from tasks.assets import make_asset_key
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, wait_until
-from tests.support.flows.fixtures import RUN, SHARDING, MakeBlock, make_jsonl, make_texts
+from tests.support.flows.fixtures import (
+    RUN,
+    SHARDING,
+    MakeBlock,
+    make_jsonl,
+    make_texts,
+    read_texts,
+)
 
 
 def test_read_only_credentials_are_refused_before_anything_is_read(
@@ -58,6 +70,33 @@ def test_a_block_without_write_credentials_is_refused(
     state = prefect_api.read_flow_run(done.run).state
     assert state is not None
     assert "write credentials are needed" in (state.message or "")
+
+
+def test_a_dataset_of_the_hub_is_read_with_a_token_from_a_block(
+    prefect_api: PrefectServer, hub: HubServer, tmp_path: Path
+) -> None:
+    repo, texts = hub.make_repo(dataset=True), make_texts(20)
+    HfApi(endpoint=hub.endpoint, token=WRITER).create_commit(
+        repo,
+        [CommitOperationAdd("train.jsonl", make_jsonl(texts))],
+        commit_message="files",
+        repo_type="dataset",
+    )
+    credentials = HuggingFaceCredentials(token=SecretStr(READER), endpoint=hub.endpoint)
+    credentials.save("hub-reader")
+    done = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source={
+            "url": f"hf://datasets/{repo}",
+            "kind": "huggingface",
+            "columns": {"txt": "text"},
+            "credentials": {"$ref": {"block_document_slug": "hugging-face-credentials/hub-reader"}},
+        },
+        destination=(tmp_path / "out").as_uri(),
+    )
+    assert done.code == 0, done.output
+    assert read_texts(Folder(tmp_path / "out/words")) == Counter(texts)
 
 
 def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
