@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import yaml
@@ -262,40 +262,38 @@ class _Translation:
         )
 
     def _translate_hub(self, pipeline: _Pipeline) -> dict[str, Any]:
-        """Return the location of a dataset of the Hub: its rows as parquet files."""
+        """Return the location of a dataset of the Hub, with its configuration and split."""
         options = dict(pipeline.source_options)
-        config, split = options.pop("config", None) or "default", options.pop("split", "train")
-        arguments = options.pop("load_kwargs", None) or {}
+        config, split = options.pop("config", None), options.pop("split", None) or "train"
+        given: object = options.pop("load_kwargs", None) or {}
         found = _REPO.fullmatch(pipeline.input_uri) or _REPO.fullmatch(f"hf://{pipeline.input_uri}")
-        line = "Write `source: {url: hf://datasets/OWNER/NAME/FOLDER, kind: parquet}`."
+        line = "Write `source: {url: hf://datasets/OWNER/NAME, kind: huggingface}`."
         if found is None:
             raise self._refuse("input_uri", f"names no dataset as OWNER/NAME. {line}")
+        source = {"url": f"hf://datasets/{found['repo']}", "kind": "huggingface"}
         for name, value in (("config", config), ("split", split)):
+            if value is None:
+                continue
             if not isinstance(value, str) or not _PART.fullmatch(value):
-                raise self._refuse(f"source_options.{name}", f"is not the name of a folder. {line}")
-        if not isinstance(arguments, dict):
+                raise self._refuse(f"source_options.{name}", f"is not a name. {line}")
+            source[name] = value
+        if not isinstance(given, dict):
             raise self._refuse("source_options.load_kwargs", f"is no mapping. {line}")
-        if chosen := sorted(_CHOOSES_ROWS.intersection(arguments)):  # pyright: ignore[reportUnknownArgumentType]
+        arguments = cast("dict[str, Any]", given)
+        if chosen := sorted(_CHOOSES_ROWS.intersection(arguments)):
             raise self._refuse(
                 f"source_options.load_kwargs.{chosen[0]}", f"chooses other rows. {line}"
             )
-        source: dict[str, Any] = {
-            "url": f"hf://datasets/{found['repo']}@refs/convert/parquet/{config}/{split}",
-            "kind": "parquet",
-        }
-        self.notes.append(
-            "The Hub converts datasets into parquet files on the branch refs/convert/parquet. If "
-            "it has none of this one, write a folder of another branch into `source`."
-        )
+        located: dict[str, Any] = {**source}
         if "token" in arguments:
-            source["options"] = {"token": "${HF_TOKEN}"}
+            located["options"] = {"token": "${HF_TOKEN}"}
         for name in [*arguments, *options]:
             if name != "token":
                 self._leave_out(
                     f"pipeline.source_options.{clean_text(str(name), 100)}",
-                    "Millrace reads the files of the dataset itself.",
+                    "Write arguments of the library `datasets` into `load_kwargs` of the source.",
                 )
-        return source
+        return located
 
     def _translate_vast(self, vast: _Vast, repo_url: str) -> dict[str, Any]:
         parts = urlsplit(repo_url)

@@ -41,7 +41,7 @@ from tests.soak.tally import Tally
 from tests.soak.targets import COMPLETE, list_combinations, make_target
 from tests.support.demo import run_demo
 
-CASES = 12  # smallest number of cases with faults: each kind of source, plain and in every format
+CASES = 14  # smallest number of cases with faults: each kind of source, plain and in every format
 FORMAT_KILLS = 20  # number of kills of each kind of source in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
 SAVES = 60  # number of saves with a kill

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import random
+import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,6 +177,25 @@ def make_parquet(folder: Path, generator: random.Random) -> SourceData:
     return SourceData("parquet", folder, {"kind": "parquet"}, {"shard_bytes": 64 << 10}, rows)
 
 
+def make_tars(folder: Path, generator: random.Random) -> SourceData:
+    """Make tar files whose samples have two members, in a random order."""
+    folder.mkdir(parents=True)
+    rows: Counter[str] = Counter()
+    for number in range(4):
+        members: list[tuple[str, bytes]] = []
+        for i in range(160):
+            name, text = f"{number}-{i}", _make_text(generator, 200, 2600).encode()
+            rows[make_row_token(name, text)] += 1
+            members += [(f"{name}.txt", text), (f"{name}.json", json.dumps({"id": name}).encode())]
+        generator.shuffle(members)
+        with tarfile.open(folder / f"part-{number}.tar", "w") as tar:
+            for name, body in members:
+                header = tarfile.TarInfo(name)
+                header.size = len(body)
+                tar.addfile(header, io.BytesIO(body))
+    return SourceData("tars", folder, {"kind": "webdataset"}, {"shard_bytes": 64 << 10}, rows)
+
+
 KINDS = {
     "lines": make_lines,
     "columns": make_columns,
@@ -183,6 +203,7 @@ KINDS = {
     "compressed": make_compressed,
     "tables": make_tables,
     "parquet": make_parquet,
+    "tars": make_tars,
 }
 
 

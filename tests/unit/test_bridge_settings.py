@@ -97,7 +97,9 @@ def test_a_file_with_every_setting_becomes_settings_that_load(tmp_path: Path, ru
     ]  # fmt: skip
 
 
-def test_a_dataset_of_the_hub_is_read_as_its_parquet_files(tmp_path: Path, run: Import) -> None:
+def test_a_dataset_of_the_hub_is_read_by_its_configuration_and_split(
+    tmp_path: Path, run: Import
+) -> None:
     options = {
         "split": "validation", "config": "en",
         "load_kwargs": {"token": "PLANTED-HF", "trust_remote_code": "PLANTED-OTHER"},
@@ -107,8 +109,9 @@ def test_a_dataset_of_the_hub_is_read_as_its_parquet_files(tmp_path: Path, run: 
     text = run(make_file(pipeline=pipeline), "--prefix", "laion/en")
     found = read(tmp_path, text)
     assert found.dataset == "laion/en"
-    expected = "hf://datasets/laion/laion2B-en@refs/convert/parquet/en/validation"
-    assert (found.source.url, found.source.kind) == (expected, SourceKind.PARQUET)
+    assert found.source.url == "hf://datasets/laion/laion2B-en"
+    assert found.source.kind == SourceKind.HUGGINGFACE
+    assert (found.source.config, found.source.split) == ("en", "validation")
     assert found.source.options["token"].get_secret_value() == "hf"
     assert "# Left out: pipeline.source_options.trust_remote_code." in text
 
@@ -180,7 +183,10 @@ def test_a_toml_file_is_read(tmp_path: Path) -> None:
         ({"pipeline": {"input_uri": "s3://raw/a.jsonl.bz2"}}, "write `source: {url: ...}`"),
         ({"pipeline": {"input_uri": "${INPUT}"}}, "url: FOLDER, include"),
         ({"pipeline": {"input_uri": "/data/${1}/a"}}, "a variable of another form"),
-        ({"pipeline": {"input_format": "huggingface"}}, "url: hf://datasets/OWNER/NAME/FOLDER"),
+        (
+            {"pipeline": {"input_format": "huggingface"}},
+            "url: hf://datasets/OWNER/NAME, kind: huggingface",
+        ),
         ({"vast": {"repo_url": "https://PLANTED-OTHER@host/x.git"}}, "clone public repositories"),
         ({"r2": {"bucket": ["PLANTED-OTHER"]}}, "r2.bucket: Input should be a valid string"),
         ({"vast": {"storage_gb": 1}}, "vast.request.disk"),
