@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from pyarrow import parquet
 
+from millrace.testing.mosaicml import install_mosaicml
 from tests.oracle import make_row_token
 from tests.soak.source_data import SourceData
-from tests.support.format_readers import install_mosaicml, read_litdata, read_mds
+from tests.support.format_readers import read_litdata, read_mds
 
 FORMATS = ("litdata", "mds", "pages", "parquet", "tokens", "webdataset")
 

@@ -10,36 +10,14 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.testing.mosaicml import prepare_import
 from millrace.testing.process import REPOSITORY
 
-# mosaicml-streaming requires older versions of libraries than Millrace does (numpy, xxhash). Its
-# reader and its writer work with the newer ones. So it is installed without its requirements,
-# beside those that it imports and the test environment lacks.
-MOSAICML_PACKAGES = (
-    "mosaicml-streaming==0.13.0",
-    "brotli==1.2.1",
-    "catalogue==2.0.10",
-    "cramjam==2.14.0",
-    "python-snappy==0.7.3",
-    "regex",
-    "tqdm",
-    "transformers==5.24.0",
-    "zstd==1.5.7.2",
-)
-
 Item = dict[str, Any]
-
-
-def install_mosaicml(folder: Path) -> None:
-    """Install mosaicml-streaming into a folder, from PyPI."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    options = ["--no-deps", "--no-compile", "--target", str(folder)]
-    subprocess.run([*pip, *options, *MOSAICML_PACKAGES], check=True)
 
 
 def read_litdata(
@@ -77,7 +55,7 @@ def read_mds(
     """Return the samples that ``streaming.StreamingDataset`` reads, in its order.
 
     Args:
-        packages: Folder of `install_mosaicml`.
+        packages: Folder of `millrace.testing.mosaicml.install_mosaicml`.
         folder: Folder of the shards of one split.
         shuffle: Whether the samples are shuffled.
         workers: Processes of the `DataLoader`; 0 iterates without one.
@@ -124,7 +102,7 @@ def _read_litdata(folder: str, *, shuffle: bool, workers: int, storage_options: 
 
 
 def _read_mds(folder: str, *, shuffle: bool, workers: int) -> list[Item]:
-    _import_mosaicml()
+    prepare_import()
     from streaming.base import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(local=folder, shuffle=shuffle, batch_size=4)
@@ -132,22 +110,12 @@ def _read_mds(folder: str, *, shuffle: bool, workers: int) -> list[Item]:
 
 
 def _write_mds(folder: str, columns: dict[str, str], items: list[Item]) -> None:
-    _import_mosaicml()
+    prepare_import()
     from streaming.base import MDSWriter
 
     with MDSWriter(out=folder, columns=columns, size_limit=None) as writer:
         for item in items:
             writer.write(item)
-
-
-def _import_mosaicml() -> None:
-    """Import the package without its datasets of pictures.
-
-    Their import fails where torchvision was built for another PyTorch than the installed one.
-    """
-    package = types.ModuleType("streaming")
-    package.__path__ = [str(Path(one) / "streaming") for one in sys.path]
-    sys.modules["streaming"] = package
 
 
 def _iterate(dataset: Any, loader: Any, workers: int) -> list[Item]:

@@ -81,7 +81,7 @@ class HubFiles:
 
     @property
     def is_whole_dataset(self) -> bool:
-        """Whether the files are not only those of a folder of the repository."""
+        """True if the files may be anywhere in the repository."""
         return not self._prefix
 
     @property

@@ -98,7 +98,7 @@ class SourceSettings(BaseModel):
         "be left out if there is only one.",
     )
     load_kwargs: dict[str, Any] = Field(
-        title="Arguments of load_dataset",
+        title="Arguments of the library",
         default={},
         description='More arguments of `datasets.load_dataset`, such as `{"data_dir": "en"}`: '
         "texts, numbers and lists, but nothing that runs code (`huggingface` only).",

@@ -135,7 +135,7 @@ class _TarData:
 
     @property
     def is_near(self) -> bool:
-        """Whether a read takes no request."""
+        """True if a read takes no request."""
         return self._files.is_local or self._held is not None
 
     def hold(self) -> None:

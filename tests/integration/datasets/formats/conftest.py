@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.format_readers import install_mosaicml
+from millrace.testing.mosaicml import install_mosaicml
 
 
 @pytest.fixture(scope="session")
