@@ -63,9 +63,9 @@ sharding:                       # pinned by the plan: cannot change under the sa
   holdout: 0.0                  # share of the bytes that is held out as the split `val`
 
 execution:                      # never changes the shards
-  # workers: 2                  # by default one for each CPU
+  # workers: null               # workers at a time; null is one for each CPU
   uploads: 2                    # memory: shard_bytes * (uploads + 1) * workers * formats
-  # ray: auto                   # the nodes of a Ray cluster shard the partitions
+  # ray: null                   # `auto` or HOST:PORT: the Ray cluster that shards
   # max_quarantined: 0.01       # largest share of rows that make no sample; else the run fails
   # allow_empty: false          # true completes a dataset that has no samples
 

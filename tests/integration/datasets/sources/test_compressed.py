@@ -193,7 +193,7 @@ def test_a_run_that_continues_reads_from_the_last_seek_point(name, monkeypatch):
     rows = list(source.iterate_rows(partition.source_range, 0))
     points = list(list_objects(dataset, KEYS.sample_lists))
     assert len(points) >= 2
-    assert all(KEYS.is_seek_point(stat.key) and KEYS.is_own(stat.key) for stat in points)
+    assert all(KEYS.is_seek_point_or_index(stat.key) and KEYS.is_own(stat.key) for stat in points)
     files = CountedFiles(open_files(store.spec))
     division = Division(1 << 20, 10_000, 0, 0.0)
     record = partition_source(SourceSettings(), files, KEYS, division).record
