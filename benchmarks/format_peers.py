@@ -129,7 +129,7 @@ def read_parquet(source: Path) -> int:
     size = 0
     for path in sorted(source.iterdir()):
         for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
-            size += sum(len(text) for text in batch.column(0).to_pylist())
+            size += sum(len(row["text"]) for row in batch.to_pylist())
     return size
 
 

@@ -8,6 +8,7 @@ seeks to the row.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 
 import orjson
@@ -15,7 +16,7 @@ import orjson
 from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.pieces import Line, Piece, check_row_size, split_lines
+from millrace.datasets.sources.pieces import MAX_ROW_BYTES, Line, Piece, check_row_size
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
@@ -24,7 +25,6 @@ from millrace.storage import Store
 _CONCURRENCY = 16  # concurrent reads of headers
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
 _BOM = b"\xef\xbb\xbf"
-_CLOSE = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a quoted field
 
 
 class _BadRowError(Exception):
@@ -141,33 +141,111 @@ class CsvSource:
 
     def _iterate_lines(self, pieces: Iterator[Piece], path: str) -> Iterator[Line]:
         """Yield the rows of a file, each as one line, without the end of the row."""
-        opening = self._find_delimiter(path).encode() + b'"'
-        begun: list[bytes] = []  # lines of a row that continues after a newline
-        first, size = Line(0, 0, 0, []), 0
-        after = 0
-        for line in split_lines(pieces, path):
-            data = line.held.pop()
-            if line.offset == 0:
-                data = data.removeprefix(_BOM)
-            is_open = _is_open(data, opening, begun=bool(begun))
-            after = line.next_cursor
-            if not begun:
-                first, size = line, 0
-            if begun or is_open:
-                begun.append(data)
-                size += len(data) + 1
-                check_row_size(size, path, first.offset)
-            if not is_open:
-                if begun:
-                    data = b"\n".join(begun)
-                    begun = []
-                held = [data.removesuffix(b"\r")]
-                data = b""
-                yield Line(first.cursor, first.offset, after, held)
-        if begun:
-            held = [b"\n".join(begun)]
-            begun = []
-            yield Line(first.cursor, first.offset, after, held)
+        return _split_rows(pieces, path, self._find_delimiter(path).encode())
+
+
+def _split_rows(pieces: Iterator[Piece], path: str, delimiter: bytes) -> Iterator[Line]:
+    """Yield the rows of consecutive pieces, which begin with a row.
+
+    A row ends at a newline that is not within quotes, or at the end of the file.
+    """
+    unread = _UnreadBytes(path, _compile_row(delimiter))
+    for piece in pieces:
+        unread.append(piece)
+        if unread.size >= unread.wanted:
+            yield from unread.split()
+    yield from unread.split()
+    if unread.size:
+        yield unread.take_rest()
+
+
+class _UnreadBytes:
+    """Bytes of a file from the first unfinished row on, and the pieces that they are from.
+
+    Attributes:
+        size: Number of bytes.
+        wanted: Number of bytes from which on they are searched for a row. It doubles after each
+            search, so that a large row is not searched again for each piece.
+    """
+
+    def __init__(self, path: str, pattern: re.Pattern[bytes]) -> None:
+        self.size = self.wanted = 0
+        self._path, self._pattern = path, pattern
+        self._parts: list[bytes] = []
+        self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of each piece
+
+    def append(self, piece: Piece) -> None:
+        """Add the next piece of the file."""
+        self._places.append((self.size, piece.cursor, piece.offset))
+        self._parts.append(piece.data)
+        self.size += len(piece.data)
+
+    def split(self) -> Iterator[Line]:
+        """Yield the rows that are complete, and keep the bytes after them.
+
+        Raises:
+            ConfigurationError: An unfinished row is longer than 256 MiB.
+        """
+        data, at = self._join()
+        begin, quote = 0, data.find(b'"', at)
+        while at < len(data):
+            end = data.find(b"\n", at)
+            if 0 <= quote < at:
+                quote = data.find(b'"', at)
+            if quote >= 0 and (end < 0 or quote < end):
+                found = self._pattern.match(data, at)
+                end = found.end() - 1 if found else -1
+            if end < 0:
+                break
+            yield self._make_line(begin, end, data[at:end].removesuffix(b"\r"))
+            begin = at = end + 1
+        self.size = len(data) - begin
+        self.wanted = min(2 * self.size, MAX_ROW_BYTES + 1)
+        if self.size:
+            last = max(i for i, (index, _, _) in enumerate(self._places) if index <= begin)
+            self._places = [(index - begin, *place) for index, *place in self._places[last:]]
+            check_row_size(self.size, self._path, self._find_place(0)[1])
+            self._parts = [data[begin:]]
+        else:
+            self._places = []
+
+    def take_rest(self) -> Line:
+        """Return the last row of the file, which has no newline, or a quote that is not closed."""
+        data, at = self._join()
+        size, row = len(data), data[at:]
+        del data
+        if self._pattern.match(row + b"\n"):
+            return self._make_line(0, size - 1, row.removesuffix(b"\r"))
+        return self._make_line(0, size - 1, row.removesuffix(b"\n"))
+
+    def _join(self) -> tuple[bytes, int]:
+        """Return all bytes, and the index of the first one after a byte order mark."""
+        data = b"".join(self._parts)
+        self._parts = []
+        is_start = bool(self._places) and self._places[0][0] == self._places[0][2] == 0
+        return data, len(_BOM) * (is_start and data.startswith(_BOM))
+
+    def _make_line(self, begin: int, end: int, row: bytes) -> Line:
+        """Return a row as a line. `end` is the index of its last byte."""
+        cursor, offset = self._find_place(begin)
+        return Line(cursor, offset, self._find_place(end)[0] + 1, [row])
+
+    def _find_place(self, at: int) -> tuple[int, int]:
+        """Return cursor and offset of a byte."""
+        number = len(self._places) - 1
+        while self._places[number][0] > at:
+            number -= 1
+        index, cursor, offset = self._places[number]
+        return cursor + at - index, offset + at - index
+
+
+def _compile_row(delimiter: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of a row with its newline. A quote is special where a value begins."""
+    mark = re.escape(delimiter)
+    quoted = rb'"[^"]*+(?:""[^"]*+)*+"'
+    value = rb'(?:(?!")|%s)' % quoted
+    plain = rb"[^\n%s]++" % mark if len(delimiter) == 1 else rb"(?:(?!%s)[^\n])++" % mark
+    return re.compile(rb"%s(?:%s|%s%s)*+\n" % (value, plain, mark, value))
 
 
 class _RowParser:
@@ -210,31 +288,6 @@ def _make_row(source_range: TextRange, parser: _RowParser, line: Line, row: byte
     return Sample(key, fields, line.next_cursor)
 
 
-def _is_open(line: bytes, opening: bytes, *, begun: bool) -> bool:
-    """Decide whether a quoted value continues after a line.
-
-    Args:
-        line: The line, without the newline.
-        opening: Delimiter and quote.
-        begun: Whether the line begins within a quoted value.
-    """
-    if begun:
-        at = 0
-    elif b'"' not in line:
-        return False
-    elif line.startswith(b'"'):
-        at = 1
-    else:
-        at = line.find(opening) + len(opening)
-        if at < len(opening):
-            return False
-    while close := _CLOSE.match(line, at):
-        at = line.find(opening, close.end()) + len(opening)
-        if at < len(opening):
-            return False
-    return True
-
-
 def _decode(row: bytes) -> str:
     try:
         return row.decode()
@@ -250,8 +303,7 @@ def _split_row(row: str, delimiter: str, most: int) -> list[str]:
     """
     if '"' not in row:
         return row.split(delimiter, most)
-    mark = re.escape(delimiter)
-    value = re.compile(rf'(?:"([^"]*+(?:""[^"]*+)*+)"|((?:[^"{mark}][^{mark}]*+)?))({mark}|\Z)')
+    value = _compile_value(delimiter)
     values: list[str] = []
     at = 0
     while len(values) <= most:
@@ -264,3 +316,9 @@ def _split_row(row: str, delimiter: str, most: int) -> list[str]:
             break
         at = found.end()
     return values
+
+
+@lru_cache(maxsize=16)
+def _compile_value(delimiter: str) -> re.Pattern[str]:
+    mark = re.escape(delimiter)
+    return re.compile(rf'(?:"([^"]*+(?:""[^"]*+)*+)"|((?:[^"{mark}][^{mark}]*+)?))({mark}|\Z)')

@@ -122,6 +122,7 @@ def test_every_block_of_the_guide_to_datasets(
         assert "4,000 samples" in guide.type(run)
         formats = {path.name for path in (store / "formats/shards").iterdir()}
         assert formats == {"litdata", "mds", "parquet", "webdataset"}
+        (folder / "job.yaml").write_text(original)
 
         update_source(guide.write("job.yaml", update=True), "my-dataset")
         assert "is complete already" in guide.type(run)
@@ -143,6 +144,7 @@ def test_every_block_of_the_guide_to_datasets(
         assert "4,000 samples" in guide.type(run)
         assert read_texts(Folder(store / "ray")) == Counter(make_texts())
         (folder / "job.yaml").write_text(original)
+
         (folder / "bridge.yaml").write_text(yaml.safe_dump(BRIDGE))
         guide.run()
         keys = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
