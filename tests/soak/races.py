@@ -57,6 +57,7 @@ from tests.soak.interruptions import (
     is_running,
     is_stopped,
     make_resumption_marker,
+    start_process,
 )
 from tests.soak.shared_stores import SharedStore
 
@@ -303,7 +304,7 @@ class _Race:
             process = self._context.Process(
                 target=_run_member, args=arguments, kwargs={"resumptions": resumptions}
             )
-            process.start()
+            start_process(process)
             running[name] = process
         deadline = time.monotonic() + _HANG_SECONDS
         while any(is_running(process) for process in running.values()):
@@ -475,7 +476,7 @@ def _save_with_kill(
         process = context.Process(
             target=_run_saver, args=(spec.reveal_secrets(), job, number, each)
         )
-        process.start()
+        start_process(process)
         process.join(_HANG_SECONDS)
         if process.is_alive():
             process.kill()

@@ -56,6 +56,7 @@ from tests.soak.interruptions import (
     is_running,
     is_stopped,
     make_resumption_marker,
+    start_process,
 )
 from tests.soak.races import PREFIX, make_spec
 from tests.soak.shared_stores import FolderStore, SharedStore
@@ -306,7 +307,7 @@ class _Run:
             ),
             kwargs={"with_lease": not self.is_pair},
         )
-        process.start()
+        start_process(process)
         self._started.append((process, interruption))
 
     def _make_marker(self, number: int) -> Path:
