@@ -69,6 +69,7 @@ test:
 bench: .venv/dev
 	@deployments/test-servers.sh
 	$(BIN)/python -m benchmarks.shards
+	$(BIN)/python -m benchmarks.formats
 	$(BIN)/python -m benchmarks.ray_shards
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm

@@ -40,6 +40,7 @@ def make_format_sources(folder: Path, sources: Sequence[SourceData]) -> list[Sou
     path = folder / "fields.py"
     path.write_text(_FUNCTION)
     sharding = {
+        "shard_bytes": 192 << 10,  # a commit has six shards
         "formats": list(FORMATS),
         "types": {"id": "str", "txt": "str", "tokens": "uint16[]"},
         "transforms": [{"kind": "function", "function": f"{path}:add_tokens"}],
