@@ -6,6 +6,7 @@ folder. Each reader returns the number of bytes of the texts that it has read.
 
 import csv
 import gzip
+import importlib
 import json
 import sys
 import tempfile
@@ -52,9 +53,8 @@ def write_mds(source: Path, out: Path) -> None:
 
     sys.path.insert(0, str(out.parent / MOSAICML))
     prepare_import()
-    from streaming.base import MDSWriter
-
-    with MDSWriter(out=str(out), columns={"txt": "str"}, size_limit=SHARD) as writer:
+    streaming: Any = importlib.import_module("streaming.base")
+    with streaming.MDSWriter(out=str(out), columns={"txt": "str"}, size_limit=SHARD) as writer:
         for row in _iterate_rows(source):
             writer.write({"txt": row["text"]})
 

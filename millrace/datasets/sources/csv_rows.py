@@ -202,8 +202,8 @@ class _UnreadBytes:
         self.size = len(data) - begin
         self.wanted = min(2 * self.size, MAX_ROW_BYTES + 1)
         if self.size:
-            last = max(i for i, (index, _, _) in enumerate(self._places) if index <= begin)
-            self._places = [(index - begin, *place) for index, *place in self._places[last:]]
+            last = max(n for n, (index, _, _) in enumerate(self._places) if index <= begin)
+            self._places = [(i - begin, cursor, at) for i, cursor, at in self._places[last:]]
             check_row_size(self.size, self._path, self._find_place(0)[1])
             self._parts = [data[begin:]]
         else:

@@ -378,8 +378,8 @@ def list_fields(schema: pa.Schema) -> list[Any]:
 
 def is_media(field: Any) -> bool:
     """Decide whether a column is one of undecoded media: bytes and a path."""
-    kind: Any = field.type  # the stubs of pyarrow are incomplete
-    return pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {
-        "bytes",
-        "path",
-    }
+    kind = field.type
+    if not pa.types.is_struct(kind):
+        return False
+    names = {cast("Any", kind).field(i).name for i in range(kind.num_fields)}
+    return names == {"bytes", "path"}
