@@ -13,6 +13,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,23 @@ def make_settings(store: Store, ray: RayNodes, shard_bytes: int) -> dict[str, An
     }
 
 
+@contextmanager
+def start_cluster(corpus: Corpus, nodes: int) -> Generator[tuple[Rig, Store, RayNodes]]:
+    """Start a Ray cluster on a new rig, whose store has the corpus."""
+    with (
+        Rig.start(
+            nodes=nodes,
+            rate_mbit=MBIT,
+            store_mbit=STORE_MBIT,
+            disk_bytes=4 * corpus.size + 512 * MIB,
+        ) as rig,
+        Store.start(DISK / "objects", rig.store) as store,
+        RayNodes.start(rig, object_store=256 * MIB) as ray,
+    ):
+        corpus.upload(store)
+        yield rig, store, ray
+
+
 def start_driver(
     host: Host, system: str, store: Store, ray: RayNodes, shard_bytes: int = FILE_SIZE
 ) -> "subprocess.Popen[str]":
@@ -103,17 +122,7 @@ def start_driver(
 
 def run_once(corpus: Corpus, system: str, nodes: int) -> dict[str, float]:
     """Run a system on a new rig, and return its figures."""
-    with (
-        Rig.start(
-            nodes=nodes,
-            rate_mbit=MBIT,
-            store_mbit=STORE_MBIT,
-            disk_bytes=4 * corpus.size + 512 * MIB,
-        ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
-        RayNodes.start(rig, object_store=256 * MIB) as ray,
-    ):
-        corpus.upload(store)
+    with start_cluster(corpus, nodes) as (rig, store, ray):
         used = _read_cpu_seconds(rig)
         with (
             PeakMemory(rig, is_ray_worker) as memory,

@@ -311,8 +311,8 @@ class _Translation:
             "much. It allows one hour. Raise it."
         )
         self.notes.append(
-            "`vast.repo_url` must contain or require Millrace, and the source must lie below "
-            "`store`."
+            "`vast.repo_url` must contain or require Millrace, and the machines must be able to "
+            "read the source: not a folder of this machine."
         )
         return {
             "account": {"api_key": "${VAST_API_KEY}"},

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from millrace import cluster, errors
 from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.worker import PartitionJob, run_job_safely
+from millrace.datasets.worker import PartitionJob, catch_errors, run_job
 from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerExit, WorkerPool
 from millrace.keys.datasets import DatasetKeys
 from millrace.lease import Lease
@@ -35,21 +35,15 @@ class RayTask(PartitionWorker):
 
     Attributes:
         node: Name of the task's node; empty before the task's first message.
-        process: Id of the task's process; 0 before the task's first message.
         messages: Generator of the task's messages; None before the task is started.
         error: Error of Ray that ended the task.
     """
 
     def __init__(self, pool: "RayPool") -> None:
         self._pool = pool
-        self.node, self.process = "", 0
+        self.node = ""
         self.messages: Any = None
         self.error: BaseException | None = None
-
-    @property
-    def pid(self) -> int:
-        """Id of the task's process on its node; 0 before it is known."""
-        return self.process
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
@@ -115,7 +109,7 @@ class RayPool(WorkerPool):
         task = self._tasks.pop(ready[0])
         message = self._take_message(task)
         if "started" in message:
-            task.node, task.process = message["started"]
+            task.node, task.pid = message["started"]
         if message.keys() & {"started", "event"}:
             self._tasks[ready[0]] = task  # at the end, so that each task has its turn
         return None if "started" in message else (task, message)
@@ -225,11 +219,22 @@ def shard_on_node(data: bytes, node: str, progress: Progress) -> dict[str, Any]:
         node: Name of this node.
         progress: Called at each event.
     """
+    return catch_errors(lambda: run_job(_read_job(data, node), progress))
+
+
+def _read_job(data: bytes, node: str) -> PartitionJob:
+    """Return a job, and check that this node sees the plan of its dataset.
+
+    Raises:
+        ConfigurationError: The node has another version, or does not see the plan.
+        MillraceError: The store cannot be read.
+    """
     try:
         job = PartitionJob.model_validate_json(data)
     except ValidationError:
-        text = f"{node} has another version of Millrace. {_HINT}"
-        return {"failed": [errors.ConfigurationError.__name__, text]}
+        raise errors.ConfigurationError(
+            f"{node} has another version of Millrace. {_HINT}"
+        ) from None
     has_plan = False
     try:
         store = open_store(job.store, make_folder=False)
@@ -237,11 +242,10 @@ def shard_on_node(data: bytes, node: str, progress: Progress) -> dict[str, Any]:
     except errors.NotFoundError:
         pass
     except errors.MillraceError as error:
-        return {"failed": [type(error).__name__, f"{node}: {error}"]}
+        raise type(error)(f"{node}: {error}") from error
     if not has_plan:
-        text = (
+        raise errors.ConfigurationError(
             f"{node} does not see the plan of {job.dataset} in {job.store.url}: choose a bucket, "
             "or a folder that all nodes of the Ray cluster mount at the same path."
         )
-        return {"failed": [errors.ConfigurationError.__name__, text]}
-    return run_job_safely(job, progress)
+    return job

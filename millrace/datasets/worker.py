@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import IO, Any
 
@@ -69,10 +71,10 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     )
 
 
-def run_job_safely(job: PartitionJob, progress: Progress) -> dict[str, Any]:
+def catch_errors(shard: Callable[[], PartitionEnd]) -> dict[str, Any]:
     """Shard one partition, and return the worker's last message: its end, or its error."""
     try:
-        end = run_job(job, progress)
+        end = shard()
     except errors.MillraceError as error:
         return {"failed": [type(error).__name__, str(error)]}
     except Exception as error:  # noqa: BLE001 - the driver raises it, with its type
@@ -126,4 +128,5 @@ def main() -> None:
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
         driver.ready.acquire()
-        driver.send(run_job_safely(driver.jobs.pop(0), driver.report))
+        job = driver.jobs.pop(0)
+        driver.send(catch_errors(partial(run_job, job, driver.report)))

@@ -32,18 +32,15 @@ class WorkerExit(NamedTuple):
 
 
 class PartitionWorker(ABC):
-    """PartitionWorker that shards one partition at a time.
+    """Worker that shards one partition at a time.
 
     Attributes:
+        pid: Id of the worker's process on its machine; 0 before it is known.
         assignment: Partition that the worker shards; None if it is idle.
     """
 
+    pid: int = 0
     assignment: Assignment | None = None
-
-    @property
-    @abstractmethod
-    def pid(self) -> int:
-        """Id of the worker's process on its machine; 0 before it is known."""
 
     @abstractmethod
     def start(self, job: PartitionJob, lease: Lease) -> None:

@@ -28,13 +28,9 @@ class WorkerProcess(PartitionWorker):
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
+        self.pid = process.pid
         self._process, self._output = process, output
         self._listener: threading.Thread | None = None
-
-    @property
-    def pid(self) -> int:
-        """Id of the process."""
-        return self._process.pid
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""

@@ -6,13 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ray_shards import FILE_SIZE, MBIT, STORE_MBIT, Corpus, start_driver
-from benchmarks.rig import DISK, Rig
-from benchmarks.rig.ray_nodes import RayNodes
-from benchmarks.rig.store import Store
+from benchmarks.ray_shards import FILE_SIZE, Corpus, start_cluster, start_driver
 from millrace.datasets import PipelineSettings, shard_dataset
 
-MIB = 1 << 20
 NODES, FILES = 3, 24
 SHARD_SIZE = FILE_SIZE // 4  # so that a partition has several commits
 
@@ -23,26 +19,18 @@ def run_on_ray(report: Callable[[str], None]) -> list[str]:
         corpus = Corpus.make(Path(name), FILES)
         expected = _shard_here(Path(name), corpus)
     with (
-        Rig.start(
-            nodes=NODES,
-            rate_mbit=MBIT,
-            store_mbit=STORE_MBIT,
-            disk_bytes=3 * corpus.size + 512 * MIB,
-        ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
-        RayNodes.start(rig) as ray,
+        start_cluster(corpus, NODES) as (rig, store, ray),
+        start_driver(rig.nodes[0], "millrace", store, ray, SHARD_SIZE) as driver,
     ):
-        corpus.upload(store)
-        with start_driver(rig.nodes[0], "millrace", store, ray, SHARD_SIZE) as driver:
-            assert driver.stdout is not None
-            kinds: list[str] = []
-            last: dict[str, Any] = {}
-            for line in driver.stdout:
-                last = json.loads(line)
-                kinds.append(last.get("kind", ""))
-                commits = kinds.count("shard.committed")
-                if kinds[-1] == "shard.committed" and commits == len(expected) // 3:
-                    rig.nodes[-1].kill()
+        assert driver.stdout is not None
+        kinds: list[str] = []
+        last: dict[str, Any] = {}
+        for line in driver.stdout:
+            last = json.loads(line)
+            kinds.append(last.get("kind", ""))
+            commits = kinds.count("shard.committed")
+            if kinds[-1] == "shard.committed" and commits == len(expected) // 3:
+                rig.nodes[-1].kill()
     wrong: list[str] = []
     if driver.returncode:
         wrong.append(f"the driver ended with exit code {driver.returncode}")
