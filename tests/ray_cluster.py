@@ -43,8 +43,7 @@ class RayCluster:
 
     def join(self) -> Path:
         """Start a further node; its folder. The first is the head, which has no CPU."""
-        disk = self.folder / f"disk-{len(self.disks)}"
-        disk.mkdir()
+        disk = Path(tempfile.mkdtemp(prefix="disk-", dir=self.folder))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         command += ["--object-store-memory", str(80 << 20), "--include-log-monitor=false"]
         if self.disks:

@@ -18,6 +18,7 @@ from tests.integration.hostile.site import Site
 
 WITHOUT_A_BUCKET = {
     "init": "writes a settings file",
+    "dataset import-settings": "translates a settings file",
     "campaign init": "writes a settings file",
     "deploy": "talks to a Prefect server only",
     "setup": "talks to a Prefect server only; --check is the audit's engine",
