@@ -10,7 +10,13 @@ from blocks import VastCredentials
 from flows.aggregate_gradients import InitialWeightsInput
 from flows.save_checkpoint import HubRepository
 from millrace import datasets
-from millrace.campaigns import Campaign, LocalWorkers, RentedWorkerRules, Training, TrainingRules
+from millrace.campaigns import (
+    Campaign,
+    LocalWorkers,
+    RentedWorkerOptions,
+    Training,
+    TrainingOptions,
+)
 from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
@@ -45,7 +51,7 @@ class DataSettings(_PlanModel):
     )
 
 
-class RentedWorkers(RentedWorkerRules):
+class RentedWorkers(RentedWorkerOptions):
     """Each worker on a rented machine of its own."""
 
     vast: VastCredentials | str = Field(
@@ -61,7 +67,7 @@ class InitialWeightsSettings(WeightsSource):
     )
 
 
-class TrainingSettings(TrainingRules, frozen=True):
+class TrainingSettings(TrainingOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
     initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")

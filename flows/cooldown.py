@@ -99,7 +99,7 @@ def run_cooldown(
         )
     if status.checkpoint is None:
         raise UnavailableError(
-            f"Epoch {epoch} of {job} went on without a checkpoint ({status.epoch.why}): the report "
-            "has the result of each member."
+            f"Epoch {epoch} of {job} went on without a checkpoint ({status.epoch.reason}): the "
+            "report has the result of each member."
         )
     return status

@@ -118,7 +118,9 @@ def _write_headline(url: str, job: str, epoch: int, status: EpochStatus) -> Mark
         )
     if status.checkpoint is None:
         went_on = format_bold(format_markdown("{} went on without a checkpoint", subject))
-        return format_markdown("{} at step {:,}: {}.", went_on, status.epoch.step, status.epoch.why)
+        return format_markdown(
+            "{} at step {:,}: {}.", went_on, status.epoch.step, status.epoch.reason
+        )
     senders = [one for one in status.ended.values() if one.sent]
     longest = max((one.seconds for one in senders), default=0.0)
     uploaders = format_count(len(senders), "member") + " that lived"

@@ -18,7 +18,7 @@ from millrace.campaigns.progress import (
     merge_epoch,
     read_training_progress,
 )
-from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
+from millrace.campaigns.settings import LocalWorkers, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.summary import CampaignSummary, summarize_campaign
 from millrace.campaigns.workers import (
     CampaignWorkers,
@@ -35,10 +35,10 @@ __all__ = [
     "LocalWorkerProcesses",
     "LocalWorkers",
     "MergedWindows",
-    "RentedWorkerRules",
+    "RentedWorkerOptions",
     "Training",
+    "TrainingOptions",
     "TrainingProgress",
-    "TrainingRules",
     "await_workers",
     "check_dataset_complete",
     "check_pinned_training",

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
-from millrace.campaigns.settings import LocalWorkers, RentedWorkerRules, TrainingRules
+from millrace.campaigns.settings import LocalWorkers, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
@@ -32,7 +32,7 @@ class Training:
 
     campaign: str
     dataset: str
-    rules: TrainingRules
+    rules: TrainingOptions
     read_store: StoreSpec
     write_store: StoreSpec
 
@@ -62,7 +62,7 @@ class Training:
     def prewarm_timeout(self) -> timedelta | None:
         """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
         machines = self.rules.machines
-        waits = isinstance(machines, RentedWorkerRules) and machines.prewarm
+        waits = isinstance(machines, RentedWorkerOptions) and machines.prewarm
         return _PREWARM_TIMEOUT if waits else None
 
     @property
@@ -123,7 +123,7 @@ class Training:
             ledger: Ledger of rentals, and the account that pays.
         """
         machines = self.rules.machines
-        assert isinstance(machines, RentedWorkerRules)
+        assert isinstance(machines, RentedWorkerOptions)
         program, storage_grants = make_training_program(
             self.worker_settings, self.write_store, machines
         )

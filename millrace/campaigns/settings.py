@@ -1,6 +1,6 @@
 """Settings of a campaign's training, except where its checkpoints, accounts and data are.
 
-An epoch is a number of windows (`TrainingRules.windows_per_epoch`), and no pass over the data.
+An epoch is a number of windows (`TrainingOptions.windows_per_epoch`), and no pass over the data.
 """
 
 from datetime import timedelta
@@ -26,7 +26,7 @@ class WorkerTimeouts(RentalTimeouts):
     )
 
 
-class RentedWorkerRules(CodeRepository):
+class RentedWorkerOptions(CodeRepository):
     """Each worker on a rented machine of its own."""
 
     kind: Literal["rented"] = Field(default="rented", description="Kind of the machines.")
@@ -58,7 +58,7 @@ class LocalWorkers(BaseModel):
     )
 
 
-class TrainingRules(BaseModel, frozen=True, extra="forbid"):
+class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     """Workers that train together, in windows and epochs."""
 
     command: tuple[str, ...] = Field(
@@ -72,7 +72,7 @@ class TrainingRules(BaseModel, frozen=True, extra="forbid"):
     )
     initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
     workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
-    machines: RentedWorkerRules | LocalWorkers = Field(
+    machines: RentedWorkerOptions | LocalWorkers = Field(
         default=LocalWorkers(), description="Machines on which the workers run."
     )
     join_timeout: Duration = Field(

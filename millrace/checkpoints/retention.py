@@ -63,14 +63,16 @@ class RetentionPlan:
         return sum(removal.size for removal in self.removals)
 
 
-def pin(store: Store, job: str, step: int, why: str) -> None:
+def pin(store: Store, job: str, step: int, reason: str) -> None:
     """Protect a checkpoint from removal by any rule, until `unpin`.
 
     Raises:
         NotFoundError: There is no checkpoint of this step.
     """
     read_checkpoint(store, job, step)
-    commit_once(store, CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, why=why))
+    commit_once(
+        store, CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, reason=reason)
+    )
 
 
 def unpin(store: Store, job: str, step: int) -> None:
@@ -251,7 +253,7 @@ def _iterate_pinned(
         if isinstance(pin, errors.CorruptError):
             yield step, "it has a pin that cannot be read"
         else:
-            yield step, f"pinned: {pin.why}"
+            yield step, f"pinned: {pin.reason}"
 
 
 def _list_file_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:

@@ -21,7 +21,7 @@ from millrace.formatting import format_count
 from millrace.terminal import echo
 
 if TYPE_CHECKING:
-    from millrace.campaigns import TrainingRules
+    from millrace.campaigns import TrainingOptions
 
 _PREFIX = "campaign."
 _TEMPLATE = """\
@@ -131,7 +131,7 @@ def worker(settings: Path, *, attached: bool) -> int:
     return launch_worker(settings)
 
 
-def confirm_machines(name: str, rules: "TrainingRules | None", *, yes: bool) -> bool:
+def confirm_machines(name: str, rules: "TrainingOptions | None", *, yes: bool) -> bool:
     """Ask whether to rent the machines of a campaign, if the campaign rents machines.
 
     Args:
@@ -139,9 +139,9 @@ def confirm_machines(name: str, rules: "TrainingRules | None", *, yes: bool) -> 
         rules: Settings of the training; None without a training.
         yes: Whether the question is skipped.
     """
-    from millrace.campaigns import RentedWorkerRules
+    from millrace.campaigns import RentedWorkerOptions
 
-    if rules is None or not isinstance(rules.machines, RentedWorkerRules):
+    if rules is None or not isinstance(rules.machines, RentedWorkerOptions):
         return True
     count = format_count(rules.workers, "machine")
     limit = f"${rules.machines.request.max_total:.2f} in all"

@@ -54,7 +54,7 @@ def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
         merged.append(
             {
                 "window": link.window, "step": link.step, "taken": sorted(link.taken),
-                "out": {uid: str(one.reason) for uid, one in link.excluded.items()},
+                "excluded": {uid: str(one.reason) for uid, one in link.excluded.items()},
                 "received_bytes": sent, "merged_bytes": link.size, "seconds": link.seconds,
             }
         )  # fmt: skip

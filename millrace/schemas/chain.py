@@ -1,7 +1,7 @@
 """Records of an aggregator: one link per window, with the digest of the link before."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -128,7 +128,7 @@ class ChainLink(Record):
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
         taken: Workers whose gradients were merged.
-        out: Excluded workers with the reasons.
+        excluded: Excluded workers with the reasons.
         seconds: Duration of the gathering.
         previous: Digest of the link before.
         state: Digest of the weights after the window.
@@ -148,15 +148,10 @@ class ChainLink(Record):
     outer: OuterOptimizer
     merge: MergeSettings
     taken: dict[str, MergedWorker]
-    out: dict[str, ExcludedWorker]
+    excluded: dict[str, ExcludedWorker]
     seconds: float
     previous: str
     state: str
-
-    @property
-    def excluded(self) -> Mapping[str, ExcludedWorker]:
-        """Excluded workers with the reasons, which records name ``out``."""
-        return self.out
 
     @property
     def size(self) -> int:

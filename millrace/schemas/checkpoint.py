@@ -137,7 +137,7 @@ class EpochRecord(Record):
         root: Digest of the checkpoint's content; None if the epoch ended without a checkpoint.
         rest: Digest of the position and the run, which are the same on all members.
         member: Member that committed this record.
-        why: Reason why there is no checkpoint; empty if there is one.
+        reason: Reason why there is no checkpoint; empty if there is one.
     """
 
     record_kind: ClassVar[str] = "checkpoint-epoch"
@@ -149,7 +149,7 @@ class EpochRecord(Record):
     root: str | None
     rest: str = ""
     member: str = ""
-    why: str = ""
+    reason: str = ""
 
 
 class Roster(Record):
@@ -207,13 +207,13 @@ class LateVote(Record):
 
     Attributes:
         member: Name of the member.
-        why: Reason in a sentence.
+        reason: Reason in a sentence.
     """
 
     record_kind: ClassVar[str] = "cooldown-late-vote"
 
     member: str
-    why: str
+    reason: str
 
 
 class CooldownOutcome(StrEnum):
@@ -257,14 +257,14 @@ class Pin(Record):
     Attributes:
         job: Name of the job.
         step: Step of the checkpoint.
-        why: Reason, for later readers.
+        reason: Reason of the protection, for later readers.
     """
 
     record_kind: ClassVar[str] = "checkpoint-pin"
 
     job: str
     step: JsonInt
-    why: str
+    reason: str
 
 
 class Quarantine(Record):

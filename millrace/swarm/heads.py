@@ -38,7 +38,7 @@ class HeadError(http.client.HTTPException):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRules:
+class HeadLimits:
     """Limits of a head, and the form of its headers.
 
     Attributes:
@@ -56,7 +56,7 @@ class HeadRules:
     repeats: bool
 
 
-NODE_RULES = HeadRules(
+NODE_LIMITS = HeadLimits(
     max_size=16 * 1024,
     max_line=4 * 1024,
     max_headers=32,
@@ -65,7 +65,7 @@ NODE_RULES = HeadRules(
 )
 """Rules of messages between driver and nodes: ASCII only, and each header once."""
 
-STORE_RULES = HeadRules(
+STORE_LIMITS = HeadLimits(
     max_size=256 * 1024,
     max_line=64 * 1024,
     max_headers=100,
@@ -90,7 +90,7 @@ class RequestHead:
     headers: Headers
 
 
-def parse_response(head: bytes, rules: HeadRules) -> tuple[int, Headers]:
+def parse_response(head: bytes, limits: HeadLimits) -> tuple[int, Headers]:
     """Return the status and the headers of an answer.
 
     Raises:
@@ -101,10 +101,10 @@ def parse_response(head: bytes, rules: HeadRules) -> tuple[int, Headers]:
     found = _STATUS.fullmatch(first)
     if found is None:
         raise http.client.BadStatusLine(first[:_EXCERPT])
-    return int(found[1]), _parse_headers(rest, rules)
+    return int(found[1]), _parse_headers(rest, limits)
 
 
-def parse_request(head: bytes, rules: HeadRules = NODE_RULES) -> RequestHead:
+def parse_request(head: bytes, limits: HeadLimits = NODE_LIMITS) -> RequestHead:
     """Return the parts of the head of a request.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_request(head: bytes, rules: HeadRules = NODE_RULES) -> RequestHead:
             f"a request of {version}: this server takes HTTP/1.1",
             http.client.HTTP_VERSION_NOT_SUPPORTED,
         )
-    headers = _parse_headers(rest, rules)
+    headers = _parse_headers(rest, limits)
     if "expect" in headers:
         raise HeadError(
             "the header Expect is not supported: send the body without waiting",
@@ -129,7 +129,7 @@ def parse_request(head: bytes, rules: HeadRules = NODE_RULES) -> RequestHead:
     return RequestHead(method, path, headers)
 
 
-def read_request(file: BufferedIOBase, rules: HeadRules = NODE_RULES) -> RequestHead | None:
+def read_request(file: BufferedIOBase, limits: HeadLimits = NODE_LIMITS) -> RequestHead | None:
     """Read the head of a request; return None if the connection ends before it.
 
     Raises:
@@ -138,20 +138,20 @@ def read_request(file: BufferedIOBase, rules: HeadRules = NODE_RULES) -> Request
     """
     lines: list[bytes] = []
     size = 0
-    while (line := file.readline(rules.max_line + 2)) != b"\r\n" or not lines:
+    while (line := file.readline(limits.max_line + 2)) != b"\r\n" or not lines:
         if not line and not lines:
             return None
         size += len(line)
         if not line.endswith(b"\r\n"):
-            if len(line) == rules.max_line + 2:
-                _refuse_size(f"a line has more than {rules.max_line} bytes")
+            if len(line) == limits.max_line + 2:
+                _refuse_size(f"a line has more than {limits.max_line} bytes")
             if not line.endswith(b"\n"):
                 raise HeadError("the head of the request is cut off")
             _refuse_line("line end", line.decode("latin-1"))
-        if size > rules.max_size or len(lines) > rules.max_headers:
-            _refuse_size(f"more than {rules.max_size} bytes, or {rules.max_headers} headers")
+        if size > limits.max_size or len(lines) > limits.max_headers:
+            _refuse_size(f"more than {limits.max_size} bytes, or {limits.max_headers} headers")
         lines.append(line)
-    return parse_request(b"".join(lines)[:-2], rules)
+    return parse_request(b"".join(lines)[:-2], limits)
 
 
 def get_length(headers: Headers) -> int | None:
@@ -180,19 +180,19 @@ def keeps_alive(headers: Headers) -> bool:
     return connection is None or "close" not in re.split(r"[\t ,]+", connection.lower())
 
 
-def _parse_headers(lines: Iterable[str], rules: HeadRules) -> Headers:
+def _parse_headers(lines: Iterable[str], limits: HeadLimits) -> Headers:
     headers: Headers = {}
     for count, line in enumerate(lines, 1):
-        if len(line) > rules.max_line:
-            _refuse_size(f"a header has more than {rules.max_line} bytes")
-        if count > rules.max_headers:
-            _refuse_size(f"more than {rules.max_headers} headers")
-        found = rules.header.fullmatch(line)
+        if len(line) > limits.max_line:
+            _refuse_size(f"a header has more than {limits.max_line} bytes")
+        if count > limits.max_headers:
+            _refuse_size(f"more than {limits.max_headers} headers")
+        found = limits.header.fullmatch(line)
         if found is None:
             _refuse_line("header", line)
         name, value = found[1].lower(), found[2].rstrip("\t ")
         if name in headers:
-            if not rules.repeats:
+            if not limits.repeats:
                 raise HeadError(f"the header {name[:_EXCERPT]} is repeated")
             value = f"{headers[name]}, {value}"
         headers[name] = value

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 from millrace.swarm import tls
 from millrace.swarm.heads import (
-    NODE_RULES,
-    STORE_RULES,
+    NODE_LIMITS,
+    STORE_LIMITS,
     HeadError,
-    HeadRules,
+    HeadLimits,
     get_length,
     keeps_alive,
     parse_response,
@@ -509,20 +509,20 @@ def _exchange_heads(
     sock.sendall(request.encode("latin-1"))
     if body:
         sock.sendall(body)
-    rules = NODE_RULES if endpoint.identity else STORE_RULES
-    head, beginning = _receive_head(sock, rules)
-    return _ResponseHead(*parse_response(head, rules), beginning)
+    limits = NODE_LIMITS if endpoint.identity else STORE_LIMITS
+    head, beginning = _receive_head(sock, limits)
+    return _ResponseHead(*parse_response(head, limits), beginning)
 
 
-def _receive_head(sock: socket.socket, rules: HeadRules) -> tuple[bytes, bytes]:
+def _receive_head(sock: socket.socket, limits: HeadLimits) -> tuple[bytes, bytes]:
     """Receive the head of an answer, and the bytes of the body that arrive with it."""
     found = sock.recv(_HEAD_SIZE)
     if not found:
         raise http.client.RemoteDisconnected("the connection was closed without an answer")
     began = time.monotonic()  # a node may check its files for long before it answers
-    while (end := found.find(b"\r\n\r\n", 0, rules.max_size)) < 0:
-        if len(found) >= rules.max_size:
-            raise HeadError(f"the head is too large: more than {rules.max_size} bytes")
+    while (end := found.find(b"\r\n\r\n", 0, limits.max_size)) < 0:
+        if len(found) >= limits.max_size:
+            raise HeadError(f"the head is too large: more than {limits.max_size} bytes")
         check_rate(len(found), began)
         got = sock.recv(_HEAD_SIZE)
         if not got:

@@ -99,10 +99,10 @@ class Collector:
             )
         return None
 
-    def end_without_checkpoint(self, why: str, favourite: Vote | None = None) -> EpochRecord:
+    def end_without_checkpoint(self, reason: str, favourite: Vote | None = None) -> EpochRecord:
         """End the epoch without a checkpoint."""
         step = favourite.step if favourite is not None else -1
-        record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, why=why)
+        record = EpochRecord(job=self._job, epoch=self._epoch, step=step, root=None, reason=reason)
         return self.commit(record)
 
     def finish_checkpoint(self, roster: Roster, tally: VoteTally, living: Collection[str]) -> bool:

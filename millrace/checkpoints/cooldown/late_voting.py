@@ -69,7 +69,7 @@ class LateVoting:
                 "again."
             )
         if member in roster.members:
-            vote = LateVote(member=member, why=f"no checkpoint after {waited}")
+            vote = LateVote(member=member, reason=f"no checkpoint after {waited}")
             key = CooldownKeys(roster.job, roster.epoch).make_late_vote_key(member)
             commit_once(self._membership.store, key, vote)
             self._view.tally.late[member] = vote
@@ -108,7 +108,7 @@ class LateVoting:
             step=step,
             root=None,
             member=self._membership.member,
-            why=f"no checkpoint after {waited}",
+            reason=f"no checkpoint after {waited}",
         )
         found = commit_epoch(self._membership.store, record)
         if found == record:

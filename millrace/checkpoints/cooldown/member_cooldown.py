@@ -140,7 +140,7 @@ class MemberCooldown:
         """Return the result of an ended epoch."""
         self._epoch = epoch
         if epoch.root is None:
-            reason = f"Epoch {epoch.epoch} has no checkpoint: {epoch.why}"
+            reason = f"Epoch {epoch.epoch} has no checkpoint: {epoch.reason}"
             # The owner of a confined member deletes its uploads after the epoch's end.
             may_continue = not self._membership.confined
             if may_continue and self._settings.on_timeout is OnTimeout.BACKGROUND:

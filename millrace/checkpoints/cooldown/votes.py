@@ -84,7 +84,7 @@ class VoteTally:
         return self._read_record(self._keys.make_result_key(member), failed)
 
     def _read_late_vote(self, member: str) -> LateVote | None:
-        unread = LateVote(member=member, why="Its record cannot be read.")
+        unread = LateVote(member=member, reason="Its record cannot be read.")
         return self._read_record(self._keys.make_late_vote_key(member), unread)
 
     def list_voters(self, members: Collection[str], living: Collection[str]) -> set[str]:

@@ -118,7 +118,7 @@ def merge_window(
         outer=step.outer,
         merge=step.merge,
         taken=_list_merged_workers(payloads, worker_weights),
-        out=excluded,
+        excluded=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
         state=weights.digest(),

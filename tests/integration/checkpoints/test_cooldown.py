@@ -251,7 +251,9 @@ def test_epochs_go_on_without_a_checkpoint_only_so_often(folder, members, policy
         cooled = some.end(epoch, settings=settings, step=epoch)
         assert set(outcomes(cooled).values()) == {CooldownOutcome.FAILED}
         assert all(one.epoch and one.epoch.root is None for one in cooled.values())
-        assert "no checkpoint after" in fetch(folder, KEYS.make_epoch_key(epoch), EpochRecord).why
+        assert (
+            "no checkpoint after" in fetch(folder, KEYS.make_epoch_key(epoch), EpochRecord).reason
+        )
     assert count_epochs_without_checkpoint(folder, JOB, 2) == 2
     third = some.end(2, settings=settings, step=2)
     assert all(one.epoch is None for one in third.values())
@@ -721,7 +723,7 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
     for name in "ab":  # no content is that of more than half: nothing is uploaded
         vote = Vote(member=name, step=5, root=name * 64, rest="", size=1)
         commit_once(folder, keys.make_vote_key(name), vote)
-        commit_once(folder, keys.make_late_vote_key(name), LateVote(member=name, why="no time"))
+        commit_once(folder, keys.make_late_vote_key(name), LateVote(member=name, reason="no time"))
     seen = watch_epoch_end(folder, JOB, 0, timeout=timedelta(0), members=["a", "b"])
     assert seen.epoch is not None
     assert (seen.epoch.root, seen.checkpoint) == (None, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.campaigns import Training, TrainingRules
+from millrace.campaigns import Training, TrainingOptions
 from millrace.storage import StoreSpec
 
 MakeTraining = Callable[..., Training]
@@ -27,7 +27,7 @@ def make_training(place: StoreSpec) -> MakeTraining:
             "command": ("true",), "initial_weights": {"job": "first"}, "workers": 2, "epochs": 2,
             "windows_per_epoch": 3,
         } | more  # fmt: skip
-        return Training("small", "text", TrainingRules.model_validate(rules), place, place)
+        return Training("small", "text", TrainingOptions.model_validate(rules), place, place)
 
     return made
 

@@ -136,7 +136,9 @@ class BucketBuilder:
         self.put_record(keys.make_metadata_key(step), add_digest(checkpoint), hours=hours)
 
     def put_pin(self, job: str, step: int) -> None:
-        self.put_record(CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, why="mine"))
+        self.put_record(
+            CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, reason="mine")
+        )
 
     def put_epoch(self, job: str, number: int, step: int) -> None:
         self.put_record(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from flows import campaign
-from millrace.campaigns import Training, TrainingProgress, TrainingRules
+from millrace.campaigns import Training, TrainingOptions, TrainingProgress
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks
 from tests.support.campaigns.training import FakeWorkers
@@ -18,7 +18,7 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
 ) -> None:
     """Otherwise it would merge windows without a gradient while the workers start."""
     place = StoreSpec(url="file:///unused")
-    rules = TrainingRules.model_validate(
+    rules = TrainingOptions.model_validate(
         {
             "command": ("true",), "initial_weights": {"job": "first"}, "workers": 2, "epochs": 2,
             "windows_per_epoch": 3,

@@ -543,7 +543,7 @@ def test_a_gradient_above_the_largest_norm_is_dropped_and_the_next_one_is_merged
         )
         link = participant.apply(one, timeout=timedelta(0))
         if "0" not in link.taken:
-            assert link.out["0"].reason is ExclusionReason.NORM
+            assert link.excluded["0"].reason is ExclusionReason.NORM
             refused.append(window)
     assert refused == [2]
     (record,) = caplog.records

@@ -12,8 +12,8 @@ import pytest
 
 from millrace.swarm.agent import Agent
 from millrace.swarm.heads import (
-    NODE_RULES,
-    STORE_RULES,
+    NODE_LIMITS,
+    STORE_LIMITS,
     HeadError,
     get_length,
     keeps_alive,
@@ -56,7 +56,7 @@ LENGTHS = [b"", b"-1", b"+4", b"4 4", b"4, 4", b"4,5", b"0x4", b"4_0", b"4.0", b
 
 def test_headers_are_read_by_lower_case_names():
     head = OK + b'Content-Length:4\r\nETag: \t"a b" \t\r\nEmpty:\r\nX-A:  b: c'
-    for rules in (NODE_RULES, STORE_RULES):
+    for rules in (NODE_LIMITS, STORE_LIMITS):
         status, headers = parse_response(head, rules)
         assert status == 200
         assert headers == {"content-length": "4", "etag": '"a b"', "empty": "", "x-a": "b: c"}
@@ -66,7 +66,7 @@ def test_headers_are_read_by_lower_case_names():
     "first", [b"HTTP/1.1 206 Partial Content", b"HTTP/1.1 404 ", b"HTTP/1.1 503"]
 )
 def test_the_reason_of_a_status_may_be_empty(first):
-    assert parse_response(first, NODE_RULES) == (int(first[9:12]), {})
+    assert parse_response(first, NODE_LIMITS) == (int(first[9:12]), {})
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_the_reason_of_a_status_may_be_empty(first):
     ],
 )
 def test_an_answer_that_does_not_begin_with_a_status_is_none(first):
-    for rules in (NODE_RULES, STORE_RULES):
+    for rules in (NODE_LIMITS, STORE_LIMITS):
         with pytest.raises(http.client.BadStatusLine):
             parse_response(first + b"\r\nContent-Length: 4", rules)
 
 
 @pytest.mark.parametrize(("lines", "reason"), MALFORMED_HEADERS.items())
 def test_a_malformed_header_is_an_error(lines, reason):
-    for rules in (NODE_RULES, STORE_RULES):
+    for rules in (NODE_LIMITS, STORE_LIMITS):
         with pytest.raises(HeadError, match=reason):
             parse_response(OK + lines, rules)
     with pytest.raises(HeadError, match=reason) as refused:
@@ -107,19 +107,19 @@ def test_a_malformed_header_is_an_error(lines, reason):
 @pytest.mark.parametrize(("lines", "reason"), ONLY_OF_NODES.items())
 def test_of_nodes_each_header_comes_once_and_in_ascii(lines, reason):
     with pytest.raises(HeadError, match=reason):
-        parse_response(OK + lines, NODE_RULES)
+        parse_response(OK + lines, NODE_LIMITS)
     with pytest.raises(HeadError, match=reason):
         parse_request(GET + lines)
-    parse_response(OK + lines, STORE_RULES)
+    parse_response(OK + lines, STORE_LIMITS)
 
 
 def test_repeated_headers_of_a_store_are_joined_and_so_is_a_repeated_length():
-    _, headers = parse_response(OK + b"Vary: a\r\nVary: b\r\nX: \xe9", STORE_RULES)
+    _, headers = parse_response(OK + b"Vary: a\r\nVary: b\r\nX: \xe9", STORE_LIMITS)
     assert headers == {"vary": "a, b", "x": "\xe9"}
     for other in (b"4", b"5"):
         lengths = b"Content-Length: 4\r\nContent-Length: " + other
         with pytest.raises(HeadError, match="not a size"):
-            get_length(parse_response(OK + lengths, STORE_RULES)[1])
+            get_length(parse_response(OK + lengths, STORE_LIMITS)[1])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -155,7 +155,7 @@ def test_a_connection_stays_open_unless_it_is_said_to_close(connection, stays):
     assert keeps_alive({} if connection is None else {"connection": connection}) is stays
 
 
-@pytest.mark.parametrize("rules", [NODE_RULES, STORE_RULES], ids=["node", "store"])
+@pytest.mark.parametrize("rules", [NODE_LIMITS, STORE_LIMITS], ids=["node", "store"])
 def test_the_head_has_limits(rules):
     line = b"A: " + b"x" * (rules.max_line - 3)
     assert parse_response(OK + line, rules)[1]["a"]
@@ -226,8 +226,8 @@ def test_a_malformed_request_line_is_an_error(first):
         (GET + b"A: 1", 400, "cut off"),
         (GET + b"A: 1\r\n", 400, "cut off"),
         (GET, 400, "cut off"),
-        (b"GET /" + b"a" * NODE_RULES.max_line + b" HTTP/1.1\r\n\r\n", 431, "a line has more"),
-        (GET + b"A: " + b"x" * NODE_RULES.max_line + b"\r\n\r\n", 431, "a line has more"),
+        (b"GET /" + b"a" * NODE_LIMITS.max_line + b" HTTP/1.1\r\n\r\n", 431, "a line has more"),
+        (GET + b"A: " + b"x" * NODE_LIMITS.max_line + b"\r\n\r\n", 431, "a line has more"),
         (GET + b"".join(b"A%d: 1\r\n" % each for each in range(33)) + b"\r\n", 431, "32 headers"),
         (GET + (b"A: " + b"x" * 4000 + b"\r\n") * 5 + b"\r\n", 431, "more than 16384 bytes"),
     ],
@@ -244,7 +244,7 @@ def test_of_a_head_without_an_end_only_the_limit_is_read():
         file = io.BytesIO(endless)
         with pytest.raises(HeadError, match="too large"):
             read_request(file)
-        assert file.tell() <= NODE_RULES.max_size + NODE_RULES.max_line + 2
+        assert file.tell() <= NODE_LIMITS.max_size + NODE_LIMITS.max_line + 2
 
 
 # -- answers on a connection
@@ -295,7 +295,7 @@ def test_an_answer_may_arrive_a_byte_at_a_time(answering, identity):
         (b"Content-Length: 4\r\nX: \xe9\r\n", "malformed"),
         (b"Content-Length: 4\r\n folded\r\n", "malformed"),
         (b"Content-Length: four\r\n", "not a size"),
-        (b"X: " + b"x" * NODE_RULES.max_line + b"\r\n", "a header has more than"),
+        (b"X: " + b"x" * NODE_LIMITS.max_line + b"\r\n", "a header has more than"),
         (b"A: 1\r\n" * 10_000, "more than 16384 bytes"),
         (b"x" * 10**6, "more than 16384 bytes"),
     ],

@@ -30,7 +30,7 @@ def test_votes_are_read_at_every_poll_and_living_members_and_results_at_every_se
 
 def test_late_votes_are_read_on_request(folder, view_of) -> None:
     view = view_of()
-    late = LateVote(member="c", why="no time")
+    late = LateVote(member="c", reason="no time")
     commit_once(folder, KEYS.make_late_vote_key("c"), late)
     view.read(late=False)
     assert view.tally.late == {}
@@ -41,6 +41,6 @@ def test_late_votes_are_read_on_request(folder, view_of) -> None:
 def test_an_epoch_ends_with_a_record_that_is_valid(folder, view_of) -> None:
     view = view_of()
     assert view.find_end() is None
-    end = EpochRecord(job=JOB, epoch=0, step=5, root=None, why="no time")
+    end = EpochRecord(job=JOB, epoch=0, step=5, root=None, reason="no time")
     commit_once(folder, CheckpointKeys(JOB).make_epoch_key(0), end)
     assert view.find_end() == end

@@ -37,7 +37,7 @@ class Voter:
 
 
 def late(name: str) -> LateVote:
-    return LateVote(member=name, why="no time")
+    return LateVote(member=name, reason="no time")
 
 
 def test_one_vote_of_three_ends_no_epoch(
@@ -47,7 +47,9 @@ def test_one_vote_of_three_ends_no_epoch(
     assert not voter.voting.has_voted
     voter.voting.vote("10 s")
     assert voter.voting.has_voted
-    assert fetch(folder, KEYS.make_late_vote_key("a"), LateVote).why == "no checkpoint after 10 s"
+    assert (
+        fetch(folder, KEYS.make_late_vote_key("a"), LateVote).reason == "no checkpoint after 10 s"
+    )
     assert voter.voting.try_end("10 s", 5) is None
     assert voter.events == []
 
@@ -61,7 +63,7 @@ def test_most_votes_end_the_epoch(
     view.tally.late["b"] = late("b")
     end = voter.voting.try_end("12 s", 5)
     assert end == EpochRecord(
-        job=JOB, epoch=0, step=5, root=None, member="a", why="no checkpoint after 12 s"
+        job=JOB, epoch=0, step=5, root=None, member="a", reason="no checkpoint after 12 s"
     )
     assert fetch(folder, CheckpointKeys(JOB).make_epoch_key(0), EpochRecord) == end
     assert voter.events == [EpochEndedWithoutCheckpoint(member="a", epochs=1, max_epochs=1)]

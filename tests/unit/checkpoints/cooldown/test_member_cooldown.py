@@ -31,7 +31,7 @@ def test_only_a_member_that_can_commit_goes_on_in_the_background(
         parts=content.parts,
         tensors=dict(content.tensors),
     )
-    late = EpochRecord(job=JOB, epoch=0, step=5, root=None, why="no checkpoint after 9 s")
+    late = EpochRecord(job=JOB, epoch=0, step=5, root=None, reason="no checkpoint after 9 s")
     commit_once(folder, CheckpointKeys(JOB).make_epoch_key(0), late)
     with Membership(folder, JOB, "a", reads=folder if confined else None) as membership:
         cooldown = MemberCooldown(
