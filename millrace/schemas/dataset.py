@@ -10,6 +10,7 @@ from millrace.digest import (
     OwnDigest,
     check_blocks,
     compute_digest,
+    dump_canonical_json,
     get_hex,
 )
 from millrace.errors import ConfigurationError, CorruptError
@@ -347,10 +348,12 @@ class SeekPoint(Record):
         window: Last 32 KiB of these bytes, in base64.
         checksum: CRC-32 of the member's decompressed bytes before the position.
         member_bytes: Number of the member's decompressed bytes before the position.
-        digest: Digest of the window.
+        digest: Digest of all the other values.
     """
 
     record_kind: ClassVar[str] = "seek-point"
+    record_version: ClassVar[int] = 2  # its digest is that of all values
+
     file: FileRef
     position: int
     bit: int
@@ -361,24 +364,27 @@ class SeekPoint(Record):
     member_bytes: int
     digest: OwnDigest
 
-    @staticmethod
-    def encode_window(window: bytes) -> str:
-        """Return the value of `window` for some bytes."""
-        return base64.b64encode(window).decode()
+    @classmethod
+    def make(cls, file: FileRef, window: bytes, **values: int) -> Self:
+        """Return the seek point of some values, with their digest."""
+        encoded = base64.b64encode(window).decode()
+        point = cls.model_construct(file=file, window=encoded, **values)
+        return cls(digest=point.compute_own_digest(), **dict(point))
 
     def decode_window(self) -> bytes:
-        """Return the bytes of the window, checked against their digest.
+        """Return the bytes of the window.
 
         Raises:
-            CorruptError: The window is damaged.
+            CorruptError: A value of the seek point is damaged.
         """
-        try:
-            window = base64.b64decode(self.window, validate=True)
-        except ValueError as error:
-            raise CorruptError("The window of a seek point is not base64.") from error
-        if compute_digest(window) != self.digest:
-            raise CorruptError("The window of a seek point does not have its digest.")
-        return window
+        if self.compute_own_digest() != self.digest:
+            raise CorruptError("A seek point does not have its digest.")
+        return base64.b64decode(self.window)
+
+    def compute_own_digest(self) -> str:
+        """Return the digest of all other values."""
+        values = self.model_dump(mode="json", exclude={"digest"})
+        return compute_digest(dump_canonical_json(values))
 
 
 class Partition(RecordPart):

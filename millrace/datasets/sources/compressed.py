@@ -12,7 +12,6 @@ from millrace import errors
 from millrace.datasets.sources.decoder import DamageError, DecoderState, FileDecompressor
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.pieces import Piece
-from millrace.digest import compute_digest
 from millrace.keys.datasets import make_seek_point_key, parse_seek_point
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import (
@@ -140,16 +139,15 @@ def _find_state(store: Store, source_range: CompressedRange, cursor: int) -> Dec
 
 
 def _store_state(store: Store, source_range: CompressedRange, state: DecoderState) -> None:
-    point = SeekPoint(
-        file=source_range.file,
+    point = SeekPoint.make(
+        source_range.file,
+        state.window,
         position=state.position,
         bit=state.bit,
         cursor=state.cursor,
         offset=state.offset,
-        window=SeekPoint.encode_window(state.window),
         checksum=state.checksum,
         member_bytes=state.member_bytes,
-        digest=compute_digest(state.window),
     )
     with contextlib.suppress(errors.CorruptError):  # a damaged one is there
         commit_once(store, make_seek_point_key(source_range.seek_points, state.cursor), point)

@@ -227,7 +227,10 @@ def test_what_a_bit_of_any_position_begins_continues(monkeypatch):
     assert bits == set(range(8))
 
 
-@pytest.mark.parametrize("change", ["none", "window", "other file", "no record"])
+NUMBERS = ["position", "bit", "offset", "checksum", "member_bytes"]
+
+
+@pytest.mark.parametrize("change", ["none", "window", "other file", "no record", *NUMBERS])
 def test_a_seek_point_that_does_not_fit_is_not_used(change, monkeypatch):
     monkeypatch.setattr(compressed, "SEEK_INTERVAL", INTERVAL)
     store, dataset = make_memory(), make_memory()
@@ -244,6 +247,10 @@ def test_a_seek_point_that_does_not_fit_is_not_used(change, monkeypatch):
                 point["record"]["window"] = ""
             case "no record":
                 point = {"kind": "x"}
+            case "none":
+                pass
+            case number:
+                point["record"][number] ^= 1
         put(dataset, stat.key, json.dumps(point).encode())
     assert list(source.iterate_rows(partition.source_range, rows[-9].next_cursor)) == rows[-8:]
 
