@@ -590,7 +590,9 @@ def _exists_by_any(key: str, *stores: Store) -> bool:
 
 
 def _check_create_once(store: Store, key: str) -> None:
-    create(store, key, _BODY)
+    # If the object exists, an earlier try has created it, and its answer was lost.
+    with suppress(errors.ExistsError):
+        create(store, key, _BODY)
     try:
         create(store, key, _OTHER)
     except errors.ExistsError:

@@ -4,12 +4,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from pydantic import SecretStr
 
 from millrace import errors
-from millrace.audit import AuditedRole, AuditSettings, audit, check_access
+from millrace.audit import (
+    AuditedRole,
+    AuditSettings,
+    Operation,
+    RequestOutcome,
+    audit,
+    check_access,
+)
 from millrace.checkpoints.destinations.bucket import StoreDestination
 from millrace.storage import Credentials, Right, StoreSpec
-from tests.support.s3 import Refusal, S3Endpoint, serve_s3
+from tests.support.s3 import Refusal, Request, S3Endpoint, serve_s3
 
 
 @pytest.fixture
@@ -54,10 +62,29 @@ def test_no_object_remains_if_the_store_stops_answering(endpoint: S3Endpoint) ->
     assert endpoint.objects == {}
 
 
+def test_a_lost_answer_to_a_create_is_no_finding_of_an_audit(endpoint: S3Endpoint) -> None:
+    answer, lost = endpoint.answer, set[str]()
+
+    def lose_first_create(request: Request) -> tuple[int, bytes] | None:
+        if "-new" in request.path and request.method == "PUT" and request.path not in lost:
+            lost.add(request.path)
+            endpoint.lost = 1
+        return (501, b"") if "?uploads" in request.path else answer(request)
+
+    endpoint.answer = lose_first_create
+    credentials = Credentials(access_key_id="a", secret_access_key=SecretStr("b"))
+    store = StoreSpec(url="s3://bucket", endpoint=endpoint.url)
+    role = AuditedRole(store=store, read_credentials=credentials, write_credentials=credentials)
+    report = audit(AuditSettings(roles={"dataset": role}))
+    assert len(lost) == 2
+    creates = [one.actual for one in report.findings if one.operation is Operation.CREATE]
+    assert creates == [RequestOutcome.ALLOWED] * 2
+
+
 def test_a_key_id_of_another_length_is_a_refusal_of_all_operations(endpoint: S3Endpoint) -> None:
     message = "Credential access key has length 20, should be 32"
     endpoint.refusals = [Refusal("", 400, "InvalidArgument", message, times=1000)]
-    credentials = Credentials(access_key_id="a" * 20, secret_access_key="b")
+    credentials = Credentials(access_key_id="a" * 20, secret_access_key=SecretStr("b"))
     report = audit(
         AuditSettings(
             roles={
