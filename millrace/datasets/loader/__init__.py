@@ -1,0 +1,1 @@
+"""Read datasets for training: from a bucket to pages of rows, and to batches."""
