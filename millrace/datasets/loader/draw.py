@@ -4,12 +4,11 @@ A draw is a function of few integers, so a validator draws the pages of a worker
 as likely as any other, and no page is drawn twice before all pages were drawn once.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from millrace.datasets.loader.permutation import Permutation
 from millrace.errors import ConfigurationError
@@ -32,36 +31,47 @@ class Page(NamedTuple):
 
 
 class PageTable:
-    """All pages of some files. The last page of a file may have fewer rows than the others.
+    """All pages of some files.
+
+    A page has rows of one row group, since parquet begins new pages with each row group. So the
+    last page of a row group may have fewer rows than the others.
 
     Args:
-        rows: Number of rows of each file.
+        row_groups: Numbers of rows of the row groups of each file.
         page_rows: Rows of a page.
 
     Raises:
         ConfigurationError: The files have no rows, or a page would have none.
     """
 
-    def __init__(self, rows: Sequence[int], page_rows: int = PAGE_ROWS) -> None:
+    def __init__(self, row_groups: Sequence[Sequence[int]], page_rows: int = PAGE_ROWS) -> None:
         if page_rows < 1:
             raise ConfigurationError("A page has at least one row. Correct `page_rows`.")
-        self._rows, self._page_rows = rows, page_rows
-        self._ends = list(accumulate(-(-count // page_rows) for count in rows))
+        self._page_rows = page_rows
+        self._groups = [np.asarray(groups, np.int32) for groups in row_groups]
+        self._ends = np.cumsum([int(self._count_pages(one).sum()) for one in self._groups])
         if not len(self):
             raise ConfigurationError("The files have no rows, so there are no pages to draw.")
 
     def __len__(self) -> int:
         """Return the number of pages."""
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, number: int) -> Page:
         """Return a page by its number, in the order of files and rows."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no page {number} of {len(self)}")
-        file = bisect_right(self._ends, number)
-        first = self._ends[file - 1] if file else 0
-        start = (number - first) * self._page_rows
-        return Page(file, start, min(start + self._page_rows, self._rows[file]))
+        file = int(np.searchsorted(self._ends, number, "right"))
+        groups = self._groups[file]
+        counts = self._count_pages(groups)
+        in_file = number - (int(self._ends[file - 1]) if file else 0)
+        group = int(np.searchsorted(np.cumsum(counts), in_file, "right"))
+        first = int(groups[:group].sum(dtype=np.int64))
+        start = first + (in_file - int(counts[:group].sum())) * self._page_rows
+        return Page(file, start, min(start + self._page_rows, first + int(groups[group])))
+
+    def _count_pages(self, groups: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        return -(-groups.astype(np.int64) // self._page_rows)
 
     def draw(self, seed: int, window: int, count: int) -> list[Page]:
         """Return the pages of a window.
