@@ -116,9 +116,14 @@ class PageLoader:
             yield values
 
     def _read_page(self, page: Page) -> Any:
-        found = read_rows(
-            self._files, self._refs[page.file], self._read_layout(page.file), page.start, page.end
-        )
+        file = self._refs[page.file]
+        try:
+            found = read_rows(self._files, file, self._read_layout(page.file), page.start, page.end)
+        except errors.ChangedError as error:
+            raise errors.ChangedError(
+                f"{self._files.make_url(file.path)} was replaced or deleted after the loader was "
+                "opened. Open the loader again for the new version."
+            ) from error
         with self._lock:
             self.counts.pages += 1
             self.counts.fetched += found.fetched
