@@ -1,10 +1,12 @@
 """The guide to loading, block by block."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from millrace import PipelineSettings, shard_dataset
+from millrace.datasets.loader import PageLoader
 from millrace.testing.rgw import RGW
 from tests.support.guides import follow
 
