@@ -47,5 +47,4 @@ def test_every_block_of_the_guide_to_loading(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert all("rows, the first begins with row " in line for line in lines)
-    loader = names["loader"]
-    assert loader.counts.pages == 6
+    assert cast("PageLoader", names["loader"]).counts.pages == 6
