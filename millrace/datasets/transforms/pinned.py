@@ -39,6 +39,8 @@ from millrace.storage import Store, StoreSpec, open_store, read
 _VERSION = "1"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
+_MAX_TOKENIZERS = 4  # tokenizers that a process keeps
+_tokenizers: dict[str, bytes] = {}  # verified tokenizers, by their digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,15 +316,24 @@ def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> Tran
 
 
 def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> bytes:
-    """Return the object of a step, or empty bytes if the step has none."""
+    """Return the object of a step, or empty bytes if the step has none.
+
+    A process reads a tokenizer once for all partitions. Its digest is its identity.
+    """
     if "object" not in step:
         return b""
+    if (kept := _tokenizers.get(step["digest"])) is not None:
+        return kept
     body = read_object(step["object"])
     if compute_digest(body) != step["digest"]:
         raise errors.CorruptError(
             f"{step['object']} does not have the digest of the plan: another program has written "
             "under this dataset's name. Shard the source under another name."
         )
+    if step["kind"] == "tokenize":
+        if len(_tokenizers) >= _MAX_TOKENIZERS:
+            _tokenizers.clear()
+        _tokenizers[step["digest"]] = body
     return body
 
 

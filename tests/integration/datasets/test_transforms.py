@@ -14,9 +14,15 @@ from tokenizers import Tokenizer
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import plan_garbage, repair_dataset, verify_dataset
-from millrace.datasets.progress_events import ShardCommitted, ShardEncoded, ShardUploaded
+from millrace.datasets.progress_events import (
+    PartitionOpened,
+    ShardCommitted,
+    ShardEncoded,
+    ShardUploaded,
+)
 from millrace.datasets.sources import SourceKind
 from millrace.storage import delete, list_objects, open_store, read
+from tests.stores import make_spec
 from tests.support.transforms import END, train_tokenizer
 
 CODE = """
@@ -215,6 +221,29 @@ def test_a_transform_that_changed_between_two_runs_is_refused(folder, file, body
         shard_dataset(settings)
     with pytest.raises(errors.ConflictError, match=r"transforms \(\w+, now none\)"):
         shard_dataset(make_settings(folder, "store", []))
+
+
+def test_a_worker_process_fetches_a_tokenizer_once_for_all_partitions(folder, r2, request):
+    settings = make_settings(folder, "store", make_packed(folder), workers=2)
+    settings = settings.model_copy(update={"store": make_spec("r2", request)})
+    for number in range(2, 8):
+        (folder / "source" / f"{number}.jsonl").write_text(json.dumps({"text": "the mill"}))
+    workers: set[int] = set()
+    partitions: set[str] = set()
+
+    def note(event):
+        if isinstance(event, PartitionOpened):
+            workers.add(event.pid)
+            partitions.add(event.partition)
+
+    shard_dataset(settings, progress=note)
+    reads = [
+        one
+        for one in r2.list_requests()
+        if one["method"] == "GET" and "/d/transforms/" in one["path"]
+    ]
+    assert len(partitions) > 2 * len(workers)
+    assert len(reads) == len(workers)
 
 
 @pytest.mark.parametrize("make_transforms", TRANSFORMS)
