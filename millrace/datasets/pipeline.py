@@ -13,6 +13,7 @@ from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import (
     check_manifest,
     check_pinned,
+    check_source,
     find_pinned_url,
     make_plan,
     pin_plan,
@@ -22,7 +23,7 @@ from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import PipelineSettings
-from millrace.datasets.sources import SourceFiles, is_store_url
+from millrace.datasets.sources import PartitionedSource, SourceFiles, is_store_url
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
@@ -192,8 +193,8 @@ def shard_dataset(
     _refuse_overlap(files, store, config.dataset)
     if config.card:
         check_readme(store, keys)
-    plan, partitioned = make_plan(keys, config.source, files, config.sharding, store)
     try:
+        plan, partitioned = _make_plan(keys, config, files, store)
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
@@ -257,6 +258,22 @@ def run_from_file(
     if dataset is not None:
         config = config.model_copy(update={"dataset": dataset})
     return shard_dataset(config, progress=progress)
+
+
+def _make_plan(
+    keys: DatasetKeys, config: PipelineSettings, files: SourceFiles, store: Store
+) -> tuple[DatasetPlan, PartitionedSource]:
+    """Plan a dataset.
+
+    Raises:
+        ChangedError: The source cannot be divided, and it differs from that of the committed plan.
+        MillraceError: The source cannot be divided.
+    """
+    try:
+        return make_plan(keys, config.source, files, config.sharding, store)
+    except (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError):
+        check_source(store, keys, config.source, files)
+        raise
 
 
 def _open_files(config: PipelineSettings, keys: DatasetKeys) -> SourceFiles:

@@ -28,9 +28,10 @@ from millrace.datasets.sources import (
     SourceSettings,
     partition_source,
 )
-from millrace.datasets.sources.files import describe_difference
+from millrace.datasets.sources.files import Patterns, describe_difference, list_files
 from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES
 from millrace.datasets.sources.sample_table import decode_sample_list
+from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms import list_transform_changes, pin_transforms
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
@@ -47,6 +48,7 @@ from millrace.schemas.dataset import (
     SampleList,
     ShardCommit,
     ShardLayout,
+    SourceRecord,
 )
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
 
@@ -402,24 +404,65 @@ def _check_same_plan(
             f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
     if pinned.source.digest != proposed.source.digest:
-        old_files = {
-            ref.path: ref
-            for files in _iterate_files(pinned, _StoredSampleLists(store))
-            for ref in files
-        }
         new_files = (ref for files in _iterate_files(proposed, sample_lists) for ref in files)
-        raise errors.ChangedError(
-            f"The source {proposed.source.url} has changed since {proposed.dataset} was planned: "
-            f"{_describe_changes(old_files, new_files)} "
-            f"({format_count(pinned.source.files, 'file')} of {pinned.source.size} bytes then, "
-            f"{format_count(proposed.source.files, 'file')} of {proposed.source.size} now). "
-            "Restore the source, or shard it under another dataset name."
-        )
+        raise _make_changed_error(store, pinned, proposed.source, new_files)
     if pinned.partitions != proposed.partitions:
         raise errors.ConflictError(
             f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
             "sources in another way. Finish it with that version, or give this one another name."
         )
+
+
+def check_source(
+    store: Store, keys: DatasetKeys, settings: SourceSettings, files: SourceFiles
+) -> None:
+    """Check that the files of a source are those of the committed plan, without reading them.
+
+    A file that was replaced often cannot be divided into partitions. Then this check tells why.
+
+    Raises:
+        ChangedError: The dataset has commits, and the source has other files now.
+    """
+    pinned = _find_pinned_plan(store, keys)
+    if pinned is None or pinned.source.kind != settings.kind or not _has_commits(store, keys):
+        return
+    try:
+        table = list_files(files, Patterns(settings.get_include(), settings.exclude))
+    except errors.NotFoundError as error:
+        raise errors.ChangedError(
+            f"The source {files.url} has changed since {pinned.dataset} was planned. {error} "
+            "Restore the source, or shard it under another dataset name."
+        ) from error
+    if table.compute_digest() != pinned.source.digest:
+        present = pinned.source.model_copy(
+            update={"url": files.url, "files": len(table), "size": table.size}
+        )
+        raise _make_changed_error(store, pinned, present, map(unpack_row, table.rows))
+
+
+def _make_changed_error(
+    store: Store, pinned: DatasetPlan, present: SourceRecord, new_files: Iterable[FileRef]
+) -> errors.ChangedError:
+    """Return the error for a source that has other files than the plan.
+
+    Args:
+        store: Store of the dataset.
+        pinned: The committed plan.
+        present: The source as it is now.
+        new_files: Files of the source as it is now.
+    """
+    old_files = {
+        ref.path: ref
+        for files in _iterate_files(pinned, _StoredSampleLists(store))
+        for ref in files
+    }
+    return errors.ChangedError(
+        f"The source {present.url} has changed since {pinned.dataset} was planned: "
+        f"{_describe_changes(old_files, new_files)} "
+        f"({format_count(pinned.source.files, 'file')} of {pinned.source.size} bytes then, "
+        f"{format_count(present.files, 'file')} of {present.size} now). "
+        "Restore the source, or shard it under another dataset name."
+    )
 
 
 def _drop_transforms(settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 import re
 import ssl
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from millrace.testing.faults import Fault, FaultBox
 
 
 @dataclass
@@ -17,10 +20,12 @@ class Site:
         files: Bytes by path, as in a URL.
         has_ranges: Whether it sends parts of files.
         headers: Headers of every answer to a GET.
+        etags: ETag by path, instead of that of `headers`.
         token: Header Authorization that it demands.
         statuses: Statuses of the next answers, each with headers.
         cut_after: Bytes after which the next answers are cut off.
         redirects: URL by path.
+        box: Faults at random, and how often they fired.
         requests: Path and header Range of each request.
         authorizations: Header Authorization of each request.
         url: URL of the server while it serves.
@@ -29,18 +34,24 @@ class Site:
     files: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
     headers: dict[str, str] = field(default_factory=lambda: {"ETag": '"1"'})
+    etags: dict[str, str] = field(default_factory=dict)
     token: str = ""
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     cut_after: list[int] = field(default_factory=list)
     redirects: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
+    box: FaultBox = field(default_factory=FaultBox)
     url: str = ""
+
+
+_STATUSES = {Fault.ERROR500: 500, Fault.ERROR503: 503, Fault.ERROR429: 429}
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     site: Site
+    is_cut = False
 
     def log_message(self, *_: object) -> None:
         pass
@@ -49,6 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
         site = self.site
         site.requests.append((self.path, self.headers.get("Range")))
         site.authorizations.append(self.headers.get("Authorization"))
+        if self.inject_fault():
+            return
         if site.statuses:
             status, headers = site.statuses.pop(0)
             self.answer(status, headers, b"")
@@ -61,16 +74,35 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_file(site.files[self.path])
 
+    def inject_fault(self) -> bool:
+        """Fail if the site has a fault for this request. False if the request is to be answered."""
+        box = self.site.box
+        plan = box.choose("GET", "", self.path, set(Fault) - {Fault.DAMAGE})
+        self.is_cut = plan is not None and plan.kind is Fault.CUT
+        if plan is None:
+            return False
+        box.fire(plan)
+        if status := _STATUSES.get(plan.kind):
+            self.answer(status, {}, b"")
+        elif plan.kind is not Fault.CUT:
+            if plan.kind is Fault.STALL:
+                time.sleep(plan.stall_seconds)
+            self.close_connection = True
+        return not self.is_cut
+
     def send_file(self, body: bytes) -> None:
         site = self.site
+        headers = dict(site.headers)
+        if etag := site.etags.get(self.path):
+            headers["ETag"] = etag
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not (span and site.has_ranges):
-            self.answer(200, site.headers, body)
+            self.answer(200, headers, body)
         elif int(span[1]) >= len(body):
-            self.answer(416, {**site.headers, "Content-Range": f"bytes */{len(body)}"}, b"")
+            self.answer(416, {**headers, "Content-Range": f"bytes */{len(body)}"}, b"")
         else:
             start, end = int(span[1]), min(int(span[2]) + 1, len(body))
-            shown = {**site.headers, "Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
+            shown = {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
             self.answer(206, shown, body[start:end])
 
     def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -79,7 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if len(body) > 1 and self.site.cut_after:
+        if self.is_cut:
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        elif len(body) > 1 and self.site.cut_after:
             body = body[: self.site.cut_after.pop(0)]
             self.close_connection = True
         try:
