@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from httpx2 import TransportError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
 )
@@ -32,6 +33,7 @@ ProbeOperation = CommitOperationAdd | CommitOperationDelete
 
 _MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+_LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
 _MAX_LONG_TRIES = 5  # transfers that each took longer than the time for retries before they failed
 # hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
@@ -62,6 +64,16 @@ def _find_status(error: BaseException) -> int | None:
             return int(found[1])
         case _:
             return None
+
+
+def find_asked_pause(error: BaseException | None) -> float:
+    """Return the seconds that the Hub asked to wait in the answer that caused an error, or 0."""
+    while error is not None:
+        if isinstance(error, HfHubHTTPError):
+            text = error.response.headers.get("Retry-After", "")
+            return min(float(text), _LONGEST_ASKED_PAUSE) if text.isdecimal() else 0.0
+        error = error.__cause__ or error.__context__
+    return 0.0
 
 
 class HubClient:
@@ -144,19 +156,23 @@ class HubClient:
             )
         return found
 
-    def download(self, key: str, head: str, largest: int) -> bytes:
+    def download(self, key: str, head: str, largest: int, *, keep: bool = False) -> bytes:
         """Return the bytes of a file.
 
         Args:
             key: Key of the file.
             head: Commit that has the file.
             largest: Largest size in bytes.
+            keep: Whether to keep the file in the cache of huggingface_hub, where libraries that use
+                the cache find it without a request.
 
         Raises:
             NotFoundError: There is no such file.
             CorruptError: The file is larger. Nothing of it was read.
         """
-        with tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder:
+        with (
+            nullcontext() if keep else tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder
+        ):
             # The library resumes an interrupted download only into a file.
             get = partial(
                 self._api.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
@@ -267,13 +283,13 @@ class HubClient:
             began = time.monotonic()
             try:
                 return self._call_once(key, call)
-            except errors.UnavailableError:
+            except errors.UnavailableError as error:
                 if time.monotonic() - began > self.spec.retry_timeout.total_seconds():
                     long_tries += 1
                     if long_tries <= _MAX_LONG_TRIES:
                         deadline, pause = math.inf, _FIRST_PAUSE
                 deadline = min(deadline, self.compute_deadline())
-                wait = random.uniform(0, pause)
+                wait = max(find_asked_pause(error), random.uniform(0, pause))
                 if time.monotonic() + wait > deadline:
                     raise
                 time.sleep(wait)
@@ -310,7 +326,7 @@ class HubClient:
                 return self._make_unavailable_error(where, error)
             # Errors of the disk have a number. Those of hf_xet, of the same classes, have none.
             case PermissionError() if error.errno is None:
-                return self._make_denied_error(where)
+                return self._make_denied_error(where, error)
             case FileNotFoundError() if error.errno is None:
                 return errors.NotFoundError(f"There is no {where}.")
             case _:
@@ -321,7 +337,7 @@ class HubClient:
     ) -> errors.MillraceError:
         match status:
             case 401 | 403:
-                return self._make_denied_error(where)
+                return self._make_denied_error(where, error)
             case 404 if "/xet-write-token/" in str(error):
                 return errors.NotFoundError(
                     f"{where}: this Hub does not accept uploads by Xet. Set HF_HUB_DISABLE_XET=1 "
@@ -336,7 +352,12 @@ class HubClient:
             case _:
                 return errors.MillraceError(f"{where}: {errors.format_error(error)}")
 
-    def _make_denied_error(self, where: str) -> errors.DeniedError:
+    def _make_denied_error(self, where: str, error: BaseException) -> errors.DeniedError:
+        if isinstance(error, GatedRepoError):
+            return errors.DeniedError(
+                f"{where}: the repository is gated. Accept its conditions on its page with the "
+                "account of this token, and try again once it has access."
+            )
         return errors.DeniedError(
             f"{where}: the Hub refuses this token. Give a token that may write this "
             "repository, or read it if nothing is written."

@@ -22,18 +22,21 @@ import re
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
 from aiohttp import web
 
+from millrace.testing.faults import Fault, FaultBox, Faults
 from millrace.testing.process import Child, ask, start_module
 
 WRITER, READER = "hf_writer", "hf_reader"
 CONTROL = "/-/"
 LFS_FROM = 10 << 20  # bytes from which on a file of any name is kept by LFS
+CUT = 0  # status of a fault that closes the connection within the answer
+_STATUSES = {Fault.ERROR500: 500, Fault.ERROR503: 503, Fault.ERROR429: 429}
 
 
 class HubServer:
@@ -67,7 +70,16 @@ class HubServer:
         self._ask("repo", {"name": "datasets/" * dataset + name})
         return name
 
-    def fail_next(self, count: int, status: int, path: str = ".*", *, after: bool = False) -> None:
+    def fail_next(
+        self,
+        count: int,
+        status: int,
+        path: str = ".*",
+        *,
+        after: bool = False,
+        retry_after: int | None = None,
+        skip: int = 0,
+    ) -> None:
         """Answer the next requests whose path matches with an error.
 
         Args:
@@ -75,8 +87,37 @@ class HubServer:
             status: With which.
             path: A pattern of the path.
             after: Do what is asked before the error is answered: a lost answer.
+            retry_after: Seconds of the header ``Retry-After``; None for no header.
+            skip: Number of matching requests that are answered before.
         """
-        self._ask("fail", {"count": count, "status": status, "path": path, "after": after})
+        self._ask(
+            "fail",
+            {
+                "count": count, "status": status, "path": path, "after": after,
+                "retry_after": retry_after, "skip": skip,
+            },
+        )  # fmt: skip
+
+    def cut_next(self, count: int, path: str = ".*") -> None:
+        """Close the connection within the answers to the next requests whose path matches.
+
+        Args:
+            count: Number of answers.
+            path: Pattern of the path.
+        """
+        self._ask("fail", {"count": count, "status": CUT, "path": path, "after": True})
+
+    def set_faults(self, faults: Faults) -> None:
+        """Inject faults into reads at random, from the start of their seed."""
+        self._ask("faults", asdict(faults))
+
+    def count_fired(self) -> dict[str, int]:
+        """Return how often each kind of fault of `set_faults` fired."""
+        return self._ask("fired", {})
+
+    def gate(self, repo: str) -> None:
+        """Refuse reads of a dataset until its conditions are accepted, which no account does."""
+        self._ask("gate", {"repo": f"datasets/{repo}"})
 
     def count_commits(self, repo: str, branch: str = "main") -> int:
         """Return the number of commits of a branch."""
@@ -210,6 +251,7 @@ class _Repo:
     kept: dict[str, bytes] = field(default_factory=dict)
     uploads: int = 0
     behind: bool = False
+    is_gated: bool = False
 
     def at(self, revision: str) -> _Commit:
         if revision in self.branches:
@@ -250,6 +292,8 @@ class _Failing:
     status: int
     path: str
     after: bool
+    retry_after: int | None = None
+    skip: int = 0
 
 
 @dataclass
@@ -257,6 +301,7 @@ class _HubApplication:
     xet: Path
     repos: dict[str, _Repo] = field(default_factory=dict)
     failing: list[_Failing] = field(default_factory=list)
+    box: FaultBox = field(default_factory=FaultBox)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._faults])
@@ -292,13 +337,39 @@ class _HubApplication:
         for failing in self.failing:
             meant = failing.count and not request.path.startswith(CONTROL)
             if meant and re.fullmatch(failing.path, request.path):
+                if failing.skip:
+                    failing.skip -= 1
+                    continue
                 failing.count -= 1
+                answer = None
                 if failing.after:
                     with contextlib.suppress(web.HTTPException):
-                        await handler(request)
+                        answer = await handler(request)
                 await request.read()
-                return web.json_response({"error": "injected"}, status=failing.status)
-        return await handler(request)
+                if failing.status == CUT:
+                    return await _cut(request, answer, sent=0.5)
+                return _fail(failing.status, failing.retry_after)
+        if request.path.startswith(CONTROL):
+            return await handler(request)
+        return await self._inject(request, handler)
+
+    async def _inject(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a request, with a fault if `HubServer.set_faults` has one for it."""
+        possible = (
+            set(Fault) - {Fault.DAMAGE} if request.method in {"GET", "HEAD"} else set[Fault]()
+        )
+        plan = self.box.choose(request.method, "", request.path, possible)
+        if plan is None:
+            return await handler(request)
+        self.box.fire(plan)
+        if status := _STATUSES.get(plan.kind):
+            return _fail(status, plan.retry_after)
+        if plan.kind is Fault.STALL:
+            await asyncio.sleep(plan.stall_seconds)
+        answer = None
+        with contextlib.suppress(web.HTTPException):
+            answer = await handler(request)
+        return await _cut(request, answer, sent=0.5 if plan.kind is Fault.CUT else 0.0)
 
     # -- what a client asks
 
@@ -309,6 +380,8 @@ class _HubApplication:
         repo = self.repos.get(_read_name(request))
         if repo is None:
             raise _refused(404, "RepoNotFound", "Repository not found")
+        if repo.is_gated:
+            raise _refused(403, "GatedRepo", "Access to this dataset is restricted")
         if write and token != WRITER:
             raise _refused(403, "", "You have read access but not the required permissions")
         return repo
@@ -495,9 +568,8 @@ class _HubApplication:
                 folder.mkdir(parents=True)
                 url = f"local://{folder}"
                 self.repos[body["name"]] = _Repo({"main": [first]}, folder, url)
-            case "fail":
-                self.failing = [one for one in self.failing if one.count and body["count"]]
-                self.failing.append(_Failing(**body))
+            case "gate":
+                self.repos[body["repo"]].is_gated = True
             case "commits":
                 repo = self.repos[body["repo"]]
                 return web.json_response({"count": len(repo.branches[body["branch"]])})
@@ -505,8 +577,6 @@ class _HubApplication:
                 return web.json_response({"names": list(self.repos[body["repo"]].branches)})
             case "uploads":
                 return web.json_response({"count": self.repos[body["repo"]].uploads})
-            case "unfired":
-                return web.json_response({"count": sum(one.count for one in self.failing)})
             case "flip":
                 repo = self.repos[body["repo"]]
                 files = repo.at("main").files
@@ -522,14 +592,51 @@ class _HubApplication:
             case "behind":
                 self.repos[body["repo"]].behind = True
             case verb:
-                raise _refused(404, "", verb)
+                return web.json_response(self._control_faults(verb, body))
         return web.json_response({})
+
+    def _control_faults(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Set faults, or return how many fired."""
+        match verb:
+            case "fail":
+                self.failing = [one for one in self.failing if one.count and body["count"]]
+                self.failing.append(_Failing(**body))
+            case "faults":
+                self.box.use(Faults(**body))
+            case "fired":
+                return self.box.count_fired()
+            case "unfired":
+                return {"count": sum(one.count for one in self.failing)}
+            case _:
+                raise _refused(404, "", verb)
+        return {}
 
 
 def _read_name(request: web.Request) -> str:
     """Return the name of a repository; that of a dataset begins with ``datasets/``."""
     prefix = "datasets/" * (request.match_info.get("kind") == "datasets")
     return f"{prefix}{request.match_info['owner']}/{request.match_info['name']}"
+
+
+def _fail(status: int, retry_after: float | None) -> web.Response:
+    headers = {} if retry_after is None else {"Retry-After": f"{retry_after:.0f}"}
+    return web.json_response({"error": "injected"}, status=status, headers=headers)
+
+
+async def _cut(
+    request: web.Request, answer: web.StreamResponse | None, sent: float
+) -> web.StreamResponse:
+    """Send a share of the body of an answer, and close the connection. No share: nothing."""
+    body = answer.body if isinstance(answer, web.Response) else None
+    started = web.StreamResponse()
+    if answer is not None and isinstance(body, bytes) and sent and body:
+        started = web.StreamResponse(status=answer.status, headers=answer.headers)
+        started.content_length = len(body)
+        await started.prepare(request)
+        await started.write(body[: int(len(body) * sent)])
+    if request.transport is not None:
+        request.transport.close()
+    return started
 
 
 def _flip_bit(body: bytes, index: int) -> bytes:

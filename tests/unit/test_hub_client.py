@@ -5,7 +5,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import hf_xet
+import httpx2
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 from millrace import errors
 from millrace.hub import HubSpec
@@ -141,3 +143,23 @@ def test_a_request_is_repeated_for_no_longer_than_its_time(
     with pytest.raises(errors.UnavailableError):
         client._call_with_retries("model.bin", fail)
     assert 100 < now <= client.spec.retry_timeout.total_seconds()
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("86400", 60.0)])
+def test_the_pause_that_the_hub_asks_for_is_kept_up_to_a_minute(
+    client: HubClient, monkeypatch: pytest.MonkeyPatch, asked: str, waited: float
+) -> None:
+    pauses: list[float] = []
+    answers = [429, 200]
+
+    def request() -> str:
+        if (status := answers.pop(0)) == 200:
+            return "done"
+        url = httpx2.Request("GET", "http://127.0.0.1:1/api")
+        answer = httpx2.Response(status, headers={"Retry-After": asked}, request=url)
+        raise HfHubHTTPError("Too many requests", response=answer)
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
+    monkeypatch.setattr(hub_client, "time", clock)
+    assert client._call_with_retries("", request) == "done"
+    assert pauses == [waited]

@@ -23,9 +23,10 @@ from huggingface_hub.repocard import RepoCard
 
 from millrace import errors
 from millrace.datasets.sources.http_files import RetryClock
+from millrace.datasets.sources.hub_files import check_commit
 from millrace.datasets.sources.settings import find_texts, is_path_of_repository
 from millrace.hub import HubSpec
-from millrace.hub.client import HubClient
+from millrace.hub.client import HubClient, find_asked_pause
 
 T = TypeVar("T")
 Columns = Mapping[str, str] | None
@@ -37,7 +38,8 @@ FOLDERS = {"audiofolder", "imagefolder", "videofolder"}
 
 _BUILDERS = {"arrow", "csv", "json", "parquet", "text", "webdataset", "xml", *FOLDERS}
 _DIRECT = (".parquet", ".geoparquet", ".gpq")  # files that are read by row groups
-_CARDS = ("README.md", ".huggingface.yaml")
+_INFOS = "dataset_infos.json"
+_CARDS = ("README.md", ".huggingface.yaml", _INFOS)
 _MAX_CARD_BYTES = 16 << 20
 _BATCH_ROWS = 100  # rows that are decoded at a time
 _MAX_MEDIA_BYTES = 1 << 30  # bytes of a file that is the value of a column
@@ -163,6 +165,12 @@ def _use_endpoint(endpoint: str) -> None:
         )
         # By default the library asks the public Hub for the files about a dataset.
         _library.load.hf_dataset_url = partial(hf_hub_url, repo_type="dataset", endpoint=endpoint)
+        # By default the library repeats a read twenty times, after pauses of up to a minute.
+        # `_call` and `huggingface_hub` repeat failed requests.
+        for action in ("READ", "OPEN"):
+            setattr(_library.config, f"STREAMING_{action}_MAX_RETRIES", 1)
+        for reason in ("READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT", "OPEN"):
+            setattr(_library.config, f"STREAMING_{reason}_RETRY_INTERVAL", 0)
 
 
 def open_hub_dataset(
@@ -260,7 +268,8 @@ def _make_prefix(spec: HubSpec) -> str:
 def _check_cards(spec: HubSpec) -> None:
     """Check that the configurations of a dataset only name files of its repository.
 
-    The library would also read files of this machine, or of its network.
+    The library would also read files of this machine, or of its network. The library finds the
+    checked files in the cache of `huggingface_hub`: it takes a file as absent whose request fails.
 
     Raises:
         ConfigurationError: A configuration names another location, or cannot be read.
@@ -269,7 +278,7 @@ def _check_cards(spec: HubSpec) -> None:
     for name in _CARDS:
         url = f"hf://datasets/{spec.repo}/{name}"
         try:
-            text = client.download(name, spec.revision, _MAX_CARD_BYTES).decode()
+            text = client.download(name, spec.revision, _MAX_CARD_BYTES, keep=True).decode()
             configs = _read_configs(name, text)
         except errors.NotFoundError:
             continue
@@ -292,6 +301,8 @@ def _read_configs(name: str, text: str) -> list[dict[str, Any]]:
     Raises:
         ValueError, YAMLError: The file cannot be read.
     """
+    if name == _INFOS:  # features and numbers of rows only
+        return []
     card: Any = RepoCard(text).data.to_dict() if name.endswith(".md") else yaml.safe_load(text)
     configs = cast("dict[str, Any]", card).get("configs") if isinstance(card, dict) else None
     found = cast("list[Any]", configs) if isinstance(configs, list) else []
@@ -321,31 +332,50 @@ def _call(spec: HubSpec, call: Callable[[], T]) -> T:
     """Call the library, with retries of transient errors.
 
     Raises:
-        ConfigurationError: The library cannot read the dataset.
-        UnavailableError: The Hub does not answer.
+        MillraceError: The same as of `translate_error`, or the Hub does not answer in time.
     """
     clock = RetryClock(spec.retry_timeout.total_seconds())
     while True:
         try:
             return call()
-        except Exception as error:
-            if isinstance(error, errors.MillraceError | MemoryError):
-                raise
-            shown = errors.format_error(error)
-            if not is_transient(error):
-                raise errors.ConfigurationError(
-                    f"The library `datasets` cannot open hf://datasets/{spec.repo} ({shown}). "
-                    "Correct `config`, `split` or `load_kwargs`."
-                ) from error
-            clock.wait(
-                errors.UnavailableError(
-                    f"hf://datasets/{spec.repo}: the Hub does not answer ({shown}). Run it again "
-                    "when it does."
-                )
-            )
+        except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds
+            where = f"hf://datasets/{spec.repo}"
+            clock.wait(translate_error(spec, where, "open it", error), find_asked_pause(error))
 
 
-def is_transient(error: BaseException) -> bool:
+def translate_error(
+    spec: HubSpec, where: str, action: str, error: Exception
+) -> errors.UnavailableError:
+    """Return the error of a request that may succeed later.
+
+    Args:
+        spec: Repository at its commit.
+        where: What was read.
+        action: What the library was asked to do, such as ``open it``.
+        error: Error of the library.
+
+    Raises:
+        ConfigurationError: The library cannot read the dataset.
+        ChangedError: The commit is gone.
+        DeniedError: The Hub refuses the token.
+        MillraceError: The error is one already. This error is raised again.
+    """
+    if isinstance(error, errors.MillraceError | MemoryError):
+        raise error
+    shown = errors.format_error(error)
+    if _is_transient(error):
+        return errors.UnavailableError(
+            f"{where}: the Hub does not answer ({shown}). Run it again when it does; the run "
+            "continues."
+        )
+    check_commit(spec)  # the library often does not tell why it finds no dataset
+    raise errors.ConfigurationError(
+        f"{where}: the library `datasets` cannot {action} ({shown}). Correct `config`, `split` or "
+        "`load_kwargs`, or shard the files by another `kind`, under another dataset name."
+    ) from error
+
+
+def _is_transient(error: BaseException) -> bool:
     """Decide whether an error of the library is that of a request which may succeed later."""
     cause: BaseException | None = error
     while cause is not None:

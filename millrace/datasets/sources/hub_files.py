@@ -93,19 +93,11 @@ class HubFiles:
         """Check that the repository still has the commit.
 
         Raises:
-            ChangedError: The commit of the plan is gone.
-            NotFoundError: There is no such repository or commit, or the token may not read it.
+            ChangedError: The commit is gone.
+            NotFoundError: There is no such repository or branch, or the token may not read it.
+            DeniedError: The Hub refuses the token.
         """
-        try:
-            HubClient(self.pinned_spec, is_dataset=True).read_head()
-        except errors.NotFoundError as error:
-            if not _COMMIT.fullmatch(self._revision):
-                raise
-            raise errors.ChangedError(
-                f"{self.url} is gone: the commit was removed from the history of the repository, "
-                "or this token may not read it. The source of the plan cannot be read again. Shard "
-                "the present commit under another dataset name."
-            ) from error
+        check_commit(self.pinned_spec)
 
     @cached_property
     def _http(self) -> HttpFiles:
@@ -168,7 +160,33 @@ class HubFiles:
         """Yield the blocks of a file between two offsets. A cut answer is continued.
 
         Raises:
-            ChangedError: The file is gone, or has another size.
+            ChangedError: The file or the commit is gone, or the file has another size.
+            DeniedError: The Hub refuses the token.
             UnavailableError: The Hub does not answer.
         """
-        return self._http.iterate_blocks(drop_etag(file), start, end, block=block)
+        try:
+            yield from self._http.iterate_blocks(drop_etag(file), start, end, block=block)
+        except (errors.ChangedError, errors.DeniedError):
+            self.check_commit()  # says more
+            raise
+
+
+def check_commit(spec: HubSpec) -> None:
+    """Check that the repository of a dataset has a commit.
+
+    Args:
+        spec: Repository at its commit.
+
+    Raises:
+        ChangedError: The commit is gone.
+        DeniedError: The Hub refuses the token.
+        UnavailableError: The Hub does not answer.
+    """
+    try:
+        HubClient(spec, is_dataset=True).read_head()
+    except errors.NotFoundError as error:
+        raise errors.ChangedError(
+            f"hf://datasets/{spec.repo}@{spec.revision} is gone: the commit was removed from the "
+            "history of the repository, or this token may not read it. The source of the plan "
+            "cannot be read again. Shard the present commit under another dataset name."
+        ) from error

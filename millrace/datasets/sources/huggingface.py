@@ -27,15 +27,16 @@ from millrace.datasets.sources.hub_dataset import (
     Columns,
     HubDataset,
     is_media,
-    is_transient,
     list_fields,
     open_hub_dataset,
+    translate_error,
 )
 from millrace.datasets.sources.hub_files import HubFiles
 from millrace.datasets.sources.parquet import divide_row_groups, read_schema
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.table import FileTable, unpack_row
+from millrace.hub.client import find_asked_pause
 from millrace.schemas.dataset import HubShardRange, SourceRange, SourceRecord
 
 
@@ -150,7 +151,8 @@ class HubDatasetSource:
             )
         dataset = self._open()
         shard, row = source_range.locate(cursor)
-        clock = RetryClock(self._files.pinned_spec.retry_timeout.total_seconds())
+        spec = self._files.pinned_spec
+        clock = RetryClock(spec.retry_timeout.total_seconds())
         while source_range.start + shard < source_range.end:
             number = source_range.start + shard
             where = f"{self._files.url}, split {dataset.split}, shard {number}"
@@ -165,29 +167,10 @@ class HubDatasetSource:
                             yield Sample(f"{number:05d}-{row - 1:010d}", encoded.fields, after)
                     clock.restart()
             except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds
-                clock.wait(self._translate_error(where, row, error))
+                failure = translate_error(spec, where, f"read it after row {row}", error)
+                clock.wait(failure, find_asked_pause(error))
                 continue
             shard, row = shard + 1, 0
-
-    def _translate_error(self, where: str, row: int, error: Exception) -> errors.UnavailableError:
-        """Return the error of a request that may succeed later.
-
-        Raises:
-            MillraceError: The error is another one.
-        """
-        if isinstance(error, errors.MillraceError | MemoryError):
-            raise error
-        if is_transient(error):
-            return errors.UnavailableError(
-                f"{where}: the Hub does not answer ({errors.format_error(error)}). Run it again "
-                "when it does; the run continues."
-            )
-        self._files.check_commit()
-        raise errors.ConfigurationError(
-            f"{where}: the library `datasets` cannot read it after row {row} "
-            f"({errors.format_error(error)}). Correct `config`, `split` or `load_kwargs`, or shard "
-            "the files by another `kind`, under another dataset name."
-        ) from error
 
 
 def _name_media_bytes(columns: Columns, schema: pa.Schema) -> dict[str, str] | None:

@@ -4,12 +4,13 @@ import io
 import json
 import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pyarrow
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, constants
 from PIL import Image
 from pyarrow import parquet
 from pydantic import SecretStr, ValidationError
@@ -24,6 +25,12 @@ from millrace.storage import StoreSpec, open_store
 from millrace.testing.hub import READER, WRITER, HubServer
 from tests.oracle import Folder
 from tests.support.flows.fixtures import make_jsonl, make_texts, read_texts
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path_factory, monkeypatch):
+    """Begin each test without cached files: the same files make the same commit in each run."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -334,10 +341,131 @@ def test_arguments_of_the_library_are_passed_on(hub, repo, tmp_path):
     assert read_texts(Folder(tmp_path / "out")) == Counter(["b"])
 
 
-def test_a_damaged_file_and_a_hub_that_fails_are_sentences(hub, repo, tmp_path):
+def test_a_damaged_file_is_a_sentence(hub, repo, tmp_path):
     commit(hub, repo, {"a.jsonl": make_jsonl(["a"]), "b.jsonl": b'{"text": "a"}\n{"text": \n'})
     with pytest.raises(errors.ConfigurationError, match="cannot read it after row"):
         shard_dataset(make_settings(hub, repo, tmp_path))
+
+
+INFO = r"/api/datasets/[^/]+/[^/]+(/revision/.*)?"
+TREE = r"/api/datasets/.*/tree/.*"
+CARD = r"/datasets/.*/README.md"
+DATA = r"/datasets/.*/train.*"
+
+
+@pytest.fixture
+def failing_hub(hub: HubServer) -> Iterator[HubServer]:
+    yield hub
+    hub.fail_next(0, 500)
+
+
+def make_files(extension: str, texts: list[str]) -> dict[str, bytes]:
+    encode = make_parquet if extension == "parquet" else make_jsonl
+    half = len(texts) // 2
+    return {
+        "README.md": b"# Words",
+        f"train-0.{extension}": encode(texts[:half]),
+        f"train-1.{extension}": encode(texts[half:]),
+    }
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+@pytest.mark.parametrize("fault", ["500", "503", "429 with a pause", "cut"])
+def test_transient_failures_of_the_hub_are_retried(failing_hub, repo, tmp_path, fault, extension):
+    texts = make_texts(400)
+    commit(failing_hub, repo, make_files(extension, texts))
+    for path in (INFO, TREE, CARD, DATA):
+        if fault == "cut":
+            failing_hub.cut_next(1, path)
+        else:
+            pause = 1 if "pause" in fault else None
+            failing_hub.fail_next(1, int(fault[:3]), path, retry_after=pause)
+    shard_dataset(make_settings(failing_hub, repo, tmp_path))
+    assert failing_hub.count_unfired() == 0
+    assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
+
+
+def test_a_read_that_the_library_gives_up_continues_at_its_row(
+    failing_hub, repo, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the stand-in has no bridge to Xet
+    texts = [f"{number} {'x' * 1000}" for number in range(26_000)]
+    commit(failing_hub, repo, {"train.jsonl": make_jsonl(texts)})
+    settings = make_settings(failing_hub, repo, tmp_path)
+    plan, _ = preflight_dataset(settings)
+    files = settings.source.open_files(plan.source.url)
+    source = open_source(plan.source, files, open_store(settings.store))
+    rows = source.iterate_rows(plan.partitions[0].source_range, 0)
+    found = [next(rows).fields["txt"].decode()]
+    failing_hub.fail_next(1, 520, DATA)  # a status that huggingface_hub does not repeat
+    found += [row.fields["txt"].decode() for row in rows]
+    assert failing_hub.count_unfired() == 0
+    assert found == texts
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_a_configuration_is_not_taken_as_absent_when_its_request_fails(
+    failing_hub, repo, tmp_path, name
+):
+    configs = {"configs": [{"config_name": "default", "data_files": "en/*.jsonl"}]}
+    card = make_card(**configs) if name == "README.md" else json.dumps(configs).encode()
+    files = {name: card, "en/a.jsonl": make_jsonl(["a"]), "b.jsonl": make_jsonl(["b"])}
+    commit(failing_hub, repo, files)
+    # Millrace reads the file by three requests. Those of the library would fail.
+    failing_hub.fail_next(10, 500, f"/datasets/.*/{name}", skip=3)
+    shard_dataset(make_settings(failing_hub, repo, tmp_path))
+    assert read_texts(Folder(tmp_path / "out")) == Counter(["a"])
+
+
+def test_a_hub_that_stays_down_is_a_sentence(failing_hub, repo, tmp_path):
+    commit(failing_hub, repo, make_files("jsonl", make_texts(10)))
+    failing_hub.fail_next(10_000, 503)
+    with pytest.raises(errors.UnavailableError, match=r"hf://datasets/.*Run it again"):
+        preflight_dataset(make_settings(failing_hub, repo, tmp_path))
+
+
+@pytest.mark.parametrize("when", ["planned", "read"])
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ("token", errors.DeniedError, "the Hub refuses this token. Give a token"),
+        ("gate", errors.DeniedError, "the repository is gated. Accept its conditions on its page"),
+        ("squash", errors.ChangedError, "is gone: the commit was removed from the history"),
+    ],
+)
+def test_a_hub_that_refuses_is_a_sentence(
+    hub, repo, tmp_path, change, error, said, extension, when
+):
+    commit(hub, repo, make_files(extension, make_texts(10)))
+    settings = make_settings(hub, repo, tmp_path)
+    plan, _ = preflight_dataset(settings)
+    pinned = settings.source.open_files(plan.source.url).pinned_spec.revision
+    match change:
+        case "gate":
+            hub.gate(repo)
+        case "squash":
+            HfApi(endpoint=hub.endpoint, token=WRITER).super_squash_history(
+                repo, repo_type="dataset"
+            )
+        case _:
+            pass
+    # Other settings of the retries: as in another process, nothing is known of the repository.
+    changed = {"retry_timeout": timedelta(seconds=2), "url": f"hf://datasets/{repo}@{pinned}"}
+    if change == "token":
+        changed["options"] = {"token": SecretStr("hf_revoked")}
+    source = SourceLocation(**(dict(settings.source) | changed))
+
+    def read_again():
+        files, store = source.open_files(plan.source.url), open_store(settings.store)
+        rows = open_source(plan.source, files, store).iterate_rows
+        list(rows(plan.partitions[0].source_range, 0))
+
+    def plan_again():
+        preflight_dataset(settings.model_copy(update={"source": source}))
+
+    with pytest.raises(error, match=said):
+        plan_again() if when == "planned" else read_again()
 
 
 def test_the_library_is_imported_only_when_it_is_needed():
