@@ -14,6 +14,7 @@ from random import Random
 from examples.demo import Size
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.faults import Fault
+from millrace.testing.hub import HubServer
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
 from tests.integration.hostile.junk import RECORDS, Kind
@@ -32,6 +33,13 @@ from tests.soak.faults import (
 from tests.soak.formats import make_format_sources
 from tests.soak.hostile import run_hostile
 from tests.soak.kills import KillMatrix
+from tests.soak.places import (
+    READ_FAULTS,
+    make_read_faults,
+    put_on_hub,
+    put_on_web,
+    read_by_library,
+)
 from tests.soak.races import run_races
 from tests.soak.ray import run_on_ray
 from tests.soak.shared_stores import FolderStore, SharedStore
@@ -40,9 +48,11 @@ from tests.soak.swarm import run_swarm
 from tests.soak.tally import Tally
 from tests.soak.targets import COMPLETE, list_combinations, make_target
 from tests.support.demo import run_demo
+from tests.support.web import Site, serve
 
 CASES = 14  # smallest number of cases with faults: each kind of source, plain and in every format
 FORMAT_KILLS = 20  # number of kills of each kind of source in every format
+PLACE_KILLS = 21  # number of kills of each place of sources, in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
 SAVES = 60  # number of saves with a kill
 CLEANING_KILLS = 5  # number of processes that are killed while they clean
@@ -73,6 +83,7 @@ def main() -> int:
     )
     parts = [
         "kills",
+        "places",
         "faults",
         "races",
         "windows",
@@ -97,7 +108,7 @@ def main() -> int:
     }  # fmt: skip
     if options.only in {None, "rentals"}:
         others["rentals"] = _RentalsProcess(options).wait
-    if options.only in {None, "kills", "faults"}:
+    if options.only in {None, "kills", "places", "faults"}:
         passed, summary = _run_shards(options)
     for name, run_part in others.items():
         if options.only in {None, name}:
@@ -276,15 +287,19 @@ def _run_shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         soak = _ShardSoak(folder, rgw, options.seed)
-        if options.only != "faults":
+        if options.only in {None, "kills"}:
             passed += [
                 soak.run_kills(options.kills),
                 soak.run_format_kills(),
                 soak.run_concurrency(),
             ]
-        if options.only != "kills":
-            keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
-            proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
+        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
+        if options.only in {None, "places"}:
+            site = stack.enter_context(serve(Site()))
+            hub = stack.enter_context(HubServer.start(folder / "hub"))
+            passed.append(soak.run_place_kills(proxy, site, hub))
+        if options.only in {None, "faults"}:
             passed.append(soak.run_faults(proxy))
         return passed, soak.summary
 
@@ -334,6 +349,39 @@ class _ShardSoak:
             print(*tally.wrong, sep="\n")
         self.summary += counts
         return passed
+
+    def run_place_kills(self, proxy: R2Proxy, site: Site, hub: HubServer) -> bool:
+        """Make datasets of sources behind HTTP and on the Hub, with kills, while all fail."""
+        for source in self._format_sources:
+            self._references.compute_digests(source)  # of the files in a folder
+        lines = next(one for one in self._format_sources if one.name.startswith("lines"))
+        tables = next(one for one in self._format_sources if one.name.startswith("parquet"))
+        places = {
+            "web": [put_on_web(site, source) for source in self._format_sources],
+            "hub": [put_on_hub(hub, source) for source in reversed(self._format_sources)],
+            "huggingface, parquet": [read_by_library(hub, tables)],
+            "huggingface, lines": [read_by_library(hub, lines)],
+        }
+        store = make_r2_store(self._rgw, proxy, "places")
+        proxy.set_faults(make_faults(self._seed, probability=0.05 / len(Fault)))
+        site.box.use(make_read_faults(self._seed))
+        hub.set_faults(make_read_faults(self._seed))
+        passed = True
+        for name, sources in places.items():
+            kills = self._make_kill_matrix(name.replace(", ", "-"), [store], sources)
+            generator = Random(f"{self._seed} {name}")
+            pairs = [pair for pair in list_combinations() if pair[0] != COMPLETE]
+            targets = [make_target(generator, *p) for p in generator.sample(pairs, PLACE_KILLS)]
+            tally = kills.kill_all(targets, report=_print_line)
+            passed = passed and not tally.wrong and tally.counted == PLACE_KILLS
+            text = f"{name} in every format: kills {tally.counted}"
+            self.summary.append(report.format_result(text, tally))
+            print(*tally.wrong, sep="\n")
+        fired = [proxy.count_fired(), site.box.count_fired(), hub.count_fired()]
+        print(*(f"faults {counts}" for counts in fired), sep="\n")
+        proxy.reset()
+        reads = [counts[kind] for counts in fired[1:] for kind in READ_FAULTS]
+        return passed and min(reads) > 0 and sum(fired[0].values()) >= MIN_FAULTS
 
     def run_concurrency(self) -> bool:
         """Make datasets with two drivers at once."""

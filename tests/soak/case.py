@@ -50,7 +50,9 @@ class Case:
 
     def make_settings(self) -> dict[str, Any]:
         """Return the settings of the pipeline."""
-        if self.store_source:
+        if self.source.location is not None:
+            location = self.source.location
+        elif self.store_source:
             location = self.store.make_source(self.source)
         else:
             location = {"url": self.source.folder.as_uri()}

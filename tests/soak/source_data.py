@@ -31,6 +31,7 @@ class SourceData:
         sharding: Settings of the sharding.
         rows: Tokens of the valid rows.
         bad_rows: Lines that make no sample.
+        location: Settings by which the files are read elsewhere than in `folder` or a store.
     """
 
     name: str
@@ -39,6 +40,7 @@ class SourceData:
     sharding: dict[str, Any]
     rows: Counter[str] = field(repr=False)
     bad_rows: Counter[str] = field(default_factory=Counter[str], repr=False)
+    location: dict[str, Any] | None = None
 
 
 def make_all_sources(folder: Path, seed: int) -> list[SourceData]:
