@@ -50,6 +50,7 @@ def iterate_compressed_pieces(
     cursor: int,
     *,
     store_states: bool,
+    block: int,
 ) -> Iterator[Piece]:
     """Yield the decompressed bytes of a file from a cursor on, to the end of the file.
 
@@ -59,6 +60,7 @@ def iterate_compressed_pieces(
         source_range: Range with the file.
         cursor: Cursor from which the file is read. The first pieces may be before it.
         store_states: Whether to store the seek points that are found.
+        block: Bytes of the file that are read at a time.
 
     Raises:
         ConfigurationError: The file is damaged.
@@ -68,7 +70,7 @@ def iterate_compressed_pieces(
     decoder = _open_decoder(find_compression(file.path), state)
     cursor, offset, position = state.cursor, state.offset, state.position
     try:
-        for step in _iterate_steps(files, file, position):
+        for step in _iterate_steps(files, file, position, block):
             for data in decoder.decode(position, step):
                 yield Piece(cursor, offset, data)
                 cursor, offset = cursor + len(data), offset + len(data)
@@ -96,12 +98,12 @@ def _open_decoder(extension: str, state: DecoderState) -> FileDecompressor:
     return ZstdDecoder(state, SEEK_INTERVAL)
 
 
-def _iterate_steps(files: SourceFiles, file: FileRef, position: int) -> Iterator[bytes]:
+def _iterate_steps(files: SourceFiles, file: FileRef, position: int, block: int) -> Iterator[bytes]:
     """Yield the bytes of a file in steps. The first one may be shorter."""
     size = COMPRESSED_STEP - position % COMPRESSED_STEP
     held = b""
-    for block in files.iterate_blocks(file, position, file.size):
-        held = held + block if held else block
+    for data in files.iterate_blocks(file, position, file.size, block=block):
+        held = held + data if held else data
         at = 0
         while len(held) - at >= size:
             yield held[at : at + size]

@@ -19,10 +19,11 @@ from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.pieces import MAX_ROW_BYTES, Line, Piece, check_row_size
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
-from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
+from millrace.schemas.dataset import FileRef, SourceRange
 from millrace.storage import Store
 
 _CONCURRENCY = 16  # concurrent reads of headers
+_HEADER_BYTES = 64 << 10  # bytes of a file that are read at a time for its header
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
 _BOM = b"\xef\xbb\xbf"
 
@@ -107,9 +108,8 @@ class CsvSource:
         url = self._files.make_url(path)
         if names is None:
             first: TextRange = source_range.model_copy(update={"start": 0})
-            if isinstance(first, ByteRange):
-                first = first.model_copy(update={"end": 1})  # then small blocks are read
-            lines = self._iterate_lines(self._text.iterate_pieces(first, 0), path)
+            pieces = self._text.iterate_pieces(first, 0, block=_HEADER_BYTES)
+            lines = self._iterate_lines(pieces, path)
             row = next((row for line in lines if (row := line.held[0])), b"")
             try:
                 names = _split_row(_decode(row), self._find_delimiter(path), 1 << 20)

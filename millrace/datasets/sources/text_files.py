@@ -11,6 +11,7 @@ from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ByteRange, CompressedRange, FileRef
 from millrace.storage import Store
+from millrace.storage.read import BLOCK_SIZE
 
 _BLOCK = 4 << 20  # bytes of a plain file that are read at a time
 _TAIL = 256 << 10  # bytes that are read at a time after the end of a range
@@ -32,7 +33,12 @@ class TextFiles:
         self._files, self._store, self._any_version = files, store, any_version
 
     def iterate_pieces(
-        self, source_range: TextRange, cursor: int, *, from_start: bool = False
+        self,
+        source_range: TextRange,
+        cursor: int,
+        *,
+        from_start: bool = False,
+        block: int | None = None,
     ) -> Iterator[Piece]:
         """Yield the bytes of a file from a cursor on, to the end of the file.
 
@@ -41,6 +47,7 @@ class TextFiles:
             cursor: Cursor of a row. A cursor before the range gives the bytes from at least one
                 byte before the range on.
             from_start: Whether a cursor before the range gives the whole file.
+            block: Bytes of the file that are read at a time; None for the default.
 
         Raises:
             ChangedError: The file has changed since the plan was made.
@@ -52,14 +59,19 @@ class TextFiles:
         if isinstance(source_range, ByteRange):
             if cursor <= source_range.start:
                 cursor = 0 if from_start else max(0, source_range.start - 1)
-            yield from self._iterate_plain_pieces(source_range, cursor)
+            yield from self._iterate_plain_pieces(source_range, cursor, block)
             return
         seek = wanted = cursor
         if cursor == 0 and not from_start:
             # The end of the step before the range, since a row of the range may begin after it.
             seek = max(0, CompressedRange.make_cursor(source_range.start, 0) - 1)
         for piece in iterate_compressed_pieces(
-            self._files, self._store, source_range, seek, store_states=not self._any_version
+            self._files,
+            self._store,
+            source_range,
+            seek,
+            store_states=not self._any_version,
+            block=block or BLOCK_SIZE,
         ):
             before = wanted - piece.cursor
             if before <= 0:
@@ -67,11 +79,13 @@ class TextFiles:
             elif before < len(piece.data):
                 yield Piece(wanted, piece.offset + before, piece.data[before:])
 
-    def _iterate_plain_pieces(self, source_range: ByteRange, position: int) -> Iterator[Piece]:
+    def _iterate_plain_pieces(
+        self, source_range: ByteRange, position: int, block: int | None
+    ) -> Iterator[Piece]:
         file, size = source_range.file, source_range.file.size
         end = max(source_range.end, position)
-        for start, stop, block in ((position, end, _BLOCK), (end, size, _TAIL)):
-            for data in self._files.iterate_blocks(file, start, stop, block=block):
+        for start, stop, most in ((position, end, block or _BLOCK), (end, size, block or _TAIL)):
+            for data in self._files.iterate_blocks(file, start, stop, block=most):
                 yield Piece(position, position, data)
                 position += len(data)
 
