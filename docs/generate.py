@@ -1,4 +1,4 @@
-"""Generate the reference in docs/reference from the code.
+"""Generate the reference in docs/reference, and the tables of the guides, from the code.
 
 `python -m docs.generate` writes the pages and the JSON Schemas. With `--check` it compares them
 with the files, and fails if a file differs.
@@ -8,30 +8,36 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs.generator import commands, flows, settings_files
+from docs.generator import commands, datasets, flows, settings_files
 from docs.generator.schemas import write_schema
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "docs" / "reference"
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
 
 
 def generate_pages() -> dict[str, str]:
-    """Return the text of each generated file, by its path below docs/reference."""
+    """Return the text of each file with generated parts, by its path below docs."""
     settings, tables = settings_files.write_settings()
     linked = {model: f"{settings_files.PAGE}{place}" for model, place in tables.places.items()}
     linked |= {
         file.model: f"{settings_files.PAGE}#{settings_files.make_file_anchor(file)}"
         for file in settings_files.FILES
     }
-    return {
+    reference = {
         commands.PAGE: commands.write_commands(),
         settings_files.PAGE: settings,
         flows.PAGE: flows.write_flows(ROOT, linked),
         **{file.schema: write_schema(file.model) for file in settings_files.FILES},
     }
+    guide = (DOCS / datasets.PAGE).read_text(encoding="utf-8")
+    return {
+        datasets.PAGE: datasets.fill_guide(guide),
+        **{f"{REFERENCE.name}/{name}": text for name, text in reference.items()},
+    }
 
 
-def write_pages(folder: Path = REFERENCE) -> None:
+def write_pages(folder: Path = DOCS) -> None:
     """Write the generated files."""
     for name, text in generate_pages().items():
         path = folder / name
@@ -39,7 +45,7 @@ def write_pages(folder: Path = REFERENCE) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def find_stale_pages(folder: Path = REFERENCE) -> list[str]:
+def find_stale_pages(folder: Path = DOCS) -> list[str]:
     """Return the paths of generated files that are missing, or differ from the code."""
     return [
         name
@@ -49,7 +55,7 @@ def find_stale_pages(folder: Path = REFERENCE) -> list[str]:
 
 
 def main() -> int:
-    """Write the reference, or check it."""
+    """Write the generated files, or check them."""
     parser = argparse.ArgumentParser(prog="python -m docs.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     if not parser.parse_args().check:
@@ -57,7 +63,7 @@ def main() -> int:
         return 0
     stale = find_stale_pages()
     for name in stale:
-        print(f"docs/reference/{name} differs from the code: run make docs.")
+        print(f"docs/{name} differs from the code: run make docs.")
     return 1 if stale else 0
 
 

@@ -134,6 +134,10 @@ class HubServer:
         """Return the number of files that a repository received by LFS, or of uploads by Xet."""
         return self._ask("uploads", {"repo": repo})["count"]
 
+    def count_sent_bytes(self, repo: str) -> int:
+        """Return the bytes of a repository's files that were sent."""
+        return self._ask("sent", {"repo": repo})["count"]
+
     def flip(self, repo: str, path: str) -> None:
         """Flip a bit of a file that is kept by LFS or by Xet: what no client can do."""
         self._ask("flip", {"repo": repo, "path": path})
@@ -250,6 +254,7 @@ class _Repo:
     xet_url: str
     kept: dict[str, bytes] = field(default_factory=dict)
     uploads: int = 0
+    sent: int = 0
     behind: bool = False
     is_gated: bool = False
 
@@ -534,7 +539,8 @@ class _HubApplication:
         return web.json_response({})
 
     async def resolve(self, request: web.Request) -> web.StreamResponse:
-        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        repo = self._repo(request)
+        commit = repo.at(unquote(request.match_info["revision"]))
         path = unquote(request.match_info["path"])
         file = commit.files.get(path)
         if file is None:
@@ -550,10 +556,13 @@ class _HubApplication:
                 raise _refused(400, "", "This file can be read by Xet only")
             return web.Response(headers=headers)
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        sends = request.method != "HEAD"
         if span is None:
+            repo.sent += sends * len(file.content)
             return web.Response(body=file.content, headers=headers)
         first, last = int(span[1]), int(span[2] or len(file.content) - 1)
         body = file.content[first : last + 1]
+        repo.sent += sends * len(body)
         headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(file.content)}"
         return web.Response(status=206, body=body, headers=headers)
 
@@ -575,8 +584,8 @@ class _HubApplication:
                 return web.json_response({"count": len(repo.branches[body["branch"]])})
             case "branches":
                 return web.json_response({"names": list(self.repos[body["repo"]].branches)})
-            case "uploads":
-                return web.json_response({"count": self.repos[body["repo"]].uploads})
+            case "uploads" | "sent" as counted:
+                return web.json_response({"count": getattr(self.repos[body["repo"]], counted)})
             case "flip":
                 repo = self.repos[body["repo"]]
                 files = repo.at("main").files
