@@ -1,4 +1,4 @@
-"""The whole chain on one machine: a dataset, rented machines, a model trained, all released.
+"""The whole chain on one machine: datasets, rented machines, a model trained, all released.
 
 The text is Python's own standard library, the store is a folder, the runs stand in a Prefect server
 of its own. The machines are rented from a stand-in of Vast.ai's API, which runs each as processes
@@ -120,6 +120,19 @@ def plan_of(name: str, size: Size) -> dict[str, Any]:
     }
 
 
+def make_two_formats() -> None:
+    """Shard parquet as WebDataset and as tokens, read both back, and say so."""
+    from examples import two_formats
+
+    source = HOME / "parquet"
+    two_formats.write_parquet(source / "modules.parquet", Path(sysconfig.get_path("stdlib")))
+    two_formats.shard(STORE, source)
+    try:
+        print(two_formats.compare(STORE, source), flush=True)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
 def run(size: Size) -> None:
     """Run a campaign, or go on with one that was stopped; then say what came of it."""
     from examples.tiny_lm.begin import begin
@@ -127,7 +140,6 @@ def run(size: Size) -> None:
     from flows.campaign_plan import CampaignPlan
     from millrace.storage import open_store
 
-    STORE.mkdir(parents=True, exist_ok=True)
     number = 1
     while (HOME / f"tiny-{number}.svg").exists():
         number += 1
@@ -203,6 +215,8 @@ def main() -> None:
             except KeyboardInterrupt:
                 return
     with start_prefect_server():
+        STORE.mkdir(parents=True, exist_ok=True)
+        make_two_formats()
         run(Size(arguments.machines, arguments.windows, arguments.steps))
         for handler in logging.getLogger("prefect.flow_runs").handlers:
             handler.flush()  # while the server is there that the run's lines are sent to

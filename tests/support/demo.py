@@ -31,6 +31,12 @@ def run_demo(folder: Path, size: Size) -> None:
     options = " ".join(f"--{name} {value}" for name, value in vars(size).items())
     shown = clone.run(read_block("Demo", "console"), DEMO=options)
     assert describe(size) in shown
+    counts = re.search(
+        r"^python-tokens: (\d+) rows of parquet, read back as (\d+) samples of WebDataset and "
+        r"(\d+) of tokens, \S+ MB of equal text$", shown, re.MULTILINE,
+    )  # fmt: skip
+    assert counts, shown
+    assert 100 < int(counts[1]) == int(counts[2]) == int(counts[3]), shown
     losses = re.search(r"^  loss (\S+) to (\S+), on text that the model", shown, re.MULTILINE)
     assert losses, shown
     assert 5 < float(losses[1]) < 6 > float(losses[2]) + 1, shown
