@@ -1,6 +1,6 @@
 """Tasks that shard a dataset and report the result."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect import get_run_logger, task
@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import datasets
 from millrace.datasets import PipelineSettings, ShardReport
+from millrace.schemas.dataset import ManifestShard
 from tasks.assets import make_asset_key
 from tasks.formatting import (
     format_count,
@@ -108,7 +109,10 @@ def describe_shards(made: ShardingResult) -> Markdown:
     quarantined = f"{manifest.quarantined:,}"
     rows: list[tuple[object, object]] = [
         ("Partitions", f"{report.partitions:,}"),
-        ("Shards", f"{len(manifest.shards):,}"),
+        *(
+            (format_markdown("Shards in {}", format_code(name)), _describe_format(shards))
+            for name, shards in _group_by_format(manifest.shards).items()
+        ),
         *(
             (format_markdown("Samples in {}", format_code(split)), f"{samples:,}")
             for split, samples in manifest.samples.items()
@@ -134,3 +138,16 @@ def describe_shards(made: ShardingResult) -> Markdown:
         plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: rate of this run")
         drawn = format_image(plot, "rate in MB/s over the seconds of this run")
     return join_blocks(join((whole, own), " "), format_table(("Figure", "Value"), rows), drawn)
+
+
+def _group_by_format(shards: Iterable[ManifestShard]) -> Mapping[str, Sequence[ManifestShard]]:
+    """Return the shards of each format, in the order of the formats' names."""
+    groups: dict[str, list[ManifestShard]] = {}
+    for shard in sorted(shards, key=lambda one: one.format):
+        groups.setdefault(shard.format, []).append(shard)
+    return groups
+
+
+def _describe_format(shards: Sequence[ManifestShard]) -> str:
+    samples = format_count(sum(one.samples for one in shards), "sample")
+    return f"{len(shards):,}, {samples}, {format_size(sum(one.size for one in shards))}"
