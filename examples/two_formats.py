@@ -61,8 +61,8 @@ def compare(store: Path, source: Path) -> str:
     Raises:
         ValueError: A row is missing in a format, or is in it twice, or differs.
     """
-    rows = Counter[str](
-        text
+    rows = Counter(
+        str(text)
         for path in source.glob("*.parquet")
         for text in pq.read_table(path)["text"].to_pylist()
     )
