@@ -121,7 +121,15 @@ def _make_metadata(card: DatasetCard, manifest: Manifest) -> dict[str, Any]:
     for name in _select_configs(manifest):
         splits = _group_by_split(manifest, name)
         folder, extension = f"shards/{name}", _EXTENSIONS.get(name, "parquet")
-        files = [{"split": split, "path": f"{folder}/{split}/*.{extension}"} for split in splits]
+        files: list[dict[str, Any]] = [
+            {"split": split, "path": f"{folder}/{split}/*.{extension}"} for split in splits
+        ]
+        if not card.source.is_reproducible:  # shards that do not count may lie beside the others
+            prefix = f"{manifest.dataset}/"
+            files = [
+                {"split": split, "path": [shard.key.removeprefix(prefix) for shard in own]}
+                for split, own in splits.items()
+            ]
         configs.append({"config_name": str(name), "data_files": files})
         infos.append(
             {

@@ -3,9 +3,14 @@
 A shard is a pure function of the partition's samples and the plan's layout. If a machine is killed
 and another machine continues, the other machine makes the same bytes. The next shard is encoded
 while earlier shards are hashed and uploaded. Commits are made in order, so the ledger has no gaps.
+
+A source that is not reproducible may give two machines different samples for the same rows. Then
+the first commit counts. A machine whose commit comes second continues after the first one.
 """
 
+import logging
 import queue
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -32,7 +37,7 @@ from millrace.datasets.transforms import TransformedSource
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.progress import Progress
-from millrace.records import commit_same, fetch
+from millrace.records import commit_once, commit_same, fetch
 from millrace.schemas.dataset import (
     CommittedShard,
     Partition,
@@ -41,6 +46,12 @@ from millrace.schemas.dataset import (
     ShardLayout,
 )
 from millrace.storage import Store, create, exists, list_objects, stream
+
+logger = logging.getLogger(__name__)
+
+
+class _SupersededError(Exception):
+    """Another process has committed other shards of the same rows, and these count."""
 
 
 def shard_partition(
@@ -53,6 +64,7 @@ def shard_partition(
     plan_digest: str,
     uploads: int,
     progress: Progress,
+    is_reproducible: bool = True,
 ) -> PartitionEnd:
     """Make the missing shards of a partition, and commit the partition's end.
 
@@ -66,45 +78,77 @@ def shard_partition(
         uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
             format, and one sample if a sample is larger than ``shard_bytes``.
         progress: Called at each boundary, in the thread that reached it.
+        is_reproducible: Whether every read of the source gives the same samples. Otherwise the
+            names of the shards have digits of their digests, and work that another process has
+            committed first is dropped.
 
     Raises:
         ChangedError: The source differs from the plan. No changed bytes were committed.
         ConflictError: A shard or commit is already there with another content.
+        ConfigurationError: The source is not reproducible, and a row makes several samples.
     """
     if exists(store, keys.make_end_key(partition.name)):
         end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
         check_plan_digest([end], plan_digest)
         return end
-    last = _read_last_commit(store, keys, partition.name)
-    check_plan_digest([last] if last else [], plan_digest)
-    position, number = (last.next_position, last.number + 1) if last else ((0, 0), 0)
-    cursor = position[0]
-    progress(
-        PartitionOpened(
-            partition=partition.name,
-            cursor=cursor,
-            commits=number,
-            fraction=partition.source_range.compute_fraction_before(cursor),
+    while True:
+        last = _read_last_commit(store, keys, partition.name)
+        check_plan_digest([last] if last else [], plan_digest)
+        position, number = (last.next_position, last.number + 1) if last else ((0, 0), 0)
+        cursor = position[0]
+        progress(
+            PartitionOpened(
+                partition=partition.name,
+                cursor=cursor,
+                commits=number,
+                fraction=partition.source_range.compute_fraction_before(cursor),
+            )
         )
-    )
-    with _ShardUploader(
-        store, keys, partition, layout, plan_digest, number, uploads, progress
-    ) as uploader:
-        pending = uploader.begin_commit(position)
-        rows = iter(source.iterate_rows(partition.source_range, *position))
+        try:
+            with _ShardUploader(
+                store, keys, partition, layout, plan_digest, number, uploads, progress,
+                is_reproducible=is_reproducible,
+            ) as uploader:  # fmt: skip
+                _add_rows(uploader, source, position)
+        except _SupersededError:
+            logger.info("%s: another run has committed these rows first", partition.name)
+            continue
+        return _commit_end(
+            store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position,
+            progress,
+        )  # fmt: skip
+
+
+def _add_rows(
+    uploader: "_ShardUploader", source: TransformedSource, position: tuple[int, int]
+) -> None:
+    """Add the rows of a partition from a position on."""
+    pending = uploader.begin_commit(position)
+    rows = iter(source.iterate_rows(uploader.partition.source_range, *position))
+    try:
         for row in rows:
-            pending = _add_row(pending, row, layout, uploader)
+            pending = _add_row(pending, row, uploader)
             del row  # a large row is not held while the next is read
-        uploader.finish(pending)
-    return _commit_end(
-        store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position, progress
-    )
+    finally:
+        if isinstance(rows, Generator):
+            rows.close()  # ends downloads, also if an error holds this frame
+    uploader.finish(pending)
 
 
-def _add_row(
-    pending: "_PendingCommit", row: Row, layout: ShardLayout, uploader: "_ShardUploader"
-) -> "_PendingCommit":
-    """Add a row to a pending commit; return the pending commit for the next row."""
+def _add_row(pending: "_PendingCommit", row: Row, uploader: "_ShardUploader") -> "_PendingCommit":
+    """Add a row to a pending commit; return the pending commit for the next row.
+
+    Raises:
+        ConfigurationError: The row is one of several samples of a row that may not be the same when
+            it is read again.
+    """
+    layout = uploader.layout
+    if row.next_skip and not uploader.is_reproducible:
+        raise errors.ConfigurationError(
+            f"A transform makes several samples of one row, such as {_get_name(row)}, and another "
+            "download of its URL may give other bytes. Shard the URLs without this transform, and "
+            "then the shards with it (`kind: webdataset`), under another dataset name."
+        )
     if not isinstance(row, BadRow):
         try:
             if not pending.shards.add(row, layout.shard_bytes):
@@ -127,6 +171,10 @@ def _add_row(
     if pending.shards.samples >= layout.shard_samples or pending.bad_bytes >= _MAX_BAD_BYTES:
         return uploader.upload(pending)
     return pending
+
+
+def _get_name(row: Row) -> str:
+    return row.where if isinstance(row, BadRow) else row.key
 
 
 _MAX_BAD_BYTES = 4 << 20  # bytes of bad rows in one commit
@@ -174,6 +222,9 @@ class _ShardUploader:
     Therefore there are never more unfinished shards than buffers.
 
     Attributes:
+        partition: Partition of the shards.
+        layout: Layout of the shards.
+        is_reproducible: Whether every read of the source gives the same samples.
         commit_count: Number of commits of the partition, unfinished ones included.
         position: Cursor and `skip` after the last of these commits.
     """
@@ -188,11 +239,14 @@ class _ShardUploader:
         commit_count: int,
         uploads: int,
         progress: Progress,
+        *,
+        is_reproducible: bool,
     ) -> None:
         self.progress = progress
-        self._shard_bytes = layout.shard_bytes
+        self.partition, self.layout = partition, layout
+        self.is_reproducible = is_reproducible
         self._plan_digest = plan_digest
-        self._store, self._keys, self._partition = store, keys, partition
+        self._store, self._keys = store, keys
         self.commit_count, self.position = commit_count, (0, 0)
         self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
         for _ in range(uploads + 1):
@@ -225,7 +279,7 @@ class _ShardUploader:
         shards = self._free.get()
         self._raise_fault()
         self.position = position
-        name = ShardName(self._partition.name, self.commit_count)
+        name = ShardName(self.partition.name, self.commit_count)
         return _PendingCommit(name, shards, position, position)
 
     def upload(self, pending: _PendingCommit) -> _PendingCommit:
@@ -234,7 +288,7 @@ class _ShardUploader:
         Shards larger than the limit are committed before the call returns. So only one such sample
         is in memory at a time.
         """
-        large = pending.shards.size > self._shard_bytes
+        large = pending.shards.size > self.layout.shard_bytes
         committed = self._submit(pending)
         if large:
             committed.result()
@@ -286,14 +340,17 @@ class _ShardUploader:
     def _upload_shard(
         self, pending: _PendingCommit, shard_format: ShardFormat, data: memoryview
     ) -> CommittedShard:
-        name, split = pending.name, self._partition.split
+        name, split = pending.name, self.partition.split
         blocks = hash_blocks(data)  # the only pass of hashing: the root follows from the blocks
-        key = self._keys.make_shard_key(shard_format.name, split, name, shard_format.extension)
+        digest = combine_blocks(blocks)
+        key = self._keys.make_shard_key(
+            shard_format.name, split, name, shard_format.extension, self._select_suffix(digest)
+        )
         shard = CommittedShard(
             format=shard_format.name,
             key=key,
             size=len(data),
-            digest=combine_blocks(blocks),
+            digest=digest,
             blocks=CommittedShard.encode_blocks(blocks),
         )
         self.progress(
@@ -312,9 +369,15 @@ class _ShardUploader:
         """Upload the bad rows of a commit; return their key, or None if there are no bad rows."""
         if not pending.bad_rows:
             return None
-        key, body = self._keys.make_quarantine_key(pending.name), b"\n".join(pending.bad_rows)
-        _create_same(self._store, key, body, compute_digest(body))
+        body = b"\n".join(pending.bad_rows)
+        digest = compute_digest(body)
+        key = self._keys.make_quarantine_key(pending.name, self._select_suffix(digest))
+        _create_same(self._store, key, body, digest)
         return key
+
+    def _select_suffix(self, digest: str) -> str:
+        """Return the digest that a key contains, by which no other bytes have the key."""
+        return "" if self.is_reproducible else digest
 
     def _restore_missing(self, pending: _PendingCommit, commit: ShardCommit) -> None:
         """Upload the objects of a commit again if they are missing.
@@ -346,7 +409,11 @@ class _ShardUploader:
 
     def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:
         self._restore_missing(pending, commit)
-        commit_same(self._store, self._keys.make_commit_key(pending.name), commit)
+        key = self._keys.make_commit_key(pending.name)
+        if self.is_reproducible:
+            commit_same(self._store, key, commit)
+        elif commit_once(self._store, key, commit).record != commit:
+            raise _SupersededError(key)
         self.progress(
             ShardCommitted(
                 partition=commit.partition,
@@ -355,7 +422,7 @@ class _ShardUploader:
                 samples=commit.samples,
                 size=commit.size,
                 quarantined=commit.quarantined,
-                fraction=self._partition.source_range.compute_fraction_before(commit.next_cursor),
+                fraction=self.partition.source_range.compute_fraction_before(commit.next_cursor),
             )
         )
 

@@ -313,6 +313,7 @@ def _make_jobs(
             source=plan.source,
             source_store=source_store,
             allow_private=config.source.allow_private,
+            downloads=config.execution.downloads,
             store=target,
             partition=partition,
             uploads=config.execution.uploads,

@@ -64,6 +64,7 @@ _KIND_VERSIONS = {
     SourceKind.HUGGINGFACE.value: {"parquet": "1"},
     SourceKind.CSV.value: {"csv": "1"},
     SourceKind.WEBDATASET.value: {"tar": "1"},
+    SourceKind.URLS.value: {"urls": "1"},
 }
 
 
@@ -102,6 +103,12 @@ def make_plan(
         allow_private=source.allow_private,
     )
     steps = transforms.record.get("steps", [])
+    if source.kind is SourceKind.URLS and any("pack" in step for step in steps):
+        raise errors.ConfigurationError(
+            "`pack` is not for a list of URLs: a packed sample has parts of several bodies, and "
+            "another download may give other bytes. Shard the URLs first, and then the shards with "
+            "`pack` (`kind: webdataset`), under another dataset name."
+        )
     fields: dict[str, str] = {}
     if source.kind is not SourceKind.HUGGINGFACE:  # refused before a long listing
         fields = decide_fields(formats, source, steps, settings.types)

@@ -23,6 +23,7 @@ from millrace.datasets.transforms import (
 )
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_digest
+from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -79,7 +80,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
 
     Raises:
         NotFoundError: The dataset is not complete.
-        ChangedError: The source no longer gives the same bytes.
+        ChangedError: The source no longer gives the same bytes, or is a list of URLs.
         ConflictError: The ledger has no commit of a faulty shard, the plan has other transforms
             than the settings, or only the settings of a dataset card can make it again, and there
             are none.
@@ -181,8 +182,16 @@ def remake_shards(
         progress: Called before and after each shard.
 
     Raises:
-        ChangedError: The source no longer gives the same bytes.
+        ChangedError: The source no longer gives the same bytes, or never gives them twice.
     """
+    lost = list(lost)
+    if lost and not plan.source.is_reproducible:
+        raise errors.ChangedError(
+            f"{format_count(len(lost), 'shard')} of {plan.dataset} cannot be made again "
+            f"({store.make_url(lost[0].shard.key)}: {lost[0].reason}), since another download of "
+            "the URLs may give other bytes. Nothing was replaced. Restore the objects from a copy, "
+            "or shard the list of URLs under another dataset name."
+        )
     source = open_transformed_source(plan.source, files, store, any_version=True)
     partitions = {partition.name: partition for partition in plan.partitions}
     by_commit: dict[tuple[str, int], list[LostShard]] = {}

@@ -6,7 +6,12 @@ from typing import Any, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from millrace.datasets.formats import FieldType, FormatName
-from millrace.datasets.sources import SourceFiles, SourceSettings, open_files
+from millrace.datasets.sources import (
+    DownloadSettings,
+    SourceFiles,
+    SourceSettings,
+    open_files,
+)
 from millrace.datasets.transforms import TransformList
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.settings import Duration, Size
@@ -59,7 +64,7 @@ class ShardingSettings(BaseModel):
         title="Files per partition",
         default=10_000,
         ge=1,
-        description="Approximate number of files in a partition (`files` only).",
+        description="Approximate number of files in a partition (`files`), or of URLs (`urls`).",
     )
     seed: int | None = Field(
         default=0, description="Seed of the shuffle; null keeps the source's own order."
@@ -107,6 +112,10 @@ class ExecutionSettings(BaseModel):
     )
     uploads: int = Field(
         default=2, ge=1, le=32, description="Number of shards that each worker uploads at once."
+    )
+    downloads: DownloadSettings = Field(
+        default=DownloadSettings(),
+        description="Requests to the servers of a list of URLs (`urls` only).",
     )
     lease_timeout: Duration = Field(
         default=timedelta(seconds=30),

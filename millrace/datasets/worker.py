@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from millrace import errors
 from millrace.datasets.partition import shard_partition
 from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.sources import open_files
+from millrace.datasets.sources import DownloadSettings, open_files
 from millrace.datasets.transforms import open_transformed_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import keep_freed_memory
@@ -41,6 +41,7 @@ class PartitionJob(BaseModel):
     source: SourceRecord
     source_store: StoreSpec
     allow_private: bool = False
+    downloads: DownloadSettings = DownloadSettings()
     store: StoreSpec
     partition: Partition
     uploads: int
@@ -57,7 +58,13 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     """Shard one partition."""
     store = open_store(job.store)
     files = open_files(job.source_store, paths=(), allow_private=job.allow_private)
-    source = open_transformed_source(job.source, files, store)
+    source = open_transformed_source(
+        job.source,
+        files,
+        store,
+        downloads=job.downloads,
+        allow_private=job.allow_private,
+    )
     keys = DatasetKeys(job.dataset)
     return shard_partition(
         store,
@@ -68,6 +75,7 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
         plan_digest=job.plan_digest,
         uploads=job.uploads,
         progress=progress,
+        is_reproducible=job.source.is_reproducible,
     )
 
 

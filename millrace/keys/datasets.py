@@ -12,8 +12,8 @@ _INDEX = r"shards/[a-z]+/(?:[a-z]+/)?_?[a-z_]+\.(?:json|npy|yaml)"
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|transforms/[0-9a-f]{64}\.(?:py|json)"
-    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}\.jsonl"
-    r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}\.[a-z]+"
+    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}(?:-[0-9a-f]{16})?\.jsonl"
+    r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}(?:-[0-9a-f]{16})?\.[a-z]+"
     rf"|{_INDEX})"
 )
 """Key of an object of any dataset, by which `classify_key` recognises it.
@@ -24,11 +24,17 @@ _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
 _MEMBER_INDEX = re.compile(r"[0-9]{5,}-members\.jsonl")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
+_STORED_SHARD = re.compile(rf"{_SHARD.pattern}(?:-[0-9a-f]{{16}})?")
 
 
 def make_partition_name(split: str, number: int) -> str:
     """Return the name of a partition, such as ``train-00007``."""
     return f"{split}-{number:05d}"
+
+
+def _make_suffix(digest: str) -> str:
+    """Return the part of a key that differs with the bytes; empty without a digest."""
+    return f"-{get_hex(digest)[:16]}" if digest else ""
 
 
 def make_seek_point_key(prefix: str, cursor: int) -> str:
@@ -194,9 +200,21 @@ class DatasetKeys:
         """
         return f"{self.shards}{shard_format}/{split}/"
 
-    def make_shard_key(self, shard_format: str, split: str, name: ShardName, extension: str) -> str:
-        """Return the key of a shard."""
-        return f"{self.make_shards_prefix(shard_format, split)}{name}.{extension}"
+    def make_shard_key(
+        self, shard_format: str, split: str, name: ShardName, extension: str, digest: str = ""
+    ) -> str:
+        """Return the key of a shard.
+
+        Args:
+            shard_format: Format of the shard.
+            split: Split of the samples.
+            name: Name of the shard.
+            extension: Extension of the format.
+            digest: Digest of the shard, if another run may make other bytes of the same rows. The
+                key has its first 16 digits.
+        """
+        prefix = self.make_shards_prefix(shard_format, split)
+        return f"{prefix}{name}{_make_suffix(digest)}.{extension}"
 
     def make_commit_key(self, name: ShardName) -> str:
         """Return the key of a shard's commit."""
@@ -210,9 +228,14 @@ class DatasetKeys:
         """Return the key of a partition's end record."""
         return f"{self.commits}{partition}-end.json"
 
-    def make_quarantine_key(self, name: ShardName) -> str:
-        """Return the key of the quarantined rows of a shard."""
-        return f"{self.quarantined}{name}.jsonl"
+    def make_quarantine_key(self, name: ShardName, digest: str = "") -> str:
+        """Return the key of the quarantined rows of a shard.
+
+        Args:
+            name: Name of the shard.
+            digest: Digest of the object, if another run may quarantine other rows.
+        """
+        return f"{self.quarantined}{name}{_make_suffix(digest)}.jsonl"
 
     def parse_commit(self, key: str) -> "ShardName | None":
         """Return the shard whose commit has this key; None for other keys."""
@@ -224,7 +247,8 @@ class DatasetKeys:
     def is_shard_or_quarantine(self, key: str) -> bool:
         """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
         stem = key.rpartition("/")[2].rpartition(".")[0]
-        return key.startswith((self.shards, self.quarantined)) and bool(ShardName.parse(stem))
+        is_below = key.startswith((self.shards, self.quarantined))
+        return is_below and _STORED_SHARD.fullmatch(stem) is not None
 
     def is_index(self, key: str) -> bool:
         """Decide whether a key is that of an index, which readers of a format find beside shards.

@@ -422,6 +422,11 @@ class SourceRecord(RecordPart):
     digest: OwnDigest
     markers: int = 0
 
+    @property
+    def is_reproducible(self) -> bool:
+        """True if every read of the source gives the same samples, or an error."""
+        return self.kind != "urls"
+
 
 class ShardLayout(RecordPart):
     """Settings that decide the bytes of the shards, besides the samples.

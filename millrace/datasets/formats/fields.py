@@ -51,7 +51,8 @@ def decide_fields(
         if not types:
             raise ConfigurationError(
                 f"{typed[0]} needs the fields of the samples, which neither files nor functions "
-                "name. Write them into `types` of `sharding`, such as {jpg: bytes, cls: int}."
+                "name. Write them into `types` of `sharding`, such as {jpg: bytes, cls: int}. Of a "
+                "list of URLs, name the field of the bodies in `content_field`."
             )
         found = dict(types)
     if unknown := sorted(types.keys() - found.keys()):
@@ -75,7 +76,12 @@ def _trace_fields(
     """
     if source.kind in {SourceKind.FILES, SourceKind.WEBDATASET}:
         return None
-    fields = {name: guess_type(name) for name in source.columns or ["json"]}
+    names = [*(source.columns or ["json"])]
+    if source.kind is SourceKind.URLS:
+        if source.urls.content_field is None:
+            return None
+        names.append(source.urls.content_field)
+    fields = {name: guess_type(name) for name in names}
     fields |= {name: FieldType(kind) for name, kind in (schema_types or {}).items()}
     for step in steps:
         needed = step.get("fields") or ([step["field"]] if "field" in step else [])

@@ -14,10 +14,16 @@ from millrace.datasets.sources.http_files import HttpFiles, is_web_url
 from millrace.datasets.sources.jsonl import JsonLinesSource
 from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.ranges import partition_ranges
-from millrace.datasets.sources.settings import SourceKind, SourceSettings
+from millrace.datasets.sources.settings import (
+    DownloadSettings,
+    SourceKind,
+    SourceSettings,
+    UrlSettings,
+)
 from millrace.datasets.sources.store_files import StoreFiles
 from millrace.datasets.sources.tars import TarSource, divide_tars
 from millrace.datasets.sources.text_files import divide_files
+from millrace.datasets.sources.url_rows import UrlSource, divide_url_lists
 from millrace.errors import ConfigurationError
 from millrace.extras import import_extra_module
 from millrace.formatting import format_count
@@ -28,6 +34,7 @@ from millrace.storage import Backend, Store, StoreSpec, open_store
 __all__ = [
     "BadRow",
     "Division",
+    "DownloadSettings",
     "PartitionedSource",
     "Row",
     "Sample",
@@ -35,6 +42,7 @@ __all__ = [
     "SourceFiles",
     "SourceKind",
     "SourceSettings",
+    "UrlSettings",
     "is_store_url",
     "open_files",
     "open_source",
@@ -43,6 +51,10 @@ __all__ = [
 
 _HUB = "hf://"
 _CSV_SETTINGS = {"columns", "header", "delimiter"}
+_DOWNLOAD_NOTE = (
+    "The URLs are requested while the run works. Another download may give other bytes, so a shard "
+    "that is lost later cannot be made again: keep a copy of the shards."
+)
 
 
 def is_store_url(url: str) -> bool:
@@ -126,11 +138,14 @@ def partition_source(
             ranges = divide_row_groups(files, table, division.partition_bytes, settings.columns)
         case SourceKind.WEBDATASET:
             ranges = divide_tars(files, table, keys)
+        case SourceKind.URLS:
+            ranges = divide_url_lists(files, table, keys, settings, division.partition_files)
         case SourceKind.FILES:
             return partition_folder(record, table, keys, division, local=files.is_local)
-    return PartitionedSource(
-        record, partition_ranges(ranges, division), {}, notes=_describe_unseekable(files)
-    )
+    notes = _describe_unseekable(files)
+    if not record.is_reproducible:
+        notes += (_DOWNLOAD_NOTE,)
+    return PartitionedSource(record, partition_ranges(ranges, division), {}, notes=notes)
 
 
 def _import_hub_datasets(files: SourceFiles) -> ModuleType:
@@ -156,6 +171,8 @@ def _select_settings(settings: SourceSettings) -> dict[str, Any]:
             return {}
         case SourceKind.CSV:
             return settings.model_dump(include=_CSV_SETTINGS)
+        case SourceKind.URLS:
+            return settings.model_dump(mode="json", include={"columns", "urls"})
         case _:
             return {"columns": settings.columns}
 
@@ -171,8 +188,14 @@ def _describe_unseekable(files: SourceFiles) -> tuple[str, ...]:
     return (note,)
 
 
-def open_source(
-    record: SourceRecord, files: SourceFiles, dataset_store: Store, *, any_version: bool = False
+def open_source(  # noqa: PLR0911 - one for each kind
+    record: SourceRecord,
+    files: SourceFiles,
+    dataset_store: Store,
+    *,
+    any_version: bool = False,
+    downloads: DownloadSettings | None = None,
+    allow_private: bool = False,
 ) -> Source:
     """Return the source that a plan names.
 
@@ -182,6 +205,8 @@ def open_source(
         dataset_store: Store of the dataset.
         any_version: Whether a file is also read if it was written again after the plan was made.
             The caller must then compare the bytes with a digest.
+        downloads: Settings of the requests to the servers of a list of URLs; None for the defaults.
+        allow_private: Whether these servers may be in a private network or on this machine.
     """
     columns = record.settings.get("columns")
     match SourceKind(record.kind):
@@ -200,3 +225,12 @@ def open_source(
             return _import_hub_datasets(files).HubDatasetSource(files, record.settings)
         case SourceKind.FILES:
             return FolderSource(files, dataset_store, any_version=any_version)
+        case SourceKind.URLS:
+            return UrlSource(
+                files,
+                dataset_store,
+                columns,
+                UrlSettings.model_validate(record.settings["urls"]),
+                downloads or DownloadSettings(),
+                allow_private=allow_private,
+            )

@@ -33,8 +33,9 @@ _CONCURRENCY = 8  # connections to one host
 _MAX_REDIRECTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 _LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-_REDIRECTS = {301, 302, 303, 307, 308}
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses of answers after which a request is tried again."""
+REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED = [ipaddress.IPv6Network(one) for one in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")]
 _RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<size>\d+)")
@@ -202,12 +203,12 @@ class HttpFiles:
                 reason = self._translate_error(path, error)
             else:
                 try:
-                    if answer.status not in _TRANSIENT:
+                    if answer.status not in TRANSIENT_STATUSES:
                         _check_answer(answer, self.make_url(path), span)
                         yield answer
                         return
                 finally:
-                    _release(answer)
+                    release(answer)
                 asked = _read_retry_after(answer)
                 reason = self._make_unavailable_error(path, f"status {answer.status}")
             clock.wait(reason, asked)
@@ -223,9 +224,9 @@ class HttpFiles:
                 preload_content=False, redirect=False, decode_content=False,
             )  # fmt: skip
             location = answer.headers.get("Location")
-            if answer.status not in _REDIRECTS or not location:
+            if answer.status not in REDIRECT_STATUSES or not location:
                 return answer
-            _release(answer)
+            release(answer)
             url = urljoin(url, location)
             if not is_web_url(url) or (now.scheme == "https" and url.startswith("http://")):
                 raise errors.ConfigurationError(
@@ -295,7 +296,7 @@ class RetryClock:
         time.sleep(pause)
 
 
-def _require_public(connection: Any, opened: socket.socket) -> socket.socket:
+def require_public(connection: Any, opened: socket.socket) -> socket.socket:
     """Refuse a connection to an address of a private network, before anything is sent.
 
     Raises:
@@ -324,12 +325,12 @@ def _list_addresses(address: _Address) -> list[_Address]:
 
 class _PublicConnection(HTTPConnection):
     def _new_conn(self) -> socket.socket:
-        return _require_public(self, super()._new_conn())
+        return require_public(self, super()._new_conn())
 
 
 class _PublicTlsConnection(HTTPSConnection):
     def _new_conn(self) -> socket.socket:
-        return _require_public(self, super()._new_conn())
+        return require_public(self, super()._new_conn())
 
 
 class _PublicPool(urllib3.HTTPConnectionPool):
@@ -387,7 +388,7 @@ def _drop_query(url: str) -> str:
     return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
 
 
-def _release(answer: BaseHTTPResponse) -> None:
+def release(answer: BaseHTTPResponse) -> None:
     """Close the connection, unless the body was read to its end."""
     answer.close()
     answer.release_conn()

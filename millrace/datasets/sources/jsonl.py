@@ -15,7 +15,6 @@ import orjson
 from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.pieces import split_lines
 from millrace.datasets.sources.ranges import iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
 from millrace.schemas.dataset import FileRef, SourceRange
@@ -24,7 +23,6 @@ from millrace.storage import Store
 _SHOWN = 64 * 1024
 _MAX_CONTAINERS = 8 << 20  # objects and arrays of a row; each takes up to 240 bytes when parsed
 _LARGE = 1024 * 1024  # bytes of a line that is freed as soon as its columns are read
-_BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
@@ -59,19 +57,8 @@ class JsonLinesSource:
         if source_range.reason:
             yield from iterate_unreadable(source_range, cursor)
             return
-        start, end = source_range.start_cursor, source_range.end_cursor
-        if cursor >= end:
-            return
-        pieces = self._files.iterate_pieces(source_range, cursor)
-        for first, offset, after, held in split_lines(pieces, source_range.file.path):
-            if first >= end:
-                return
-            if first >= start:
-                held[0] = _strip_line(held[0], offset)
-                if held[0] and not held[0].isspace():
-                    yield self._parse_row(source_range, offset, after, held)
-            if after >= end:
-                return
+        for _, offset, after, held in self._files.iterate_lines(source_range, cursor):
+            yield self._parse_row(source_range, offset, after, held)
 
     def _parse_row(
         self, source_range: TextRange, offset: int, after: int, held: list[bytes]
@@ -110,12 +97,6 @@ class JsonLinesSource:
         self, file: FileRef, offset: int, after: int, line: bytes, reason: str
     ) -> BadRow:
         return BadRow(f"{file.path}, byte {offset}", reason, line, after)
-
-
-def _strip_line(line: bytes, offset: int) -> bytes:
-    if offset == 0 and line.startswith(_BOM):
-        line = line[len(_BOM) :]
-    return line[:-1] if line.endswith(b"\r") else line
 
 
 def _select_columns(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:

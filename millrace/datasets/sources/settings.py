@@ -1,12 +1,24 @@
 """Settings that choose the samples of a source."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from millrace.datasets.field_names import check_distinct, check_field_name
+from millrace.settings import Duration, Size
+
+MAX_BODY_BYTES = 256 << 20
+"""Bytes of bodies that a worker holds, and so the largest limit on the size of a body."""
 
 # Arguments of `datasets.load_dataset` that the source sets itself, or that choose what code runs.
 _REFUSED_ARGUMENTS = {
@@ -25,6 +37,7 @@ class SourceKind(StrEnum):
     HUGGINGFACE = "huggingface"
     FILES = "files"
     WEBDATASET = "webdataset"
+    URLS = "urls"
 
 
 # Compressed tar files are taken, so that they are refused with a sentence.
@@ -34,6 +47,84 @@ _INCLUDE = {
         "*.tar", "*.tar.gz", "*.tgz", "*.tar.bz2", "*.tar.xz", "*.tar.zst", "*.tar.lz4"
     ],
 }  # fmt: skip
+
+
+class UrlSettings(BaseModel):
+    """Settings of a list of URLs, which the samples depend on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url_field: str = Field(
+        title="Column of the URLs",
+        default="url",
+        min_length=1,
+        description="Column of the URLs in the list. A list of plain text has one URL a line.",
+    )
+    content_field: str | None = Field(
+        default=None,
+        description="Field of the body of an answer, such as `jpg`. By default the field is the "
+        "extension of the answer's media type, or else that of the URL, or else `bin`.",
+    )
+    media_types: list[str] = Field(
+        default=[],
+        description="Patterns of the media types to take, such as `image/*`. Another answer makes "
+        "no sample. By default all are taken.",
+    )
+    max_body_bytes: Size = Field(
+        title="Largest body",
+        default=ByteSize(8 << 20),
+        ge=1,
+        le=MAX_BODY_BYTES,
+        description="Largest body of an answer; a larger one makes no sample. A worker reserves "
+        "this size for each request, and at most 256 MiB, so that a larger limit allows fewer "
+        "requests at a time.",
+    )
+
+    @field_validator("content_field")
+    @classmethod
+    def _check_content_field(cls, name: str | None) -> str | None:
+        if name is not None:
+            check_field_name(name)
+        return name
+
+
+class DownloadSettings(BaseModel):
+    """Settings of the requests to the servers of a list of URLs. They can change at every run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests: int = Field(
+        default=32, ge=1, le=256, description="Requests at a time of each worker."
+    )
+    requests_per_host: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Requests at a time to one host, by all workers of this machine.",
+    )
+    host_interval: Duration = Field(
+        title="Interval of a host",
+        default=timedelta(milliseconds=100),
+        ge=timedelta(0),
+        le=timedelta(hours=1),
+        description="Shortest time between two requests to one host, by all workers of this "
+        "machine.",
+    )
+    timeout: Duration = Field(
+        title="Time for a URL",
+        default=timedelta(minutes=1),
+        ge=timedelta(seconds=1),
+        le=timedelta(hours=1),
+        description="Longest time of a request, and of the retries of a URL. If a server asks for "
+        "a longer pause (`Retry-After`), the URL makes no sample.",
+    )
+    user_agent: str = Field(
+        default="millrace",
+        pattern=r"^[!-~]([ -~]*[!-~])?$",
+        max_length=500,
+        description="Name that the servers see, with an address at which their owners find you, "
+        "such as `my-crawler (me@example.com)`. Some servers refuse requests without an address.",
+    )
 
 
 class SourceSettings(BaseModel):
@@ -47,7 +138,8 @@ class SourceSettings(BaseModel):
         "makes a sample of each file, or of each group of files that share their name up to the "
         "first dot. `webdataset` makes a sample of each such group of members of a tar file. "
         "`huggingface` makes a sample of each row of a dataset of the Hub, as the library "
-        "`datasets` reads it.",
+        "`datasets` reads it. `urls` makes a sample of the answer to each URL of a list, which is "
+        "text with one URL a line, CSV, JSON lines or parquet.",
     )
     include: list[str] | None = Field(
         default=None,
@@ -65,7 +157,7 @@ class SourceSettings(BaseModel):
         title="Allow private addresses",
         default=False,
         description="Read an `http://` or `https://` URL also if its host is in a private network, "
-        "or is this machine.",
+        "or is this machine; also the URLs of a list, and where they redirect to.",
     )
     columns: dict[str, str] | None = Field(
         default=None,
@@ -85,6 +177,12 @@ class SourceSettings(BaseModel):
         max_length=1,
         description="Character between two values of CSV files. By default a tab for files that "
         "end in `.tsv` or `.tab`, and a comma for others.",
+    )
+
+    urls: UrlSettings = Field(
+        title="List of URLs",
+        default=UrlSettings(),
+        description="Column of the URLs, and limits on the answers (`urls` only).",
     )
 
     config: str | None = Field(
@@ -133,6 +231,20 @@ class SourceSettings(BaseModel):
                 "`columns` are not for the kind `webdataset`, whose fields are the extensions of "
                 "the members. Remove them, or name fields by the transform `rename`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Self:
+        if self.kind is not SourceKind.URLS:
+            if self.urls != UrlSettings():
+                raise ValueError("`urls` has settings for the kind `urls` only")
+        elif (name := self.urls.content_field) is not None:
+            row_fields = self.columns or {"json": "the row"}
+            if name.lower() in {field.lower() for field in row_fields}:
+                raise ValueError(
+                    f"`content_field` is {name!r}, which is also a field of the row: choose "
+                    "another name, or other `columns`"
+                )
         return self
 
     @field_validator("load_kwargs")

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from millrace.datasets.sources.compressed import find_compression, iterate_compressed_pieces
 from millrace.datasets.sources.files import SourceFiles, drop_etag
-from millrace.datasets.sources.pieces import Piece
+from millrace.datasets.sources.pieces import Line, Piece, split_lines
 from millrace.datasets.sources.ranges import FileRange
 from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.keys.datasets import DatasetKeys
@@ -15,6 +15,7 @@ from millrace.storage.read import BLOCK_SIZE
 
 _BLOCK = 4 << 20  # bytes of a plain file that are read at a time
 _TAIL = 256 << 10  # bytes that are read at a time after the end of a range
+_BOM = b"\xef\xbb\xbf"
 
 TextRange = ByteRange | CompressedRange
 
@@ -79,6 +80,26 @@ class TextFiles:
             elif before < len(piece.data):
                 yield Piece(wanted, piece.offset + before, piece.data[before:])
 
+    def iterate_lines(self, source_range: TextRange, cursor: int) -> Iterator[Line]:
+        """Yield the lines that begin within a range, from a cursor on.
+
+        Empty lines, a byte order mark, and a carriage return before a newline are left out.
+        """
+        start, end = source_range.start_cursor, source_range.end_cursor
+        if cursor >= end:
+            return
+        pieces = self.iterate_pieces(source_range, cursor)
+        for line in split_lines(pieces, source_range.file.path):
+            if line.cursor >= end:
+                return
+            if line.cursor >= start:
+                held = line.held
+                held[0] = _strip_line(held[0], line.offset)
+                if held[0] and not held[0].isspace():
+                    yield line
+            if line.next_cursor >= end:
+                return
+
     def _iterate_plain_pieces(
         self, source_range: ByteRange, position: int, block: int | None
     ) -> Iterator[Piece]:
@@ -88,6 +109,12 @@ class TextFiles:
             for data in self._files.iterate_blocks(file, start, stop, block=most):
                 yield Piece(position, position, data)
                 position += len(data)
+
+
+def _strip_line(line: bytes, offset: int) -> bytes:
+    if offset == 0 and line.startswith(_BOM):
+        line = line[len(_BOM) :]
+    return line[:-1] if line.endswith(b"\r") else line
 
 
 def divide_files(

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from millrace import errors
-from millrace.datasets.sources import SourceFiles, is_store_url, open_files, open_source
+from millrace.datasets.sources import (
+    DownloadSettings,
+    SourceFiles,
+    is_store_url,
+    open_files,
+    open_source,
+)
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms.base import Packing, SampleTransform
@@ -365,7 +371,13 @@ def _import_tokenize() -> Any:
 
 
 def open_transformed_source(
-    record: SourceRecord, files: SourceFiles, dataset_store: Store, *, any_version: bool = False
+    record: SourceRecord,
+    files: SourceFiles,
+    dataset_store: Store,
+    *,
+    any_version: bool = False,
+    downloads: DownloadSettings | None = None,
+    allow_private: bool = False,
 ) -> TransformedSource:
     """Return the source that a plan names, with the transforms of the plan.
 
@@ -374,7 +386,16 @@ def open_transformed_source(
         files: Files of the source.
         dataset_store: Store of the dataset.
         any_version: Whether a file is also read if it was written again after the plan was made.
+        downloads: Settings of the requests to the servers of a list of URLs; None for the defaults.
+        allow_private: Whether these servers may be in a private network or on this machine.
     """
-    source = open_source(record, files, dataset_store, any_version=any_version)
+    source = open_source(
+        record,
+        files,
+        dataset_store,
+        any_version=any_version,
+        downloads=downloads,
+        allow_private=allow_private,
+    )
     chain = open_transforms(record.settings.get("transforms", {}), dataset_store)
     return TransformedSource(source, chain)

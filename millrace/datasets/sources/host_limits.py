@@ -1,0 +1,152 @@
+"""Limits on the requests to one host, which all processes of this machine share.
+
+The limits are locks and times in files of a folder for temporary files. A lock ends with its
+process, however the process ends.
+"""
+
+import fcntl
+import os
+import random
+import tempfile
+import time
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+_BUCKETS = 4096  # files for all hosts: hosts of one bucket share their limits
+_LONGEST_PAUSE = 3600.0  # seconds for which a host is asked nothing, whatever it says
+_MAX_TURN_BYTES = 1024
+
+
+class HostBusyError(Exception):
+    """A host has asked for a longer pause than the caller can wait.
+
+    Attributes:
+        seconds: Rest of the pause.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"its host asks for a pause of {seconds:.0f} s")
+        self.seconds = seconds
+
+
+class HostLimits:
+    """Limits on the requests to one host.
+
+    Args:
+        requests: Requests at a time to one host.
+        interval: Shortest time between the starts of two requests to one host.
+        folder: Folder of the locks; None for one of this user in the folder for temporary files.
+    """
+
+    def __init__(self, requests: int, interval: timedelta, folder: Path | None = None) -> None:
+        self._requests, self._interval = requests, interval.total_seconds()
+        self._folder = folder or _make_shared_folder()
+
+    @contextmanager
+    def hold(self, host: str, longest_pause: float) -> Generator[None]:
+        """Wait until a request to a host may start, and count the request until the context ends.
+
+        Args:
+            host: Name of the host.
+            longest_pause: Seconds to wait for the end of a pause that the host has asked for. The
+                time to wait for other requests is not limited.
+
+        Raises:
+            HostBusyError: The pause is longer.
+        """
+        with self._lock_any_slot(host):
+            time.sleep(self._take_turn(host, longest_pause))
+            yield
+
+    def pause(self, host: str, seconds: float) -> None:
+        """Start no request to a host for some time, since the host asks for it.
+
+        Args:
+            host: Name of the host.
+            seconds: Length of the pause. Longer ones than an hour end after an hour.
+        """
+        until = time.monotonic() + min(seconds, _LONGEST_PAUSE)
+        with self._lock_turns(host) as turns:
+            following, _ = _read_turns(turns, host)
+            _write_turns(turns, host, following, until)
+
+    def _take_turn(self, host: str, longest_pause: float) -> float:
+        """Take the next turn of a host; return the seconds until it.
+
+        Raises:
+            HostBusyError: The host has asked for a longer pause.
+        """
+        with self._lock_turns(host) as turns:
+            now = time.monotonic()
+            following, pause_end = _read_turns(turns, host)
+            # A time of another boot of this machine may be far away.
+            turn = min(max(following, now), now + self._requests * self._interval)
+            pause = min(pause_end - now, _LONGEST_PAUSE)
+            if pause > longest_pause:
+                raise HostBusyError(pause)
+            turn = max(turn, now + pause)
+            _write_turns(turns, host, turn + self._interval, pause_end)
+        return turn - now
+
+    @contextmanager
+    def _lock_any_slot(self, host: str) -> Generator[None]:
+        paths = [self._make_path(host, str(slot)) for slot in range(self._requests)]
+        random.shuffle(paths)
+        for path in paths:
+            descriptor = _open(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                os.close(descriptor)
+        else:
+            descriptor = _open(paths[0])
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _lock_turns(self, host: str) -> Generator[int]:
+        descriptor = _open(self._make_path(host, "turns"))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _make_path(self, host: str, name: str) -> Path:
+        return self._folder / f"{zlib.crc32(host.encode()) % _BUCKETS:03x}-{name}"
+
+
+def _make_shared_folder() -> Path:
+    """Return a folder that only this user can write into."""
+    folder = Path(tempfile.gettempdir()) / f"millrace-hosts-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return Path(tempfile.mkdtemp(prefix="millrace-hosts-"))  # another user has made it
+    return folder
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _read_turns(descriptor: int, host: str) -> tuple[float, float]:
+    """Return the times of the next turn and of the end of the host's pause (monotonic clock)."""
+    try:
+        following, pause_end, name = os.pread(descriptor, _MAX_TURN_BYTES, 0).decode().split(" ")
+        return float(following), float(pause_end) if name == host else 0.0
+    except ValueError:  # empty or damaged
+        return 0.0, 0.0
+
+
+def _write_turns(descriptor: int, host: str, following: float, pause_end: float) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{following!r} {pause_end!r} {host}".encode(), 0)

@@ -1,0 +1,379 @@
+"""Download the bodies of URLs that anybody may have written, within limits."""
+
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
+from http.client import HTTPException
+from typing import Any, cast
+from urllib.parse import urljoin, urlsplit
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
+from urllib3.response import BaseHTTPResponse
+
+from millrace import errors
+from millrace.datasets.sources.host_limits import HostBusyError, HostLimits
+from millrace.datasets.sources.http_files import (
+    REDIRECT_STATUSES,
+    TRANSIENT_STATUSES,
+    RetryClock,
+    is_web_url,
+    release,
+    require_public,
+)
+from millrace.datasets.sources.settings import DownloadSettings, UrlSettings
+
+_MAX_TRIES = 4  # requests for one URL
+_MAX_UNANSWERED_TRIES = 2  # of these, to a host that does not answer
+_MAX_REDIRECTS = 5
+_CONNECT_TIMEOUT = 5.0
+_READ_TIMEOUT = 20.0
+_BLOCK = 256 << 10
+_MAX_URL_LENGTH = 8192
+_LONGEST_ASKED_PAUSE = timedelta(days=1)
+_CONTROL = re.compile(r"[\x00-\x20\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Body of an answer.
+
+    Attributes:
+        data: Bytes of the body.
+        media_type: Media type of the answer, such as ``image/jpeg``; empty if there is none.
+    """
+
+    data: bytes
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A URL without a body.
+
+    Attributes:
+        reason: Reason why there is no body.
+        is_answered: Whether a server has answered; True if nothing was requested.
+    """
+
+    reason: str
+    is_answered: bool = True
+
+    @property
+    def data(self) -> bytes:
+        """No bytes."""
+        return b""
+
+
+class _FailedTryError(Exception):
+    """A request has failed.
+
+    Attributes:
+        is_transient: Whether another request may succeed.
+        is_answered: Whether a server has answered.
+    """
+
+    def __init__(
+        self, reason: str, *, is_transient: bool = False, is_answered: bool = True
+    ) -> None:
+        super().__init__(reason)
+        self.is_transient, self.is_answered = is_transient, is_answered
+
+
+class UrlDownloader:
+    """Downloads the bodies of URLs. Many threads can use it at once.
+
+    Each request has a connection of its own. Nothing secret is sent.
+
+    Args:
+        settings: Limits on the answers.
+        downloads: Limits on the requests.
+        allow_private: Whether addresses of private networks and of this machine may be read.
+    """
+
+    def __init__(
+        self, settings: UrlSettings, downloads: DownloadSettings, *, allow_private: bool
+    ) -> None:
+        self._settings = settings
+        self._timeout = downloads.timeout.total_seconds()
+        self._limits = HostLimits(downloads.requests_per_host, downloads.host_interval)
+        self._allow_private = allow_private
+        self._headers = {
+            "Accept-Encoding": "identity", "Connection": "close",
+            "User-Agent": downloads.user_agent,
+        }  # fmt: skip
+        self._pool = urllib3.PoolManager(
+            8, maxsize=1, retries=False,
+            timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=_READ_TIMEOUT),
+        )  # fmt: skip
+        self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
+        self._stopped = threading.Event()
+        self._open: set[_OpenRequest] = set()
+
+    def stop(self) -> None:
+        """End all requests. Later ones fail."""
+        self._stopped.set()
+        for request in tuple(self._open):
+            request.cut()
+
+    def fetch(self, url: str) -> Body | Failure:
+        """Return the body of a URL, or the reason why there is none.
+
+        Errors that may pass are tried again, at most three times.
+        """
+        if fault := _find_fault(url):
+            return Failure(fault)
+        clock: RetryClock | None = None  # begins after the first try, which may wait for others
+        deadline = 0.0
+        for number in range(1, _MAX_TRIES + 1):
+            longest_pause = max(0.0, deadline - time.monotonic()) if clock else self._timeout
+            try:
+                return self._fetch_once(url, longest_pause)
+            except HostBusyError as error:
+                return Failure(str(error))
+            except _FailedTryError as error:
+                failure = Failure(str(error), error.is_answered)
+                if not error.is_transient or number == _MAX_TRIES or self._stopped.is_set():
+                    return failure
+                if not error.is_answered and number == _MAX_UNANSWERED_TRIES:
+                    return failure
+            if clock is None:
+                clock = RetryClock(self._timeout)
+                deadline = time.monotonic() + self._timeout
+            try:
+                clock.wait(errors.UnavailableError(failure.reason))
+            except errors.UnavailableError:
+                return failure
+        raise AssertionError("the last try returns")
+
+    def _fetch_once(self, url: str, longest_pause: float) -> Body:
+        """Request a URL, and the URLs that it redirects to.
+
+        Raises:
+            _FailedTryError: There is no body.
+            HostBusyError: A host has asked for a longer pause.
+        """
+        for _ in range(_MAX_REDIRECTS + 1):
+            with self._request(url, longest_pause) as answer:
+                location = answer.headers.get("Location")
+                if answer.status not in REDIRECT_STATUSES or not location:
+                    return self._read_answer(answer)
+            try:
+                url = urljoin(url, location)
+            except ValueError:
+                url = location
+            if fault := _find_fault(url):
+                raise _FailedTryError(f"it redirects to an address that {fault}")
+        raise _FailedTryError("it is redirected too often")
+
+    @contextmanager
+    def _request(self, url: str, longest_pause: float) -> Generator[BaseHTTPResponse]:
+        """Request one URL. The whole exchange is limited in time.
+
+        Raises:
+            _FailedTryError: The request failed, or the exchange was not finished in time.
+        """
+        host = urlsplit(url).hostname or ""
+        with self._limits.hold(host, longest_pause):
+            request = _OpenRequest(allow_private=self._allow_private)
+            self._open.add(request)
+            if self._stopped.is_set():
+                request.cut()
+            timer = threading.Timer(self._timeout, request.cut)
+            timer.daemon = True
+            timer.start()
+            _current.request = request
+            try:
+                answer = self._pool.request(
+                    "GET", url, headers=self._headers,
+                    preload_content=False, redirect=False, decode_content=False,
+                )  # fmt: skip
+                try:
+                    if answer.status in TRANSIENT_STATUSES:
+                        if asked := read_retry_after(answer.headers.get("Retry-After", "")):
+                            self._limits.pause(host, asked * random.uniform(1.0, 1.1))
+                        raise _FailedTryError(f"status {answer.status}", is_transient=True)
+                    yield answer
+                finally:
+                    release(answer)
+                if request.is_cut:  # a body without a length seems to have ended
+                    raise _FailedTryError(self._describe_cut())
+            except errors.ConfigurationError:
+                raise _FailedTryError(
+                    "its address is in a private network (see `allow_private` of `source`)"
+                ) from None
+            except (HTTPError, HTTPException, OSError, ValueError) as error:
+                if request.is_cut:
+                    raise _FailedTryError(self._describe_cut()) from None
+                raise _translate_error(error) from None
+            finally:
+                _current.request = None
+                timer.cancel()
+                self._open.discard(request)
+                request.close()
+
+    def _read_answer(self, answer: BaseHTTPResponse) -> Body:
+        if answer.status != 200:
+            raise _FailedTryError(f"status {answer.status}")
+        media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        patterns = self._settings.media_types
+        if patterns and not any(fnmatchcase(media_type, pattern.lower()) for pattern in patterns):
+            raise _FailedTryError(f"media type {media_type[:100] or 'missing'}")
+        encoding = answer.headers.get("Content-Encoding", "identity").lower()
+        if encoding not in {"", "identity"}:
+            raise _FailedTryError("compressed, although the server is asked not to")
+        limit = int(self._settings.max_body_bytes)
+        declared = answer.headers.get("Content-Length", "")
+        too_large = f"larger than {limit} bytes"
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise _FailedTryError(too_large)
+        blocks: list[bytes] = []
+        size = 0
+        while data := answer.read(min(_BLOCK, limit + 1 - size)):
+            blocks.append(data)
+            size += len(data)
+            if size > limit:
+                raise _FailedTryError(too_large)
+        return Body(blocks[0] if len(blocks) == 1 else b"".join(blocks), media_type)
+
+    def _describe_cut(self) -> str:
+        if self._stopped.is_set():
+            return "the run was stopped"
+        return f"its server took longer than {self._timeout:.0f} s"
+
+
+class _OpenRequest:
+    """Sockets of a request, by which another thread can end it."""
+
+    def __init__(self, *, allow_private: bool) -> None:
+        self.is_cut = False
+        self._allow_private = allow_private
+        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def watch(self, connection: Any, opened: socket.socket) -> socket.socket:
+        """Check the address of a new connection, and end it when the request is cut.
+
+        Raises:
+            ConfigurationError: The address is in a private network.
+        """
+        if not self._allow_private:
+            require_public(connection, opened)
+        with self._lock:
+            self._sockets.append(opened.dup())  # TLS takes the descriptor of the socket itself
+        if self.is_cut:
+            self.cut()
+        return opened
+
+    def cut(self) -> None:
+        """End the connections of the request."""
+        self.is_cut = True
+        with self._lock:
+            for one in self._sockets:
+                with suppress(OSError):  # the server has closed it
+                    one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        with self._lock:
+            for one in self._sockets:
+                one.close()
+            self._sockets.clear()
+
+
+class _Current(threading.local):
+    """The request that a thread makes."""
+
+    request: _OpenRequest | None = None
+
+
+_current = _Current()
+
+
+def _watch(connection: Any, opened: socket.socket) -> socket.socket:
+    assert _current.request is not None, "connections are opened in a request"
+    return _current.request.watch(connection, opened)
+
+
+class _Connection(HTTPConnection):
+    def _new_conn(self) -> socket.socket:
+        return _watch(self, super()._new_conn())
+
+
+class _TlsConnection(HTTPSConnection):
+    def _new_conn(self) -> socket.socket:
+        return _watch(self, super()._new_conn())
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = cast("Any", _Connection)
+
+
+class _TlsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = cast("Any", _TlsConnection)
+
+
+def read_retry_after(text: str) -> float:
+    """Return the seconds that a header Retry-After asks for, given as a number or as a date."""
+    longest = _LONGEST_ASKED_PAUSE.total_seconds()
+    if text.isdecimal():
+        return min(float(text[:20]), longest)
+    try:
+        asked = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    pause = asked.replace(tzinfo=asked.tzinfo or UTC) - datetime.now(UTC)
+    return min(max(0.0, pause.total_seconds()), longest)
+
+
+def _find_fault(url: str) -> str:
+    """Return the reason why a URL is not requested; empty if it is."""
+    if not is_web_url(url):
+        return "is not http:// or https://"
+    if len(url) > _MAX_URL_LENGTH:
+        return f"is longer than {_MAX_URL_LENGTH} characters"
+    if _CONTROL.search(url):
+        return "has spaces or control characters"
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "is not a valid URL"
+    if "@" in parts.netloc:
+        return "has credentials in it"
+    return "" if parts.hostname else "has no host"
+
+
+def _translate_error(error: Exception) -> _FailedTryError:
+    match error:
+        case NameResolutionError():
+            reason, is_answered = "its host has no address", False
+        case ConnectTimeoutError():
+            reason, is_answered = "its host does not answer", False
+        case NewConnectionError():
+            reason, is_answered = "its host cannot be reached", False
+        case ReadTimeoutError():
+            reason, is_answered = "its server stopped sending", True
+        case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return _FailedTryError("the certificate of its server is not trusted")
+        case HTTPError() | HTTPException() | OSError() if not isinstance(error, ValueError):
+            reason, is_answered = "the connection was cut", True
+        case _:
+            return _FailedTryError("is not a valid URL")
+    return _FailedTryError(reason, is_transient=True, is_answered=is_answered)
