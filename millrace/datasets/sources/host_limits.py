@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -46,19 +46,22 @@ class HostLimits:
         self._folder = folder or _make_shared_folder()
 
     @contextmanager
-    def hold(self, host: str, longest_pause: float) -> Generator[None]:
+    def hold(
+        self, host: str, longest_pause: float, sleep: Callable[[float], object] = time.sleep
+    ) -> Generator[None]:
         """Wait until a request to a host may start, and count the request until the context ends.
 
         Args:
             host: Name of the host.
             longest_pause: Seconds to wait for the end of a pause that the host has asked for. The
                 time to wait for other requests is not limited.
+            sleep: Function that waits for some seconds, or until the caller is stopped.
 
         Raises:
             HostBusyError: The pause is longer.
         """
         with self._lock_any_slot(host):
-            time.sleep(self._take_turn(host, longest_pause))
+            sleep(self._take_turn(host, longest_pause))
             yield
 
     def pause(self, host: str, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import random
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Generator
@@ -119,8 +120,9 @@ class UrlDownloader:
             "User-Agent": downloads.user_agent,
         }  # fmt: skip
         self._pool = urllib3.PoolManager(
-            8, maxsize=1, retries=False,
+            downloads.requests, maxsize=downloads.requests, retries=False,
             timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=_READ_TIMEOUT),
+            ssl_context=ssl.create_default_context(),  # else each host reads all authorities
         )  # fmt: skip
         self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
         self._stopped = threading.Event()
@@ -190,7 +192,7 @@ class UrlDownloader:
             _FailedTryError: The request failed, or the exchange was not finished in time.
         """
         host = urlsplit(url).hostname or ""
-        with self._limits.hold(host, longest_pause):
+        with self._limits.hold(host, longest_pause, self._stopped.wait):
             request = _OpenRequest(allow_private=self._allow_private)
             self._open.add(request)
             if self._stopped.is_set():
@@ -364,10 +366,10 @@ def _translate_error(error: Exception) -> _FailedTryError:
     match error:
         case NameResolutionError():
             reason, is_answered = "its host has no address", False
-        case ConnectTimeoutError():
-            reason, is_answered = "its host does not answer", False
         case NewConnectionError():
             reason, is_answered = "its host cannot be reached", False
+        case ConnectTimeoutError():  # `NewConnectionError` is one of these
+            reason, is_answered = "its host does not answer", False
         case ReadTimeoutError():
             reason, is_answered = "its server stopped sending", True
         case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -298,7 +298,7 @@ class UrlSource:
         if isinstance(answer, Failure):
             shown = _show_url(pending.url)
             if not answer.is_answered:
-                silent_hosts.add(urlsplit(pending.url).netloc)
+                silent_hosts.add(urlsplit(pending.url).hostname or "")
             else:
                 silent_hosts.clear()
             if len(silent_hosts) >= _MAX_SILENT_HOSTS:

@@ -50,6 +50,7 @@ def test_every_block_of_the_guide_to_datasets(
         "s3://somewhere/tables": make_tables(tmp_path / "tables"),
         "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
         "s3://somewhere/tars": make_tars(tmp_path / "tars"),
+        "s3://somewhere/lists": (tmp_path / "lists").as_uri(),
     }
     environment = {
         "STORAGE_BACKEND": "local",
@@ -116,6 +117,19 @@ def test_every_block_of_the_guide_to_datasets(
             update_source(path, "web", columns={"txt": "text"}, allow_private=True)
             assert "20 samples" in guide.type(run)
         assert read_texts(Folder(store / "web")) == Counter(texts)
+        (folder / "job.yaml").write_text(original)
+
+        with serve(Site(headers={"Content-Type": "image/png"})) as site:
+            site.files = {f"/{n}": bytes([n]) for n in range(2)}
+            rows = "".join(f"{site.url}/{n},caption.{n}\n" for n in range(3))
+            (tmp_path / "lists").mkdir()
+            (tmp_path / "lists/a.csv").write_text(f"link,caption\n{rows}")
+            path = guide.write("job.yaml", update=True)
+            update_source(path, "links", allow_private=True)
+            assert "2 samples" in guide.type(run)
+        assert set(read_fields(store / "links").values()) == {
+            b"\x00", b"\x01", b"caption.0", b"caption.1",
+        }  # fmt: skip
         (folder / "job.yaml").write_text(original)
 
         update_source(guide.write("job.yaml", update=True), "formats", columns={"txt": "text"})

@@ -174,12 +174,14 @@ def build_names():
         make_seek_point_key(dataset.make_seek_points_prefix(3), 7),
         dataset.make_member_index_key(3),
         dataset.make_shard_key("webdataset", "train", name, "tar"),
+        dataset.make_shard_key("webdataset", "train", name, "tar", DIGEST),
         f"{dataset.make_shards_prefix('mds', 'train')}index.json",
     )
     yield from (
         dataset.make_commit_key(name),
         dataset.make_end_key("train-00000"),
         dataset.make_quarantine_key(name),
+        dataset.make_quarantine_key(name, DIGEST),
     )
     yield from (lease.make_term_key(1), lease.make_beat_key(1), lease.make_end_key(1))
     job = CheckpointKeys("jobs/one")

@@ -19,6 +19,23 @@ def test_what_is_built_is_parsed_back(partition, number):
     assert keys.parse_commit(keys.make_end_key(partition)) is None
 
 
+@pytest.mark.parametrize("digest", ["", f"blake3:{'0123456789abcdef' * 4}"])
+def test_shards_and_quarantines_with_and_without_a_digest_are_those_of_their_dataset(digest):
+    keys, name = DatasetKeys("data/set"), ShardName("train-00000", 3)
+    suffix = "-0123456789abcdef" if digest else ""
+    shard = keys.make_shard_key("mds", "train", name, "mds", digest)
+    quarantine = keys.make_quarantine_key(name, digest)
+    assert shard == f"data/set/shards/mds/train/train-00000-000003{suffix}.mds"
+    assert quarantine == f"data/set/quarantine/train-00000-000003{suffix}.jsonl"
+    for key in (shard, quarantine):
+        assert keys.is_shard_or_quarantine(key)
+        assert keys.is_own(key)
+        assert not keys.is_shard_or_quarantine(key.replace("-000003", "-000003-0123"))
+    assert keys.parse_commit(f"data/set/commits/train-00000-000003{suffix}.json") == (
+        None if digest else name
+    )
+
+
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=5))
 def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     keys = DatasetKeys("d")

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import tarfile
+import tempfile
 
 import pyarrow
 import pytest
@@ -29,6 +30,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec, create, delete, open_store, put
 from tests.stores import make_spec
+from tests.support.url_server import serve_urls
 
 KEYS = DatasetKeys("d")
 
@@ -42,7 +44,12 @@ def rows_of(
     partitioned = partition_source(source_settings, open_files(store.spec), KEYS, division)
     for key, body in partitioned.sample_lists.items():
         create(dataset, key, body)
-    source = open_source(partitioned.record, open_files(store.spec), dataset)
+    source = open_source(
+        partitioned.record,
+        open_files(store.spec),
+        dataset,
+        allow_private=source_settings.allow_private,
+    )
     rows = {}
     for partition in partitioned.partitions:
         rows.setdefault(partition.split, []).extend(source.iterate_rows(partition.source_range, 0))
@@ -53,8 +60,10 @@ FILE_KINDS = [kind for kind in SourceKind if kind is not SourceKind.HUGGINGFACE]
 """The kinds whose files may lie anywhere."""
 
 
-def encode_rows(kind, rows):
-    """Encode rows as one file of a source of this kind."""
+def encode_rows(kind, rows, url="http://127.0.0.1:1"):
+    """Encode rows as one file of a source of this kind. A list of URLs has this URL only."""
+    if kind is SourceKind.URLS:
+        return f"{url}\n".encode() * len(rows)
     if kind is SourceKind.PARQUET:
         body = io.BytesIO()
         parquet.write_table(pyarrow.Table.from_pylist(rows), body)
@@ -205,19 +214,27 @@ def test_a_marker_whose_slash_the_store_drops_is_no_sample():
     assert partitioned.record.markers == 1
 
 
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for the limits of hosts
+    with serve_urls(lambda handler: handler.send(b"body")) as site:
+        yield site
+
+
 BAD_KEYS = ["a//b.txt", "/lead.txt", "c\x01d.txt", "x/../y.txt", "line\nbreak.txt"]
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw):
+def test_a_key_that_no_client_takes_costs_itself(kind, request, rgw, site):
     store = open_store(make_spec("rgw", request))
-    body = encode_rows(kind, [{"a": 1}])
+    body = encode_rows(kind, [{"a": 1}], site.url)
     for key in BAD_KEYS:
         rgw.make_client(rgw.full).put_object(
             Bucket=store.location.bucket, Key=f"below/here/{key}", Body=body
         )
     put(store, "good.txt", body)
-    _, _, rows = rows_of(SourceSettings(kind=kind, include=["*"]), store)
+    chosen = SourceSettings(kind=kind, include=["*"], allow_private=True)
+    _, _, rows = rows_of(chosen, store)
     bad = {row.where: row.reason for row in rows["train"] if isinstance(row, BadRow)}
     assert len([row for row in rows["train"] if isinstance(row, Sample)]) == 1
     assert set(bad) == {
