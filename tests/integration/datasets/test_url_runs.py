@@ -6,8 +6,6 @@ The judge reads the shards with webdataset and the records with `json`.
 import io
 import json
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -46,6 +44,7 @@ from millrace.schemas.dataset import PartitionEnd
 from millrace.storage import delete, open_store
 from tests.integration.datasets.test_pipeline import ANY_AGE
 from tests.oracle import compute_blake3
+from tests.support.fork_server import ForkedProcess, get_fork_server
 from tests.support.transforms import END, train_tokenizer
 from tests.support.url_server import UrlHandler, UrlSite, serve_urls
 
@@ -230,29 +229,25 @@ def test_what_lost_is_garbage_and_nothing_else(settings: PipelineSettings, tmp_p
 CHILD = """
 import sys
 from millrace import PipelineSettings, shard_dataset
-kind, number, settings = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+kind, settings = sys.argv[1:]
 def wait_at_boundary(event):
-    global number
+    global kind
     if type(event).__name__ == kind:
-        if number == 0:
-            print("reached", flush=True)
-            sys.stdin.readline()
-        number -= 1
+        kind = ""
+        print("reached", flush=True)
+        sys.stdin.readline()
 report = shard_dataset(PipelineSettings.model_validate_json(settings), progress=wait_at_boundary)
 print(report.samples)
 """
 
 
 @contextmanager
-def run_to_boundary(
-    settings: PipelineSettings, kind: str, number: int = 0
-) -> Generator["subprocess.Popen[str]"]:
-    """Run a driver until an event of a kind, at which it waits for a line."""
-    given = [kind, str(number), settings.model_dump_json()]
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, *given],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
+def run_to_boundary(settings: PipelineSettings, kind: str) -> Generator[ForkedProcess]:
+    """Run a driver until an event of a kind, at which it waits until its input is closed."""
+    child = get_fork_server("millrace.datasets").start(
+        CHILD, kind, settings.model_dump_json(), stdin=True
+    )
+    with child:
         assert child.stdout is not None
         assert child.stdout.readline() == "reached\n", kind
         try:
@@ -281,14 +276,14 @@ def test_a_run_killed_at_every_boundary_has_each_row_once(
 def test_a_driver_killed_beside_another_loses_and_doubles_nothing(
     settings: PipelineSettings, tmp_path: Path
 ) -> None:
-    several = change(settings, sharding={"partition_files": 1}, execution={"workers": 1})
+    several = change(settings, sharding={"partition_files": 1})
     with (
         run_to_boundary(several, "ShardUploaded") as first,
         run_to_boundary(several, "PartitionOpened") as second,
     ):
         first.kill()
         first.wait()
-        output, _ = second.communicate("\n")
+        output, _ = second.communicate()
         assert int(output) == ROWS - len(GONE)
     folder = tmp_path / "out"
     found = Counter[str]()
