@@ -395,7 +395,8 @@ def test_packing_is_refused_before_a_request(
 
 
 def test_a_card_names_the_committed_shards_only(settings: PipelineSettings, tmp_path: Path) -> None:
-    report = shard_dataset(settings.model_copy(update={"card": {"license": "cc0-1.0"}}))
+    data = settings.model_dump() | {"card": {"license": "cc0-1.0"}}
+    report = shard_dataset(PipelineSettings.model_validate(data))
     text = (tmp_path / "out/d/README.md").read_text()
     assert "*.tar" not in text
     assert all(shard.key.removeprefix("d/") in text for shard in report.manifest.shards)
