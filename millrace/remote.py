@@ -1,6 +1,6 @@
 """Sharding on rented machines: program, settings and storage grants of each machine."""
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -21,6 +21,8 @@ from millrace.rentals import (
 from millrace.storage import Right, StoreSpec, open_store
 
 _SETTINGS_FILE = "millrace-run.yaml"
+_CA_FILE = "source-ca.pem"
+_MAX_CA_BYTES = 1 << 20
 
 
 class VastSettings(CodeRepository):
@@ -56,7 +58,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
     """Return the rental of machines that shard a dataset.
 
     The machines share the partitions. If a machine is lost, others continue its partitions. They
-    get the files of transforms with their settings.
+    get the files of transforms and the `ca_file` of the source with their settings.
 
     Args:
         config: Settings of the dataset.
@@ -88,6 +90,10 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
     else:
         source = _check_source(config.source.store, vast)
         settings["source"] |= _make_source_settings(source)
+        if source.ca_file is not None:
+            files[_CA_FILE] = _read_ca_file(source.ca_file)
+            settings["source"]["ca_file"] = _CA_FILE
+            source = source.model_copy(update={"ca_file": None})  # a path of this machine
     return RentalSettings(
         name=f"shard/{config.dataset}",
         store=config.store,
@@ -138,6 +144,34 @@ def _make_source_settings(source: StoreSpec) -> dict[str, Any]:
             for number, name in enumerate(sorted(source.options))
         }
     return settings
+
+
+def _read_ca_file(path: Path) -> str:
+    """Read the certificate authorities of a source for another machine.
+
+    Raises:
+        ConfigurationError: The file cannot be read, is too large, is no text, or has a private key.
+    """
+    try:
+        with path.expanduser().open("rb") as file:
+            text = file.read(_MAX_CA_BYTES + 1).decode()
+    except OSError as error:
+        raise errors.ConfigurationError(
+            f"ca_file {path} cannot be read: {error.strerror}."
+        ) from None
+    except UnicodeDecodeError:
+        text = ""
+    if "-----BEGIN CERTIFICATE-----" not in text or len(text) > _MAX_CA_BYTES:
+        raise errors.ConfigurationError(
+            f"ca_file {path} has no certificates in PEM, or is larger than 1 MiB: name a file with "
+            "the certificates of the source's authorities only."
+        )
+    if "PRIVATE KEY-----" in text:
+        raise errors.ConfigurationError(
+            f"ca_file {path} has a private key, which whoever owns a rented machine could read: "
+            "name a file with certificates only."
+        )
+    return text
 
 
 def _make_credential_settings(prefix: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A dataset is sharded on rented machines: what they are sent, and what they may reach."""
 
 import secrets
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from millrace.settings import load_settings
 from millrace.storage import Right, StoreSpec, open_store, put
 from millrace.storage import read as read_object
 from millrace.testing.rgw import RGW
+from millrace.testing.tls import make_certificates
 from millrace.testing.vast import VastServer
 from tests.support.rentals.parts import HOUR, START, make_attempt
 from tests.support.transforms import train_tokenizer
@@ -176,6 +178,50 @@ def test_machines_shard_from_a_web_server_with_a_token_and_with_the_files_of_tra
     assert sorted(tokens) == sorted(
         token for word in ("ONE", "TWO") for token in tokenizer.encode(word).ids
     )
+
+
+def test_machines_trust_the_authorities_of_a_web_server_that_this_machine_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    with serve(Site(files={"/data/a.jsonl": b'{"text": "one"}\n'}), context) as site:
+        source = {
+            "url": f"{site.url}/data",
+            "paths": ["a.jsonl"],
+            "allow_private": True,
+            "ca_file": str(made.ca),
+        }
+        config = settings(
+            source=source,
+            store={"url": (tmp_path / "store").as_uri()},
+            execution={"workers": 0},
+        )
+        rent = make_sharding_rental(config, VAST)
+        made.ca.unlink()  # the machine has other folders
+        _, read = receive(rent, tmp_path / "machine")
+        monkeypatch.chdir(tmp_path / "machine")
+        assert shard_dataset(read).samples == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe", "has no certificates in PEM"),
+        (b"-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n", "has a private key"),
+    ],
+)
+def test_a_ca_file_without_certificates_or_with_a_key_is_not_sent(
+    text: bytes | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ca.pem"
+    if text is not None:
+        path.write_bytes(text)
+    source = {"url": "https://host/raw", "ca_file": str(path)}
+    with pytest.raises(errors.ConfigurationError, match=said):
+        make_sharding_rental(settings(source=source), VAST)
 
 
 def test_machines_read_a_prefix_of_another_bucket_and_nothing_else_of_it(
