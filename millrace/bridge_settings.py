@@ -327,8 +327,9 @@ class _Translation:
     def _leave_out_rest(self) -> None:
         old = self._old
         reasons = {
-            "vast.offer_id": "Offers are searched at each run, by `vast.request`.",
-            "vast.workdir": "A machine has a folder of its own.",
+            "vast.offer_id": "Offers are searched at each run, by `vast.request`. To rent one "
+            "offer, write its present number into `vast.request.offer_id`.",
+            "vast.workdir": "A machine has a folder of its own. `vast.workdir` names another.",
             "r2.region": "R2 needs none.",
             "pipeline.staging_dir": "Shards are made in memory, and the state is in the bucket.",
             "pipeline.output_format": "It had no effect.",

@@ -1,23 +1,31 @@
 """Sharding on rented machines: program, settings and storage grants of each machine."""
 
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace import errors
-from millrace.datasets import PipelineSettings
+from millrace.datasets import PipelineSettings, ShardReport, preflight_dataset, shard_dataset
+from millrace.datasets.ledger_follower import LedgerFollower
 from millrace.datasets.sources import is_store_url
 from millrace.datasets.transforms import bundle_files
+from millrace.progress import Progress, ignore_event
 from millrace.rentals import (
     CodeRepository,
     OfferRequest,
     Program,
     RentalSettings,
+    RentalSupervisor,
+    RentalTimeouts,
     StorageGrant,
     VastAccount,
+    check_offer_id,
 )
+from millrace.settings import load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
 
 _SETTINGS_FILE = "millrace-run.yaml"
@@ -25,10 +33,9 @@ _CA_FILE = "source-ca.pem"
 _MAX_CA_BYTES = 1 << 20
 
 
-class VastSettings(CodeRepository):
-    """Rented machines of `millrace run --use-vast`."""
+class ShardingMachines(CodeRepository):
+    """Rented machines that shard a dataset."""
 
-    account: VastAccount = Field(description="Account that pays for the machines.")
     request: OfferRequest = Field(
         description="Requirements of each machine, and its highest price."
     )
@@ -44,6 +51,20 @@ class VastSettings(CodeRepository):
         "a header of a web server. Whoever owns a machine can read them: name a token that can "
         "read this source only.",
     )
+    timeouts: RentalTimeouts = Field(
+        default=RentalTimeouts(), description="Time limits and retries."
+    )
+
+    @model_validator(mode="after")
+    def _check_offer(self) -> Self:
+        check_offer_id(self.request, self.machines)
+        return self
+
+
+class VastSettings(ShardingMachines):
+    """Rented machines of `millrace run --use-vast`."""
+
+    account: VastAccount = Field(description="Account that pays for the machines.")
 
 
 class VastFileSettings(BaseModel):
@@ -52,6 +73,125 @@ class VastFileSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     vast: VastSettings
+
+
+def run_pipeline(
+    settings: PipelineSettings | str | Path,
+    *,
+    dataset: str | None = None,
+    use_vast: bool = False,
+    progress: Progress = ignore_event,
+) -> ShardReport:
+    """Shard a dataset on this machine or on rented machines, as `millrace run` does.
+
+    Args:
+        settings: Settings of the dataset, or the path of their YAML or TOML file.
+        dataset: Name of the dataset, instead of the name in the settings.
+        use_vast: Whether to rent machines, by the section `vast` of the settings, without asking.
+        progress: Callback, as for `shard_dataset` and `shard_on_machines`.
+
+    Raises:
+        ConfigurationError: The settings are invalid, or have no section `vast`.
+        MillraceError: The run failed, with the errors of `shard_dataset` or `shard_on_machines`.
+    """
+    if isinstance(settings, PipelineSettings):
+        config, origin = settings, "The settings"
+    else:
+        config, origin = load_settings(Path(settings), PipelineSettings), str(settings)
+    if dataset is not None:
+        config = config.model_copy(update={"dataset": dataset})
+    if not use_vast:
+        return shard_dataset(config, progress=progress)
+    return shard_on_machines(config, read_vast_settings(config, origin), progress=progress)
+
+
+def read_vast_settings(
+    config: PipelineSettings,
+    origin: str,
+    *,
+    offer_id: int | None = None,
+    disk: float | None = None,
+    workdir: str | None = None,
+) -> VastSettings:
+    """Return the section `vast` of the settings of a dataset.
+
+    Args:
+        config: Settings of the dataset.
+        origin: Origin of the settings, for error messages.
+        offer_id: Number of the offer to rent, instead of the section's.
+        disk: Size of the disk in GB, instead of the section's.
+        workdir: Folder of the program on a machine, instead of the section's.
+
+    Raises:
+        ConfigurationError: There is no section `vast`, or it is invalid.
+    """
+    data = {} if config.vast is None else {"vast": config.vast}
+    vast = validate_settings(VastFileSettings, data, source=origin).vast
+    given = {"offer_id": offer_id, "disk": disk}
+    request = vast.request.model_dump() | {
+        name: value for name, value in given.items() if value is not None
+    }
+    changed = dict(vast) | {"request": request, "workdir": workdir or vast.workdir}
+    return validate_settings(VastSettings, changed, source=origin)
+
+
+def shard_on_machines(
+    config: PipelineSettings, vast: VastSettings, *, progress: Progress = ignore_event
+) -> ShardReport:
+    """Shard a dataset on rented machines, and release the machines, whatever happens.
+
+    If the process is killed, the machines of its rental are released after half a minute, or
+    taken over by a next run. A complete dataset needs no machine: then `shard_dataset` is called.
+
+    Args:
+        config: Settings of the dataset.
+        vast: Settings of the machines.
+        progress: Receives the events of the dataset in this thread, and those of the machines in
+            another thread.
+
+    Raises:
+        BudgetError: The money or the time is spent. All machines were released.
+        ConfigurationError: The machines cannot read the source, or would refuse the settings.
+            Nothing was rented.
+        DeniedError: Vast.ai does not know the API key.
+        HeldError: Another process shards this dataset on rented machines.
+        MachineError: Too many machines did not start, or a program failed. The next run continues.
+        NotFoundError: No offer fits.
+    """
+    began = time.monotonic()
+    rental = make_sharding_rental(config, vast)
+    follower = LedgerFollower(open_store(config.store), config.dataset, progress)
+    if follower.is_complete:
+        return shard_dataset(config, progress=progress)
+    _, found = preflight_dataset(config)
+    if found.refusals:
+        raise errors.ConfigurationError(found.refusals[0])
+    follower.poll()
+    supervisor = RentalSupervisor(rental, repeat=True, progress=nullcontext(progress))
+    with supervisor:
+        is_over = False
+        while not is_over:
+            supervisor.wait_until_done(vast.timeouts.poll_interval)
+            is_over = supervisor.is_over  # before the poll, so that the last poll reads all
+            with suppress(errors.MillraceError):  # the next poll reads the rest
+                follower.poll()
+        supervisor.raise_failure()
+    if not follower.is_complete:
+        raise errors.MachineError(
+            f"The programs of {rental.name} ended with exit code 0, and {found.url} is not "
+            "complete: check `repo_url` and `repo_ref`, and start again."
+        )
+    return follower.make_report(time.monotonic() - began, supervisor.cost)
+
+
+def needs_machines(config: PipelineSettings) -> bool:
+    """Decide whether `shard_on_machines` rents machines: not for a complete dataset."""
+    return not LedgerFollower(open_store(config.store), config.dataset, ignore_event).is_complete
+
+
+def make_rental_name(dataset: str) -> str:
+    """Return the name of the rental whose machines shard a dataset."""
+    return f"shard/{dataset}"
 
 
 def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> RentalSettings:
@@ -95,7 +235,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
             settings["source"]["ca_file"] = _CA_FILE
             source = source.model_copy(update={"ca_file": None})  # a path of this machine
     return RentalSettings(
-        name=f"shard/{config.dataset}",
+        name=make_rental_name(config.dataset),
         store=config.store,
         account=vast.account,
         request=vast.request,
@@ -104,6 +244,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
             repo_ref=vast.repo_ref,
             extras=vast.extras,
             image=vast.image,
+            workdir=vast.workdir,
             command=("millrace", "run", _SETTINGS_FILE),
             files={_SETTINGS_FILE: yaml.safe_dump(settings), **files},
         ),
@@ -111,6 +252,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
         storage_grants=tuple(storage_grants),
         role_arn=vast.role_arn,
         source=source,
+        timeouts=vast.timeouts,
     )
 
 

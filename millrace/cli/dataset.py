@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.progress import Event
+    from millrace.remote import VastSettings
     from millrace.schemas.dataset import DatasetPlan
     from millrace.storage import Store
 
@@ -77,6 +79,33 @@ _prefix = click.option(
 )
 
 
+def _take_machine_options(command: "Callable[..., Any]") -> "Callable[..., Any]":
+    """Add the options of rented machines."""
+    for option in (
+        click.option(
+            "--workdir",
+            metavar="FOLDER",
+            help="Folder of the program on a machine; `vast.workdir`.",
+        ),
+        click.option(
+            "--disk", type=float, metavar="GB", help="Size of the disk; `vast.request.disk`."
+        ),
+        click.option(
+            "--offer-id",
+            type=int,
+            metavar="NUMBER",
+            help="Rent this offer of `millrace plan`, and no other; `vast.request.offer_id`.",
+        ),
+        click.option(
+            "--use-vast",
+            is_flag=True,
+            help="Shard on rented machines, by the section `vast` of the file.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group(cls=NounGroup)
 def dataset() -> None:
     r"""Shard a source into WebDataset or other shards, each sample exactly once.
@@ -107,8 +136,11 @@ def init(path: Path) -> CommandResult:
 @dataset.command()
 @take_settings_file(_FILE)
 @_prefix
+@_take_machine_options
 @print_result
-def plan(settings: Path, prefix: str | None) -> CommandResult:
+def plan(
+    settings: Path, prefix: str | None, *, use_vast: bool, **machine_options: "Any"
+) -> CommandResult:
     r"""Show the partitions and the destination of a dataset. Writes nothing.
 
     If the file has a section `vast`, the command also shows the offers that `run --use-vast` would
@@ -125,9 +157,17 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in (*found.notes, *found.unchecked):
         echo(sentence)
-    if config.vast is not None:
-        _show_offers(settings, config)
-    for sentence in found.refusals:
+    refusals = list(found.refusals)
+    if use_vast or config.vast is not None:
+        vast = _read_machines(settings, config, machine_options)
+        try:
+            _show_offers(config, vast)
+        except errors.ConfigurationError as error:
+            if use_vast:
+                refusals.append(str(error))
+            else:
+                echo(f"`millrace run --use-vast` will refuse: {error}", err=True)
+    for sentence in refusals:
         echo(f"`millrace run` will refuse: {sentence}", err=True)
     data = {
         "dataset": plan.dataset,
@@ -141,17 +181,15 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
             {"name": one.name, "split": one.split, "bytes": one.source_range.size}
             for one in plan.partitions
         ],
-        "refusals": found.refusals,
+        "refusals": refusals,
     }
-    return CommandResult(data, 1 if found.refusals else 0)
+    return CommandResult(data, 1 if refusals else 0)
 
 
 @dataset.command()
 @take_settings_file(_FILE)
 @_prefix
-@click.option(
-    "--use-vast", is_flag=True, help="Shard on rented machines, by the section `vast` of the file."
-)
+@_take_machine_options
 @click.option(
     "--repair",
     is_flag=True,
@@ -160,7 +198,13 @@ def plan(settings: Path, prefix: str | None) -> CommandResult:
 @add_yes_option
 @print_result
 def run(
-    settings: Path, prefix: str | None, *, use_vast: bool, repair: bool, yes: bool
+    settings: Path,
+    prefix: str | None,
+    *,
+    use_vast: bool,
+    repair: bool,
+    yes: bool,
+    **machine_options: "Any",
 ) -> CommandResult:
     r"""Shard a dataset, or continue a run that was stopped.
 
@@ -179,26 +223,12 @@ def run(
             "--use-vast first, then run --repair alone."
         )
     if use_vast:
-        from millrace.cli.machine import run_rental
-        from millrace.remote import VastFileSettings, make_sharding_rental
-        from millrace.settings import load_settings
-
-        vast = load_settings(settings, VastFileSettings).vast
-        return run_rental(make_sharding_rental(config, vast), yes=yes)
+        return _run_on_machines(config, _read_machines(settings, config, machine_options), yes=yes)
+    _refuse_machine_options(machine_options)
     with PartitionsBar() as progress:
         report = shard_dataset(config, progress=progress, repair=repair)
     _show_report(report)
-    data: dict[str, object] = {
-        "url": report.url,
-        "manifest": report.manifest_key,
-        "samples": report.samples,
-        "shards": len(report.manifest.shards),
-        "bytes": report.manifest.size,
-        "quarantined": report.manifest.quarantined,
-        "new_shards": report.new_shards,
-        "new_bytes": report.new_bytes,
-        "seconds": report.seconds,
-    }
+    data = _describe_report(report)
     if repair:
         repaired = repair_dataset(config)
         for key in repaired.remade_keys:
@@ -209,6 +239,68 @@ def run(
         )
         data["remade"] = repaired.remade_keys
     return CommandResult(data)
+
+
+def _read_machines(
+    settings: Path, config: "PipelineSettings", options: "dict[str, Any]"
+) -> "VastSettings":
+    """Return the section `vast` of a settings file, with the options of the command."""
+    from millrace.remote import read_vast_settings
+
+    return read_vast_settings(config, str(settings), **options)
+
+
+def _refuse_machine_options(options: "dict[str, Any]") -> None:
+    """Refuse options of rented machines without `--use-vast`."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise errors.ConfigurationError(
+            f"{given[0]} needs --use-vast: add it, or remove {given[0]}."
+        )
+
+
+def _run_on_machines(
+    config: "PipelineSettings", vast: "VastSettings", *, yes: bool
+) -> CommandResult:
+    """Shard a dataset on rented machines, after a question."""
+    from millrace.cli.machine import EventPrinter, confirm_rental, release_on_signal
+    from millrace.progress_bar import PartitionsBar
+    from millrace.remote import make_sharding_rental, needs_machines, shard_on_machines
+    from millrace.rentals import RentalSupervisor
+
+    rental = make_sharding_rental(config, vast)
+    if needs_machines(config) and not confirm_rental(rental, yes=yes):
+        return CommandResult({"rental": rental.name, "dollars": 0.0}, 1)
+    release_on_signal(RentalSupervisor.has_any_machines)
+    show_machines = EventPrinter()
+    with PartitionsBar() as show_partitions:
+
+        def progress(event: "Event") -> None:
+            show_machines(event)
+            show_partitions(event)
+
+        report = shard_on_machines(config, vast, progress=progress)
+    _show_report(report)
+    if report.dollars is not None:
+        echo(f"All is released. It has cost about ${report.dollars:.2f}.")
+    return CommandResult(
+        {**_describe_report(report), "rental": rental.name, "dollars": report.dollars or 0.0}
+    )
+
+
+def _describe_report(report: "ShardReport") -> "dict[str, object]":
+    """Return the report of a run as plain values."""
+    return {
+        "url": report.url,
+        "manifest": report.manifest_key,
+        "samples": report.samples,
+        "shards": len(report.manifest.shards),
+        "bytes": report.manifest.size,
+        "quarantined": report.manifest.quarantined,
+        "new_shards": report.new_shards,
+        "new_bytes": report.new_bytes,
+        "seconds": report.seconds,
+    }
 
 
 @dataset.command("import-settings")
@@ -406,16 +498,14 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         )
 
 
-def _show_offers(settings: Path, config: "PipelineSettings") -> None:
+def _show_offers(config: "PipelineSettings", vast: "VastSettings") -> None:
     """Show the offers that `run --use-vast` would take."""
     if find_spec("vastai") is None:
         echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
         return
     from millrace.cli.machine import show_offers
-    from millrace.remote import VastFileSettings, make_sharding_rental
-    from millrace.settings import load_settings
+    from millrace.remote import make_sharding_rental
 
-    vast = load_settings(settings, VastFileSettings).vast
     show_offers(make_sharding_rental(config, vast))
 
 

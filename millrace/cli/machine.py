@@ -77,10 +77,10 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
     rental_settings = load_settings(settings, RentalSettings)
     if not detach:
         return run_rental(rental_settings, yes=yes)
-    if not _confirm_rental(rental_settings, yes=yes):
+    if not confirm_rental(rental_settings, yes=yes):
         return CommandResult({"rental": rental_settings.name, "dollars": 0.0}, 1)
     release_on_signal()
-    with Rental(rental_settings, detached=True, progress=_EventPrinter()) as rental:
+    with Rental(rental_settings, detached=True, progress=EventPrinter()) as rental:
         running = rental.wait_until_ready()
         for one in running:
             address = one.instance.address if one.instance else ""
@@ -174,6 +174,8 @@ def show_offers(settings: "RentalSettings") -> "list[Offer]":
     found = find_offers(open_account(settings.account), settings.effective_request)
     if found:
         echo_text(format_offers(found))
+    elif settings.request.offer_id is not None:
+        echo("This offer is gone, or does not fit: name another offer, or none.", err=True)
     else:
         echo("No offer fits: ask for less, or raise max_hourly.", err=True)
     return found
@@ -183,17 +185,17 @@ def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
     """Rent machines, wait until all programs have ended, and release the machines."""
     from millrace.rentals import Rental
 
-    if not _confirm_rental(settings, yes=yes):
+    if not confirm_rental(settings, yes=yes):
         return CommandResult({"rental": settings.name, "dollars": 0.0}, 1)
     release_on_signal()
-    with Rental(settings, progress=_EventPrinter()) as rental:
+    with Rental(settings, progress=EventPrinter()) as rental:
         rental.wait_until_done()
         cost = rental.cost
     echo(f"All is released. It has cost about ${cost:.2f}.")
     return CommandResult({"rental": settings.name, "dollars": cost})
 
 
-def _confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
+def confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
     """Show the offers, and ask whether to rent machines."""
     if yes:
         return True
@@ -260,10 +262,11 @@ def describe_machine(machine: "MachineStatus") -> str:
     )
 
 
-class _EventPrinter:
+class EventPrinter:
     """Printer of the events of machines, and of the output of their programs."""
 
     def __call__(self, event: Event) -> None:
+        """Print an event."""
         from millrace.rentals import progress_events as events
 
         match event:
@@ -281,6 +284,8 @@ class _EventPrinter:
                 echo(f"{event.machine}: its program runs.")
             case events.MachineMissing():
                 echo(f"{event.machine}: not replaced yet: {event.message}", err=True)
+            case events.RentalWaiting():
+                echo(f"Waiting for {event.rental}: {event.message}", err=True)
             case events.MachineReleased():
                 echo(
                     f"{event.machine}: released ({event.reason}: {event.message}), "

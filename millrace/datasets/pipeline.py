@@ -47,6 +47,7 @@ class ShardReport:
         new_samples: Number of samples in the new shards.
         new_bytes: Bytes of the new shards.
         was_complete: Whether the dataset was complete before this run.
+        dollars: Cost of all rented machines of the dataset; None if this run rented none.
     """
 
     url: str
@@ -59,6 +60,7 @@ class ShardReport:
     new_samples: int
     new_bytes: int
     was_complete: bool = False
+    dollars: float | None = None
 
     @property
     def manifest_url(self) -> str:

@@ -17,6 +17,7 @@ from millrace.rentals.settings import (
     RentSettings,
     StorageGrant,
     VastAccount,
+    check_offer_id,
     open_account,
 )
 from millrace.rentals.supervisor import RentalSupervisor
@@ -46,6 +47,7 @@ __all__ = [
     "SystemClock",
     "VastAccount",
     "VastClient",
+    "check_offer_id",
     "derive_node_key",
     "find_offers",
     "has_open_attempts",

@@ -75,6 +75,7 @@ def make_environment(
         "MILLRACE_REPO_URL": program.repo_url,
         "MILLRACE_REPO_REF": program.repo_ref,
         "MILLRACE_EXTRAS": ",".join(program.extras),
+        **({"MILLRACE_WORKDIR": program.workdir} if program.workdir else {}),
         "MILLRACE_REPORT_URL": _sign_url(
             store, MachineKeys(machine).setup, credential_lifetime, Right.WRITE
         ),

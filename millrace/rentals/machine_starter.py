@@ -154,9 +154,15 @@ class MachineStarter:
             self._releaser.enforce_budget(self._budget)
             if self._take_offer(slot, offer):
                 return
+        settings = self._context.settings
+        if settings.request.offer_id is not None:
+            raise errors.NotFoundError(
+                f"Vast.ai does not have the offer {settings.request.offer_id} (any more), or the "
+                f"offer does not fit {settings.name}: name another offer, or none."
+            )
         raise errors.NotFoundError(
-            f"Vast.ai has no offer (any more) that fits {self._context.settings.name}: ask for "
-            "less, or raise max_hourly."
+            f"Vast.ai has no offer (any more) that fits {settings.name}: ask for less, or raise "
+            "max_hourly."
         )
 
     def adopt_machine(self, machine: Machine, instance_id: int) -> None:

@@ -25,6 +25,14 @@ class OfferRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    offer_id: int | None = Field(
+        title="Offer ID",
+        default=None,
+        ge=1,
+        description="Number of the only offer to rent, as `millrace plan` and `millrace machine "
+        "offers` show it. The offer must fit the other requirements. If the machine is lost, none "
+        "takes its place.",
+    )
     gpu: str = Field(
         default="",
         description="Name of the GPU at Vast.ai, such as `RTX 4090` or `RTX_4090`; empty for any.",
@@ -160,6 +168,8 @@ class OfferRequest(BaseModel):
             "duration": {"gte": self.max_lifetime.total_seconds()},
             "direct_port_count": {"gte": self.ports},
         }
+        if self.offer_id is not None:
+            filters["id"] = {"eq": self.offer_id}
         if self.verified:
             filters["verified"] = {"eq": True}
         if self.gpu:
@@ -275,7 +285,8 @@ def find_offers(
             max(offer.download_dollars_per_gb, offer.upload_dollars_per_gb) > request.max_traffic
         )
         if (
-            offer.machine_id not in excluded
+            request.offer_id in {None, offer.id}
+            and offer.machine_id not in excluded
             and offer.dollars_per_hour <= request.max_hourly
             and not has_expensive_traffic
         ):

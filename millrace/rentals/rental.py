@@ -57,6 +57,7 @@ class Rental:
             deadline, until the money is spent, or until `release`.
         wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
             renews its lease, or the lease expires.
+        repeat: Whether programs that ended under an earlier owner run again, on other machines.
         vast: Client of the account; by default that of the settings.
         progress: Receives `OfferTaken`, `MachineRented`, `MachineReady`, `MachineReleased`,
             `MachineMissing`, `PriceRaised`, `OutputPrinted` and `RentalCostUpdated`.
@@ -68,11 +69,12 @@ class Rental:
         *,
         detached: bool = False,
         wait: bool = False,
+        repeat: bool = False,
         vast: VastClient | None = None,
         progress: Progress = ignore_event,
     ) -> None:
         self.settings = settings
-        self._wait = wait
+        self._wait, self._repeat = wait, repeat
         self._context = RentalContext(
             settings,
             open_store(settings.store),
@@ -123,6 +125,8 @@ class Rental:
                 with self._timer.expect_steps():
                     self._releaser.release(take_over_machines(self._context, self._state, attempts))
                 delete_detach_records(self._context, attempts)
+                if self._repeat:
+                    self._state.done.clear()
             except BaseException:
                 if any(one.is_detached for one in attempts):  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):

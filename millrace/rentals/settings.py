@@ -19,6 +19,24 @@ _RESERVED_PREFIXES = (
 
 GrantPrefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 
+WorkFolder = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f]+$", max_length=1000)]
+
+
+def check_offer_id(request: OfferRequest, machines: int) -> None:
+    """Refuse to rent several machines from one offer.
+
+    Args:
+        request: Requirements of each machine.
+        machines: Number of machines.
+
+    Raises:
+        ValueError: The requirements name an offer, which has one machine, and there are several.
+    """
+    if request.offer_id is not None and machines > 1:
+        raise ValueError(
+            "an offer is one machine: set machines to 1, or remove offer_id from request"
+        )
+
 
 class VastAccount(BaseModel):
     """Account at Vast.ai that pays for machines."""
@@ -71,6 +89,13 @@ class CodeRepository(BaseModel):
     image: str = Field(
         default="pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
         description="Docker image with python3 (3.11 or newer), its module venv, and git.",
+    )
+    workdir: WorkFolder | None = Field(
+        title="Work folder",
+        default=None,
+        description="Absolute path of the folder on a machine into which the repository is cloned, "
+        "and in which the program runs; by default a folder below the home folder. The folder must "
+        "be empty or missing.",
     )
 
 
@@ -168,6 +193,11 @@ class RentSettings(BaseModel):
     timeouts: RentalTimeouts = Field(
         default=RentalTimeouts(), description="Time limits and retries."
     )
+
+    @model_validator(mode="after")
+    def _check_offer(self) -> Self:
+        check_offer_id(self.request, self.machines)
+        return self
 
     @property
     def effective_request(self) -> OfferRequest:

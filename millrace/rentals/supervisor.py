@@ -35,6 +35,7 @@ class RentalSupervisor:
         settings: Settings of the rental; machines of an owner that was killed are taken over.
         is_proven: Whether a program is known to work. Until then, the second failure ends the
             rental: the command is wrong on any machine.
+        repeat: Whether programs that ended under an earlier owner run again, as for `Rental`.
         progress: Context, entered in the thread, whose value receives the events of `Rental`. The
             value also receives `RentalWaiting`, `RentalFailed`, and `RentalInterrupted` when the
             exit is interrupted.
@@ -49,6 +50,7 @@ class RentalSupervisor:
         "_progress",
         "_ready",
         "_rental",
+        "_repeat",
         "_report",
         "_stop_requested",
         "_thread",
@@ -62,9 +64,11 @@ class RentalSupervisor:
         settings: RentalSettings,
         is_proven: Callable[[], bool] = lambda: True,
         *,
+        repeat: bool = False,
         progress: AbstractContextManager[Progress] | None = None,
     ) -> None:
         self.settings = settings
+        self._repeat = repeat
         self._is_proven = is_proven
         self._failures: list[str] = []
         self._progress: AbstractContextManager[Progress] = progress or nullcontext(ignore_event)
@@ -115,6 +119,11 @@ class RentalSupervisor:
         """
         self._ready.wait()
         self.raise_failure()
+        return self.cost
+
+    @property
+    def cost(self) -> float:
+        """Dollars that all machines have cost so far, including released machines."""
         return self._rental.cost if self._rental else 0.0
 
     @property
@@ -145,7 +154,9 @@ class RentalSupervisor:
         """Acquire the rental; an earlier owner may still be releasing its machines."""
         deadline = monotonic() + _TAKEOVER_TIMEOUT
         while True:
-            rental = Rental(self.settings, wait=True, progress=self._handle_event)
+            rental = Rental(
+                self.settings, wait=True, repeat=self._repeat, progress=self._handle_event
+            )
             try:
                 return stack.enter_context(rental)
             except HeldError as error:

@@ -1,7 +1,11 @@
 """A dataset is sharded on rented machines: what they are sent, and what they may reach."""
 
+import json
+import re
 import secrets
+import shutil
 import ssl
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from tokenizers import Tokenizer
 from millrace import errors
 from millrace.cli import main
 from millrace.datasets import PipelineSettings, shard_dataset
-from millrace.remote import VastSettings, make_sharding_rental
+from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
+from millrace.progress import Event
+from millrace.remote import VastSettings, make_sharding_rental, run_pipeline
 from millrace.rentals import RentalSettings
 from millrace.rentals.machine_environment import make_environment
 from millrace.rentals.messages import GuestConfig, make_program_environment
@@ -264,29 +270,59 @@ def test_a_whole_bucket_is_no_source_for_machines(tmp_path: Path) -> None:
         receive(rent.model_copy(update={"store": StoreSpec(url=tmp_path.as_uri())}), tmp_path)
 
 
+def write_rented_dataset(
+    vast: VastServer, repository: Path, folder: Path, **world: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Write a source and a settings file with real machines; return the file and the settings."""
+    real = {"real": True, "rate": 1.0, "strict": False, "image": sysconfig.get_path("purelib")}
+    key = vast.reset(**real | world)
+    (folder / "store/raw").mkdir(parents=True)
+    rows = b"".join(json.dumps({"text": f"row {number}"}).encode() + b"\n" for number in range(500))
+    (folder / "store/raw/a.jsonl").write_bytes(rows)
+    store = (folder / "store").as_uri()
+    section = VAST.model_dump(mode="json", exclude_defaults=True)
+    section |= {
+        "account": {"api_key": key, "server_url": vast.url},
+        "machines": 1,
+        "repo_url": repository.as_uri(),
+        "timeouts": {"poll_interval": "1s"},
+    }
+    data = {
+        "dataset": "words",
+        "source": {"url": f"{store}/raw"},
+        "store": {"url": store},
+        "sharding": {"shard_bytes": 10240, "partition_bytes": 4096},
+        "execution": {"workers": 1},
+        "vast": section,
+    }
+    path = folder / "millrace.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path, data
+
+
+def read_shards(folder: Path) -> dict[str, bytes]:
+    """Return the shards of a dataset, by their names."""
+    return {one.name: one.read_bytes() for one in folder.glob("words/shards/**/*.tar")}
+
+
+def shard_here(data: dict[str, Any], folder: Path) -> dict[str, bytes]:
+    """Shard the same source on this machine, and return the shards."""
+    here = {name: value for name, value in data.items() if name != "vast"}
+    run_pipeline(
+        PipelineSettings.model_validate(here | {"store": {"url": (folder / "here").as_uri()}})
+    )
+    return read_shards(folder / "here")
+
+
 def test_run_use_vast_rents_and_gives_back(
-    vast: VastServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The handlers would replace pytest's own.
-    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda: None)
-    key = vast.reset(rate=300.0, strict=False, program=100.0)
-    (tmp_path / "store/raw").mkdir(parents=True)
-    (tmp_path / "store/raw/a.jsonl").write_text('{"text": "x"}\n')
-    path = tmp_path / "millrace.yaml"
-    store = (tmp_path / "store").as_uri()
-    section = VAST.model_dump(mode="json", exclude_defaults=True)
-    section |= {"account": {"api_key": key, "server_url": vast.url}, "machines": 1}
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "dataset": "words",
-                "source": {"url": f"{store}/raw"},
-                "store": {"url": store},
-                "vast": section,
-            }
-        )
-    )
-    assert CliRunner().invoke(main, ["plan", str(path)]).exit_code == 0
+    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda _: None)
+    path, data = write_rented_dataset(vast, repository, tmp_path)
+    planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast"])
+    assert planned.exit_code == 0, planned.output
+    assert "1 x RTX 4090" in planned.output
     refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"], input="n\n")
     assert refused.exit_code == 1
     assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in refused.stderr
@@ -296,14 +332,134 @@ def test_run_use_vast_rents_and_gives_back(
     done = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--yes"])
     assert done.exit_code == 0, done.output
     assert "shard/words/0: released (done: the program ended with exit code 0)" in done.output
+    assert "500 samples in " in done.output
+    assert "All is released. It has cost about $" in done.output
     assert vast.list_alive() == []
+    assert read_shards(tmp_path / "store") == shard_here(data, tmp_path)
+    again = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
+    assert (again.exit_code, len(vast.list_machines())) == (0, 1)
+    assert "is complete already" in again.output
     unmended = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--repair"])
     assert (unmended.exit_code, vast.list_alive()) == (2, [])
     assert "Shard with --use-vast first, then run --repair alone" in unmended.output
     vast.reset()
-    missing = yaml.safe_load(path.read_text())
-    del missing["vast"]
-    path.write_text(yaml.safe_dump(missing))
-    refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"])
-    assert refused.exit_code == 2
-    assert "vast: Field required" in refused.output
+    path.write_text(yaml.safe_dump({name: data[name] for name in data if name != "vast"}))
+    for command in ("plan", "run"):
+        refused = CliRunner().invoke(main, [command, str(path), "--use-vast"])
+        assert refused.exit_code == 2
+        assert "vast: Field required" in refused.output
+
+
+def test_a_dataset_that_was_deleted_is_made_again_on_another_machine(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(vast, repository, tmp_path)
+    events: list[Event] = []
+    first = run_pipeline(path, use_vast=True, progress=events.append)
+    shutil.rmtree(tmp_path / "store/words")
+    again = run_pipeline(str(path), use_vast=True)
+    books = vast.list_machines()
+    vast.reset()
+    assert [one["destroyed"] is not None for one in books] == [True, True]
+    assert read_shards(tmp_path / "store") == shard_here(data, tmp_path)
+    assert (first.samples, first.new_samples, again.new_samples) == (500, 500, 500)
+    assert again.manifest == first.manifest
+    assert first.dollars == pytest.approx(books[0]["cost"], rel=0.5)
+    assert again.dollars
+    assert again.dollars > first.dollars  # of both machines
+    planned = next(one for one in events if isinstance(one, PlanCommitted))
+    assert planned.partitions == first.partitions
+    committed = [one for one in events if isinstance(one, ShardCommitted)]
+    assert sum(len(one.keys) for one in committed) == first.new_shards
+    assert sum(isinstance(one, PartitionEnded) for one in events) == first.partitions
+
+
+def test_settings_that_the_machines_would_refuse_rent_nothing(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(vast, repository, tmp_path, rate=100.0, real=False)
+    (tmp_path / "store/raw/a.jsonl").rename(tmp_path / "a.jsonl")
+    with pytest.raises(errors.NotFoundError, match="has no files that match"):
+        run_pipeline(path, use_vast=True)
+    (tmp_path / "a.jsonl").rename(tmp_path / "store/raw/a.jsonl")
+    data["store"] = {"url": f"{data['store']['url']}/raw"}
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
+        run_pipeline(path, use_vast=True)
+    assert vast.list_machines() == []
+    vast.reset()
+
+
+def test_programs_that_end_without_the_dataset_are_an_error(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, _ = write_rented_dataset(vast, repository, tmp_path, rate=100.0, real=False, program=10.0)
+    with pytest.raises(errors.MachineError, match="words is not complete: check `repo_url`"):
+        run_pipeline(path, use_vast=True)
+    assert (vast.list_alive(), len(vast.list_machines())) == ([], 1)
+    vast.reset()
+
+
+def test_a_limit_of_money_and_a_wrong_key_are_named(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(vast, repository, tmp_path, rate=300.0, real=False)
+    data["vast"]["request"]["max_total"] = 0.005  # less than a release costs
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(errors.BudgetError, match="Raise max_total or max_lifetime"):
+        run_pipeline(path, use_vast=True)
+    assert vast.list_alive() == []
+    data["vast"]["account"]["api_key"] = "another"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(errors.DeniedError, match=r"Vast\.ai does not know the API key"):
+        run_pipeline(path, use_vast=True)
+    vast.reset()
+
+
+def test_one_offer_is_rented_with_its_disk_and_folder(
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda _: None)
+    path, data = write_rented_dataset(vast, repository, tmp_path)
+    planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast", "--disk", "20"])
+    offers = re.findall(r"^ *(\d+)  1 x", planned.output, re.MULTILINE)
+    assert len(offers) > 2
+    folder = tmp_path / "work/here"
+    options = ["--use-vast", "--offer-id", offers[-1], "--disk", "20", "--workdir", str(folder)]
+    done = CliRunner().invoke(main, ["run", str(path), *options, "--yes"])
+    assert done.exit_code == 0, done.output
+    assert (folder / "millrace-run.yaml").exists()
+    requests = vast.list_requests()
+    created = [one for one in requests if one["call"] == "create"]
+    assert [one["path"] for one in created] == [f"/api/v0/asks/{offers[-1]}/"]
+    assert created[0]["body"]["disk"] == 20
+    shutil.rmtree(tmp_path / "store/words")
+    gone = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--offer-id", "7", "--yes"])
+    assert gone.exit_code == 1
+    assert "Vast.ai does not have the offer 7 (any more)" in gone.output
+    data["vast"]["machines"] = 2
+    path.write_text(yaml.safe_dump(data))
+    several = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--offer-id", "7"])
+    assert several.exit_code == 2
+    assert "an offer is one machine: set machines to 1" in several.output
+    unrented = CliRunner().invoke(main, ["run", str(path), "--workdir", "/work"])
+    assert unrented.exit_code == 2
+    assert "--workdir needs --use-vast" in unrented.output
+    vast.reset()
+
+
+def test_a_plan_names_a_source_that_machines_cannot_read(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(vast, repository, tmp_path, real=False)
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "store/raw/a.jsonl").rename(tmp_path / "raw/a.jsonl")
+    data["source"]["url"] = (tmp_path / "raw").as_uri()
+    path.write_text(yaml.safe_dump(data))
+    local = CliRunner().invoke(main, ["plan", str(path)])
+    assert local.exit_code == 0, local.output
+    assert "`millrace run --use-vast` will refuse: Rented machines cannot read" in local.stderr
+    rented = CliRunner().invoke(main, ["plan", str(path), "--use-vast"])
+    assert rented.exit_code == 1
+    assert "`millrace run` will refuse: Rented machines cannot read" in rented.stderr
+    vast.reset()

@@ -7,7 +7,12 @@ import millrace.swarm
 
 
 def test_the_names_of_the_package():
-    assert millrace.__all__ == ["PipelineSettings", "run_from_file", "shard_dataset"]
+    assert millrace.__all__ == [
+        "PipelineSettings",
+        "run_from_file",
+        "run_pipeline",
+        "shard_dataset",
+    ]
     for name in millrace.__all__:
         assert getattr(millrace, name).__name__ == name
 

@@ -72,6 +72,7 @@ def make_training_program(
         repo_ref=repository.repo_ref,
         extras=repository.extras,
         image=repository.image,
+        workdir=repository.workdir,
         command=("millrace", "campaign", "worker", _SETTINGS_FILE),
         files={_SETTINGS_FILE: render_worker_settings(shared, store, "{slot}")},
         ports=(NODE_PORT,) if shared.prewarm_timeout else (),

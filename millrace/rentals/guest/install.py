@@ -82,6 +82,14 @@ def run_with_retries(*command: str) -> str:
     return run_command(*command)
 
 
+def link_folder(link: Path, target: Path) -> Path:
+    """Make a folder, and a link to it; return the link, beside which the traffic is counted."""
+    target.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(target, target_is_directory=True)
+    return link
+
+
 def clone(folder: Path) -> str:
     """Check the program out; return its commit.
 
@@ -213,6 +221,8 @@ def can_install_elsewhere() -> bool:
 def main() -> None:
     """Install and run the program, or report the error."""
     folder = Path.cwd() / "program"
+    if workdir := os.environ.get("MILLRACE_WORKDIR"):
+        folder = link_folder(folder, Path(workdir))
     os.environ.pop(
         "CONTAINER_API_KEY", None
     )  # only the watchdog gets the key, not the installed code

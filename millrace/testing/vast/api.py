@@ -225,8 +225,10 @@ class VastApplication:
         order, kind = query.pop("order"), query.pop("type")
         assert kind in {"on-demand", "bid", "reserved"}, kind
         found: list[dict[str, Any]] = []
+        chosen = query.get("id", {}).get("eq")  # an offer that an earlier search has shown
         for machine in self.books.machines.values():
-            ask = next(self.books.numbers)
+            is_chosen = chosen is not None and self.books.asks.get(int(chosen)) == machine.id
+            ask = int(chosen) if is_chosen else next(self.books.numbers)
             offer = machine.make_offer(ask, disk)
             if all(is_match(offer, name, conditions) for name, conditions in query.items()):
                 self.books.asks[ask] = machine.id

@@ -1,0 +1,151 @@
+"""Follow a dataset that other machines make, by its ledger in the store."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from millrace import errors
+from millrace.datasets.pipeline import ShardReport
+from millrace.datasets.plan import check_manifest
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+)
+from millrace.keys.datasets import DatasetKeys
+from millrace.progress import Progress
+from millrace.records import Record, fetch, iterate_records
+from millrace.schemas.dataset import DatasetPlan, Manifest, PartitionEnd, ShardCommit
+from millrace.storage import Stat, Store, exists
+
+R = TypeVar("R", bound=Record)
+
+
+class LedgerFollower:
+    """Follower of the ledger of a dataset that other machines make.
+
+    Each commit is read once. Commits from before the first poll are not reported.
+
+    Args:
+        store: Store of the dataset.
+        dataset: Name of the dataset.
+        progress: Receives `PlanCommitted`, `PartitionsPending`, `ShardCommitted` and
+            `PartitionEnded`.
+    """
+
+    def __init__(self, store: Store, dataset: str, progress: Progress) -> None:
+        self._store, self._keys, self._progress = store, DatasetKeys(dataset), progress
+        self._plan: DatasetPlan | None = None
+        self._is_first = True
+        self._seen: set[str] = set()
+        self._old_shards: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the dataset is complete."""
+        return exists(self._store, self._keys.manifest)
+
+    def poll(self) -> None:
+        """Report the commits since the last poll. The first poll only notes the commits.
+
+        Costs a listing of the ledger, and a read of each new commit.
+        """
+        is_first, self._is_first = self._is_first, False
+        # A plan without commits may be replaced.
+        is_new_plan = not self._seen and self._read_plan()
+        if self._plan is None:
+            return
+        partitions = {one.name: one for one in self._plan.partitions}
+        # All commits of an ended partition are listed after its end.
+        ends = self._read_new(PartitionEnd, self._keys.parse_end)
+        commits = self._read_new(ShardCommit, self._keys.parse_commit)
+        if is_new_plan:
+            ended = len(ends) if is_first else 0
+            self._progress(PartitionsPending(partitions=len(partitions) - ended))
+        if is_first:
+            self._old_shards = {shard.key for commit in commits for shard in commit.shards}
+            return
+        for commit in commits:
+            if (partition := partitions.get(commit.partition)) is None:
+                continue
+            self._progress(
+                ShardCommitted(
+                    partition=commit.partition,
+                    number=commit.number,
+                    keys=tuple(shard.key for shard in commit.shards),
+                    samples=commit.samples,
+                    size=commit.size,
+                    quarantined=commit.quarantined,
+                    fraction=partition.source_range.compute_fraction_before(commit.next_cursor),
+                )
+            )
+        for end in ends:
+            if end.partition in partitions:
+                self._progress(
+                    PartitionEnded(
+                        partition=end.partition,
+                        samples=end.samples,
+                        size=end.size,
+                        quarantined=end.quarantined,
+                    )
+                )
+
+    def make_report(self, seconds: float, dollars: float) -> ShardReport:
+        """Return the report of the complete dataset.
+
+        Args:
+            seconds: Duration of the run.
+            dollars: Cost of the machines.
+
+        Raises:
+            NotFoundError: The dataset is not complete.
+            ConflictError: The manifest is of another plan.
+        """
+        manifest = fetch(self._store, self._keys.manifest, Manifest)
+        plan = fetch(self._store, self._keys.plan, DatasetPlan)
+        check_manifest(self._store, self._keys, plan, manifest)
+        new = [shard for shard in manifest.shards if shard.key not in self._old_shards]
+        return ShardReport(
+            url=self._store.make_url(self._keys.dataset),
+            manifest_key=self._keys.manifest,
+            manifest=manifest,
+            source=plan.source,
+            partitions=len(plan.partitions),
+            seconds=seconds,
+            new_shards=len(new),
+            new_samples=sum(shard.samples for shard in new if shard.format in manifest.formats[:1]),
+            new_bytes=sum(shard.size for shard in new),
+            dollars=dollars,
+        )
+
+    def _read_plan(self) -> bool:
+        """Read the plan, and report it; return whether it is another than before."""
+        try:
+            plan = fetch(self._store, self._keys.plan, DatasetPlan)
+        except errors.NotFoundError:
+            return False
+        if plan == self._plan:
+            return False
+        self._plan = plan
+        self._progress(
+            PlanCommitted(
+                key=self._keys.plan,
+                partitions=len(plan.partitions),
+                files=plan.source.files,
+                size=plan.source.size,
+            )
+        )
+        return True
+
+    def _read_new(self, kind: type[R], parse: Callable[[str], object]) -> list[R]:
+        """Return the intact records of a kind that no poll has read before."""
+
+        def is_new(stat: Stat) -> bool:
+            return stat.key not in self._seen and parse(stat.key) is not None
+
+        found: list[R] = []
+        for stat, record in iterate_records(self._store, self._keys.commits, kind, wanted=is_new):
+            self._seen.add(stat.key)
+            if not isinstance(record, errors.CorruptError):
+                found.append(record)
+        return found

@@ -1,0 +1,87 @@
+"""A dataset that another machine makes is followed by its ledger."""
+
+from pathlib import Path
+
+from millrace.datasets import PipelineSettings, shard_dataset
+from millrace.datasets.ledger_follower import LedgerFollower
+from millrace.datasets.progress_events import (
+    PartitionEnded,
+    PartitionsPending,
+    PlanCommitted,
+    ShardCommitted,
+)
+from millrace.progress import Event
+from millrace.storage import open_store
+from tests.support.flows.fixtures import make_jsonl, make_texts
+
+
+def make_config(folder: Path) -> PipelineSettings:
+    (folder / "raw").mkdir()
+    (folder / "raw/rows.jsonl").write_bytes(make_jsonl(make_texts(1000)))
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "words",
+            "source": {"url": (folder / "raw").as_uri(), "columns": {"txt": "text"}},
+            "store": {"url": (folder / "store").as_uri()},
+            "sharding": {"shard_bytes": 65536, "partition_bytes": 50_000,
+                         "formats": ["webdataset", "mds"]},
+            "execution": {"workers": 0},
+        }
+    )  # fmt: skip
+
+
+def describe_commits(events: list[Event]) -> list[tuple[object, ...]]:
+    """Return the commits among events, without the processes that made them."""
+    return sorted(
+        (one.partition, one.number, one.keys, one.samples, one.size, one.fraction)
+        for one in events
+        if isinstance(one, ShardCommitted)
+    )
+
+
+def count(events: list[Event], kind: type[Event]) -> int:
+    return sum(isinstance(one, kind) for one in events)
+
+
+def test_a_follower_reports_what_the_run_itself_reports(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    store = open_store(config.store)
+    followed: list[Event] = []
+    own: list[Event] = []
+    follower = LedgerFollower(store, "words", followed.append)
+    follower.poll()
+    assert (followed, follower.is_complete) == ([], False)
+
+    report = shard_dataset(config, progress=own.append)
+    follower.poll()
+    follower.poll()  # reports nothing twice
+    assert describe_commits(followed) == describe_commits(own)
+    assert count(followed, PartitionEnded) == count(own, PartitionEnded) == report.partitions
+    assert [one for one in followed if isinstance(one, PlanCommitted | PartitionsPending)] == [
+        one for one in own if isinstance(one, PlanCommitted | PartitionsPending)
+    ]
+    found = follower.make_report(report.seconds, 1.5)
+    assert (found.new_shards, found.new_samples, found.new_bytes) == (
+        report.new_shards, report.new_samples, report.new_bytes,
+    )  # fmt: skip
+    assert (found.manifest, found.source, found.dollars) == (report.manifest, report.source, 1.5)
+
+
+def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    shard_dataset(config)
+    ends = sorted((tmp_path / "store/words/commits").glob("*-end.json"))
+    later = ends[-1].read_bytes()
+    ends[-1].unlink()
+    followed: list[Event] = []
+    follower = LedgerFollower(open_store(config.store), "words", followed.append)
+    follower.poll()
+    assert [one.partitions for one in followed if isinstance(one, PartitionsPending)] == [1]
+    ends[-1].write_bytes(later)
+    (tmp_path / "store/words/commits/train-00000-000099.json").write_bytes(b"damaged")
+    follower.poll()
+    assert count(followed, ShardCommitted) == 0
+    assert [one.partition for one in followed if isinstance(one, PartitionEnded)] == [
+        ends[-1].name.removesuffix("-end.json")
+    ]
+    assert follower.make_report(1.0, 0.0).new_shards == 0
