@@ -14,13 +14,22 @@ from millrace.datasets import (
     SourceLocation,
 )
 from millrace.datasets.sources import is_store_url
+from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
+from millrace.remote import make_rental_name
 from millrace.storage import Right
 from tasks.assets import record_dataset
 from tasks.forms import draw_form
 from tasks.limits import reserve_upload_slots
 from tasks.locations import BucketLocation, SourceInput, check_right, make_store_spec
-from tasks.sharding import make_shards, repair_shards, report_shards
+from tasks.renting import RentalReference, make_release_hook
+from tasks.sharding import (
+    ShardingMachinesInput,
+    make_shards,
+    make_shards_on_machines,
+    repair_shards,
+    report_shards,
+)
 
 
 def make_run_name() -> str:
@@ -29,8 +38,19 @@ def make_run_name() -> str:
     return f"shard-{parameters.get('dataset', 'dataset')}"
 
 
+def find_sharding_rental(parameters: dict[str, Any]) -> RentalReference | None:
+    """Return the rental of a run with these parameters; None if the run rents nothing."""
+    machines: ShardingMachinesInput | None = parameters.get("machines")
+    if machines is None:
+        return None
+    return make_rental_name(parameters["dataset"]), parameters["destination"], machines.vast
+
+
+hook = make_release_hook(find_sharding_rental)
+
+
 @draw_form
-@flow(name="shard-dataset", flow_run_name=make_run_name)
+@flow(name="shard-dataset", flow_run_name=make_run_name, on_crashed=[hook], on_cancellation=[hook])
 def shard_dataset(
     dataset: str,
     source: SourceInput,
@@ -38,12 +58,13 @@ def shard_dataset(
     sharding: ShardingSettings | None = None,
     execution: ExecutionSettings | None = None,
     card: CardSettings | None = None,
+    machines: ShardingMachinesInput | None = None,
     repair: bool = False,  # noqa: FBT001, FBT002 - a parameter of the form
 ) -> ShardReport:
     """Write a dataset as WebDataset or other shards to a bucket, each sample exactly once.
 
     If a run was stopped, cancelled or killed, start it again on any machine: the new run continues.
-    Several runs at once share the work.
+    Several runs at once share the work. Rented machines are released in every case.
 
     Args:
         dataset: Name of the dataset: a prefix below the destination.
@@ -52,9 +73,16 @@ def shard_dataset(
         sharding: Settings of the shards. They cannot change under the same name.
         execution: Settings of the execution. They never change the result.
         card: Write a dataset card beside the shards, by which `datasets.load_dataset` opens them.
+        machines: Shard on machines that the run rents of Vast.ai. The destination has the ledger of
+            the rental.
         repair: Verify every shard at the end, and make missing or damaged shards again.
     """
     DatasetKeys(dataset)
+    if machines is not None and repair:
+        raise ConfigurationError(
+            "`repair` works on the worker's machine, and `machines` are rented: shard with "
+            "`machines` first, then start a run with `repair` alone."
+        )
     execution = execution or ExecutionSettings()
     settings = PipelineSettings(
         dataset=dataset,
@@ -67,8 +95,11 @@ def shard_dataset(
     check_right(destination, Right.WRITE, dataset)
     if is_store_url(str(source.location)):
         check_right(source.location, Right.READ, source.prefix)
-    with reserve_upload_slots(execution) as share:
-        made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)
+    if machines is not None:
+        made = make_shards_on_machines(settings, machines.make_settings())
+    else:
+        with reserve_upload_slots(execution) as share:
+            made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)
     if repair:
         repair_shards(settings)
     record_dataset(made.report)

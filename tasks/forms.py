@@ -33,6 +33,7 @@ from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
 from millrace.settings_values import make_plain
 from tasks.locations import SourceInput
+from tasks.sharding import ShardingMachinesInput
 
 F = TypeVar("F", bound="Flow[..., Any]")
 
@@ -46,6 +47,7 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     Rule: frozenset({"older_than", "name"}),
     RunOptions: frozenset({"window_length", "steps"}),
     RunSettings: frozenset({"window_length", "steps", "windows"}),
+    ShardingMachinesInput: frozenset({"extras", "machines", "vast"}),
     SourceInput: frozenset({"bucket", "columns", "include", "kind", "prefix", "url"}),
 }
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""

@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
+from blocks import VastCredentials
 from millrace import datasets
 from millrace.datasets import PipelineSettings, ShardReport
+from millrace.progress import Event
+from millrace.remote import ShardingMachines, VastSettings, make_rental_name, shard_on_machines
 from millrace.schemas.dataset import ManifestShard
 from tasks.assets import make_asset_key
 from tasks.formatting import (
@@ -18,7 +22,8 @@ from tasks.formatting import (
     make_artifact_key,
 )
 from tasks.plot import draw_pace
-from tasks.progress import ShardProgress
+from tasks.progress import RentalProgress, ShardProgress
+from tasks.renting import make_account, require_credentials
 from tasks.reports import (
     Markdown,
     format_bold,
@@ -39,6 +44,26 @@ _retried_task = task(
     retry_condition_fn=should_retry,
 )
 """Decorator like `retried_task`, with one more retry: a later try continues from the ledger."""
+
+
+class ShardingMachinesInput(ShardingMachines):
+    """Rented machines that shard a dataset."""
+
+    vast: VastCredentials | str = Field(
+        default="vast", description="The Vast.ai Credentials block that pays, or its name."
+    )
+
+    def make_settings(self) -> VastSettings:
+        """Return the machines with the account that pays.
+
+        Raises:
+            ConfigurationError: There is no block of this name.
+        """
+        account = make_account(require_credentials(self.vast))
+        return VastSettings(
+            account=account,
+            **{name: getattr(self, name) for name in ShardingMachines.model_fields},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +89,27 @@ def make_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharding
     with ShardProgress(make_artifact_key("progress", settings.dataset)) as progress:
         report = datasets.shard_dataset(settings, progress=progress, repair=repair)
     return ShardingResult(report, dict(progress.pace))
+
+
+@task(cache_policy=NO_CACHE)
+def make_shards_on_machines(settings: PipelineSettings, machines: VastSettings) -> ShardingResult:
+    """Make the missing shards of a dataset on rented machines, and release the machines.
+
+    A later run continues after a kill or a cancellation. Call this task, do not submit it.
+    """
+    shards_key = make_artifact_key("progress", settings.dataset)
+    machines_key = make_artifact_key("progress", "machines", make_rental_name(settings.dataset))
+    with (
+        ShardProgress(shards_key) as shard_progress,
+        RentalProgress(machines_key, machines.machines) as rental_progress,
+    ):
+
+        def progress(event: Event) -> None:
+            shard_progress(event)
+            rental_progress(event)
+
+        report = shard_on_machines(settings, machines, progress=progress)
+    return ShardingResult(report, dict(shard_progress.pace))
 
 
 @_retried_task
@@ -107,6 +153,8 @@ def describe_shards(made: ShardingResult) -> Markdown:
         )
     own_shards = f"{format_count(report.new_shards, 'shard')}, {format_size(report.new_bytes)}"
     quarantined = f"{manifest.quarantined:,}"
+    if report.dollars is not None:
+        own += f" The rented machines have cost ${report.dollars:.2f}."
     rows: list[tuple[object, object]] = [
         ("Partitions", f"{report.partitions:,}"),
         *(
@@ -128,6 +176,11 @@ def describe_shards(made: ShardingResult) -> Markdown:
             format_markdown("{} (below {})", quarantined, format_code(f"{report.url}/quarantine/"))
             if manifest.quarantined
             else quarantined,
+        ),
+        *(
+            (("Cost of rented machines", f"${report.dollars:.2f}"),)
+            if report.dollars is not None
+            else ()
         ),
         ("Manifest", format_code(report.manifest_key)),
         ("Dataset", format_code(report.url)),

@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import sysconfig
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_every_block_of_the_guide_to_datasets(
     vast: VastServer,
     hub: HubServer,
     ray_cluster: RayCluster,
+    repository: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, folder = tmp_path / "store", tmp_path / "datasets"
@@ -172,12 +174,16 @@ def test_every_block_of_the_guide_to_datasets(
         os.utime(left, (0, 0))
         assert left.as_uri() in guide.run()
 
-        settings = rented_settings(folder / "job.yaml", store, vast)
+        settings = rented_settings(folder / "job.yaml", store, vast, repository)
         (folder / "millrace.yaml").write_text(yaml.safe_dump(settings))
         rented = guide.run(answer="y")
+        assert "1 x RTX 4090" in rented
         assert "Rent 1 machine for shard/words, for at most $5.00 in all?" in rented
         assert "shard/words/0: released (done: the program ended with exit code 0)" in rented
-        assert vast.list_alive() == []
+        assert read_texts(Folder(store / "words")) == Counter(["x"])
+        guide.execute({})
+        assert capsys.readouterr().out.splitlines()[-1] == "1 None"
+        assert [one["destroyed"] is None for one in vast.list_machines()] == [False]
 
 
 def make_tables(folder: Path) -> str:
@@ -241,18 +247,19 @@ def read_fields(dataset: Path) -> dict[str, bytes]:
         return {one.name: tar.extractfile(one).read() for one in tar}  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def rented_settings(job: Path, store: Path, vast: VastServer) -> dict[str, Any]:
+def rented_settings(job: Path, store: Path, vast: VastServer, repository: Path) -> dict[str, Any]:
     """Return the settings of the guide with a source below the store, and the section `vast`."""
-    key = vast.reset(rate=300.0, strict=False, program=100.0)
+    key = vast.reset(real=True, rate=1.0, strict=False, image=sysconfig.get_path("purelib"))
     (store / "raw").mkdir()
+    (store / "raw/a.jsonl").write_bytes(make_jsonl(["x"]))
     return yaml.safe_load(job.read_text()) | {
         "dataset": "words",
-        "source": {"url": f"{store.as_uri()}/raw"},
+        "source": {"url": f"{store.as_uri()}/raw", "columns": {"txt": "text"}},
         "store": {"url": store.as_uri()},
         "vast": {
             "account": {"api_key": key, "server_url": vast.url},
             "request": {"max_hourly": 1.0, "max_total": 5.0},
-            "repo_url": "https://example.org/millrace",
+            "repo_url": repository.as_uri(),
             "machines": 1,
         },
     }
