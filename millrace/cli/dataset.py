@@ -167,6 +167,8 @@ def plan(
                 refusals.append(str(error))
             else:
                 echo(f"`millrace run --use-vast` will refuse: {error}", err=True)
+    else:
+        _refuse_machine_options(machine_options)
     for sentence in refusals:
         echo(f"`millrace run` will refuse: {sentence}", err=True)
     data = {

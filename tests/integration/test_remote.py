@@ -382,9 +382,11 @@ def test_settings_that_the_machines_would_refuse_rent_nothing(
     with pytest.raises(errors.NotFoundError, match="has no files that match"):
         run_pipeline(path, use_vast=True)
     (tmp_path / "a.jsonl").rename(tmp_path / "store/raw/a.jsonl")
-    data["store"] = {"url": f"{data['store']['url']}/raw"}
+    run_pipeline(path)
+    (tmp_path / "store/words/manifest.json").unlink()  # begun with other settings
+    data["sharding"]["shard_bytes"] = 20480
     path.write_text(yaml.safe_dump(data))
-    with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
+    with pytest.raises(errors.ConfigurationError, match="shard_bytes"):
         run_pipeline(path, use_vast=True)
     assert vast.list_machines() == []
     vast.reset()

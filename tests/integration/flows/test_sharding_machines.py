@@ -96,6 +96,8 @@ def test_a_run_that_fails_gives_the_machines_back_and_says_why(
 
     key = vast.reset(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0})
     VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    # Another ledger: the account numbers its machines anew.
+    parameters = make_parameters(tmp_path / "second", payer, "https://example.org/x")
     failed = prefect_api.call(shard_dataset, **parameters)
     assert failed.code == 1
     assert "the last words" in read_message(prefect_api, failed.run)
