@@ -15,6 +15,13 @@ from millrace.storage import open_store
 from tests.support.flows.fixtures import make_jsonl, make_texts
 
 
+class Events(list[Event]):
+    """Events in the order in which they came."""
+
+    def note(self, event: Event) -> None:
+        self.append(event)
+
+
 def make_config(folder: Path) -> PipelineSettings:
     (folder / "raw").mkdir()
     (folder / "raw/rows.jsonl").write_bytes(make_jsonl(make_texts(1000)))
@@ -46,13 +53,13 @@ def count(events: list[Event], kind: type[Event]) -> int:
 def test_a_follower_reports_what_the_run_itself_reports(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     store = open_store(config.store)
-    followed: list[Event] = []
-    own: list[Event] = []
-    follower = LedgerFollower(store, "words", followed.append)
+    followed = Events()
+    own = Events()
+    follower = LedgerFollower(store, "words", followed.note)
     follower.poll()
     assert (followed, follower.is_complete) == ([], False)
 
-    report = shard_dataset(config, progress=own.append)
+    report = shard_dataset(config, progress=own.note)
     follower.poll()
     follower.poll()  # reports nothing twice
     assert describe_commits(followed) == describe_commits(own)
@@ -73,8 +80,8 @@ def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None
     ends = sorted((tmp_path / "store/words/commits").glob("*-end.json"))
     later = ends[-1].read_bytes()
     ends[-1].unlink()
-    followed: list[Event] = []
-    follower = LedgerFollower(open_store(config.store), "words", followed.append)
+    followed = Events()
+    follower = LedgerFollower(open_store(config.store), "words", followed.note)
     follower.poll()
     assert [one.partitions for one in followed if isinstance(one, PartitionsPending)] == [1]
     ends[-1].write_bytes(later)
