@@ -1,7 +1,9 @@
 """Samples and bad rows, which a source yields and a format encodes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 
@@ -36,6 +38,16 @@ class Sample(NamedTuple):
     fields: Mapping[str, bytes | LargeFile]
     next_cursor: int
     next_skip: int = 0
+
+
+def make_samples(
+    keys: Iterable[str], fields: Iterable[Mapping[str, bytes]], next_cursors: Iterable[int]
+) -> Iterator[Sample]:
+    """Yield the samples of consecutive rows. No Python code runs for a sample."""
+    return map(_NEW_SAMPLE, zip(keys, fields, next_cursors, repeat(0), strict=False))
+
+
+_NEW_SAMPLE = partial(tuple.__new__, Sample)
 
 
 class BadRow(NamedTuple):

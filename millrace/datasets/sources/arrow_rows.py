@@ -3,9 +3,10 @@
 Text and bytes are written unchanged, and other values as JSON.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple, cast
+from itertools import pairwise
+from typing import Any, TypeGuard, cast
 
 import orjson
 import pyarrow as pa
@@ -18,15 +19,15 @@ Values = list[Any]
 """Values of a column: bytes, None for null, or the reason (an exception) why one has no bytes."""
 
 
-class EncodedRow(NamedTuple):
-    """Fields of a row, or the reason why it makes no sample."""
+Fields = dict[str, bytes]
 
-    fields: dict[str, bytes]
-    reason: str
+_MAX_COPY = 8 << 20  # bytes of values that are copied at once before they are divided
 
 
-def encode_batch(batch: pa.RecordBatch, columns: Mapping[str, str] | None) -> Iterator[EncodedRow]:
-    """Yield the rows of a batch as the fields of samples.
+def encode_batch(
+    batch: pa.RecordBatch, columns: Mapping[str, str] | None
+) -> Sequence[Fields | str]:
+    """Return the fields of each row of a batch, or the reason why the row makes no sample.
 
     Args:
         batch: The rows.
@@ -40,18 +41,32 @@ def encode_batch(batch: pa.RecordBatch, columns: Mapping[str, str] | None) -> It
             extension: encode_column(follow_path(batch, column))
             for extension, column in columns.items()
         }
-    for index in range(batch.num_rows):
-        fields: dict[str, bytes] = {}
-        reason = ""
-        for extension, column_values in values.items():
-            value = column_values[index]
-            if isinstance(value, bytes):
-                fields[extension] = value
-                continue
-            what = f"the column {columns[extension]!r}" if columns else "the row"
-            reason = f"{what} is null" if value is None else f"{what} cannot be written: {value}"
-            break
-        yield EncodedRow(fields, reason)
+    if all(set(map(type, one)) <= {bytes} for one in values.values()):
+        if len(values) == 1:
+            [(extension, column_values)] = values.items()
+            return [{extension: value} for value in column_values]
+        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    return [_make_fields(values, index, columns) for index in range(batch.num_rows)]
+
+
+def is_whole(encoded: Sequence[Fields | str]) -> TypeGuard[Sequence[Fields]]:
+    """Decide whether every row of a batch makes a sample."""
+    return str not in map(type, encoded)
+
+
+def _make_fields(
+    values: Mapping[str, Values], index: int, columns: Mapping[str, str] | None
+) -> Fields | str:
+    """Return the fields of one row, or the reason why the row makes no sample."""
+    fields: Fields = {}
+    for extension, column_values in values.items():
+        value = column_values[index]
+        if isinstance(value, bytes):
+            fields[extension] = value
+            continue
+        what = f"the column {columns[extension]!r}" if columns else "the row"
+        return f"{what} is null" if value is None else f"{what} cannot be written: {value}"
+    return fields
 
 
 def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None) -> None:
@@ -122,7 +137,7 @@ def _guess_type(kind: Any) -> str:
         return "json"
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text(kind):
         return "str"
     if is_binary(kind):
         return "bytes"
@@ -177,6 +192,13 @@ def follow_path(batch: pa.RecordBatch, column: str) -> Array:
     return array
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Decide whether the values of a type are text."""
+    return (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
 def is_binary(kind: pa.DataType) -> bool:
     """Decide whether the values of a type are bytes."""
     return (
@@ -193,13 +215,42 @@ def encode_column(array: Array) -> Values:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind = array.type
-    if pa.types.is_string(kind):
-        return array.cast(pa.binary()).to_pylist()
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return array.cast(pa.large_binary()).to_pylist()
+    if pa.types.is_string_view(kind):
+        array = array.cast(pa.large_binary())
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return _slice_values(array)
     if is_binary(kind):
         return array.to_pylist()
+    if pa.types.is_integer(kind) and not array.null_count:
+        return _slice_values(array.cast(pa.string()))  # the digits are those of JSON
     return [_encode_json(value) for value in _read_values(array)]
+
+
+def _slice_values(array: Array) -> Values:
+    """Return the values of an array of text or bytes, which are slices of one buffer of Arrow.
+
+    This is several times faster than `to_pylist`, which makes an object of Arrow for each value.
+    """
+    if not len(array):
+        return []
+    is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    _, offsets, data = array.buffers()
+    width, code = (8, "q") if is_large else (4, "i")
+    begin = array.offset * width
+    edges = memoryview(offsets).cast("B")[begin : begin + (len(array) + 1) * width]
+    ends = edges.cast(code).tolist()
+    first = ends[0]
+    view = memoryview(data or b"")[first : ends[-1]]
+    values: Values
+    if len(view) > _MAX_COPY:
+        values = [view[start - first : end - first].tobytes() for start, end in pairwise(ends)]
+    else:  # slices of bytes cost half as much
+        copy = view.tobytes()
+        values = [copy[start - first : end - first] for start, end in pairwise(ends)]
+    if array.null_count:
+        for index in cast("Any", pc).indices_nonzero(array.is_null()).to_pylist():
+            values[index] = None
+    return values
 
 
 def _encode_rows(batch: pa.RecordBatch) -> Values:

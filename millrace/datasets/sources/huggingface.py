@@ -158,13 +158,13 @@ class HubDatasetSource:
             where = f"{self._files.url}, split {dataset.split}, shard {number}"
             try:
                 for batch in dataset.iterate_batches(number, row, self._columns):
-                    for encoded in encode_batch(batch, self._columns):
+                    for fields in encode_batch(batch, self._columns):
                         row += 1
                         after = source_range.make_cursor(shard, row)
-                        if encoded.reason:
-                            yield BadRow(f"{where}, row {row - 1}", encoded.reason, b"", after)
+                        if isinstance(fields, str):
+                            yield BadRow(f"{where}, row {row - 1}", fields, b"", after)
                         else:
-                            yield Sample(f"{number:05d}-{row - 1:010d}", encoded.fields, after)
+                            yield Sample(f"{number:05d}-{row - 1:010d}", fields, after)
                     clock.restart()
             except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds
                 failure = translate_error(spec, where, f"read it after row {row}", error)

@@ -13,8 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, Sample
-from millrace.datasets.sources.arrow_rows import check_columns, encode_batch, find_path
+from millrace.datasets.sample import BadRow, Row, Sample, make_samples
+from millrace.datasets.sources.arrow_rows import (
+    check_columns,
+    encode_batch,
+    find_path,
+    is_whole,
+)
 from millrace.datasets.sources.files import SourceFiles, drop_etag
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.reader import SourceFileReader
@@ -177,17 +182,30 @@ class ParquetSource:
         position = max(cursor, source_range.start)
         try:
             for batch in self._iterate_batches(file, position, source_range.end):
-                for row in encode_batch(batch, self._columns):
-                    position += 1
-                    if row.reason:
-                        yield BadRow(f"{file.path}, row {position - 1}", row.reason, b"", position)
-                    else:
-                        key = f"{source_range.file_index:05d}-{position - 1:010d}"
-                        yield Sample(key, row.fields, position)
+                yield from self._make_rows(batch, source_range, position)
+                position += batch.num_rows
         except MemoryError:  # Arrow's is an `ArrowException`, too
             raise
         except (pa.ArrowException, OSError) as error:
             raise _make_damage_error(self._files, file, error) from error
+
+    def _make_rows(
+        self, batch: pa.RecordBatch, source_range: RowRange, first: int
+    ) -> Iterator[Row]:
+        """Yield the rows of a batch, whose first one has this number in the file."""
+        encoded = encode_batch(batch, self._columns)
+        numbers = range(first, first + len(encoded))
+        cursors = range(first + 1, first + 1 + len(encoded))
+        keys = map(f"{source_range.file_index:05d}-%010d".__mod__, numbers)
+        if is_whole(encoded):
+            yield from make_samples(keys, encoded, cursors)
+            return
+        for key, fields, cursor in zip(keys, encoded, cursors, strict=True):
+            if isinstance(fields, str):
+                where = f"{source_range.file.path}, row {cursor - 1}"
+                yield BadRow(where, fields, b"", cursor)
+            else:
+                yield Sample(key, fields, cursor)
 
     def _iterate_batches(self, file: FileRef, start: int, end: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows from `start` to `end` of a file in batches.

@@ -1,0 +1,58 @@
+"""Values of Arrow arrays as bytes, beside those of pyarrow's own `to_pylist`."""
+
+import random
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pytest
+
+from millrace.datasets.sources import arrow_rows
+from millrace.datasets.sources.arrow_rows import encode_batch, encode_column
+
+TEXTS = [pa.string(), pa.large_string(), pa.string_view()]
+BYTES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)]
+INTEGERS = [pa.int8(), pa.uint8(), pa.int32(), pa.int64(), pa.uint64()]
+
+
+def make_parts(array: Any) -> list[Any]:
+    """Return an array, slices of it, and an empty slice."""
+    return [array, array.slice(3), array.slice(5, 20), array.slice(len(array) - 1), array.slice(4, 0)]
+
+
+def make_values(kind: Any, *, nulls: bool) -> list[Any]:
+    rng = random.Random(1)
+    if kind in TEXTS:
+        values: list[Any] = ["ü€x"[: rng.randrange(4)] * rng.randrange(9) for _ in range(200)]
+    elif kind in BYTES:
+        values = [rng.randbytes(3 if kind == BYTES[3] else rng.randrange(30)) for _ in range(200)]
+    else:
+        low = 0 if pa.types.is_unsigned_integer(kind) else -(1 << (kind.bit_width - 1))
+        values = [low, low + (1 << kind.bit_width) - 1, *range(100)]
+    return [None if nulls and n % 7 == 3 else value for n, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("nulls", [False, True])
+@pytest.mark.parametrize("max_copy", [0, 1 << 20])
+@pytest.mark.parametrize("kind", [*TEXTS, *BYTES], ids=str)
+def test_text_and_bytes_are_those_of_the_array(kind, nulls, max_copy, monkeypatch):
+    monkeypatch.setattr(arrow_rows, "_MAX_COPY", max_copy)
+    for array in make_parts(pa.array(make_values(kind, nulls=nulls), kind)):
+        expected = [one.encode() if isinstance(one, str) else one for one in array.to_pylist()]
+        assert encode_column(array) == expected
+
+
+@pytest.mark.parametrize("nulls", [False, True])
+@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+def test_integers_are_those_of_json(kind, nulls):
+    for array in make_parts(pa.array(make_values(kind, nulls=nulls), kind)):
+        assert encode_column(array) == [orjson.dumps(one) for one in array.to_pylist()]
+
+
+def test_only_the_rows_with_a_null_text_make_no_sample():
+    batch = pa.record_batch({"text": ["a", None, "c"], "n": [1, None, 3]})
+    assert list(encode_batch(batch, {"txt": "text", "cls": "n"})) == [
+        {"txt": b"a", "cls": b"1"},
+        "the column 'text' is null",
+        {"txt": b"c", "cls": b"3"},
+    ]
