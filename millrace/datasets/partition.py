@@ -10,11 +10,11 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import orjson
 
@@ -32,7 +32,7 @@ from millrace.datasets.progress_events import (
     ShardHalfEncoded,
     ShardUploaded,
 )
-from millrace.datasets.sources import BadRow, Row
+from millrace.datasets.sources import BadRow, Row, Sample
 from millrace.datasets.transforms import TransformedSource
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
@@ -48,6 +48,10 @@ from millrace.schemas.dataset import (
 from millrace.storage import Store, create, exists, list_objects, stream
 
 logger = logging.getLogger(__name__)
+
+_BATCH_ROWS = 256
+_BATCH_BYTES = 256 << 10  # bytes of the rows of a batch
+_LARGE_ROW = 64 << 10  # bytes of a row that is a batch of its own
 
 
 class _SupersededError(Exception):
@@ -126,13 +130,81 @@ def _add_rows(
     pending = uploader.begin_commit(position)
     rows = iter(source.iterate_rows(uploader.partition.source_range, *position))
     try:
-        for row in rows:
-            pending = _add_row(pending, row, uploader)
-            del row  # a large row is not held while the next is read
+        if pending.shards.takes_batches and uploader.is_reproducible:
+            for batch in _batch_rows(rows):
+                pending = _add_batch(pending, batch, uploader)
+                del batch
+        else:
+            for row in rows:
+                pending = _add_row(pending, row, uploader)
+                del row  # a large row is not held while the next is read
     finally:
         if isinstance(rows, Generator):
             rows.close()  # ends downloads, also if an error holds this frame
     uploader.finish(pending)
+
+
+def _batch_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield the rows in batches. A bad row or a large one is a batch of its own.
+
+    The rows before an error are yielded before the error is raised.
+    """
+    batch: list[Row] = []
+    held = 0
+    try:
+        for row in rows:
+            if (
+                isinstance(row, BadRow)
+                or (size := sum(map(len, row.fields.values()))) >= _LARGE_ROW
+            ):
+                if batch:
+                    yield batch
+                batch, held = [], 0
+                alone: list[Row] = [row]
+                del row  # a large row is not held while the next is read
+                yield alone
+                del alone
+                continue
+            batch.append(row)
+            held += size
+            if len(batch) >= _BATCH_ROWS or held >= _BATCH_BYTES:
+                yield batch
+                batch, held = [], 0
+    except Exception:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _add_batch(
+    pending: "_PendingCommit", batch: list[Row], uploader: "_ShardUploader"
+) -> "_PendingCommit":
+    """Add the rows of `_batch_rows`; return the pending commit for the next row.
+
+    The commits are the same as those of `_add_row` for each row. Bad samples are rare, so the rows
+    of their batch are added one by one.
+    """
+    if len(batch) == 1:
+        return _add_row(pending, batch.pop(), uploader)
+    layout = uploader.layout
+    samples = cast("list[Sample]", batch)  # a bad row is a batch of its own
+    while samples:
+        try:
+            added = pending.shards.add_batch(samples, layout.shard_bytes, layout.shard_samples)
+        except BadSampleError:
+            for row in samples:
+                pending = _add_row(pending, row, uploader)
+            return pending
+        if added:
+            last = samples[added - 1]
+            position = last.next_cursor, last.next_skip
+            pending = _move_on(pending, position, uploader)
+            del samples[:added]
+        else:
+            pending = uploader.upload(pending)
+    return pending
 
 
 def _add_row(pending: "_PendingCommit", row: Row, uploader: "_ShardUploader") -> "_PendingCommit":
@@ -158,7 +230,15 @@ def _add_row(pending: "_PendingCommit", row: Row, uploader: "_ShardUploader") ->
             row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
     if isinstance(row, BadRow):
         pending.quarantine(row)
-    pending.next_position = row.next_cursor, row.next_skip
+    return _move_on(pending, (row.next_cursor, row.next_skip), uploader)
+
+
+def _move_on(
+    pending: "_PendingCommit", position: tuple[int, int], uploader: "_ShardUploader"
+) -> "_PendingCommit":
+    """Set the position of a pending commit; return the pending commit for the next row."""
+    layout = uploader.layout
+    pending.next_position = position
     if not pending.is_halfway and 2 * pending.shards.size >= layout.shard_bytes:
         pending.is_halfway = True
         uploader.progress(

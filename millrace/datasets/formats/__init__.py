@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from millrace.datasets.formats.base import (
     BadSampleError,
+    BatchEncoder,
     Fields,
     FieldType,
     ShardEncoder,
@@ -12,6 +13,7 @@ from millrace.datasets.formats.base import (
 
 __all__ = [
     "BadSampleError",
+    "BatchEncoder",
     "FieldType",
     "Fields",
     "FormatName",

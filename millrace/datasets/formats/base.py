@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
@@ -87,6 +87,28 @@ class ShardEncoder(Protocol):
 
     def reset(self) -> None:
         """Begin the next shard in the same buffer, and free the memory of a large sample."""
+        ...
+
+
+@runtime_checkable
+class BatchEncoder(ShardEncoder, Protocol):
+    """Encoder that also takes many samples at once, at a fraction of the cost."""
+
+    def prepare_batch(self, samples: Sequence[Sample]) -> Sequence[int]:
+        """Prepare samples, and return the size that the shard would have after each of them.
+
+        The shard is not changed. A later call of this method or of `prepare` replaces the samples.
+
+        Args:
+            samples: The samples. None of them has a `LargeFile`.
+
+        Raises:
+            BadSampleError: The format cannot hold one of the samples. `prepare` finds which one.
+        """
+        ...
+
+    def append_batch(self, count: int) -> None:
+        """Append the first samples of those that were prepared last."""
         ...
 
 

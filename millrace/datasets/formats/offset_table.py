@@ -6,15 +6,17 @@ unsigned and little-endian, of 32 bits.
 """
 
 import struct
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress, repeat
+from operator import add, itemgetter
+from typing import cast
 
 import numpy as np
 
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
-from millrace.datasets.formats.typed_fields import FieldData, FieldEncoder
+from millrace.datasets.formats.typed_fields import FieldData, FieldEncoder, encode_all
 from millrace.datasets.formats.values import encode_key
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
@@ -61,6 +63,8 @@ class OffsetTableEncoder:
         self._buffer = map_anonymous(self._front + capacity)
         self._prepared: list[FieldData] = []
         self._prepared_size = 0
+        self._batch: list[FieldData] = []  # parts of the prepared batch, in their order
+        self._batch_ends: list[int] = []  # of the samples of the batch
         self._ends: list[int] = []  # of the samples, from the start of the first one
         self._end = 0
         self.samples = 0
@@ -105,11 +109,9 @@ class OffsetTableEncoder:
             ValueError: No sample is prepared, or the shard would be too large for its offsets.
         """
         end = self._end + self._prepared_size
-        front = self._measure_front(self.samples + 1)
-        if not self._prepared or front + end > _MAX_SIZE:
-            raise ValueError("Prepare a sample before it is appended, and close a shard of 4 GiB.")
-        if front > self._front or self._front + end > len(self._buffer):
-            self._enlarge(front, end)
+        if not self._prepared:
+            raise ValueError("Prepare a sample before it is appended.")
+        self._reserve(self.samples + 1, end)
         at, buffer = self._front + self._end, self._buffer
         for part in self._prepared:
             after = at + len(part)
@@ -122,6 +124,66 @@ class OffsetTableEncoder:
         self._end = end
         self._prepared = []
         self.samples += 1
+
+    def prepare_batch(self, samples: Sequence[Sample]) -> Sequence[int]:
+        """Check and encode the fields of samples, and return the size of the shard after each.
+
+        Only functions of C run for each sample, where the columns are bytes or texts of ASCII.
+
+        Args:
+            samples: The samples. None of them has a `LargeFile`.
+
+        Raises:
+            BadSampleError: A field of a sample is missing, unknown or not of its type.
+        """
+        self._batch, self._batch_ends = [], []
+        all_fields = cast("list[Mapping[str, bytes]]", [sample.fields for sample in samples])
+        if set(map(len, all_fields)) != {len(self._names)}:
+            raise BadSampleError("the fields of a sample are not those of the dataset")
+        totals: Iterable[int] = repeat(self._sizes.size, len(samples))
+        sized: list[Iterable[int]] = []
+        step = 1 + len(self._encoders)
+        batch: list[FieldData] = [b""] * (step * len(samples))
+        for number, (name, encode) in enumerate(self._encoders):
+            try:
+                values = (
+                    [sample.key.encode() for sample in samples]
+                    if name == KEY
+                    else [*map(itemgetter(name), all_fields)]
+                )
+            except (KeyError, UnicodeEncodeError) as error:
+                raise BadSampleError(f"a sample has no {name!r}: {error}") from error
+            parts = encode_all(encode, values)
+            batch[1 + number :: step] = parts
+            sizes = [*map(len, parts)]
+            totals = [*map(add, totals, sizes)]
+            if self._has_size[number]:
+                sized.append(sizes)
+        if sized:
+            batch[::step] = map(self._sizes.pack, *sized)
+        ends = [*accumulate(totals, initial=self._end)][1:]
+        self._batch, self._batch_ends = batch, ends
+        fronts = range(self._measure_front(self.samples + 1), 1 << 62, 4)
+        return [*map(add, ends, fronts)]
+
+    def append_batch(self, count: int) -> None:
+        """Append the first samples of the prepared batch.
+
+        Raises:
+            ValueError: So many samples are not prepared, or the shard would be too large for its
+                offsets.
+        """
+        if not 0 < count <= len(self._batch_ends):
+            raise ValueError("Prepare a batch before its samples are appended.")
+        ends = self._batch_ends[:count]
+        self._reserve(self.samples + count, ends[-1])
+        self._buffer.seek(self._front + self._end)
+        written = sum(map(self._buffer.write, self._batch[: count * (1 + len(self._encoders))]))
+        assert self._end + written == ends[-1], "the parts of a batch have other sizes"
+        self._ends += ends
+        self._end = ends[-1]
+        self._batch, self._batch_ends = [], []
+        self.samples += count
 
     def close(self) -> memoryview:
         """Write the table in front of the samples, and return the bytes of the shard."""
@@ -138,6 +200,7 @@ class OffsetTableEncoder:
         if len(self._buffer) > self._front + self._capacity:
             self._buffer = map_anonymous(self._front + self._capacity)
         self._prepared = []
+        self._batch, self._batch_ends = [], []
         self._ends = []
         self._end = 0
         self.samples = 0
@@ -145,6 +208,20 @@ class OffsetTableEncoder:
     def _measure_front(self, samples: int) -> int:
         """Return the bytes before the samples."""
         return 4 * (samples + 2) + len(self._header)
+
+    def _reserve(self, samples: int, end: int) -> None:
+        """Make room for a number of samples that end at an offset from the first one.
+
+        Raises:
+            ValueError: The shard would be too large for its offsets.
+        """
+        front = self._measure_front(samples)
+        if front + end > _MAX_SIZE:
+            raise ValueError(
+                "The samples do not fit in 4 GiB: close a shard before it is so large."
+            )
+        if front > self._front or self._front + end > len(self._buffer):
+            self._enlarge(front, end)
 
     def _enlarge(self, front: int, end: int) -> None:
         """Make a larger buffer, for the bytes before the samples and for those of the samples."""

@@ -1,6 +1,9 @@
 """Shards of several formats that are encoded side by side."""
 
-from millrace.datasets.formats import FieldType, open_format
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from millrace.datasets.formats import BatchEncoder, FieldType, open_format
 from millrace.datasets.sample import Sample
 from millrace.schemas.dataset import ShardLayout
 
@@ -14,6 +17,7 @@ class ShardSet:
     Attributes:
         samples: Number of samples in each shard.
         size: Bytes of the largest shard if it were closed now.
+        takes_batches: Whether `add_batch` can be called, since each format has it.
     """
 
     def __init__(self, layout: ShardLayout) -> None:
@@ -23,6 +27,8 @@ class ShardSet:
         # Of every sample, these are called once. So they are looked up only here.
         self._prepare = [encoder.prepare for encoder in self._encoders]
         self._append = [encoder.append for encoder in self._encoders]
+        self._batch_encoders = [one for one in self._encoders if isinstance(one, BatchEncoder)]
+        self.takes_batches = len(self._batch_encoders) == len(self._encoders)
         self._empty_size = max(encoder.size for encoder in self._encoders)
         self.samples, self.size = 0, self._empty_size
 
@@ -48,6 +54,32 @@ class ShardSet:
         self.samples += 1
         self.size = largest
         return True
+
+    def add_batch(self, samples: Sequence[Sample], limit: int, max_samples: int) -> int:
+        """Append the first samples of several, as `add` would, until a shard is full.
+
+        Args:
+            samples: The samples. None of them has a `LargeFile`.
+            limit: Largest size of a shard. Empty shards take a first sample of any size.
+            max_samples: Largest number of samples in a shard.
+
+        Returns:
+            Number of samples that were added.
+
+        Raises:
+            BadSampleError: A format cannot hold one of the samples. No sample was added.
+        """
+        samples = samples[: max_samples - self.samples]
+        sizes = [one.prepare_batch(samples) for one in self._batch_encoders]
+        count = min(bisect_right(one, limit) for one in sizes)
+        if not self.samples:
+            count = max(1, count)
+        if count:
+            for encoder in self._batch_encoders:
+                encoder.append_batch(count)
+            self.samples += count
+            self.size = max(one[count - 1] for one in sizes)
+        return count
 
     def close(self) -> list[memoryview]:
         """Finish the shards, and return their bytes. `reset` makes them invalid."""

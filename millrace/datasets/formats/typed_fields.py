@@ -5,7 +5,7 @@ could not decode. The messages of the refusals follow the name of the field.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -28,6 +28,19 @@ def keep_bytes(data: FieldData) -> FieldData:
 def encode_text(data: FieldData) -> bytes:
     """Return a text, checked to be UTF-8."""
     return check_text(data if isinstance(data, bytes) else read_field(data))
+
+
+def encode_all(encode: FieldEncoder, values: Sequence[bytes]) -> Sequence[FieldData]:
+    """Return the fields of one column of many samples, each as its encoder returns it.
+
+    The encoder is not called for bytes, nor for texts of ASCII alone, which stay as they are.
+
+    Raises:
+        BadSampleError: A field is not of its type.
+    """
+    if encode is keep_bytes or (encode is encode_text and all(map(bytes.isascii, values))):
+        return values
+    return [encode(value) for value in values]
 
 
 def encode_json(data: FieldData) -> bytes:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow
 import pytest
 from pyarrow import parquet as pq
 from tokenizers import Tokenizer
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.dataset_ledger import iterate_commits
 from millrace.datasets import partition, repair_dataset, verify_dataset
 from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.progress_events import (
@@ -22,6 +24,7 @@ from millrace.datasets.progress_events import (
     ShardEncoded,
     ShardUploaded,
 )
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event
 from millrace.storage import Store, create, delete, list_objects, open_store, put, read
 from tests.support.flows.fixtures import make_jsonl, make_texts
@@ -190,6 +193,42 @@ def test_a_sample_that_one_format_cannot_hold_is_in_no_format(tmp_path):
     assert sorted(read_parquet(folder / "parquet/train", "txt")) == [1, 2, 4]
     (bad,) = (tmp_path / "out/words/quarantine").iterdir()
     assert "no integer of 64 bits" in bad.read_text()
+
+
+def test_batches_of_samples_are_committed_as_single_samples_are(tmp_path):
+    rows = [{"id": n, "text": f"text {n} " * (n % 40)} for n in range(1200)]
+    rows[100]["id"] = "no number"
+    rows[101]["text"] = None
+    rows[500]["text"] = "long " * 20_000
+    rows[501]["id"] = 1.5
+    found: list[list[Any]] = []
+    for formats in (["litdata", "mds"], ["litdata", "mds", "webdataset"]):
+        folder = tmp_path / "-".join(formats)
+        folder.mkdir()
+        settings = make_settings(
+            folder, formats, shard_bytes=1 << 20, shard_samples=70, types={"cls": "int"}
+        )
+        lines = [orjson.dumps(row) if row["text"] else b"no json" for row in rows]
+        (folder / "source" / "a.jsonl").write_bytes(b"\n".join(lines))
+        columns = {"columns": {"cls": "id", "txt": "text"}}
+        source = settings.source.model_copy(update=columns)
+        execution = settings.execution.model_copy(update={"max_quarantined": 1.0})
+        settings = settings.model_copy(update={"source": source, "execution": execution})
+        shard_dataset(settings)
+        entries = iterate_commits(open_store(settings.store), DatasetKeys("words"))
+        found.append(
+            [
+                (
+                    *(entry.start_position, entry.next_position, entry.samples, entry.quarantined),
+                    *(one.digest for one in entry.shards if one.format != "webdataset"),
+                )
+                for entry in sorted(entries, key=lambda entry: (entry.partition, entry.number))
+            ]
+        )
+    batched, single = found
+    assert sum(entry[3] for entry in batched) > 2
+    assert len(batched) > 17
+    assert batched == single
 
 
 def test_files_of_tokens_become_arrays_that_numpy_maps(tmp_path):

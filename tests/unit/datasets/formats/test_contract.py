@@ -7,6 +7,7 @@ import pytest
 
 from millrace.datasets.formats.base import (
     BadSampleError,
+    BatchEncoder,
     Fields,
     FieldType,
     ShardEncoder,
@@ -217,3 +218,46 @@ def test_a_value_that_is_none_of_its_type_is_refused(
     with pytest.raises(BadSampleError, match=reason) as refusal:
         case.open().prepare(sample._replace(fields={**sample.fields, name: data}))
     assert name in str(refusal.value)
+
+
+def test_a_batch_gives_the_bytes_of_single_samples(table_case: Case) -> None:
+    samples = [table_case.make_sample(number, size=40 * number) for number in range(60)]
+    single, batched = table_case.open(), table_case.open()
+    assert isinstance(batched, BatchEncoder)
+    sizes: list[int] = []
+    for sample in samples:
+        sizes.append(single.prepare(sample))
+        single.append()
+    assert batched.prepare_batch(samples[:20]) == sizes[:20]
+    batched.append_batch(7)
+    assert batched.prepare_batch(samples[7:]) == sizes[7:]
+    batched.append_batch(53)
+    assert (batched.samples, batched.size) == (60, single.size)
+    assert bytes(batched.close()) == bytes(single.close())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "type", "key"])
+def test_a_batch_with_a_bad_sample_is_refused_and_changes_nothing(
+    table_case: Case, fault: str
+) -> None:
+    good = [table_case.make_sample(number) for number in range(3)]
+    fields = dict(good[1].fields)
+    bad = {
+        "missing": good[1]._replace(fields={name: fields[name] for name in [*fields][1:]}),
+        "unknown": good[1]._replace(fields={**fields, "other": b""}),
+        "type": good[1]._replace(
+            fields={
+                name: b"\xff" if kind is FieldType.STR else fields[name]
+                for name, kind in table_case.fields.items()
+            }
+        ),
+        "key": good[1]._replace(key="\ud800"),
+    }[fault]
+    encoder = table_case.open()
+    encode(encoder, good[:1])
+    with pytest.raises(BadSampleError):
+        encoder.prepare(bad)
+    assert isinstance(encoder, BatchEncoder)
+    with pytest.raises(BadSampleError):
+        encoder.prepare_batch([good[0], bad, good[2]])
+    assert encode(encoder, good[1:]) == encode(table_case.open(), good)
