@@ -1,6 +1,6 @@
 """Find and delete the garbage of a dataset: objects that no record of the dataset names."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,7 @@ from millrace.deletion import (
     find_stale_uploads,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys, make_lease_prefix
+from millrace.keys.leases import COLLECTOR, LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -125,7 +125,7 @@ def delete_garbage(
 
 @dataclass(frozen=True, slots=True)
 class _HeldDataset:
-    """Dataset whose unfinished partitions are leased by this process.
+    """Dataset without a run, which begins no partition while this process holds its lease.
 
     Attributes:
         store: Store of the dataset.
@@ -133,7 +133,8 @@ class _HeldDataset:
         plan: Plan of the dataset.
         clock: Clock of the store.
         holder: This process.
-        claimed: Names of the leased partitions.
+        census: Census of the leases of the dataset.
+        is_leased: Whether this process holds a lease. A complete dataset needs none.
     """
 
     store: Store
@@ -141,7 +142,8 @@ class _HeldDataset:
     plan: DatasetPlan
     clock: StoreClock
     holder: Holder
-    claimed: frozenset[str]
+    census: Census
+    is_leased: bool
 
     def iterate_unreferenced(self) -> Iterator[Stat]:
         """Yield the objects that no record names."""
@@ -165,7 +167,10 @@ class _HeldDataset:
 
 @contextmanager
 def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
-    """Hold the leases of the unfinished partitions, since a run could commit the garbage.
+    """Hold the lease of the collector of an unfinished dataset, since a run could commit garbage.
+
+    A run looks for this lease after it has taken the lease of a partition. One lease of the
+    dataset is enough, at any number of partitions.
 
     Raises:
         NotFoundError: There is no plan under this name.
@@ -181,15 +186,28 @@ def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
         ) from None
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, dataset, holder)
-    claimed: set[str] = set()
+    census = Census(store, dataset, "", clock)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
-        for partition in _find_unfinished_partitions(store, keys, plan):
-            lease = acquire(store, LeaseKeys(dataset, partition), holder, _LEASE_TIMEOUT, clock)
+        is_leased = not exists(store, keys.manifest)
+        if is_leased:
+            own = LeaseKeys(dataset, COLLECTOR)
+            lease = acquire(store, own, holder, _LEASE_TIMEOUT, clock)
             if isinstance(lease, HeldLease):
                 raise _make_conflict_error(dataset, lease.holder)
             heartbeat.keep(lease)
-            claimed.add(partition)
-        yield _HeldDataset(store, keys, plan, clock, holder, frozenset(claimed))
+            _refuse_others(dataset, census.find_holders(), holder)
+        yield _HeldDataset(store, keys, plan, clock, holder, census, is_leased)
+
+
+def _refuse_others(dataset: str, held: Mapping[str, HeldLease], holder: Holder) -> None:
+    """Refuse to work beside another process.
+
+    Raises:
+        ConflictError: Another process holds a lease.
+    """
+    for one in held.values():
+        if one.holder.id != holder.id:
+            raise _make_conflict_error(dataset, one.holder)
 
 
 class _GarbageCheck:
@@ -198,7 +216,6 @@ class _GarbageCheck:
     def __init__(self, held: _HeldDataset) -> None:
         self._held = held
         self._dataset = held.keys.dataset
-        self._census = Census(held.store, self._dataset, "", held.clock)
         self._unreferenced = {stat.key for stat in held.iterate_unreferenced()}
 
     def refresh_leases(self) -> None:
@@ -210,13 +227,11 @@ class _GarbageCheck:
         Raises:
             ConflictError: Another process holds a lease, or a lease of this process has ended.
         """
-        current = self._census.find_holders()
-        for one in current.values():
-            if one.holder.id != self._held.holder.id:
-                raise _make_conflict_error(self._dataset, one.holder)
-        if lost := self._held.claimed - current.keys():
+        current = self._held.census.find_holders()
+        _refuse_others(self._dataset, current, self._held.holder)
+        if self._held.is_leased and COLLECTOR not in current:
             raise errors.ConflictError(
-                f"The lease of {min(lost)} of {self._dataset} has ended: this process was "
+                f"The lease of this process on {self._dataset} has ended: the process was "
                 "suspended for too long. The remaining objects stay. Collect the garbage again."
             )
 
@@ -229,10 +244,3 @@ def _make_conflict_error(dataset: str, holder: Holder) -> errors.ConflictError:
         f"{holder.host} (process {holder.pid}) works on {dataset}. Collect its garbage when that "
         "process has ended."
     )
-
-
-def _find_unfinished_partitions(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[str]:
-    if exists(store, keys.manifest):
-        return []
-    ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
-    return [p.name for p in plan.partitions if p.name not in ended]

@@ -27,8 +27,16 @@ from millrace.datasets.worker import PartitionJob, run_job
 from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys
-from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, acquire
+from millrace.keys.leases import COLLECTOR, LeaseKeys
+from millrace.lease import (
+    Heartbeat,
+    HeldLease,
+    Holder,
+    Lease,
+    StoreClock,
+    acquire,
+    find_holder,
+)
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import PartitionEnd
 from millrace.storage import Store, exists, list_objects
@@ -92,12 +100,29 @@ class _PartitionLeases:
     clock: StoreClock
     heartbeat: Heartbeat
 
-    def claim(self, partition: str) -> Lease | HeldLease:
+    def claim(self, partition: str) -> Lease | HeldLease | None:
+        """Take the lease of a partition; return None while a process collects the garbage.
+
+        The collector takes its lease first, and then looks for leases of partitions. So one of the
+        two processes finds the lease of the other. The first look spares a collector that has begun
+        the sight of a lease, which would stop it.
+        """
+        if self._is_collected():
+            return None
         keys = LeaseKeys(self.keys.dataset, partition)
         lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
-        if isinstance(lease, Lease):
-            self.heartbeat.keep(lease)
+        if not isinstance(lease, Lease):
+            return lease
+        if self._is_collected():
+            lease.release()
+            return None
+        self.heartbeat.keep(lease)
         return lease
+
+    def _is_collected(self) -> bool:
+        """Decide whether a process collects the garbage of the dataset. One listing."""
+        keys = LeaseKeys(self.keys.dataset, COLLECTOR)
+        return find_holder(self.store, keys, self.clock) is not None
 
 
 class _PendingPartitions:
@@ -134,6 +159,10 @@ class _PendingPartitions:
             lease = leases.claim(job.partition.name)
             if isinstance(lease, Lease):
                 return job, lease
+            if lease is None:
+                logger.info("%s waits for the end of the collection of garbage", job.dataset)
+                self.put_back(job)
+                return None
             logger.info(
                 "%s is held by %s until %s", job.partition.name, lease.holder.host, lease.until
             )

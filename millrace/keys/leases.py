@@ -7,6 +7,8 @@ from millrace.keys.names import is_plain
 
 MEMBERS = "members"
 """Folder of the leases of a job's members."""
+COLLECTOR = "garbage"
+"""Name of the lease of the process that collects the garbage of a dataset."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import random
 import secrets
@@ -48,7 +49,7 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
-from millrace.keys.leases import LeaseKeys
+from millrace.keys.leases import COLLECTOR, LeaseKeys, parse_lease
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import encode_record, fetch
@@ -650,6 +651,53 @@ def test_a_lease_that_appears_between_two_batches_ends_the_collecting(settings, 
     assert len(left) == 20
 
 
+def test_garbage_of_a_dataset_of_any_size_is_planned_under_one_lease(settings):
+    settings = changed(settings, sharding={"partition_bytes": 1024})
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    plan = plan_dataset(settings)
+    assert len(plan.partitions) > 50
+    pin_plan(store, keys, plan, {})
+    put(store, "sets/one/shards/webdataset/train/train-09999-000000.tar", b"orphan")
+    found = plan_garbage(store, "sets/one", min_age=ANY_AGE)
+    assert [one.key for one in found.objects] == [
+        "sets/one/shards/webdataset/train/train-09999-000000.tar"
+    ]
+    leases = [parse_lease("sets/one", stat.key) for stat in list_objects(store, "sets/one/lease/")]
+    assert {one.name for one in leases if one} - {"plan"} == {COLLECTOR}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_begins_no_partition_before_the_collector_of_garbage_has_ended(
+    settings, workers, caplog
+):
+    store, holder = open_store(settings.store), Holder.describe_this_process()
+    clock = StoreClock.read(store, "sets/one", holder)
+    keys = LeaseKeys("sets/one", COLLECTOR)
+    collector = acquire(store, keys, holder, timedelta(hours=1), clock)
+    assert isinstance(collector, Lease)
+    released: list[bool] = []
+
+    class ReleaseOnceSeen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waits for the end of the collection" in record.getMessage():
+                collector.release()
+                released.append(True)
+
+    def note(event: Event) -> None:
+        assert released or not isinstance(event, PartitionOpened)
+
+    caplog.set_level(logging.INFO, "millrace.datasets.pool")
+    handler = ReleaseOnceSeen()
+    logging.getLogger("millrace.datasets.pool").addHandler(handler)
+    try:
+        report = shard_dataset(changed(settings, execution={"workers": workers}), progress=note)
+    finally:
+        logging.getLogger("millrace.datasets.pool").removeHandler(handler)
+    assert released
+    assert verify_dataset(store, "sets/one").is_intact
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+
+
 def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monkeypatch):
     monkeypatch.setattr(deletion, "_BATCH", 10)
     store = open_store(settings.store)
@@ -662,12 +710,14 @@ def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monke
             # The lease of number 0 was that of the plan.
             create(
                 store,
-                LeaseKeys("sets/one", "train-00000").make_end_key(1),
+                LeaseKeys("sets/one", COLLECTOR).make_end_key(1),
                 b"as after a suspension",
             )
 
     plan = plan_garbage(store, "sets/one", min_age=ANY_AGE)
-    with pytest.raises(errors.ConflictError, match=r"The lease of train-00000 .* has ended"):
+    with pytest.raises(
+        errors.ConflictError, match="The lease of this process on sets/one has ended"
+    ):
         delete_garbage(store, plan, progress=end_lease)
     left = [
         stat.key for stat in list_objects(store, "sets/one/shards/webdataset/train/train-09999")
