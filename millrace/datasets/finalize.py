@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
@@ -30,6 +31,8 @@ from millrace.schemas.dataset import (
     ShardCommit,
 )
 from millrace.storage import Store, list_objects, put
+
+_CONCURRENCY = 32  # concurrent reads of the ends of partitions
 
 
 def finalize_dataset(
@@ -62,12 +65,7 @@ def finalize_dataset(
         CorruptError: The digests of blocks in a commit do not fit the shard.
     """
     entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
-    with ThreadPoolExecutor(32) as pool:
-
-        def read_end(partition: Partition) -> PartitionEnd:
-            return fetch(store, keys.make_end_key(partition.name), PartitionEnd)
-
-        ends = list(pool.map(read_end, plan.partitions))
+    ends = _read_ends(store, keys, plan)
     check_plan_digest([*entries, *ends], compute_plan_digest(plan))
     _check_ledger(entries, ends)
     limit.check(entries)
@@ -105,6 +103,24 @@ def find_lost_shards(
         if entry and shard and stat.size != shard.size:
             damaged.append(LostShard(entry, shard, f"has {stat.size} bytes, not {shard.size}"))
     return [*damaged, *(LostShard(*one, "missing") for one in missing.values())]
+
+
+def _read_ends(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[PartitionEnd]:
+    """Return the end of each partition of the plan.
+
+    Raises:
+        NotFoundError: A partition has no end.
+    """
+
+    def read_end(partition: Partition) -> PartitionEnd:
+        return fetch(store, keys.make_end_key(partition.name), PartitionEnd)
+
+    ends: list[PartitionEnd] = []
+    partitions = iter(plan.partitions)
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="ends") as pool:
+        while batch := list(islice(partitions, _CONCURRENCY * 8)):
+            ends += pool.map(read_end, batch)
+    return ends
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:

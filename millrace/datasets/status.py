@@ -6,8 +6,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys
-from millrace.lease import HeldLease, Holder, StoreClock, find_holder
+from millrace.lease import Census, HeldLease, Holder, StoreClock
 from millrace.records import fetch, iterate_records
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 from millrace.storage import Store, exists, list_folders
@@ -122,14 +121,16 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
             damaged.append(str(entry))
         elif entry.partition in entries:  # otherwise the plan of the commit was replaced
             entries[entry.partition].append(entry)
-    clock: StoreClock | None = None
-    partitions: list[PartitionStatus] = []
-    for name, own in entries.items():
-        held: HeldLease | None = None
-        if name not in ends:
-            clock = clock or _read_clock(store, dataset)
-            held = find_holder(store, LeaseKeys(dataset, name), clock)
-        partitions.append(_make_partition_status(name, own, ended=name in ends, held=held))
+    held: dict[str, HeldLease] = {}
+    if entries.keys() - ends:
+        # One listing of all leases, since a listing for each open partition takes hours for many.
+        held = Census(store, dataset, "", _read_clock(store, dataset)).find_holders()
+    partitions = [
+        _make_partition_status(
+            name, own, ended=name in ends, held=None if name in ends else held.get(name)
+        )
+        for name, own in entries.items()
+    ]
     is_complete = exists(store, keys.manifest)
     return DatasetStatus(dataset, plan.source.url, is_complete, tuple(partitions), tuple(damaged))
 
