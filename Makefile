@@ -80,6 +80,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.digest
 	$(BIN)/python -m benchmarks.prefect
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.partitions
 
 soak: .venv/dev
 	@deployments/test-servers.sh

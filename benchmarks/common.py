@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -207,6 +208,23 @@ class Results:
         rows = [{**asdict(row), "value": round(row.value, 4)} for row in self.compute_rows()]
         body = {"name": self.name, "machine": describe_machine(), "rows": rows}
         path.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def compute_exponent(costs: dict[int, float], constant: float) -> float | None:
+    """Return the slope of the logarithm of the cost between the two largest sizes.
+
+    Args:
+        costs: Costs by sizes.
+        constant: Cost of a run of a size near 0, which is subtracted.
+
+    Returns:
+        Slope; None if one of the two costs is not above the constant.
+    """
+    before, last = sorted(costs)[-2:]
+    if min(costs[before], costs[last]) <= constant:
+        return None
+    growth = (costs[last] - constant) / (costs[before] - constant)
+    return math.log(growth) / math.log(last / before)
 
 
 def describe_machine() -> str:

@@ -17,7 +17,6 @@ size 1 is subtracted, because a constant cost would hide the growth.
 """
 
 import heapq
-import math
 import random
 import statistics
 import sys
@@ -30,7 +29,14 @@ import torch
 from pydantic import ByteSize
 
 from benchmarks.cleanup import RULE
-from benchmarks.common import CpuTimer, Results, measure_process, parse_options, print_table
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    compute_exponent,
+    measure_process,
+    parse_options,
+    print_table,
+)
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
 from benchmarks.gradients import make_payload
@@ -174,23 +180,6 @@ KINDS = {
     "tensors": Kind(measure_tensors, 100),
     "nodes": Kind(measure_nodes, 8),
 }
-
-
-def compute_exponent(costs: dict[int, float], constant: float) -> float | None:
-    """Return the slope of the logarithm of the cost between the two largest sizes.
-
-    Args:
-        costs: Costs by sizes.
-        constant: Cost of a run of a size near 0, which is subtracted.
-
-    Returns:
-        Slope; None if one of the two costs is not above the constant.
-    """
-    before, last = sorted(costs)[-2:]
-    if min(costs[before], costs[last]) <= constant:
-        return None
-    growth = (costs[last] - constant) / (costs[before] - constant)
-    return math.log(growth) / math.log(last / before)
 
 
 def main() -> int:

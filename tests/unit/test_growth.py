@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.growth import GOAL, compute_exponent
+from benchmarks.common import compute_exponent
+from benchmarks.growth import GOAL
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.3, 0.5, 1.0])

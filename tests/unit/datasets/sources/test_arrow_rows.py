@@ -17,7 +17,13 @@ INTEGERS = [pa.int8(), pa.uint8(), pa.int32(), pa.int64(), pa.uint64()]
 
 def make_parts(array: Any) -> list[Any]:
     """Return an array, slices of it, and an empty slice."""
-    return [array, array.slice(3), array.slice(5, 20), array.slice(len(array) - 1), array.slice(4, 0)]
+    return [
+        array,
+        array.slice(3),
+        array.slice(5, 20),
+        array.slice(len(array) - 1),
+        array.slice(4, 0),
+    ]
 
 
 def make_values(kind: Any, *, nulls: bool) -> list[Any]:
