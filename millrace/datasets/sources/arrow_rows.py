@@ -21,7 +21,7 @@ Values = list[Any]
 
 Fields = dict[str, bytes]
 
-_MAX_COPY = 8 << 20  # bytes of values that are copied at once before they are divided
+_SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
 def encode_batch(
@@ -242,7 +242,7 @@ def _slice_values(array: Array) -> Values:
     first = ends[0]
     view = memoryview(data or b"")[first : ends[-1]]
     values: Values
-    if len(view) > _MAX_COPY:
+    if len(view) > _SMALL_VALUE * len(array):
         values = [view[start - first : end - first].tobytes() for start, end in pairwise(ends)]
     else:  # slices of bytes cost half as much
         copy = view.tobytes()

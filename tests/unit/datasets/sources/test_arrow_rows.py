@@ -39,10 +39,10 @@ def make_values(kind: Any, *, nulls: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("nulls", [False, True])
-@pytest.mark.parametrize("max_copy", [0, 1 << 20])
+@pytest.mark.parametrize("small_value", [0, 1 << 20])
 @pytest.mark.parametrize("kind", [*TEXTS, *BYTES], ids=str)
-def test_text_and_bytes_are_those_of_the_array(kind, nulls, max_copy, monkeypatch):
-    monkeypatch.setattr(arrow_rows, "_MAX_COPY", max_copy)
+def test_text_and_bytes_are_those_of_the_array(kind, nulls, small_value, monkeypatch):
+    monkeypatch.setattr(arrow_rows, "_SMALL_VALUE", small_value)
     for array in make_parts(pa.array(make_values(kind, nulls=nulls), kind)):
         expected = [one.encode() if isinstance(one, str) else one for one in array.to_pylist()]
         assert encode_column(array) == expected
