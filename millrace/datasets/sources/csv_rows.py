@@ -19,7 +19,7 @@ from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.pieces import MAX_ROW_BYTES, Line, Piece, check_row_size
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
-from millrace.schemas.dataset import FileRef, SourceRange
+from millrace.schemas.dataset import SourceRange
 from millrace.storage import Store
 
 _CONCURRENCY = 16  # concurrent reads of headers
@@ -89,14 +89,14 @@ class CsvSource:
         pieces = self._text.iterate_pieces(source_range, cursor, from_start=True)
         rows = self._iterate_lines(pieces, source_range.file.path)
         is_header = self._header is None and cursor <= source_range.start
-        for line in rows:
-            if line.cursor >= end:
+        for first, offset, after, held in rows:
+            if first >= end:
                 return
-            row = line.held.pop()
+            row = held.pop()
             if is_header:
                 is_header = not row
-            elif row and line.cursor >= start:
-                yield _make_row(source_range, parser, line, row)
+            elif row and first >= start:
+                yield _make_row(source_range, parser, offset, after, row)
 
     def _read_header(self, source_range: TextRange) -> list[str]:
         """Return the names of a file's columns.
@@ -110,7 +110,7 @@ class CsvSource:
             first: TextRange = source_range.model_copy(update={"start": 0})
             pieces = self._text.iterate_pieces(first, 0, block=_HEADER_BYTES)
             lines = self._iterate_lines(pieces, path)
-            row = next((row for line in lines if (row := line.held[0])), b"")
+            row = next((row for *_, [row] in lines if row), b"")
             try:
                 names = _split_row(_decode(row), self._find_delimiter(path), 1 << 20)
             except _BadRowError as error:
@@ -188,6 +188,8 @@ class _UnreadBytes:
         """
         data, at = self._join()
         begin, quote = 0, data.find(b'"', at)
+        # Rows within one piece are the most. Their cursors differ by their distance in the piece.
+        first, limit, cursor, offset = 0, -1, 0, 0
         while at < len(data):
             end = data.find(b"\n", at)
             if 0 <= quote < at:
@@ -197,7 +199,13 @@ class _UnreadBytes:
                 end = found.end() - 1 if found else -1
             if end < 0:
                 break
-            yield self._make_line(begin, end, data[at:end].removesuffix(b"\r"))
+            if end >= limit:
+                first, limit, cursor, offset = self._find_piece(begin)
+            held = [data[at:end].removesuffix(b"\r")]
+            if end < limit:
+                yield cursor + begin - first, offset + begin - first, cursor + end - first + 1, held
+            else:
+                yield self._make_line(begin, end, held)
             begin = at = end + 1
         self.size = len(data) - begin
         self.wanted = min(2 * self.size, MAX_ROW_BYTES + 1)
@@ -215,8 +223,8 @@ class _UnreadBytes:
         size, row = len(data), data[at:]
         del data
         if self._pattern.match(row + b"\n"):
-            return self._make_line(0, size - 1, row.removesuffix(b"\r"))
-        return self._make_line(0, size - 1, row.removesuffix(b"\n"))
+            return self._make_line(0, size - 1, [row.removesuffix(b"\r")])
+        return self._make_line(0, size - 1, [row.removesuffix(b"\n")])
 
     def _join(self) -> tuple[bytes, int]:
         """Return all bytes, and the index of the first one after a byte order mark."""
@@ -225,10 +233,17 @@ class _UnreadBytes:
         is_start = bool(self._places) and self._places[0][0] == self._places[0][2] == 0
         return data, len(_BOM) * (is_start and data.startswith(_BOM))
 
-    def _make_line(self, begin: int, end: int, row: bytes) -> Line:
+    def _make_line(self, begin: int, end: int, held: list[bytes]) -> Line:
         """Return a row as a line. `end` is the index of its last byte."""
         cursor, offset = self._find_place(begin)
-        return Line(cursor, offset, self._find_place(end)[0] + 1, [row])
+        return cursor, offset, self._find_place(end)[0] + 1, held
+
+    def _find_piece(self, at: int) -> tuple[int, int, int, int]:
+        """Return the first index of a byte's piece, the index after it, its cursor and offset."""
+        number = max(n for n, (index, _, _) in enumerate(self._places) if index <= at)
+        ends = [index for index, _, _ in self._places[number + 1 :]] or [self.size]
+        index, cursor, offset = self._places[number]
+        return index, ends[0], cursor, offset
 
     def _find_place(self, at: int) -> tuple[int, int]:
         """Return cursor and offset of a byte."""
@@ -277,15 +292,15 @@ class _RowParser:
         return {extension: values[i].encode() for extension, i in self._indices.items()}
 
 
-def _make_row(source_range: TextRange, parser: _RowParser, line: Line, row: bytes) -> Row:
-    file: FileRef = source_range.file
+def _make_row(
+    source_range: TextRange, parser: _RowParser, offset: int, after: int, row: bytes
+) -> Row:
     try:
         fields = parser.parse(row)
     except _BadRowError as error:
-        where = f"{file.path}, byte {line.offset}"
-        return BadRow(where, str(error), row[:_SHOWN], line.next_cursor)
-    key = f"{source_range.file_index:05d}-{line.offset:013d}"
-    return Sample(key, fields, line.next_cursor)
+        where = f"{source_range.file.path}, byte {offset}"
+        return BadRow(where, str(error), row[:_SHOWN], after)
+    return Sample(f"{source_range.file_index:05d}-{offset:013d}", fields, after)
 
 
 def _decode(row: bytes) -> str:

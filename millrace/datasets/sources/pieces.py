@@ -22,21 +22,10 @@ class Piece(NamedTuple):
     data: bytes
 
 
-class Line(NamedTuple):
-    """A line of a file.
-
-    Attributes:
-        cursor: Cursor of the first byte.
-        offset: Offset of the first byte.
-        next_cursor: Cursor after the line.
-        held: List with the bytes of the line, without the newline. The caller removes them, so
-            that they can be freed.
-    """
-
-    cursor: int
-    offset: int
-    next_cursor: int
-    held: list[bytes]
+Line = tuple[int, int, int, list[bytes]]
+"""A line of a file: the cursor and the offset of its first byte, the cursor after the line, and a
+list with the bytes of the line, without the newline. The caller removes the bytes from the list, so
+that they can be freed."""
 
 
 def split_lines(pieces: Iterator[Piece], path: str) -> Iterator[Line]:
@@ -61,7 +50,7 @@ def split_lines(pieces: Iterator[Piece], path: str) -> Iterator[Line]:
             else:
                 first, offset = cursor + at, piece_offset + at
             at = end + 1
-            yield Line(first, offset, cursor + at, held)
+            yield first, offset, cursor + at, held
         if at < len(data):
             if not begun:
                 first, offset, size = cursor + at, piece_offset + at, 0
@@ -72,7 +61,7 @@ def split_lines(pieces: Iterator[Piece], path: str) -> Iterator[Line]:
     if begun:
         held = [b"".join(begun)]
         begun = []
-        yield Line(first, offset, next_cursor, held)
+        yield first, offset, next_cursor, held
 
 
 def check_row_size(size: int, path: str, offset: int) -> None:

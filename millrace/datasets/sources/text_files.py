@@ -90,14 +90,15 @@ class TextFiles:
             return
         pieces = self.iterate_pieces(source_range, cursor)
         for line in split_lines(pieces, source_range.file.path):
-            if line.cursor >= end:
+            first, offset, after, held = line
+            if first >= end:
                 return
-            if line.cursor >= start:
-                held = line.held
-                held[0] = _strip_line(held[0], line.offset)
+            if first >= start:
+                if offset == 0 or held[0].endswith(b"\r"):
+                    held[0] = _strip_line(held[0], offset)
                 if held[0] and not held[0].isspace():
                     yield line
-            if line.next_cursor >= end:
+            if after >= end:
                 return
 
     def _iterate_plain_pieces(

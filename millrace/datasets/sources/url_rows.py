@@ -146,16 +146,16 @@ class _TextLines:
         if source_range.reason:
             yield from iterate_unreadable(source_range, cursor)
             return
-        for line in self._files.iterate_lines(source_range, cursor):
-            data = line.held.pop()
+        for _, offset, after, held in self._files.iterate_lines(source_range, cursor):
+            data = held.pop()
             try:
                 row = orjson.dumps({self._url_field: data.decode().strip()})
             except UnicodeDecodeError:
-                where = f"{source_range.file.path}, byte {line.offset}"
-                yield BadRow(where, "not UTF-8", data[:_MAX_BAD_BYTES], line.next_cursor)
+                where = f"{source_range.file.path}, byte {offset}"
+                yield BadRow(where, "not UTF-8", data[:_MAX_BAD_BYTES], after)
             else:
-                key = f"{source_range.file_index:05d}-{line.offset:013d}"
-                yield Sample(key, {"json": row}, line.next_cursor)
+                key = f"{source_range.file_index:05d}-{offset:013d}"
+                yield Sample(key, {"json": row}, after)
 
 
 @dataclass(slots=True)
