@@ -234,6 +234,10 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
             files[_CA_FILE] = _read_ca_file(source.ca_file)
             settings["source"]["ca_file"] = _CA_FILE
             source = source.model_copy(update={"ca_file": None})  # a path of this machine
+    settings["source"]["mirrors"] = [
+        _make_mirror_settings(config.store, mirror, storage_grants)
+        for mirror in config.source.mirrors
+    ]
     return RentalSettings(
         name=make_rental_name(config.dataset),
         store=config.store,
@@ -271,6 +275,27 @@ def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict
     if store.credentials is not None:
         settings["credentials"] = _make_credential_settings(f"MILLRACE_{access.upper()}")
     return {"url": url, **settings}
+
+
+def _make_mirror_settings(
+    store: StoreSpec, mirror: StoreSpec, storage_grants: list[StorageGrant]
+) -> dict[str, Any]:
+    """Return the settings of a mirror for a file on a machine, and add a grant if it needs one.
+
+    Raises:
+        ConfigurationError: The machines cannot read the mirror.
+    """
+    path = _find_path_below(store, mirror)
+    if path is not None:
+        storage_grants.append(StorageGrant(prefix=f"{path}/"))
+        return make_store_settings(store, Right.READ, path)
+    if is_store_url(mirror.url) or mirror.options or mirror.ca_file:
+        raise errors.ConfigurationError(
+            f"Rented machines cannot read the mirror {mirror.url}: they get credentials of one "
+            "source only. Remove it from `mirrors`, or name a location below the store of the "
+            "shards, or a public web server or dataset of the Hub."
+        )
+    return _make_source_settings(mirror)
 
 
 def _make_source_settings(source: StoreSpec) -> dict[str, Any]:

@@ -182,6 +182,10 @@ def describe_shards(made: ShardingResult) -> Markdown:
             if report.dollars is not None
             else ()
         ),
+        *(
+            (format_markdown("Read from {}", format_code(location)), format_size(size))
+            for location, size in report.served.items()
+        ),
         ("Manifest", format_code(report.manifest_key)),
         ("Dataset", format_code(report.url)),
         *((("Asset", format_code(asset)),) if (asset := make_asset_key(report.url)) else ()),

@@ -529,6 +529,8 @@ def _show_report(report: "ShardReport") -> None:
         f"This run made {format_count(report.new_shards, 'shard')}, "
         f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."
     )
+    for location, size in report.served.items():
+        echo(f"Read {format_size(size)} from {location}.")
     if manifest.quarantined:
         echo(
             f"{format_count(manifest.quarantined, 'row')} made no sample. Each is kept with its "

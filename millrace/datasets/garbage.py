@@ -71,8 +71,8 @@ def plan_garbage(
     """Find the objects that no entry of the ledger names, and delete none.
 
     Garbage is: shards and quarantined rows without a commit, sample lists of a plan that was never
-    committed, unfinished uploads, and the leases, seek points and indexes of tar files of a
-    complete dataset.
+    committed, unfinished uploads, and the leases, seek points, indexes of tar files and digests of
+    source files of a complete dataset.
 
     Args:
         store: Store of the dataset.
@@ -155,11 +155,12 @@ class _HeldDataset:
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
             for stat in list_objects(self.store, prefix):
-                # A run that continues needs seek points and indexes. A repair can do without them.
+                # A run that continues needs seek points, indexes and digests. A repair does not.
                 is_needed = (
                     stat.key in referenced
                     or keys.is_index(stat.key)
                     or (not is_complete and keys.is_seek_point_or_index(stat.key))
+                    or (not is_complete and keys.is_file_digests(stat.key))
                 )
                 if not is_needed:
                     yield stat

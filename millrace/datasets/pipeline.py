@@ -3,6 +3,8 @@
 import contextlib
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,22 +16,37 @@ from millrace.datasets.plan import (
     check_manifest,
     check_pinned,
     check_source,
-    find_pinned_url,
+    find_pinned_plan,
+    list_planned_files,
     make_plan,
     pin_plan,
 )
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.pool import shard_all_partitions
-from millrace.datasets.progress_events import PlanCommitted, ShardCommitted
+from millrace.datasets.progress_events import (
+    LocationFailed,
+    PlanCommitted,
+    ShardCommitted,
+    SourceRead,
+)
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import PipelineSettings
-from millrace.datasets.sources import PartitionedSource, SourceFiles, is_store_url
+from millrace.datasets.sources import (
+    FileDigests,
+    MirroredFiles,
+    PartitionedSource,
+    SourceFiles,
+    complete_spec,
+)
+from millrace.datasets.sources.mirrors import log_fault
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest, SourceRecord
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
+
+_DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,8 @@ class ShardReport:
         new_bytes: Bytes of the new shards.
         was_complete: Whether the dataset was complete before this run.
         dollars: Cost of all rented machines of the dataset; None if this run rented none.
+        served: Bytes that this run read from each location of a source with mirrors, by its name;
+            empty without mirrors.
     """
 
     url: str
@@ -61,6 +80,7 @@ class ShardReport:
     new_bytes: int
     was_complete: bool = False
     dollars: float | None = None
+    served: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def manifest_url(self) -> str:
@@ -81,6 +101,28 @@ def plan_dataset(config: PipelineSettings) -> DatasetPlan:
     """
     keys = DatasetKeys(config.dataset)
     return make_plan(keys, config.source, config.source.open_files(), config.sharding)[0]
+
+
+def _make_plan(
+    config: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None = None
+) -> tuple[DatasetPlan, PartitionedSource]:
+    """Plan a dataset. If no location answers that could be listed, use the committed plan.
+
+    Raises:
+        ChangedError: The source cannot be divided, and it differs from that of the committed plan.
+        MillraceError: The source cannot be divided.
+    """
+    try:
+        return make_plan(keys, config.source, files, config.sharding, store)
+    except errors.MillraceError as error:
+        pinned = None
+        if isinstance(files, MirroredFiles) and not files.is_listed:
+            pinned = _find_pinned_plan(config, keys, store)
+        if pinned is None:
+            if store is not None and isinstance(error, _DIVISION_ERRORS):
+                check_source(store, keys, config.source, files)
+            raise
+    return make_plan(keys, config.source, files, config.sharding, store, pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +158,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     """
     keys = DatasetKeys(config.dataset)
     files = _open_files(config, keys)
-    plan, partitioned = make_plan(keys, config.source, files, config.sharding)
+    plan, partitioned = _make_plan(config, keys, files)
     timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
     spec = config.store.model_copy(update={"retry_timeout": timeout})
     account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
@@ -129,7 +171,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     state = ""
     try:
         store = open_store(spec, make_folder=False)
-        _refuse_overlap(files, store, config.dataset)
+        _refuse_overlap(config, files, store)
         if config.card:
             check_readme(store, keys)
         begun = check_pinned(store, keys, plan, partitioned.sample_lists)
@@ -191,12 +233,12 @@ def shard_dataset(
     began = time.monotonic()
     store = open_store(config.store)
     keys = DatasetKeys(config.dataset)
-    files = _open_files(config, keys)
-    _refuse_overlap(files, store, config.dataset)
+    files = _open_files(config, keys, store)
+    _refuse_overlap(config, files, store)
     if config.card:
         check_readme(store, keys)
     try:
-        plan, partitioned = _make_plan(keys, config, files, store)
+        plan, partitioned = _make_plan(config, keys, files, store)
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
         if not (repair and exists(store, keys.manifest)):
@@ -218,10 +260,12 @@ def shard_dataset(
     else:
         limit = QuarantineLimit(store, keys, plan, config.execution)
         limit.resume(plan)
+        if isinstance(files, MirroredFiles):
+            files.store_digests(list_planned_files(store, plan))
         shard_all_partitions(
             store,
             keys,
-            _make_jobs(config, plan, files.url, store.spec.model_copy(update={"url": store.url})),
+            _make_jobs(config, plan, files, store.spec.model_copy(update={"url": store.url})),
             execution=config.execution,
             progress=limit.wrap_progress(counter),
         )
@@ -239,6 +283,7 @@ def shard_dataset(
         new_samples=counter.samples,
         new_bytes=counter.size,
         was_complete=was_complete,
+        served=counter.count_served(files),
     )
 
 
@@ -262,41 +307,47 @@ def run_from_file(
     return shard_dataset(config, progress=progress)
 
 
-def _make_plan(
-    keys: DatasetKeys, config: PipelineSettings, files: SourceFiles, store: Store
-) -> tuple[DatasetPlan, PartitionedSource]:
-    """Plan a dataset.
+def _open_files(
+    config: PipelineSettings, keys: DatasetKeys, store: Store | None = None
+) -> SourceFiles:
+    """Open the files of a source, as the plan pins them if there is one.
 
-    Raises:
-        ChangedError: The source cannot be divided, and it differs from that of the committed plan.
-        MillraceError: The source cannot be divided.
+    Args:
+        config: Settings of the dataset.
+        keys: Names of the dataset.
+        store: Store of the dataset; None if the caller finds what is wrong with it.
     """
-    try:
-        return make_plan(keys, config.source, files, config.sharding, store)
-    except (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError):
-        check_source(store, keys, config.source, files)
-        raise
+    pinned = None
+    if config.source.url.startswith("hf://") or config.source.mirrors:
+        pinned = _find_pinned_plan(config, keys, store)
+    digests = FileDigests(store, keys) if store else None
+    return config.source.open_files(pinned.source if pinned else None, digests)
 
 
-def _open_files(config: PipelineSettings, keys: DatasetKeys) -> SourceFiles:
-    """Open the files of a source, at the commit of the Hub that the plan pins if there is one."""
-    pinned = ""
-    if config.source.url.startswith("hf://"):
-        with contextlib.suppress(errors.MillraceError):  # the caller finds what is wrong
-            pinned = find_pinned_url(open_store(config.store, make_folder=False), keys)
-    return config.source.open_files(pinned)
+def _find_pinned_plan(
+    config: PipelineSettings, keys: DatasetKeys, store: Store | None
+) -> DatasetPlan | None:
+    if store is not None:
+        return find_pinned_plan(store, keys)
+    with contextlib.suppress(errors.MillraceError):
+        return find_pinned_plan(open_store(config.store, make_folder=False), keys)
+    return None
 
 
-def _refuse_overlap(files: SourceFiles, target: Store, dataset: str) -> None:
-    if f"{target.make_url(dataset)}/".startswith(f"{files.url}/"):
-        raise errors.ConfigurationError(
-            f"The dataset would lie inside of its own source, {files.url}, and change it: name "
-            "another store, or a source folder beside it."
-        )
+def _refuse_overlap(config: PipelineSettings, files: SourceFiles, target: Store) -> None:
+    urls = [files.url]
+    if config.source.mirrors:
+        urls = [spec.url for spec in config.source.list_locations()]
+    for url in urls:
+        if f"{target.make_url(config.dataset)}/".startswith(f"{url}/"):
+            raise errors.ConfigurationError(
+                f"The dataset would lie inside of its own source, {url}, and change it: name "
+                "another store, or a source folder beside it."
+            )
 
 
 def _make_jobs(
-    config: PipelineSettings, plan: DatasetPlan, url: str, target: StoreSpec
+    config: PipelineSettings, plan: DatasetPlan, files: SourceFiles, target: StoreSpec
 ) -> list[PartitionJob]:
     """Return the jobs of all partitions. The source is at the URL of this run's settings.
 
@@ -304,9 +355,11 @@ def _make_jobs(
     machine has other variables, and another working directory.
     """
     digest = compute_plan_digest(plan)
-    source_store = config.source.store.model_copy(update={"url": url})
-    if is_store_url(url):
-        source_store = open_store(source_store, make_folder=False).spec
+    mirrors: list[StoreSpec] = []
+    if config.source.mirrors:
+        source_store, *mirrors = config.source.list_locations()
+    else:
+        source_store = complete_spec(config.source.store.model_copy(update={"url": files.url}))
     return [
         PartitionJob(
             dataset=plan.dataset,
@@ -314,6 +367,7 @@ def _make_jobs(
             layout=plan.layout,
             source=plan.source,
             source_store=source_store,
+            mirrors=tuple(mirrors),
             allow_private=config.source.allow_private,
             downloads=config.execution.downloads,
             store=target,
@@ -325,15 +379,31 @@ def _make_jobs(
 
 
 class _CommitCounter:
-    """Forwards events, and counts the commits of this run."""
+    """Forwards events, counts the commits of this run, and logs the faults of locations once."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.shards = self.samples = self.size = 0
+        self._served: Counter[str] = Counter()
+        self._logged: set[tuple[str, bool]] = set()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, ShardCommitted):
-            self.shards += len(event.keys)
-            self.samples += event.samples
-            self.size += event.size
+        match event:
+            case ShardCommitted():
+                self.shards += len(event.keys)
+                self.samples += event.samples
+                self.size += event.size
+            case SourceRead():
+                self._served.update(event.served)
+            case LocationFailed() if (event.location, event.differs) not in self._logged:
+                self._logged.add((event.location, event.differs))
+                log_fault(event.location, event.reason, event.differs)
+            case _:
+                pass
         self._progress(event)
+
+    def count_served(self, files: SourceFiles) -> dict[str, int]:
+        """Return the bytes that this run read from each location of a source with mirrors."""
+        if isinstance(files, MirroredFiles):
+            self._served.update(files.served)
+        return dict(self._served)

@@ -26,6 +26,7 @@ from millrace.datasets.sources import (
     SourceFiles,
     SourceKind,
     SourceSettings,
+    describe_again,
     partition_source,
 )
 from millrace.datasets.sources.files import Patterns, describe_difference, list_files
@@ -74,6 +75,7 @@ def make_plan(
     files: SourceFiles,
     settings: ShardingSettings,
     store: Store | None = None,
+    pinned: DatasetPlan | None = None,
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Divide the source into partitions, and describe them. Lists the source, writes nothing.
 
@@ -83,6 +85,7 @@ def make_plan(
         files: Files of the source.
         settings: Settings of the shards.
         store: Store of the dataset, where the files of transforms are found by their digests.
+        pinned: Committed plan whose files and partitions are taken, instead of a listing.
 
     Returns:
         The plan, and the partitioned source with the sample lists that the plan names, and with
@@ -112,7 +115,12 @@ def make_plan(
     fields: dict[str, str] = {}
     if source.kind is not SourceKind.HUGGINGFACE:  # refused before a long listing
         fields = decide_fields(formats, source, steps, settings.types)
-    partitioned = partition_source(source, files, keys, division)
+    if pinned is None:
+        partitioned = partition_source(source, files, keys, division)
+    else:
+        partitioned = PartitionedSource(
+            describe_again(source, pinned.source), pinned.partitions, {}
+        )
     if partitioned.field_types is not None:
         fields = decide_fields(
             formats, source, steps, settings.types, schema_types=partitioned.field_types
@@ -160,7 +168,7 @@ def check_pinned(
     Raises:
         ConflictError, ChangedError: The dataset has commits by another plan.
     """
-    pinned = _find_pinned_plan(store, keys)
+    pinned = find_pinned_plan(store, keys)
     if pinned is None:
         _check_commits(store, keys, plan)
         return None
@@ -208,7 +216,7 @@ def pin_plan(
             first files.
     """
     while True:
-        pinned = _find_pinned_plan(store, keys)
+        pinned = find_pinned_plan(store, keys)
         if pinned is None:
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
@@ -225,13 +233,14 @@ def pin_plan(
             return pinned
 
 
-def find_pinned_url(store: Store, keys: DatasetKeys) -> str:
-    """Return the URL of the source in the committed plan; empty if there is no plan."""
-    pinned = _find_pinned_plan(store, keys)
-    return pinned.source.url if pinned else ""
+def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:
+    """Return the files of a plan. Reads the sample lists."""
+    groups = _iterate_files(plan, _StoredSampleLists(store))
+    return list({file.path: file for files in groups for file in files}.values())
 
 
-def _find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
+def find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
+    """Return the committed plan; None if there is none."""
     try:
         return fetch(store, keys.plan, DatasetPlan)
     except errors.NotFoundError:
@@ -308,7 +317,7 @@ def _try_remove_plan(
             )
         progress(PlanReplacementStarted(key=keys.plan))
         put(store, keys.plan_removed, b"")
-        if _find_pinned_plan(store, keys) != pinned:
+        if find_pinned_plan(store, keys) != pinned:
             return True  # the marker stays, since another run may need it
         if delete(store, [keys.plan]):
             return False
@@ -350,7 +359,7 @@ def _try_finish_removal(store: Store, keys: DatasetKeys, progress: Progress) -> 
         if (
             is_claimed
             and exists(store, keys.plan_removed)
-            and _find_pinned_plan(store, keys) is None
+            and find_pinned_plan(store, keys) is None
         ):
             _delete_uncommitted_shards(store, keys, progress)
         return is_claimed
@@ -430,7 +439,7 @@ def check_source(
     Raises:
         ChangedError: The dataset has commits, and the source has other files now.
     """
-    pinned = _find_pinned_plan(store, keys)
+    pinned = find_pinned_plan(store, keys)
     if pinned is None or pinned.source.kind != settings.kind or not _has_commits(store, keys):
         return
     try:

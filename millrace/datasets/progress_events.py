@@ -222,6 +222,36 @@ class PartitionEnded(PartitionEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocationFailed(PartitionEvent):
+    """Event after a location of a source with mirrors failed, or differed from the plan.
+
+    Attributes:
+        location: Name of the location.
+        reason: Fault of the location, with the file.
+        differs: Whether a file differs; otherwise the location could not be read.
+    """
+
+    kind: ClassVar[str] = "location.failed"
+
+    location: str
+    reason: str
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRead(PartitionEvent):
+    """Event after a worker has read a partition of a source with mirrors, or failed.
+
+    Attributes:
+        served: Bytes that the worker read from each location, by the location's name.
+    """
+
+    kind: ClassVar[str] = "source.read"
+
+    served: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
     """Event after a worker process died, and another one took its place.
 
@@ -366,6 +396,8 @@ _PARTITION_EVENTS: dict[str, type[PartitionEvent]] = {
         ShardCommitted,
         PartitionEnding,
         PartitionEnded,
+        LocationFailed,
+        SourceRead,
     )
 }
 _ADAPTERS = {kind: TypeAdapter(event_class) for kind, event_class in _PARTITION_EVENTS.items()}

@@ -110,7 +110,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         named = manifest_shards[fault.key]
         expected = shard.model_copy(update={"size": named.size, "digest": named.digest})
         lost.append(LostShard(entry, expected, fault.reason))
-    remake_shards(store, plan, config.source.open_files(plan.source.url), lost, progress=progress)
+    remake_shards(store, plan, config.source.open_files(plan.source), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
     indexes = make_indexes(manifest)
     for fault in found.other_faults:

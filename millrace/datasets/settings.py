@@ -8,12 +8,18 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.sources import (
     DownloadSettings,
+    FileDigests,
     SourceFiles,
+    SourceKind,
     SourceSettings,
+    complete_spec,
+    is_web_url,
     open_files,
+    open_mirrored_files,
 )
 from millrace.datasets.transforms import TransformList
 from millrace.lease import MAX_TTL, MIN_TTL
+from millrace.schemas.dataset import SourceRecord
 from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
 from millrace.threads import count_processors
@@ -167,18 +173,64 @@ class SourceLocation(SourceSettings, StoreSettings):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def open_files(self, pinned: str = "") -> SourceFiles:
+    mirrors: list[StoreSpec] = Field(
+        default=[],
+        max_length=8,
+        description="Other locations of the same files, each with `url` and, where needed, "
+        "`credentials`, `endpoint` or `options`. When a location fails, files are read from the "
+        "next one whose files are proven equal. They can change at every run. Not for the kind "
+        "`huggingface`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mirrors(self) -> Self:
+        if not self.mirrors:
+            return self
+        if self.kind is SourceKind.HUGGINGFACE:
+            raise ValueError(
+                "`mirrors` are not for the kind `huggingface`: read the files of the dataset by "
+                "another kind, such as `parquet`"
+            )
+        if is_web_url(self.url) and not self.paths:
+            raise ValueError(
+                "with `mirrors`, write the URL of the folder of a web server into `url`, and the "
+                "files below it into `paths`"
+            )
+        named = {(spec.url.rstrip("/"), spec.endpoint) for spec in (self.store, *self.mirrors)}
+        if len(named) <= len(self.mirrors):
+            raise ValueError("a location is named twice: name each once")
+        return self
+
+    def list_locations(self) -> list[StoreSpec]:
+        """Return the locations of the source, each with its whole URL."""
+        return [complete_spec(spec) for spec in (self.store, *self.mirrors)]
+
+    def open_files(
+        self, pinned: SourceRecord | None = None, digests: FileDigests | None = None
+    ) -> SourceFiles:
         """Open the files of the source. Nothing is sent.
 
         Args:
-            pinned: URL of the source in the plan of the dataset; empty if there is no plan.
+            pinned: Source in the plan of the dataset; None if there is no plan.
+            digests: Digests by which files of mirrors are compared; None stores none.
 
         Raises:
             NotFoundError: There is no such folder.
             ConfigurationError: The URL names no store, or the settings do not fit it.
         """
+        if self.mirrors:
+            return open_mirrored_files(
+                self.list_locations(),
+                paths=self.paths,
+                allow_private=self.allow_private,
+                pinned=pinned,
+                digests=digests,
+            )
         return open_files(
-            self.store, paths=self.paths, allow_private=self.allow_private, pinned=pinned
+            self.store,
+            paths=self.paths,
+            allow_private=self.allow_private,
+            pinned=pinned.url if pinned else "",
         )
 
 

@@ -20,14 +20,26 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
 from millrace.datasets.partition import shard_partition
-from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.sources import DownloadSettings, open_files
+from millrace.datasets.progress_events import (
+    LocationFailed,
+    PartitionEvent,
+    SourceRead,
+    encode_partition_event,
+)
+from millrace.datasets.sources import (
+    DownloadSettings,
+    FileDigests,
+    MirroredFiles,
+    SourceFiles,
+    open_files,
+    open_mirrored_files,
+)
 from millrace.datasets.transforms import open_transformed_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import keep_freed_memory
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import Store, StoreSpec, open_store
 
 
 class PartitionJob(BaseModel):
@@ -40,6 +52,7 @@ class PartitionJob(BaseModel):
     layout: ShardLayout
     source: SourceRecord
     source_store: StoreSpec
+    mirrors: tuple[StoreSpec, ...] = ()
     allow_private: bool = False
     downloads: DownloadSettings = DownloadSettings()
     store: StoreSpec
@@ -51,13 +64,14 @@ class PartitionJob(BaseModel):
         data = self.model_dump(mode="json")
         data["store"] = self.store.reveal_secrets()
         data["source_store"] = self.source_store.reveal_secrets()
+        data["mirrors"] = [spec.reveal_secrets() for spec in self.mirrors]
         return data
 
 
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
     """Shard one partition."""
-    store = open_store(job.store)
-    files = open_files(job.source_store, paths=(), allow_private=job.allow_private)
+    store, keys = open_store(job.store), DatasetKeys(job.dataset)
+    files = _open_source_files(job, store, keys, progress)
     source = open_transformed_source(
         job.source,
         files,
@@ -65,17 +79,42 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
         downloads=job.downloads,
         allow_private=job.allow_private,
     )
-    keys = DatasetKeys(job.dataset)
-    return shard_partition(
-        store,
-        source,
-        keys,
-        job.layout,
-        job.partition,
-        plan_digest=job.plan_digest,
-        uploads=job.uploads,
-        progress=progress,
-        is_reproducible=job.source.is_reproducible,
+    try:
+        return shard_partition(
+            store,
+            source,
+            keys,
+            job.layout,
+            job.partition,
+            plan_digest=job.plan_digest,
+            uploads=job.uploads,
+            progress=progress,
+            is_reproducible=job.source.is_reproducible,
+        )
+    finally:
+        if isinstance(files, MirroredFiles):
+            progress(SourceRead(partition=job.partition.name, served=files.served))
+
+
+def _open_source_files(
+    job: PartitionJob, store: Store, keys: DatasetKeys, progress: Progress
+) -> SourceFiles:
+    if not job.mirrors:
+        return open_files(job.source_store, paths=(), allow_private=job.allow_private)
+
+    def report_fault(location: str, reason: str, differs: bool) -> None:  # noqa: FBT001
+        progress(
+            LocationFailed(
+                partition=job.partition.name, location=location, reason=reason, differs=differs
+            )
+        )
+
+    return open_mirrored_files(
+        (job.source_store, *job.mirrors),
+        allow_private=job.allow_private,
+        pinned=job.source,
+        digests=FileDigests(store, keys),
+        report=report_fault,
     )
 
 

@@ -23,6 +23,7 @@ The shortest scope counts, since the folder of an index is no dataset.
 _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
 _MEMBER_INDEX = re.compile(r"[0-9]{5,}-members\.jsonl")
+_FILE_DIGESTS = re.compile(r"digests-[0-9a-f]{32}\.json")
 _SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
 _STORED_SHARD = re.compile(rf"{_SHARD.pattern}(?:-[0-9a-f]{{16}})?")
 
@@ -130,7 +131,7 @@ class DatasetKeys:
 
     @property
     def sample_lists(self) -> str:
-        """Prefix of the sample lists, the seek points and the indexes of tar files."""
+        """Prefix of the sample lists, the seek points, the indexes of tar files and the digests."""
         return f"{self.dataset}/partitions/"
 
     @property
@@ -187,11 +188,24 @@ class DatasetKeys:
         """
         return f"{self.sample_lists}{file_index:05d}-members.jsonl"
 
+    def make_file_digests_key(self, name: str) -> str:
+        """Return the key of the digests of a source file.
+
+        Args:
+            name: 32 hexadecimal digits that name the file, its location and its version.
+        """
+        return f"{self.sample_lists}digests-{name}.json"
+
     def is_seek_point_or_index(self, key: str) -> bool:
         """Decide whether a key is that of a seek point, or of the index of a tar file."""
         name = key.removeprefix(self.sample_lists)
         found = _SEEK_POINT.fullmatch(name) or _MEMBER_INDEX.fullmatch(name)
         return name != key and found is not None
+
+    def is_file_digests(self, key: str) -> bool:
+        """Decide whether a key is that of the digests of a source file."""
+        name = key.removeprefix(self.sample_lists)
+        return name != key and _FILE_DIGESTS.fullmatch(name) is not None
 
     def make_shards_prefix(self, shard_format: str, split: str) -> str:
         """Return the prefix of the shards of one format and split, such as ``shards/mds/train/``.

@@ -57,6 +57,26 @@ def settings(**more: Any) -> PipelineSettings:
     )
 
 
+def test_machines_are_sent_the_mirrors_that_they_can_read() -> None:
+    source = {**STORE, "url": "s3://bucket/below/raw/words"}
+    near = {**STORE, "url": "s3://bucket/below/copy"}
+    public = {"url": "hf://datasets/owner/words"}
+    rent = make_sharding_rental(settings(source={**source, "mirrors": [near, public]}), VAST)
+    assert {one.prefix for one in rent.storage_grants} == {"raw/words/", "words/", "copy/"}
+    (text,) = rent.program.files.values()
+    first, second = yaml.safe_load(text)["source"]["mirrors"]
+    assert (first["url"], second) == ("${MILLRACE_STORE}/copy", public)
+    assert "secrets" not in text
+    for refused in (
+        {**STORE, "url": "s3://another/words"}, {"url": "/folder"},
+        {"url": "https://host/words", "options": {"Authorization": "a secret"}},
+    ):  # fmt: skip
+        with pytest.raises(errors.ConfigurationError, match="cannot read the mirror"):
+            make_sharding_rental(
+                settings(source={**source, "paths": ["a.jsonl"], "mirrors": [refused]}), VAST
+            )
+
+
 def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path: Path) -> None:
     rent = make_sharding_rental(settings(), VAST)
     assert (rent.name, rent.machines, rent.program.command[:2]) == (

@@ -24,6 +24,8 @@ class Site:
         token: Header Authorization that it demands.
         statuses: Statuses of the next answers, each with headers.
         cut_after: Bytes after which the next answers are cut off.
+        dies_after: Bytes after which an answer is cut off, and the server refuses all others.
+        piece: Bytes of a body that it sends at once, with a pause after each; None sends all.
         redirects: URL by path.
         box: Faults at random, and how often they fired.
         requests: Path and header Range of each request.
@@ -38,6 +40,8 @@ class Site:
     token: str = ""
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     cut_after: list[int] = field(default_factory=list)
+    dies_after: int | None = None
+    piece: int | None = None
     redirects: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
@@ -60,6 +64,9 @@ class _Handler(BaseHTTPRequestHandler):
         site = self.site
         site.requests.append((self.path, self.headers.get("Range")))
         site.authorizations.append(self.headers.get("Authorization"))
+        if site.dies_after is not None and site.dies_after <= 0:
+            self.answer(503, {}, b"")
+            return
         if self.inject_fault():
             return
         if site.statuses:
@@ -117,8 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif len(body) > 1 and self.site.cut_after:
             body = body[: self.site.cut_after.pop(0)]
             self.close_connection = True
+        if self.site.dies_after is not None:
+            body = body[: max(0, self.site.dies_after)]
+            self.site.dies_after -= len(body)
+            self.close_connection |= self.site.dies_after <= 0
+        piece = self.site.piece or len(body) or 1
         try:
-            self.wfile.write(body)
+            for at in range(0, len(body), piece):
+                self.wfile.write(body[at : at + piece])
+                if self.site.piece:
+                    time.sleep(0.001)
         except ConnectionError:
             self.close_connection = True
 

@@ -1,18 +1,27 @@
 """Sources of samples, and their division into partitions."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Division, PartitionedSource, Source
 from millrace.datasets.sources.csv_rows import CsvSource
-from millrace.datasets.sources.files import Patterns, SourceFiles, list_files
+from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles, list_files
 from millrace.datasets.sources.folder import FolderSource, partition_folder
 from millrace.datasets.sources.http_files import HttpFiles, is_web_url
 from millrace.datasets.sources.jsonl import JsonLinesSource
 from millrace.datasets.sources.local_files import LocalFiles
+from millrace.datasets.sources.mirrors import (
+    FileDigests,
+    MirroredFiles,
+    MirrorLocation,
+    ReportFault,
+)
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import (
     DownloadSettings,
@@ -24,17 +33,18 @@ from millrace.datasets.sources.store_files import StoreFiles
 from millrace.datasets.sources.tars import TarSource, divide_tars
 from millrace.datasets.sources.text_files import divide_files
 from millrace.datasets.sources.url_rows import UrlSource, divide_url_lists
-from millrace.errors import ConfigurationError
 from millrace.extras import import_extra_module
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import SourceRecord
-from millrace.storage import Backend, Store, StoreSpec, open_store
+from millrace.storage import Backend, Location, Store, StoreSpec, open_store
 
 __all__ = [
     "BadRow",
     "Division",
     "DownloadSettings",
+    "FileDigests",
+    "MirroredFiles",
     "PartitionedSource",
     "Row",
     "Sample",
@@ -43,8 +53,12 @@ __all__ = [
     "SourceKind",
     "SourceSettings",
     "UrlSettings",
+    "complete_spec",
+    "describe_again",
     "is_store_url",
+    "is_web_url",
     "open_files",
+    "open_mirrored_files",
     "open_source",
     "partition_source",
 ]
@@ -68,7 +82,7 @@ def open_files(
     paths: Sequence[str] | None = None,
     allow_private: bool = False,
     pinned: str = "",
-) -> SourceFiles:
+) -> LocatedFiles:
     """Open the files at the URL of a source. Nothing is sent.
 
     Args:
@@ -89,13 +103,74 @@ def open_files(
             spec, pinned
         )
     if paths:
-        raise ConfigurationError(
+        raise errors.ConfigurationError(
             f"`paths` is for https://. Choose the files of {spec.url} by `include` and `exclude`."
         )
     store = open_store(spec, make_folder=False)
     if store.location.backend is Backend.FILE:
         return LocalFiles(Path(store.location.bucket))
     return StoreFiles(store)
+
+
+def open_mirrored_files(
+    specs: Sequence[StoreSpec],
+    *,
+    paths: Sequence[str] | None = None,
+    allow_private: bool = False,
+    pinned: SourceRecord | None = None,
+    digests: FileDigests | None = None,
+    report: ReportFault | None = None,
+) -> MirroredFiles:
+    """Open the files of a source that has several locations. Nothing is sent.
+
+    Args:
+        specs: URL and credentials of each location.
+        paths: Paths of the files below each URL; None if a location is listed.
+        allow_private: Whether a web server may be in a private network or on this machine.
+        pinned: Source in the plan of the dataset; None if there is no plan.
+        digests: Digests of files, in the store of the dataset; None stores none.
+        report: Function that receives faults of locations; by default they are logged.
+
+    Raises:
+        ConfigurationError: A URL names no store, or the settings do not fit it.
+    """
+
+    def open_location(spec: StoreSpec) -> MirrorLocation:
+        is_web = is_web_url(spec.url)
+        open_location_files = partial(
+            open_files,
+            spec,
+            paths=(paths or ()) if is_web else None,
+            allow_private=allow_private,
+            pinned=pinned.url if pinned else "",
+        )
+        location = MirrorLocation(spec.url, spec.endpoint or "", open_location_files)
+        with suppress(errors.NotFoundError):  # a folder may be missing for a while
+            _ = location.files
+        return location
+
+    return MirroredFiles(
+        [open_location(spec) for spec in specs],
+        pinned=pinned,
+        digests=digests,
+        paths=paths,
+        report=report,
+    )
+
+
+def complete_spec(spec: StoreSpec) -> StoreSpec:
+    """Return a store with its whole URL, and the endpoint and the region of the environment.
+
+    Raises:
+        ConfigurationError: The URL names no store, or the settings do not fit it.
+    """
+    if not is_store_url(spec.url):
+        return spec
+    try:
+        store = open_store(spec, make_folder=False)
+    except errors.NotFoundError:
+        return spec.model_copy(update={"url": str(Location.parse(spec.url))})
+    return store.spec.model_copy(update={"url": store.url})
 
 
 def partition_source(
@@ -148,6 +223,12 @@ def partition_source(
     return PartitionedSource(record, partition_ranges(ranges, division), {}, notes=notes)
 
 
+def describe_again(settings: SourceSettings, pinned: SourceRecord) -> SourceRecord:
+    """Return the source of a plan with the settings of this run. Nothing is listed."""
+    changed = {"kind": settings.kind.value, "settings": _select_settings(settings)}
+    return pinned.model_copy(update=changed)
+
+
 def _import_hub_datasets(files: SourceFiles) -> ModuleType:
     """Import the module that reads datasets of the Hub.
 
@@ -156,7 +237,7 @@ def _import_hub_datasets(files: SourceFiles) -> ModuleType:
             not installed.
     """
     if not getattr(files, "is_whole_dataset", False):
-        raise ConfigurationError(
+        raise errors.ConfigurationError(
             "The URL of the source is not that of a whole dataset of the Hub. For the kind "
             "`huggingface` write hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION, "
             "and name a folder in `load_kwargs: {data_dir: ...}`."

@@ -71,6 +71,18 @@ class SourceFiles(Protocol):
         ...
 
 
+class LocatedFiles(SourceFiles, Protocol):
+    """The files of a source at one location."""
+
+    def find(self, path: str) -> FileRef | None:
+        """Describe a file as it is now; None if there is none.
+
+        Raises:
+            ConfigurationError: The file has nothing by which a change could be seen.
+        """
+        ...
+
+
 class Patterns:
     """Patterns that choose files by their paths. ``*.py`` takes such files of every folder.
 

@@ -128,6 +128,18 @@ class HttpFiles:
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="http") as pool:
             return FileTable.collect(pool.map(self._describe, wanted))
 
+    def find(self, path: str) -> FileRef | None:
+        """Describe a file; None if there is none. One request.
+
+        Raises:
+            ConfigurationError: The server does not tell the size, or has no ETag and no time.
+        """
+        try:
+            path, size, etag = self._describe(path)
+        except errors.NotFoundError:
+            return None
+        return FileRef(path=path, size=size, etag=etag)
+
     def read(self, file: FileRef) -> bytes:
         """Return the content of a file.
 

@@ -129,16 +129,28 @@ class HubFiles:
         Raises:
             NotFoundError: There is no such repository, or the token may not read it.
         """
+        return FileTable.collect(
+            (path, size, etag)
+            for path, (size, etag) in self._listing.items()
+            if patterns.matches(path) and path not in _ABOUT
+        )
+
+    def find(self, path: str) -> FileRef | None:
+        """Describe a file of the commit; None if there is none. The files are listed once."""
+        found = self._listing.get(path)
+        return FileRef(path=path, size=found[0], etag=found[1]) if found else None
+
+    @cached_property
+    def _listing(self) -> dict[str, tuple[int, str]]:
+        """Size and digest of each file of the commit."""
         prefix = f"{self._prefix}/" if self._prefix else ""
         found = self._client.list_files(prefix, self._commit)
         if not found:
             self.check_commit()
-        named = ((path.removeprefix(prefix), file) for path, file in found.items())
-        return FileTable.collect(
-            (path, file.size, file.lfs.sha256 if file.lfs else file.blob_id)
-            for path, file in named
-            if patterns.matches(path) and path not in _ABOUT
-        )
+        return {
+            path.removeprefix(prefix): (file.size, file.lfs.sha256 if file.lfs else file.blob_id)
+            for path, file in found.items()
+        }
 
     def read(self, file: FileRef) -> bytes:
         """Return the content of a file. A file that the Hub keeps by Git LFS is verified.

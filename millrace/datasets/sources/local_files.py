@@ -54,6 +54,17 @@ class LocalFiles:
         """
         return FileTable.collect(_walk_folder(str(self._folder), patterns))
 
+    def find(self, path: str) -> FileRef | None:
+        """Describe a file; None if there is none.
+
+        Raises:
+            MillraceError: The file cannot be described.
+        """
+        found = _try_stat(str(self._folder / path))
+        if found is None or not stat.S_ISREG(found.st_mode):
+            return None
+        return FileRef(path=path, size=found.st_size, etag=make_local_etag(found))
+
     def read(self, file: FileRef) -> bytes:
         """Return the content of a file.
 

@@ -10,7 +10,7 @@ from millrace.datasets.sources.files import (
 )
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
-from millrace.storage import Store, head, list_objects, read, stream
+from millrace.storage import Stat, Store, head, list_objects, read, stream
 from millrace.storage.read import BLOCK_SIZE
 
 
@@ -44,16 +44,30 @@ class StoreFiles:
         """
         return FileTable.collect(self._iterate_objects(patterns))
 
+    def find(self, path: str) -> FileRef | None:
+        """Describe an object; None if there is none. One request.
+
+        Raises:
+            ConfigurationError: The object has no ETag.
+        """
+        try:
+            found = head(self._store, path)
+        except errors.NotFoundError:
+            return None
+        return FileRef(path=path, size=found.size, etag=self._require_etag(found))
+
     def _iterate_objects(self, patterns: Patterns) -> Iterator[tuple[str, int, str]]:
         for found in list_objects(self._store, exact=True):
-            if not patterns.matches(found.key):
-                continue
-            if found.etag is None:
-                raise errors.ConfigurationError(
-                    f"{self.make_url(found.key)} has no ETag, so a change could not be seen: "
-                    "copy the source to a store that gives one."
-                )
-            yield found.key, found.size, found.etag
+            if patterns.matches(found.key):
+                yield found.key, found.size, self._require_etag(found)
+
+    def _require_etag(self, found: Stat) -> str:
+        if found.etag is None:
+            raise errors.ConfigurationError(
+                f"{self.make_url(found.key)} has no ETag, so a change could not be seen: "
+                "copy the source to a store that gives one."
+            )
+        return found.etag
 
     def read(self, file: FileRef) -> bytes:
         """Return the content of an object.

@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import re
 import sysconfig
 import tarfile
 from collections import Counter
@@ -132,6 +133,23 @@ def test_every_block_of_the_guide_to_datasets(
         assert set(read_fields(store / "links").values()) == {
             b"\x00", b"\x01", b"caption.0", b"caption.1",
         }  # fmt: skip
+        (folder / "job.yaml").write_text(original)
+
+        mirrored = tmp_path / "mirrored"
+        mirrored.mkdir()
+        (mirrored / "b.jsonl").write_bytes(make_jsonl(texts[10:]))
+        with serve(Site()) as site:
+            site.files = {f"/words/{name}.jsonl": make_jsonl(texts[:10]) for name in "ab"}
+            here = {
+                "s3://somewhere/words": (tmp_path / "nothing").as_uri(),
+                "https://mirror": site.url,
+                "s3://elsewhere/words": mirrored.as_uri(),
+            }
+            path = guide.write("job.yaml", here, update=True)
+            update_source(path, "mirrored", columns={"txt": "text"}, allow_private=True)
+            shown = guide.type(run)
+        assert "20 samples" in shown
+        assert re.search(rf"Read [^0].* from {site.url}/words", shown)
         (folder / "job.yaml").write_text(original)
 
         update_source(guide.write("job.yaml", update=True), "formats", columns={"txt": "text"})
