@@ -335,10 +335,8 @@ def _find_pinned_plan(
 
 
 def _refuse_overlap(config: PipelineSettings, files: SourceFiles, target: Store) -> None:
-    urls = [files.url]
-    if config.source.mirrors:
-        urls = [spec.url for spec in config.source.list_locations()]
-    for url in urls:
+    locations = config.source.list_locations() if config.source.mirrors else []
+    for url in [spec.url for spec in locations] or [files.url]:
         if f"{target.make_url(config.dataset)}/".startswith(f"{url}/"):
             raise errors.ConfigurationError(
                 f"The dataset would lie inside of its own source, {url}, and change it: name "
