@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def make_samples(
     return map(_NEW_SAMPLE, zip(keys, fields, next_cursors, repeat(0), strict=False))
 
 
-_NEW_SAMPLE = partial(tuple.__new__, Sample)
+_NEW_SAMPLE: Callable[[Iterable[Any]], Sample] = partial(cast("Any", tuple).__new__, Sample)
 
 
 class BadRow(NamedTuple):

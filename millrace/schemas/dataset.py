@@ -368,7 +368,7 @@ class SeekPoint(Record):
     def make(cls, file: FileRef, window: bytes, **values: int) -> Self:
         """Return the seek point of some values, with their digest."""
         encoded = base64.b64encode(window).decode()
-        point = cls.model_construct(file=file, window=encoded, **values)
+        point = cls.model_construct(None, file=file, window=encoded, **values)
         return cls(digest=point.compute_own_digest(), **dict(point))
 
     def decode_window(self) -> bytes:

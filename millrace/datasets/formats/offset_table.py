@@ -178,7 +178,8 @@ class OffsetTableEncoder:
         ends = self._batch_ends[:count]
         self._reserve(self.samples + count, ends[-1])
         self._buffer.seek(self._front + self._end)
-        written = sum(map(self._buffer.write, self._batch[: count * (1 + len(self._encoders))]))
+        parts = cast("list[bytes]", self._batch[: count * (1 + len(self._encoders))])
+        written = sum(map(self._buffer.write, parts))
         assert self._end + written == ends[-1], "the parts of a batch have other sizes"
         self._ends += ends
         self._end = ends[-1]
