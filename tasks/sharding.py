@@ -158,7 +158,7 @@ def describe_shards(made: ShardingResult) -> Markdown:
     rows: list[tuple[object, object]] = [
         ("Partitions", f"{report.partitions:,}"),
         *(
-            (format_markdown("Shards in {}", format_code(name)), _describe_format(shards))
+            (format_markdown("Format {}", format_code(name)), _describe_format(shards))
             for name, shards in _group_by_format(manifest.shards).items()
         ),
         *(
@@ -207,4 +207,5 @@ def _group_by_format(shards: Iterable[ManifestShard]) -> Mapping[str, Sequence[M
 
 def _describe_format(shards: Sequence[ManifestShard]) -> str:
     samples = format_count(sum(one.samples for one in shards), "sample")
-    return f"{len(shards):,}, {samples}, {format_size(sum(one.size for one in shards))}"
+    size = format_size(sum(one.size for one in shards))
+    return f"{format_count(len(shards), 'shard')}, {samples}, {size}"

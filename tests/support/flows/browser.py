@@ -90,6 +90,15 @@ def find_field(page: Page, label: str) -> Locator:
     return page.locator(".schema-form-property").filter(has=named).last
 
 
+def choose(page: Page, label: str, option: str) -> None:
+    """Choose an option of a menu of the form, beside those chosen before if it takes several."""
+    find_field(page, label).locator(".p-select-button__control").focus()
+    page.keyboard.press("ArrowDown")  # opens the menu
+    page.get_by_role("option", name=option, exact=True).click()
+    page.keyboard.press("Escape")
+    expect(find_field(page, label)).to_contain_text(option)
+
+
 def read_refusal(answer: Response) -> str:
     """A refusal, in words."""
     return f"{answer.request.method} {answer.url}: {answer.status} {answer.text()}"

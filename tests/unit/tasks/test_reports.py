@@ -47,7 +47,7 @@ def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
     text = sharding.describe_shards(ShardingResult(report(), {0: 20_000_000}))
     assert text.startswith("**words** is complete: 15 samples in 3 shards, 27.0 MB. This run made ")
     assert "2 shards of them in 2.0 s, 10.0 MB/s." in text
-    assert "| Shards in `webdataset` | 3, 15 samples, 27 bytes |" in text
+    assert "| Format `webdataset` | 3 shards, 15 samples, 27 bytes |" in text
     assert "| Rows in quarantine | 2 (below `s3://bucket/words/quarantine/`) |" in text
     assert "| Asset | `s3://bucket/words` |" in text
     assert "](data:image/svg+xml;base64," in text
