@@ -211,8 +211,8 @@ class InputLocation(BaseModel):
     url: Url | None = Field(
         default=None,
         title="URL",
-        description="A location without a block: a folder on the worker as `file:///folder`, or "
-        "`s3://bucket/prefix` with the credentials of the worker's environment.",
+        description="A location without a block, by the worker's credentials: `file:///folder` or "
+        "`s3://bucket/prefix`.",
     )
     bucket: BucketLocation | None = Field(
         default=None,

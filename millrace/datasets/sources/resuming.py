@@ -88,6 +88,7 @@ RESUMES: Mapping[SourceKind, tuple[FileResume, ...]] = {
         FileResume("parquet", {LocationKind.HUB: ResumePoint.ROW_GROUP}),
         FileResume("others", {LocationKind.HUB: ResumePoint.FILE}),
     ),
+    SourceKind.URLS: (*_TEXTS, _resume("parquet", ResumePoint.ROW_GROUP, without_parts=None)),
     SourceKind.FILES: (_resume("", ResumePoint.SAMPLE, without_parts=ResumePoint.SAMPLE),),
     SourceKind.WEBDATASET: (_resume("", ResumePoint.SAMPLE, without_parts=None),),
 }

@@ -134,18 +134,15 @@ class SourceSettings(BaseModel):
 
     kind: SourceKind = Field(
         default=SourceKind.JSONL,
-        description="`jsonl` makes a sample of each line, `csv` and `parquet` of each row. `files` "
-        "makes a sample of each file, or of each group of files that share their name up to the "
-        "first dot. `webdataset` makes a sample of each such group of members of a tar file. "
-        "`huggingface` makes a sample of each row of a dataset of the Hub, as the library "
-        "`datasets` reads it. `urls` makes a sample of the answer to each URL of a list, which is "
-        "text with one URL a line, CSV, JSON lines or parquet.",
+        description="`jsonl` makes a sample of each line; `csv`, `parquet` and `huggingface` (a "
+        "dataset of the Hub) of each row; `files` of each group of files that share their name up "
+        "to the first dot; `webdataset` of each such group in a tar file; `urls` of the answer to "
+        "each URL of a list.",
     )
     include: list[str] | None = Field(
         default=None,
-        description="Patterns of the files to take, such as `*.jsonl`. By default all files are "
-        "taken; of the kind `parquet`, those whose names end in `.parquet`, and of `webdataset` in "
-        "`.tar`.",
+        description="Patterns of the files to take, such as `*.jsonl`. By default all files; "
+        "`*.parquet` or `*.tar` for `parquet` and `webdataset`.",
     )
     exclude: list[str] = Field(default=[], description="Patterns of the files to leave out.")
     paths: list[str] | None = Field(

@@ -156,7 +156,7 @@ class Partition:
             self.keys, settings.source, self.files, settings.sharding, self.store
         )
         pin_plan(self.store, self.keys, plan, found.sample_lists)
-        jobs = _make_jobs(settings, plan, self.files.url, settings.store)
+        jobs = _make_jobs(settings, plan, self.files, settings.store)
         self.job: PartitionJob = jobs[0]
 
     def shard(self, progress=ignore_event) -> PartitionEnd:

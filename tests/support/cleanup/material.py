@@ -167,7 +167,7 @@ class BucketBuilder:
             update = UpdateEntry(key=key, digest=compute_digest(body), size=len(body), tensors=0)
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
-                shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, out={},
+                shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, excluded={},
                 seconds=0.0, previous="", state="",
             )  # fmt: skip
             self.put_record(keys.make_link_key(window), link, hours=hours)

@@ -186,7 +186,7 @@ def test_every_cursor_continues_with_the_next_row(hub, repo, tmp_path):
     commit(hub, repo, {"a.jsonl": make_jsonl(make_texts(250)), "b.jsonl": make_jsonl(["x", "y"])})
     settings = make_settings(hub, repo, tmp_path)
     plan, _ = preflight_dataset(settings)
-    files = settings.source.open_files(plan.source.url)
+    files = settings.source.open_files(plan.source)
     source = open_source(plan.source, files, open_store((tmp_path / "out").as_uri()))
     first, second = sorted((one.source_range for one in plan.partitions), key=lambda one: one.start)
     both = first.model_copy(update={"end": second.end, "size": first.size + second.size})
@@ -220,7 +220,7 @@ def test_a_removed_commit_is_a_sentence_in_the_middle_of_a_run(hub, repo, tmp_pa
     settings = make_settings(hub, repo, tmp_path)
     plan, _ = preflight_dataset(settings)
     HfApi(endpoint=hub.endpoint, token=WRITER).super_squash_history(repo, repo_type="dataset")
-    files = settings.source.open_files(plan.source.url)
+    files = settings.source.open_files(plan.source)
     source = open_source(plan.source, files, open_store((tmp_path / "out").as_uri()))
     with pytest.raises(errors.ChangedError, match="is gone: the commit was removed"):
         list(source.iterate_rows(plan.partitions[0].source_range, 0))
@@ -393,7 +393,7 @@ def test_a_read_that_the_library_gives_up_continues_at_its_row(
     commit(failing_hub, repo, {"train.jsonl": make_jsonl(texts)})
     settings = make_settings(failing_hub, repo, tmp_path)
     plan, _ = preflight_dataset(settings)
-    files = settings.source.open_files(plan.source.url)
+    files = settings.source.open_files(plan.source)
     source = open_source(plan.source, files, open_store(settings.store))
     rows = source.iterate_rows(plan.partitions[0].source_range, 0)
     found = [next(rows).fields["txt"].decode()]
@@ -440,7 +440,7 @@ def test_a_hub_that_refuses_is_a_sentence(
     commit(hub, repo, make_files(extension, make_texts(10)))
     settings = make_settings(hub, repo, tmp_path)
     plan, _ = preflight_dataset(settings)
-    pinned = settings.source.open_files(plan.source.url).pinned_spec.revision
+    pinned = settings.source.open_files(plan.source).pinned_spec.revision
     match change:
         case "gate":
             hub.gate(repo)
@@ -457,7 +457,7 @@ def test_a_hub_that_refuses_is_a_sentence(
     source = SourceLocation(**(dict(settings.source) | changed))
 
     def read_again():
-        files, store = source.open_files(plan.source.url), open_store(settings.store)
+        files, store = source.open_files(plan.source), open_store(settings.store)
         rows = open_source(plan.source, files, store).iterate_rows
         list(rows(plan.partitions[0].source_range, 0))
 

@@ -23,6 +23,7 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.datasets.sources import (
+    BadRow,
     Division,
     SourceKind,
     SourceSettings,
@@ -59,8 +60,13 @@ def make_texts() -> list[str]:
 TEXTS = make_texts()
 
 
-def make_lines() -> list[bytes]:
-    return [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+def make_lines(**columns: str) -> list[bytes]:
+    return [json.dumps({"text": text, **columns}).encode() + b"\n" for text in TEXTS]
+
+
+def make_list() -> list[bytes]:
+    """Return the lines of a list of URLs that are not requested, since they are none."""
+    return make_lines(url="none")
 
 
 def make_table() -> list[bytes]:
@@ -70,10 +76,10 @@ def make_table() -> list[bytes]:
     return [b"text\n" + first, *rest]
 
 
-def make_parquet() -> bytes:
+def make_parquet(**columns: list[str]) -> bytes:
     body = io.BytesIO()
     parquet.write_table(
-        pyarrow.table({"text": TEXTS}), body, row_group_size=GROUP, compression="none",
+        pyarrow.table({"text": TEXTS, **columns}), body, row_group_size=GROUP, compression="none",
         use_dictionary=False, write_statistics=False,
     )  # fmt: skip
     return body.getvalue()
@@ -106,10 +112,21 @@ FILES = {
     (SourceKind.PARQUET, ""): lambda: {"a.parquet": make_parquet()},
     (SourceKind.HUGGINGFACE, "parquet"): lambda: {"a.parquet": make_parquet()},
     (SourceKind.HUGGINGFACE, "others"): lambda: {"a.jsonl": b"".join(make_lines())},
+    (SourceKind.URLS, "not compressed"): lambda: {"a.jsonl": b"".join(make_list())},
+    (SourceKind.URLS, "`.gz`"): lambda: {"a.jsonl.gz": gzip.compress(b"".join(make_list()), 1)},
+    (SourceKind.URLS, "`.zst`"): lambda: {"a.jsonl.zst": join_frames(make_list())},
+    (SourceKind.URLS, "parquet"): lambda: {"a.parquet": make_parquet(url=["none"] * ROWS)},
     (SourceKind.FILES, ""): lambda: {f"{n:03d}.txt": t.encode() for n, t in enumerate(TEXTS)},
     (SourceKind.WEBDATASET, ""): lambda: {"a.tar": make_tar()},
 }  # fmt: skip
 """Files with the texts, for each kind of source and of its files. Add new kinds here."""
+
+
+def read_text(row: Any) -> str:
+    """Return the text of a sample, or of a row of a list whose URL has no body."""
+    if isinstance(row, BadRow):
+        return json.loads(row.data)["text"]
+    return row.fields["txt"].decode()
 
 
 class CountedFiles:
@@ -222,9 +239,9 @@ def test_a_run_that_continues_reads_from_its_position(
         opened: Any = source_files.files
         if point is None:
             with pytest.raises(errors.ConfigurationError):
-                partition_source(chosen, opened, KEYS, Division(1 << 30, 10_000, None, 0.0))
+                partition_source(chosen, opened, KEYS, Division(1 << 30, 1 << 20, None, 0.0))
             return
-        divided = partition_source(chosen, opened, KEYS, Division(1 << 30, 10_000, None, 0.0))
+        divided = partition_source(chosen, opened, KEYS, Division(1 << 30, 1 << 20, None, 0.0))
         for key, body in divided.sample_lists.items():
             put(dataset, key, body)
         (partition,) = divided.partitions
@@ -234,7 +251,7 @@ def test_a_run_that_continues_reads_from_its_position(
             return list(source.iterate_rows(partition.source_range, cursor))
 
         rows = read(0)
-        assert [row.fields["txt"].decode() for row in rows] == TEXTS
+        assert [read_text(row) for row in rows] == TEXTS
         before = source_files.count()
         assert read(rows[NEXT - 1].next_cursor) == rows[NEXT:]
         count = source_files.count() - before
@@ -262,5 +279,5 @@ def test_the_plan_of_csv_files_reads_little_more_than_their_headers(files: str) 
         put(store, name, body)
     opened: Any = CountedFiles(open_files(store.spec))
     chosen = SourceSettings(kind=SourceKind.CSV, columns={"txt": "text"})
-    partition_source(chosen, opened, KEYS, Division(1 << 30, 10_000, None, 0.0))
+    partition_source(chosen, opened, KEYS, Division(1 << 30, 1 << 20, None, 0.0))
     assert 0 < opened.bytes <= SLACK
