@@ -285,7 +285,9 @@ def _make_mirror_settings(
     Raises:
         ConfigurationError: The machines cannot read the mirror.
     """
-    path = _find_path_below(store, mirror)
+    path = None
+    with suppress(errors.NotFoundError):  # a folder of this machine
+        path = _find_path_below(store, mirror)
     if path is not None:
         storage_grants.append(StorageGrant(prefix=f"{path}/"))
         return make_store_settings(store, Right.READ, path)

@@ -32,10 +32,10 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import (
-    FileDigests,
     MirroredFiles,
     PartitionedSource,
     SourceFiles,
+    StoredDigests,
     complete_spec,
 )
 from millrace.datasets.sources.mirrors import log_fault
@@ -320,7 +320,7 @@ def _open_files(
     pinned = None
     if config.source.url.startswith("hf://") or config.source.mirrors:
         pinned = _find_pinned_plan(config, keys, store)
-    digests = FileDigests(store, keys) if store else None
+    digests = StoredDigests(store, keys) if store else None
     return config.source.open_files(pinned.source if pinned else None, digests)
 
 

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.sources import (
     DownloadSettings,
-    FileDigests,
     SourceFiles,
     SourceKind,
     SourceSettings,
+    StoredDigests,
     complete_spec,
     is_web_url,
     open_files,
@@ -206,7 +206,7 @@ class SourceLocation(SourceSettings, StoreSettings):
         return [complete_spec(spec) for spec in (self.store, *self.mirrors)]
 
     def open_files(
-        self, pinned: SourceRecord | None = None, digests: FileDigests | None = None
+        self, pinned: SourceRecord | None = None, digests: StoredDigests | None = None
     ) -> SourceFiles:
         """Open the files of the source. Nothing is sent.
 

@@ -28,9 +28,9 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.sources import (
     DownloadSettings,
-    FileDigests,
     MirroredFiles,
     SourceFiles,
+    StoredDigests,
     open_files,
     open_mirrored_files,
 )
@@ -113,7 +113,7 @@ def _open_source_files(
         (job.source_store, *job.mirrors),
         allow_private=job.allow_private,
         pinned=job.source,
-        digests=FileDigests(store, keys),
+        digests=StoredDigests(store, keys),
         report=report_fault,
     )
 

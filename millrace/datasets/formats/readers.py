@@ -11,8 +11,8 @@ from millrace.datasets.formats import FormatName
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Reader of a format.
+class ShardReader:
+    """ShardReader of a format.
 
     Attributes:
         call: Call that opens the shards of a split. FOLDER is the folder of the split, and SHARD
@@ -34,37 +34,39 @@ class FormatReaders:
     """
 
     shards: str
-    readers: tuple[Reader, ...]
+    readers: tuple[ShardReader, ...]
 
 
-_LITDATA = Reader("litdata.StreamingDataset(FOLDER)", "litdata")
+_LITDATA = ShardReader("litdata.StreamingDataset(FOLDER)", "litdata")
 _PARQUET = (
-    Reader('datasets.load_dataset("parquet", data_files="FOLDER/*.parquet")', "datasets"),
-    Reader("pyarrow.parquet.ParquetFile(SHARD)", "pyarrow"),
+    ShardReader('datasets.load_dataset("parquet", data_files="FOLDER/*.parquet")', "datasets"),
+    ShardReader("pyarrow.parquet.ParquetFile(SHARD)", "pyarrow"),
 )
 
 READERS: Mapping[FormatName, FormatReaders] = {
     FormatName.WEBDATASET: FormatReaders(
         "tar",
         (
-            Reader("webdataset.WebDataset([SHARD, ...])", "webdataset"),
-            Reader('datasets.load_dataset("webdataset", data_files="FOLDER/*.tar")', "datasets"),
+            ShardReader("webdataset.WebDataset([SHARD, ...])", "webdataset"),
+            ShardReader(
+                'datasets.load_dataset("webdataset", data_files="FOLDER/*.tar")', "datasets"
+            ),
         ),
     ),
     FormatName.LITDATA: FormatReaders("LitData chunks", (_LITDATA,)),
     FormatName.MDS: FormatReaders(
-        "MDS", (Reader("streaming.StreamingDataset(local=FOLDER)", "mosaicml-streaming"),)
+        "MDS", (ShardReader("streaming.StreamingDataset(local=FOLDER)", "mosaicml-streaming"),)
     ),
     FormatName.PARQUET: FormatReaders(
         "parquet, pages of 100 rows with an index and checksums", _PARQUET
     ),
     FormatName.PAGES: FormatReaders(
         "parquet with a column `text`, and an index of the rows",
-        (*_PARQUET, Reader("loaders of Templar's pages", "s3fs")),
+        (*_PARQUET, ShardReader("loaders of Templar's pages", "s3fs")),
     ),
     FormatName.TOKENS: FormatReaders(
         "`.npy` of tokens, with the ends and ids of the samples",
-        (Reader('numpy.load(SHARD, mmap_mode="r")', "numpy"),),
+        (ShardReader('numpy.load(SHARD, mmap_mode="r")', "numpy"),),
     ),
 }
 """Readers of each format."""

@@ -39,7 +39,7 @@ def decode_struct(data: bytes | memoryview, position: int = 0) -> tuple[Fields, 
     Raises:
         ThriftError: The bytes are no struct.
     """
-    decoder = _Decoder(memoryview(data), position)
+    decoder = _StructDecoder(memoryview(data), position)
     return decoder.read_struct(0), decoder.position
 
 
@@ -50,7 +50,7 @@ def encode_struct(fields: Fields) -> bytes:
     return bytes(out)
 
 
-class _Decoder:
+class _StructDecoder:
     def __init__(self, data: memoryview, position: int) -> None:
         self._data, self.position = data, position
 

@@ -17,10 +17,10 @@ from millrace.datasets.sources.http_files import HttpFiles, is_web_url
 from millrace.datasets.sources.jsonl import JsonLinesSource
 from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.mirrors import (
-    FileDigests,
     MirroredFiles,
     MirrorLocation,
     ReportFault,
+    StoredDigests,
 )
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import (
@@ -43,7 +43,6 @@ __all__ = [
     "BadRow",
     "Division",
     "DownloadSettings",
-    "FileDigests",
     "MirroredFiles",
     "PartitionedSource",
     "Row",
@@ -52,6 +51,7 @@ __all__ = [
     "SourceFiles",
     "SourceKind",
     "SourceSettings",
+    "StoredDigests",
     "UrlSettings",
     "complete_spec",
     "describe_again",
@@ -118,7 +118,7 @@ def open_mirrored_files(
     paths: Sequence[str] | None = None,
     allow_private: bool = False,
     pinned: SourceRecord | None = None,
-    digests: FileDigests | None = None,
+    digests: StoredDigests | None = None,
     report: ReportFault | None = None,
 ) -> MirroredFiles:
     """Open the files of a source that has several locations. Nothing is sent.

@@ -62,7 +62,7 @@ def find_digest(url: str, etag: str) -> str:
     return f"{kind}:{text}" if kind and _DIGITS.fullmatch(text) else ""
 
 
-class FileDigests:
+class StoredDigests:
     """Digests of files that were read whole, in the store of the dataset, for all of its runs.
 
     Args:
@@ -204,7 +204,7 @@ class MirroredFiles:
         locations: Sequence[MirrorLocation],
         *,
         pinned: SourceRecord | None = None,
-        digests: FileDigests | None = None,
+        digests: StoredDigests | None = None,
         paths: Collection[str] | None = None,
         report: ReportFault | None = None,
     ) -> None:

@@ -313,7 +313,7 @@ def _watch(connection: Any, opened: socket.socket) -> socket.socket:
     return _current.request.watch(connection, opened)
 
 
-class _Connection(HTTPConnection):
+class _WatchedConnection(HTTPConnection):
     def _new_conn(self) -> socket.socket:
         return _watch(self, super()._new_conn())
 
@@ -324,7 +324,7 @@ class _TlsConnection(HTTPSConnection):
 
 
 class _Pool(urllib3.HTTPConnectionPool):
-    ConnectionCls = cast("Any", _Connection)
+    ConnectionCls = cast("Any", _WatchedConnection)
 
 
 class _TlsPool(urllib3.HTTPSConnectionPool):

@@ -7,6 +7,7 @@ import orjson
 import pytest
 
 from millrace.datasets.progress_events import (
+    LocationFailed,
     PartitionEnded,
     PartitionEnding,
     PartitionEvent,
@@ -15,6 +16,7 @@ from millrace.datasets.progress_events import (
     ShardEncoded,
     ShardHalfEncoded,
     ShardUploaded,
+    SourceRead,
     decode_partition_event,
     encode_partition_event,
 )
@@ -35,6 +37,10 @@ EVENTS = [
     ShardEncoded(partition="train-00000", number=3, key="words/shards/x", samples=9, size=10),
     ShardUploaded(partition="train-00000", number=3, samples=9, size=10),
     COMMITTED,
+    LocationFailed(
+        partition="train-00000", location="s3://mirror", reason="no answer", differs=False
+    ),
+    SourceRead(partition="train-00000", served={"s3://mirror": 9}),
     PartitionEnding(partition="train-00000", samples=9, size=10),
     PartitionEnded(partition="train-00000", samples=9, size=10, quarantined=7),
 ]

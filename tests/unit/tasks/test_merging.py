@@ -33,7 +33,7 @@ def link(
         updates=(UpdateEntry(key="k", digest=DIGEST, size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
         merge=MergeSettings(rule=MergeRule.CENTERED_CLIP), taken=taken,
-        out=out or {}, seconds=1.5, previous="", state="",
+        excluded=out or {}, seconds=1.5, previous="", state="",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from webdataset import WebDataset
 
 from millrace.datasets.formats import FieldType, FormatName, open_format
-from millrace.datasets.formats.readers import READERS, Reader
+from millrace.datasets.formats.readers import READERS, ShardReader
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from tests.support.format_readers import read_litdata, read_mds
@@ -74,7 +74,7 @@ OPENERS: dict[tuple[str, str], Callable[[Path, Any], list[str]]] = {
     ("pages", "s3fs"): lambda folder, _: read_by_templar(folder),
     ("tokens", "numpy"): lambda folder, _: read_by_numpy(folder),
 }
-"""Reader of the texts of a folder by each format and package. Add new readers here."""
+"""ShardReader of the texts of a folder by each format and package. Add new readers here."""
 
 READ = [(name, reader) for name, described in READERS.items() for reader in described.readers]
 
@@ -96,7 +96,7 @@ def test_every_format_has_its_readers() -> None:
     ("name", "reader"), READ, ids=[f"{name}-{reader.package}" for name, reader in READ]
 )
 def test_a_reader_opens_the_shards_of_its_format(
-    name: FormatName, reader: Reader, tmp_path: Path, request: pytest.FixtureRequest
+    name: FormatName, reader: ShardReader, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     shard_format = open_format(name)
     fields = {"txt": FieldType.STR}

@@ -22,7 +22,7 @@ from millrace.datasets.pipeline import preflight_dataset
 from millrace.datasets.plan import make_plan
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import ShardCommitted
-from millrace.datasets.sources import FileDigests, open_mirrored_files
+from millrace.datasets.sources import StoredDigests, open_mirrored_files
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
 from millrace.keys.datasets import DatasetKeys
@@ -191,7 +191,7 @@ def open_pinned(*places: Place, report=None):
     store = open_store(f"memory://{secrets.token_hex(8)}")
     files = open_mirrored_files(
         [place.spec for place in places], allow_private=True, pinned=pinned, paths=list(FILES),
-        digests=FileDigests(store, KEYS), report=report,
+        digests=StoredDigests(store, KEYS), report=report,
     )  # fmt: skip
     files.store_digests(list_files(files))
     return files
