@@ -27,6 +27,7 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from millrace import errors
 from millrace.environment import read_variable
 from millrace.hub.spec import HubSpec
+from millrace.retry_after import parse_retry_after
 
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
@@ -70,8 +71,8 @@ def find_asked_pause(error: BaseException | None) -> float:
     """Return the seconds that the Hub asked to wait in the answer that caused an error, or 0."""
     while error is not None:
         if isinstance(error, HfHubHTTPError):
-            text = error.response.headers.get("Retry-After", "")
-            return min(float(text), _LONGEST_ASKED_PAUSE) if text.isdecimal() else 0.0
+            asked = parse_retry_after(error.response.headers.get("Retry-After", ""))
+            return min(asked, _LONGEST_ASKED_PAUSE)
         error = error.__cause__ or error.__context__
     return 0.0
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -29,6 +28,7 @@ from obstore.exceptions import (
 )
 
 from millrace import errors
+from millrace.retry_after import parse_retry_after
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Backend, Store
 
@@ -442,15 +442,3 @@ def _fetch_retry_after(store: Store, key: str) -> float:
     except BotoCoreError:
         return 0.0  # the caller waits for its jittered pause
     return parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after", ""))
-
-
-def parse_retry_after(retry_after: str) -> float:
-    """Return the seconds of a ``Retry-After`` header: a number or a date (RFC 9110)."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (OverflowError, TypeError, ValueError):
-        return 0.0

@@ -24,6 +24,7 @@ from urllib3.response import BaseHTTPResponse
 from millrace import errors
 from millrace.datasets.sources.files import Patterns, describe_difference, make_changed_error
 from millrace.datasets.sources.table import FileTable
+from millrace.retry_after import parse_retry_after
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec
 from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT
@@ -221,9 +222,9 @@ class HttpFiles:
                         return
                 finally:
                     release(answer)
-                asked = _read_retry_after(answer)
+                asked = parse_retry_after(answer.headers.get("Retry-After", ""))
                 reason = self._make_unavailable_error(path, f"status {answer.status}")
-            clock.wait(reason, asked)
+            clock.wait(reason, min(asked, _LONGEST_ASKED_PAUSE))
 
     def _follow(self, url: str, span: str) -> BaseHTTPResponse:
         """Request a URL and follow redirects, without the headers of the source to other hosts."""
@@ -389,11 +390,6 @@ def _iterate_body(answer: BaseHTTPResponse, skipped: int, size: int, block: int)
 
 def _parse_size(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
-
-
-def _read_retry_after(answer: BaseHTTPResponse) -> float:
-    text = answer.headers.get("Retry-After", "")
-    return min(float(text), _LONGEST_ASKED_PAUSE) if text.isdecimal() else 0.0
 
 
 def _drop_query(url: str) -> str:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
 from http.client import HTTPException
 from typing import Any, cast
@@ -39,6 +37,7 @@ from millrace.datasets.sources.http_files import (
     require_public,
 )
 from millrace.datasets.sources.settings import DownloadSettings, UrlSettings
+from millrace.retry_after import parse_retry_after
 
 _MAX_TRIES = 4  # requests for one URL
 _MAX_UNANSWERED_TRIES = 2  # of these, to a host that does not answer
@@ -47,7 +46,6 @@ _CONNECT_TIMEOUT = 5.0
 _READ_TIMEOUT = 20.0
 _BLOCK = 256 << 10
 _MAX_URL_LENGTH = 8192
-_LONGEST_ASKED_PAUSE = timedelta(days=1)
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
 
@@ -208,7 +206,7 @@ class UrlDownloader:
                 )  # fmt: skip
                 try:
                     if answer.status in TRANSIENT_STATUSES:
-                        if asked := read_retry_after(answer.headers.get("Retry-After", "")):
+                        if asked := parse_retry_after(answer.headers.get("Retry-After", "")):
                             self._limits.pause(host, asked * random.uniform(1.0, 1.1))
                         raise _FailedTryError(f"status {answer.status}", is_transient=True)
                     yield answer
@@ -329,19 +327,6 @@ class _Pool(urllib3.HTTPConnectionPool):
 
 class _TlsPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = cast("Any", _TlsConnection)
-
-
-def read_retry_after(text: str) -> float:
-    """Return the seconds that a header Retry-After asks for, given as a number or as a date."""
-    longest = _LONGEST_ASKED_PAUSE.total_seconds()
-    if text.isdecimal():
-        return min(float(text[:20]), longest)
-    try:
-        asked = parsedate_to_datetime(text)
-    except ValueError:
-        return 0.0
-    pause = asked.replace(tzinfo=asked.tzinfo or UTC) - datetime.now(UTC)
-    return min(max(0.0, pause.total_seconds()), longest)
 
 
 def _find_fault(url: str) -> str:

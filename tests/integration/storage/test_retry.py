@@ -6,6 +6,7 @@ from obstore.exceptions import GenericError
 from pydantic import SecretStr
 
 from millrace import errors
+from millrace.retry_after import parse_retry_after
 from millrace.storage import (
     Credentials,
     create,
@@ -16,7 +17,7 @@ from millrace.storage import (
     read,
     stream,
 )
-from millrace.storage.retry import parse_retry_after, translate_error
+from millrace.storage.retry import translate_error
 from millrace.testing.faults import Fault
 from millrace.testing.process import find_free_ports
 from tests.stores import make_spec

@@ -1,0 +1,16 @@
+"""Read the pause that a server asks its clients to make."""
+
+import time
+from email.utils import parsedate_to_datetime
+
+
+def parse_retry_after(retry_after: str) -> float:
+    """Return the seconds of a ``Retry-After`` header: a number or a date (RFC 9110)."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (OverflowError, TypeError, ValueError):
+        return 0.0
