@@ -68,27 +68,10 @@ class LedgerFollower:
         for commit in commits:
             if (partition := partitions.get(commit.partition)) is None:
                 continue
-            self._progress(
-                ShardCommitted(
-                    partition=commit.partition,
-                    number=commit.number,
-                    keys=tuple(shard.key for shard in commit.shards),
-                    samples=commit.samples,
-                    size=commit.size,
-                    quarantined=commit.quarantined,
-                    fraction=partition.source_range.compute_fraction_before(commit.next_cursor),
-                )
-            )
+            self._progress(ShardCommitted.describe(commit, partition))
         for end in ends:
             if end.partition in partitions:
-                self._progress(
-                    PartitionEnded(
-                        partition=end.partition,
-                        samples=end.samples,
-                        size=end.size,
-                        quarantined=end.quarantined,
-                    )
-                )
+                self._progress(PartitionEnded.describe(end))
 
     def make_report(self, seconds: float, dollars: float) -> ShardReport:
         """Return the report of the complete dataset.

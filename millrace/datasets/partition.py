@@ -494,17 +494,7 @@ class _ShardUploader:
             commit_same(self._store, key, commit)
         elif commit_once(self._store, key, commit).record != commit:
             raise _SupersededError(key)
-        self.progress(
-            ShardCommitted(
-                partition=commit.partition,
-                number=commit.number,
-                keys=tuple(shard.key for shard in commit.shards),
-                samples=commit.samples,
-                size=commit.size,
-                quarantined=commit.quarantined,
-                fraction=self.partition.source_range.compute_fraction_before(commit.next_cursor),
-            )
-        )
+        self.progress(ShardCommitted.describe(commit, self.partition))
 
 
 def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) -> None:
@@ -582,12 +572,5 @@ def _commit_end(
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
     commit_same(store, keys.make_end_key(partition), end)
-    progress(
-        PartitionEnded(
-            partition=partition,
-            samples=end.samples,
-            size=end.size,
-            quarantined=end.quarantined,
-        )
-    )
+    progress(PartitionEnded.describe(end))
     return end

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from millrace.errors import WorkerError
 from millrace.progress import Event
+from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,19 @@ class ShardCommitted(PartitionEvent):
     quarantined: int
     fraction: float
 
+    @classmethod
+    def describe(cls, commit: ShardCommit, partition: Partition) -> Self:
+        """Return the event of a commit of a partition."""
+        return cls(
+            partition=commit.partition,
+            number=commit.number,
+            keys=tuple(shard.key for shard in commit.shards),
+            samples=commit.samples,
+            size=commit.size,
+            quarantined=commit.quarantined,
+            fraction=partition.source_range.compute_fraction_before(commit.next_cursor),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionEnding(PartitionEvent):
@@ -219,6 +233,16 @@ class PartitionEnded(PartitionEvent):
     samples: int
     size: int
     quarantined: int
+
+    @classmethod
+    def describe(cls, end: PartitionEnd) -> Self:
+        """Return the event of the end of a partition."""
+        return cls(
+            partition=end.partition,
+            samples=end.samples,
+            size=end.size,
+            quarantined=end.quarantined,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from tests.support.flows.fixtures import (
     RUN,
     SHARD,
     SHARDING,
+    has_one_partition_left,
     hold_partition,
     make_jsonl,
     make_texts,
@@ -44,10 +45,6 @@ def prepare(vast: VastServer, payer: Any, repository: Path, store: Path) -> dict
     }
 
 
-def all_but_one_partition_ended(store: Path) -> bool:
-    return len(list(store.glob("words/commits/*-end.json"))) == 3
-
-
 def test_a_run_that_is_killed_leaves_its_machines_to_the_reaper_and_another_goes_on(
     deployed: PrefectServer, prefect_api: PrefectServer, shared_worker: SharedWorker,
     vast: VastServer, payer: Any, repository: Path, tmp_path: Path,
@@ -60,7 +57,7 @@ def test_a_run_that_is_killed_leaves_its_machines_to_the_reaper_and_another_goes
     first = Worker(deployed, tmp_path / "first")
     try:
         deployed.start(SHARD, watch=False, **parameters)
-        wait_until(lambda: all_but_one_partition_ended(store), "all partitions but the held one")
+        wait_until(lambda: has_one_partition_left(store), "all partitions but the held one")
     finally:
         first.kill()  # with the run, and with the monitor of its rental
     assert len(vast.list_alive()) == 1

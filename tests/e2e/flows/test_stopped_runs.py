@@ -12,16 +12,11 @@ from tests.support.flows.fixtures import (
     RUN,
     SHARD,
     SHARDING,
+    has_one_partition_left,
     hold_partition,
     make_texts,
     read_texts,
 )
-
-
-def _all_but_one_partition_ended(folder: Path) -> bool:
-    """Decide whether a run has done all work, except for a partition that is held elsewhere."""
-    plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*-end.json"))
-    return plan.exists() and len(ends) == 3
 
 
 def _leases_held_by(pids: set[int], folder: Path) -> list[Path]:
@@ -43,7 +38,7 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
         "sharding": SHARDING, "execution": RUN,
     }  # fmt: skip
     first = deployed.start(SHARD, watch=False, **parameters)
-    wait_until(lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held")
+    wait_until(lambda: has_one_partition_left(out), "all partitions but the one that is held")
     processes = own_worker.list_descendants()
     assert processes
 
@@ -86,9 +81,7 @@ def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
     first = Worker(deployed, tmp_path / "first")
     try:
         zombie = deployed.start(SHARD, watch=False, **parameters)
-        wait_until(
-            lambda: _all_but_one_partition_ended(out), "all partitions but the one that is held"
-        )
+        wait_until(lambda: has_one_partition_left(out), "all partitions but the one that is held")
     finally:
         first.kill()
     held.release()

@@ -98,6 +98,12 @@ def read_texts(place: Place) -> Counter[str]:
     return found
 
 
+def has_one_partition_left(folder: Path) -> bool:
+    """Decide whether a run has done all work, except for a partition that is held elsewhere."""
+    plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*-end.json"))
+    return plan.exists() and len(ends) == 3
+
+
 def hold_partition(store_url: str, dataset: str, partition: str) -> Lease:
     """Claim a partition as a machine elsewhere would: no run can end before it is given back."""
     store = open_store(store_url)

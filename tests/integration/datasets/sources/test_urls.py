@@ -318,14 +318,19 @@ def test_a_pause_that_a_server_asks_for_holds_for_its_host_and_a_long_one_costs_
         pass
 
 
-def test_a_host_gets_only_so_many_requests_at_a_time():
+def answer_in_pairs():
+    """Return an answer that is sent when two requests have arrived."""
     pair = threading.Barrier(2, timeout=60)
 
     def answer(handler: UrlHandler) -> None:
         pair.wait()
         handler.send(b"x")
 
-    with serve_urls(answer) as site:
+    return answer
+
+
+def test_a_host_gets_only_so_many_requests_at_a_time():
+    with serve_urls(answer_in_pairs()) as site:
         urls = [f"{site.url}/{n}" for n in range(12)]
         assert fetch_reasons(urls, downloads={"requests_per_host": 2}) == ["sample"] * 12
         assert site.most_active == 2
@@ -333,13 +338,7 @@ def test_a_host_gets_only_so_many_requests_at_a_time():
 
 def test_bodies_in_memory_limit_the_requests_at_a_time(monkeypatch):
     monkeypatch.setattr(url_rows, "MAX_BODY_BYTES", 3000)
-    pair = threading.Barrier(2, timeout=60)
-
-    def answer(handler: UrlHandler) -> None:
-        pair.wait()
-        handler.send(b"x")
-
-    with serve_urls(answer) as site:
+    with serve_urls(answer_in_pairs()) as site:
         urls = [f"{site.url}/{n}" for n in range(12)]
         assert fetch_reasons(urls, urls={"max_body_bytes": 1400}) == ["sample"] * 12
         assert site.most_active == 2
