@@ -192,7 +192,8 @@ class Pages:
 def test_a_listing_of_nonsense_is_an_unavailable_store(right: str, wrong: str) -> None:
     pages = Pages(PAGE)
     try:
-        (found,) = list_objects(store_of(pages, is_foreign=True), exact=True)
+        patient = store_of(pages, is_foreign=True).with_retry_timeout(timedelta(minutes=1))
+        (found,) = list_objects(patient, exact=True)
         assert (found.key, found.size) == ("a/b", 1)
     finally:
         pages.close()
