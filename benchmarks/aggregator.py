@@ -36,7 +36,7 @@ from millrace.gradients import (
 )
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.codec.payload import Shapes
-from millrace.gradients.sync.chain import read_link
+from millrace.gradients.merging.links import read_link
 from millrace.gradients.weights import load_newest_weights
 from millrace.storage import head, open_store, put
 

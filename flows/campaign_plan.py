@@ -12,7 +12,7 @@ from flows.save_checkpoint import HubRepository
 from millrace import datasets
 from millrace.campaigns import (
     Campaign,
-    LocalWorkers,
+    LocalWorkerSettings,
     RentedWorkerOptions,
     Training,
     TrainingOptions,
@@ -51,7 +51,7 @@ class DataSettings(_PlanModel):
     )
 
 
-class RentedWorkers(RentedWorkerOptions):
+class RentedWorkerSettings(RentedWorkerOptions):
     """Each worker on a rented machine of its own."""
 
     vast: VastCredentials | str = Field(
@@ -71,8 +71,8 @@ class TrainingSettings(TrainingOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
     initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")
-    machines: RentedWorkers | LocalWorkers = Field(
-        default=LocalWorkers(), description="Machines on which the workers run."
+    machines: RentedWorkerSettings | LocalWorkerSettings = Field(
+        default=LocalWorkerSettings(), description="Machines on which the workers run."
     )
 
 
@@ -132,7 +132,7 @@ class CampaignPlan(_PlanModel):
     def rental(self) -> RentalReference | None:
         """Rental of the campaign; None if the campaign rents nothing."""
         machines = self.training.machines if self.training else None
-        if not isinstance(machines, RentedWorkers):
+        if not isinstance(machines, RentedWorkerSettings):
             return None
         return self.name, self.bucket, machines.vast
 
@@ -143,7 +143,7 @@ class CampaignPlan(_PlanModel):
             ConfigurationError: There is no such block, or the workers' folder is temporary.
         """
         machines = self.training.machines if self.training else None
-        if isinstance(machines, LocalWorkers):
+        if isinstance(machines, LocalWorkerSettings):
             refuse_temporary(Path(machines.folder))
         return self.model_copy(update={"bucket": require_location(self.bucket)})
 

@@ -6,11 +6,11 @@ from prefect import flow
 
 from blocks import VastCredentials
 from millrace.rentals import (
+    MachineSettings,
     MachineStatus,
     Offer,
     RentalSettings,
     RentalSupervisor,
-    RentSettings,
 )
 from tasks.formatting import format_count
 from tasks.forms import draw_form
@@ -46,7 +46,7 @@ def rent_machines(
     name: str,
     bucket: BucketLocation,
     vast: VastCredentials | str,
-    settings: RentSettings,
+    settings: MachineSettings,
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> list[MachineStatus] | list[Offer]:
     """Rent machines of Vast.ai, and start a program on each.

@@ -16,7 +16,7 @@ from millrace.datasets import (
 from millrace.datasets.sources import is_store_url
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
-from millrace.remote import make_rental_name
+from millrace.rented_sharding import make_rental_name
 from millrace.storage import Right
 from tasks.assets import record_dataset
 from tasks.forms import draw_form

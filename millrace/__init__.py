@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace.datasets import PipelineSettings, run_from_file, shard_dataset
-    from millrace.remote import run_pipeline
+    from millrace.rented_sharding import run_pipeline
 
 __all__ = ["PipelineSettings", "run_from_file", "run_pipeline", "shard_dataset"]
 
@@ -12,9 +12,9 @@ __all__ = ["PipelineSettings", "run_from_file", "run_pipeline", "shard_dataset"]
 def __getattr__(name: str) -> Any:
     # Imported on first use: a worker that needs one package does not import the others.
     if name == "run_pipeline":
-        from millrace import remote  # noqa: PLC0415
+        from millrace import rented_sharding  # noqa: PLC0415
 
-        return remote.run_pipeline
+        return rented_sharding.run_pipeline
     if name in __all__:
         from millrace import datasets  # noqa: PLC0415
 

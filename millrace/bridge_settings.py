@@ -19,7 +19,7 @@ from millrace import errors
 from millrace.datasets import PipelineSettings
 from millrace.formatting import clean_text
 from millrace.keys.names import check_name
-from millrace.remote import VastFileSettings
+from millrace.rented_sharding import VastFileSettings
 from millrace.settings import fill_variables, parse_settings_file, validate_settings
 
 _VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")

@@ -40,13 +40,19 @@ class ChangedError(MillraceError):
 
 
 class UnavailableError(MillraceError):
-    """The store could not be reached, or kept failing until the time budget was spent.
+    """A store, or something awaited in it, was not available within the time budget.
+
+    Another call may succeed.
 
     Attributes:
         status: HTTP status of the last answer; None without an answer.
     """
 
     status: int | None = None
+
+
+class NoProgressError(MillraceError):
+    """A training goes on without effect: the aggregator takes no worker's gradient."""
 
 
 class ConflictError(MillraceError):
@@ -78,7 +84,7 @@ class NoSpaceError(MillraceError):
 
 
 class StoppedError(MillraceError):
-    """The caller stopped the call."""
+    """The caller stopped the call, or ended the run that it belongs to."""
 
 
 class BudgetError(MillraceError):

@@ -10,7 +10,7 @@ def import_extra_module(module: str, extra: str) -> ModuleType:
     """Import a module of Millrace that needs the libraries of an extra.
 
     Args:
-        module: Full name of the module, such as ``millrace.gradients.sync.chain``.
+        module: Full name of the module, such as ``millrace.gradients.merging.links``.
         extra: Extra of pyproject.toml that installs the libraries of the module.
 
     Raises:

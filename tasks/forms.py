@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema, core_schema
 from millrace.cleanup import Rule
 from millrace.gradients import AggregationSettings, RunSettings
 from millrace.gradients.settings import AggregationOptions, RunOptions
-from millrace.rentals import OfferRequest, Program, RentSettings
+from millrace.rentals import MachineSettings, OfferRequest, Program
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
 from millrace.settings_values import make_plain
@@ -43,7 +43,7 @@ ADVANCED = "advanced"
 _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     OfferRequest: frozenset({"gpu"}),
     Program: frozenset(),
-    RentSettings: frozenset({"machines"}),
+    MachineSettings: frozenset({"machines"}),
     Rule: frozenset({"older_than", "name"}),
     RunOptions: frozenset({"window_length", "steps"}),
     RunSettings: frozenset({"window_length", "steps", "windows"}),
@@ -57,7 +57,7 @@ _MODEL_TITLES: Mapping[type[BaseModel], str] = {
     AggregationSettings: "Aggregation settings",
     OuterOptimizer: "Optimizer settings",
     Codec: "Codec settings",
-    RentSettings: "Rental settings",
+    MachineSettings: "Rental settings",
     RunOptions: "Run settings",
 }
 """Titles of models whose names say little to a person who has not read the code."""

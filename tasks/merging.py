@@ -72,7 +72,7 @@ def merge_windows(settings: AggregatorSettings, after: int) -> AggregationResult
     last = None
     planned = _count_planned(settings, after)
     if planned is not None:  # a second try must not count from the start
-        settings = settings.model_copy(update={"windows": None, "until": after + planned})
+        settings = settings.model_copy(update={"max_windows": None, "until": after + planned})
     key = make_artifact_key("progress", "aggregate", settings.run.name)
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
@@ -181,5 +181,5 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
 def _count_planned(settings: AggregatorSettings, after: int) -> int | None:
     """Return the largest number of windows to merge; None if the number is unknown."""
     to_last = None if settings.last is None else max(0, settings.last - after)
-    known = [number for number in (settings.windows, to_last) if number is not None]
+    known = [number for number in (settings.max_windows, to_last) if number is not None]
     return min(known, default=None)

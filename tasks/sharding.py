@@ -11,7 +11,12 @@ from blocks import VastCredentials
 from millrace import datasets
 from millrace.datasets import PipelineSettings, ShardReport
 from millrace.progress import Event
-from millrace.remote import ShardingMachines, VastSettings, make_rental_name, shard_on_machines
+from millrace.rented_sharding import (
+    ShardingMachineSettings,
+    VastSettings,
+    make_rental_name,
+    shard_on_machines,
+)
 from millrace.schemas.dataset import ManifestShard
 from tasks.assets import make_asset_key
 from tasks.formatting import (
@@ -46,7 +51,7 @@ _retried_task = task(
 """Decorator like `retried_task`, with one more retry: a later try continues from the ledger."""
 
 
-class ShardingMachinesInput(ShardingMachines):
+class ShardingMachinesInput(ShardingMachineSettings):
     """Rented machines that shard a dataset."""
 
     vast: VastCredentials | str = Field(
@@ -62,7 +67,7 @@ class ShardingMachinesInput(ShardingMachines):
         account = make_account(require_credentials(self.vast))
         return VastSettings(
             account=account,
-            **{name: getattr(self, name) for name in ShardingMachines.model_fields},
+            **{name: getattr(self, name) for name in ShardingMachineSettings.model_fields},
         )
 
 

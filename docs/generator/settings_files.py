@@ -13,8 +13,8 @@ from millrace.checkpoints import MemberSettings
 from millrace.cleanup import CleanupSettings
 from millrace.datasets import PipelineSettings
 from millrace.gradients import AggregatorSettings
-from millrace.remote import VastSettings
 from millrace.rentals import RentalSettings
+from millrace.rented_sharding import VastSettings
 from millrace.swarm import PrewarmSettings
 
 PAGE = "settings.md"

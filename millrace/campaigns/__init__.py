@@ -1,4 +1,4 @@
-"""The whole chain: plan, checks, workers, windows, epochs and summary of a campaign.
+"""Parts of a campaign: checks, workers, windows, epochs and summary.
 
 A campaign runs the stages of other packages: it shards, rents, prewarms, trains, publishes and
 cleans. This package decides which of them are needed, and with which settings.
@@ -18,7 +18,7 @@ from millrace.campaigns.progress import (
     merge_epoch,
     read_training_progress,
 )
-from millrace.campaigns.settings import LocalWorkers, RentedWorkerOptions, TrainingOptions
+from millrace.campaigns.settings import LocalWorkerSettings, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.summary import CampaignSummary, summarize_campaign
 from millrace.campaigns.workers import (
     CampaignWorkers,
@@ -33,7 +33,7 @@ __all__ = [
     "CampaignSummary",
     "CampaignWorkers",
     "LocalWorkerProcesses",
-    "LocalWorkers",
+    "LocalWorkerSettings",
     "MergedWindows",
     "RentedWorkerOptions",
     "Training",

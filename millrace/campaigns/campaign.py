@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
-from millrace.campaigns.settings import LocalWorkers, RentedWorkerOptions, TrainingOptions
+from millrace.campaigns.settings import LocalWorkerSettings, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
@@ -69,7 +69,7 @@ class Training:
     def worker_settings(self) -> SharedWorkerSettings:
         """Settings that all workers share."""
         rules, machines = self.rules, self.rules.machines
-        is_local = isinstance(machines, LocalWorkers)
+        is_local = isinstance(machines, LocalWorkerSettings)
         return SharedWorkerSettings(
             campaign=self.campaign,
             workers=rules.workers,

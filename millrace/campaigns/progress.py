@@ -10,7 +10,7 @@ from millrace.campaigns.workers import CampaignWorkers
 from millrace.checkpoints import read_checkpoint
 from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
-from millrace.errors import CorruptError, HeldError, NotFoundError, UnavailableError
+from millrace.errors import CorruptError, HeldError, NoProgressError, NotFoundError
 from millrace.formatting import format_count
 from millrace.gradients import AggregationSettings, ChainLink
 from millrace.keys.gradients import ChainKeys
@@ -96,12 +96,12 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
         Step of these weights, by which the job of the chain has their checkpoint.
 
     Raises:
-        UnavailableError: No gradient was taken in any window.
+        NoProgressError: No gradient was taken in any window.
         HeldError: Another process aggregates the run.
     """
     store, keys = open_store(training.write_store), training.run.chain_keys
     if not any(link.taken for link in gradients.iterate_links(store, keys)):
-        raise UnavailableError(
+        raise NoProgressError(
             f"No gradient was taken in any window of {keys.run}, so its weights are those that it "
             "began with. See what the workers say, and begin a campaign with another name."
         )
@@ -126,7 +126,7 @@ def merge_epoch(
 
     Raises:
         HeldError: Another process merges the windows.
-        UnavailableError: No gradient was taken in too many windows in a row.
+        NoProgressError: No gradient was taken in too many windows in a row.
         WorkerError, MachineError: The workers have failed.
     """
     store, end = open_store(training.write_store), training.find_last_window(epoch)
@@ -141,7 +141,7 @@ def merge_epoch(
         is_idle = idle_windows > 0 and idle_windows % training.rules.aggregation.idle == 0
         if is_idle and newest_window < training.last_window:
             workers.raise_failure()
-            raise UnavailableError(
+            raise NoProgressError(
                 f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
                 f"{newest_window} of {training.last_window} windows are merged: see what the "
                 "workers say."

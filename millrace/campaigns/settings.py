@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.checkpoints import CooldownSettings
 from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
-from millrace.remote import CodeRepository
-from millrace.rentals import OfferRequest, RentalTimeouts
+from millrace.rentals import CodeRepository, OfferRequest, RentalTimeouts
 from millrace.settings import Duration
 
 
@@ -46,7 +45,7 @@ class RentedWorkerOptions(CodeRepository):
     )
 
 
-class LocalWorkers(BaseModel):
+class LocalWorkerSettings(BaseModel):
     """The workers as processes of the machine that runs the campaign."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,8 +71,8 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     )
     initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
     workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
-    machines: RentedWorkerOptions | LocalWorkers = Field(
-        default=LocalWorkers(), description="Machines on which the workers run."
+    machines: RentedWorkerOptions | LocalWorkerSettings = Field(
+        default=LocalWorkerSettings(), description="Machines on which the workers run."
     )
     join_timeout: Duration = Field(
         default=timedelta(hours=1),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
     from millrace.progress import Event
-    from millrace.remote import VastSettings
+    from millrace.rented_sharding import VastSettings
     from millrace.schemas.dataset import DatasetPlan
     from millrace.storage import Store
 
@@ -247,7 +247,7 @@ def _read_machines(
     settings: Path, config: "PipelineSettings", options: "dict[str, Any]"
 ) -> "VastSettings":
     """Return the section `vast` of a settings file, with the options of the command."""
-    from millrace.remote import read_vast_settings
+    from millrace.rented_sharding import read_vast_settings
 
     return read_vast_settings(config, str(settings), **options)
 
@@ -267,8 +267,8 @@ def _run_on_machines(
     """Shard a dataset on rented machines, after a question."""
     from millrace.cli.machine import EventPrinter, confirm_rental, release_on_signal
     from millrace.progress_bar import PartitionsBar
-    from millrace.remote import make_sharding_rental, needs_machines, shard_on_machines
     from millrace.rentals import RentalSupervisor
+    from millrace.rented_sharding import make_sharding_rental, needs_machines, shard_on_machines
 
     rental = make_sharding_rental(config, vast)
     if needs_machines(config) and not confirm_rental(rental, yes=yes):
@@ -506,7 +506,7 @@ def _show_offers(config: "PipelineSettings", vast: "VastSettings") -> None:
         echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
         return
     from millrace.cli.machine import show_offers
-    from millrace.remote import make_sharding_rental
+    from millrace.rented_sharding import make_sharding_rental
 
     show_offers(make_sharding_rental(config, vast))
 

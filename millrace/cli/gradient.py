@@ -27,9 +27,11 @@ def gradient() -> None:
 
 @gradient.command()
 @take_settings_file("aggregate.yaml")
-@click.option("--windows", type=click.IntRange(min=1), help="Number of windows to merge.")
+@click.option(
+    "--max-windows", type=click.IntRange(min=1), help="Largest number of windows to merge."
+)
 @print_result
-def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
+def aggregate(settings: Path, *, max_windows: int | None) -> CommandResult:
     r"""Merge the pseudo-gradients of a run, window after window, until the run is over.
 
     \b
@@ -40,8 +42,8 @@ def aggregate(settings: Path, *, windows: int | None) -> CommandResult:
     from millrace.settings import load_settings
 
     config = load_settings(settings, AggregatorSettings)
-    if windows is not None:
-        config = config.model_copy(update={"windows": windows})
+    if max_windows is not None:
+        config = config.model_copy(update={"max_windows": max_windows})
     merged: list[dict[str, object]] = []
     for link in aggregate_run(config):
         reasons = count_reasons(link.excluded.values())
@@ -77,7 +79,7 @@ def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
     Example: millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
     """
     from millrace import gradients
-    from millrace.gradients.sync.chain import read_link
+    from millrace.gradients.merging.links import read_link
     from millrace.gradients.weights import save_weights
     from millrace.keys.gradients import ChainKeys
     from millrace.storage import open_store

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     )
     from millrace.gradients.codec.shared_indices import Mask
     from millrace.gradients.codec.tensors import CodeError
-    from millrace.gradients.state import WeightState, copy_state
-    from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
-    from millrace.gradients.sync.chain import (
+    from millrace.gradients.merging.gather_window import GatherWindow, Sender
+    from millrace.gradients.merging.links import (
         ChainError,
         catch_up,
         commit_first_link,
@@ -47,14 +46,15 @@ if TYPE_CHECKING:
         iterate_links,
         read_link,
     )
-    from millrace.gradients.sync.gather import gather
-    from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
-    from millrace.gradients.sync.gather_window import GatherWindow, Sender
-    from millrace.gradients.sync.merge import (
-        WorkerWeights,
-        compute_worker_weights,
+    from millrace.gradients.merging.merge import (
+        WorkerFactors,
+        compute_worker_factors,
         merge,
     )
+    from millrace.gradients.state import WeightState, copy_state
+    from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
+    from millrace.gradients.sync.gather import gather
+    from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
     from millrace.gradients.sync.window_merge import ChainStep, merge_window
@@ -106,14 +106,14 @@ __all__ = [
     "WeightState",
     "WeightsSource",
     "WindowOptions",
-    "WorkerWeights",
+    "WorkerFactors",
     "aggregate_run",
     "begin_run",
     "catch_up",
     "check_payload",
     "check_weights",
     "commit_first_link",
-    "compute_worker_weights",
+    "compute_worker_factors",
     "copy_state",
     "decode",
     "encode",
@@ -133,7 +133,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ChainError": "sync.chain",
+    "ChainError": "merging.links",
     "CodeError": "codec.tensors",
     "Decoder": "codec.compress",
     "GradientEncoder": "codec.compress",
@@ -149,31 +149,31 @@ _MODULES = {
     "WeightState": "state",
     "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
-    "WorkerWeights": "sync.merge",
-    "GatherWindow": "sync.gather_window",
-    "Sender": "sync.gather_window",
+    "WorkerFactors": "merging.merge",
+    "GatherWindow": "merging.gather_window",
+    "Sender": "merging.gather_window",
     "merge_window": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
-    "commit_first_link": "sync.chain",
+    "commit_first_link": "merging.links",
     "ensure_run_begun": "sync.aggregator",
     "begin_run": "weights",
-    "catch_up": "sync.chain",
+    "catch_up": "merging.links",
     "check_payload": "codec.payload",
     "check_weights": "weights",
     "decode": "codec.compress",
     "encode": "codec.compress",
     "merge_windows": "sync.windows",
     "gather": "sync.gather",
-    "iterate_links": "sync.chain",
-    "read_link": "sync.chain",
-    "merge": "sync.merge",
-    "find_newest_window": "sync.chain",
+    "iterate_links": "merging.links",
+    "read_link": "merging.links",
+    "merge": "merging.merge",
+    "find_newest_window": "merging.links",
     "load_newest_state": "weights",
     "encode_payload": "codec.payload",
     "read_payload": "codec.payload",
     "copy_state": "state",
     "load_checkpoint_state": "weights",
-    "compute_worker_weights": "sync.merge",
+    "compute_worker_factors": "merging.merge",
     "select_weights": "sync.model_tensors",
 }
 

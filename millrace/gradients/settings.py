@@ -307,11 +307,11 @@ class AggregationOptions(BaseModel):
 class AggregationSettings(AggregationOptions):
     """Options of an aggregator, with limits on the windows that it merges."""
 
-    windows: int | None = Field(
-        title="Number of windows",
+    max_windows: int | None = Field(
+        title="Largest number of windows",
         default=None,
         ge=1,
-        description="Number of windows to merge; by default all until the run is over.",
+        description="Largest number of windows to merge; by default all until the run is over.",
     )
     until: int | None = Field(
         title="Last window", default=None, ge=1, description="Number of the last window to merge."

@@ -37,7 +37,7 @@ class WeightState:
     weights: dict[str, Array]
     moments: dict[str, Array] = field(default_factory=dict[str, Array])
 
-    def apply(
+    def step_tensor(
         self, name: str, groups: Sequence[MergedChunks], codec: Codec, outer: OuterOptimizer
     ) -> None:
         """Apply the merged values of a tensor in place. A buffer is set to its merged values.

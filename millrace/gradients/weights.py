@@ -27,8 +27,8 @@ from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
 from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.merging.links import ChainError, commit_first_link, read_link
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.chain import ChainError, commit_first_link, read_link
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart

@@ -2,7 +2,11 @@
 
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts
-from millrace.rentals.machine_environment import derive_node_key
+from millrace.rentals.machine_environment import (
+    derive_node_key,
+    make_credential_settings,
+    make_store_settings,
+)
 from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.owner_monitor import OwnerMonitor
@@ -11,10 +15,10 @@ from millrace.rentals.rental import Rental
 from millrace.rentals.settings import (
     CodeRepository,
     LedgerSettings,
+    MachineSettings,
     Program,
     RentalSettings,
     RentalTimeouts,
-    RentSettings,
     StorageGrant,
     VastAccount,
     check_offer_id,
@@ -32,13 +36,13 @@ __all__ = [
     "Instance",
     "LedgerSettings",
     "Machine",
+    "MachineSettings",
     "MachineStatus",
     "Offer",
     "OfferRequest",
     "OwnerMonitor",
     "Program",
     "ReapResult",
-    "RentSettings",
     "Rental",
     "RentalSettings",
     "RentalSupervisor",
@@ -53,6 +57,8 @@ __all__ = [
     "has_open_attempts",
     "list_attempts",
     "list_rentals",
+    "make_credential_settings",
+    "make_store_settings",
     "open_account",
     "reap",
     "release_rental",

@@ -4,6 +4,7 @@ import base64
 import hmac
 from datetime import timedelta
 from importlib.resources import files
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -192,3 +193,29 @@ def _read_guest_file(name: str) -> str:
 
 def _encode_base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
+
+
+def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict[str, Any]:
+    """Return a store's settings for a file on a machine, with variables for its secrets.
+
+    Args:
+        store: Store.
+        access: Kind of the credentials, which the machine's environment contains.
+        path: Path below the store's URL; by default the whole store.
+    """
+    url = "${MILLRACE_STORE}" + (f"/{path}" if path else "")
+    settings: dict[str, Any] = store.model_dump(
+        mode="json", include={"endpoint", "region"}, exclude_none=True
+    )
+    if store.credentials is not None:
+        settings["credentials"] = make_credential_settings(f"MILLRACE_{access.upper()}")
+    return {"url": url, **settings}
+
+
+def make_credential_settings(prefix: str) -> dict[str, str]:
+    """Return credentials for a file on a machine, as variables whose names have a prefix."""
+    return {
+        "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
+        "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
+        "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
+    }

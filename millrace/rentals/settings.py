@@ -172,7 +172,7 @@ class RentalTimeouts(BaseModel):
     )
 
 
-class RentSettings(BaseModel):
+class MachineSettings(BaseModel):
     """Machines to rent: their number, their requirements, their program, and limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -223,7 +223,7 @@ class LedgerSettings(BaseModel):
         return {"store": self.store.reveal_secrets(), "account": account}
 
 
-class RentalSettings(RentSettings):
+class RentalSettings(MachineSettings):
     """Settings of a rental: its machines, their program, and limits."""
 
     name: str = Field(
@@ -242,7 +242,7 @@ class RentalSettings(RentSettings):
     )
 
     @classmethod
-    def make(cls, name: str, ledger: LedgerSettings, settings: RentSettings) -> Self:
+    def make(cls, name: str, ledger: LedgerSettings, settings: MachineSettings) -> Self:
         """Return the settings of a rental.
 
         Args:

@@ -248,7 +248,7 @@ class Assembler:
         """Wait until a file has its final name.
 
         Raises:
-            ChangedError: The run ended before.
+            StoppedError: The run ended before.
         """
         self._arrivals.wait_final(number)
 
@@ -260,7 +260,7 @@ class Assembler:
         """Check that the run has not ended while a file is read.
 
         Raises:
-            ChangedError: The run has ended.
+            StoppedError: The run has ended.
         """
         self._arrivals.check_open(number)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import ChangedError, MillraceError
+from millrace.errors import MillraceError, StoppedError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.event_log import EventLog
@@ -157,7 +157,7 @@ class Run:
             drops = assembler.count_drops(number)
             try:
                 drops = self._archives.unpack(number)
-            except ChangedError:
+            except StoppedError:
                 return  # the run has ended
             except Exception as error:  # noqa: BLE001 - the driver is told
                 event = FileUnusable(number, describe_error(error))

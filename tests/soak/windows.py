@@ -43,8 +43,8 @@ from millrace.gradients import (
     load_newest_state,
     merge_windows,
 )
+from millrace.gradients.merging.links import find_newest_window, read_link
 from millrace.gradients.sync.aggregator import load_or_begin_run
-from millrace.gradients.sync.chain import find_newest_window, read_link
 from millrace.storage import Store, StoreSpec, list_objects, open_store
 from tests.oracle import compute_weights_digest, judge_checkpoints, read_checkpoints
 from tests.soak.interruptions import (

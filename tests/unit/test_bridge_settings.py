@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
 from millrace.datasets.sources import SourceKind
-from millrace.remote import VastFileSettings
+from millrace.rented_sharding import VastFileSettings
 from millrace.settings import load_settings
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"

@@ -6,8 +6,7 @@ import yaml
 
 from millrace.campaigns.worker.settings import NODE_PORT, SharedWorkerSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.remote import make_store_settings
-from millrace.rentals import CodeRepository, Program, StorageGrant
+from millrace.rentals import CodeRepository, Program, StorageGrant, make_store_settings
 from millrace.rentals.messages import make_credential_variables
 from millrace.storage import Right, StoreSpec
 

@@ -16,7 +16,7 @@ from millrace.gradients.backends.sharded_weights import (
 )
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import Shapes
-from millrace.gradients.sync.merge import group_tensors
+from millrace.gradients.merging.merge import group_tensors
 
 _AT_ONCE = 64  # largest number of gradients that a node reads at once
 _READING, _CALLS = "reading", 4

@@ -18,10 +18,10 @@ from millrace.gradients.codec.payload import (
     assemble_payload,
     read_header,
 )
+from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.merging.links import check_link_tensors, check_state
+from millrace.gradients.merging.merge import MergeRequest, Vector
 from millrace.gradients.state import WeightState, combine_digests
-from millrace.gradients.sync.chain import check_link_tensors, check_state
-from millrace.gradients.sync.gather_window import GatherWindow
-from millrace.gradients.sync.merge import MergeRequest, Vector
 from millrace.keys.gradients import ChainKeys
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint

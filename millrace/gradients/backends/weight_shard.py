@@ -26,9 +26,8 @@ from millrace.gradients.codec.payload import (
     Shapes,
     read_tensors,
 )
-from millrace.gradients.state import Array, WeightState, copy_state
-from millrace.gradients.sync.chain import apply_update, iterate_updates, store_update
-from millrace.gradients.sync.merge import (
+from millrace.gradients.merging.links import apply_update, iterate_updates, store_update
+from millrace.gradients.merging.merge import (
     GradientsByWorker,
     MergeRequest,
     compute_products,
@@ -36,7 +35,8 @@ from millrace.gradients.sync.merge import (
     group_tensors,
     merge_tensor,
 )
-from millrace.gradients.sync.updates import StoredTensor, encode_stored_tensor
+from millrace.gradients.merging.updates import StoredTensor, encode_stored_tensor
+from millrace.gradients.state import Array, WeightState, copy_state
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, OuterOptimizer, UpdateEntry
@@ -224,7 +224,7 @@ class WeightShard:
                 bodies[name] = encode_stored_tensor(
                     name, merged, self._received, request, threads=self._threads
                 )
-                self._state.apply(name, merged, request.codec, outer)
+                self._state.step_tensor(name, merged, request.codec, outer)
             made.append(store_update(store, keys, step, encode_byte_tensors(bodies), len(names)))
         return made
 

@@ -1,1 +1,1 @@
-"""Gathering, merging and chaining of the workers' pseudo-gradients through a bucket."""
+"""Exchange of pseudo-gradients through a bucket: the aggregator's windows and a worker's part."""

@@ -12,9 +12,9 @@ from millrace.checkpoints.settings import RetentionSettings
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.backends.ray_cluster import allocate_on_ray
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
+from millrace.gradients.merging.gather_window import Sender
+from millrace.gradients.merging.links import find_newest_window
 from millrace.gradients.settings import AggregatorSettings
-from millrace.gradients.sync.chain import find_newest_window
-from millrace.gradients.sync.gather_window import Sender
 from millrace.gradients.sync.windows import apply_merged_windows, merge_windows
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
@@ -87,7 +87,7 @@ def aggregate_run(
             saver.note_link(link)
             yield link
             idle_windows = 0 if link.taken else idle_windows + 1
-            if count == settings.windows or idle_windows == settings.idle:
+            if count == settings.max_windows or idle_windows == settings.idle:
                 return
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from millrace import errors
 from millrace.gradients.codec.payload import explain_failure, is_torch_file
+from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
 from millrace.gradients.progress_events import QuotaExceeded
 from millrace.gradients.settings import GatherSettings
-from millrace.gradients.sync.gather_window import GatherWindow, WaitLimit
 from millrace.progress import Progress
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason

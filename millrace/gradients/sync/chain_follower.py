@@ -7,9 +7,9 @@ from datetime import timedelta
 from millrace import errors
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
+from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.settings import RunSettings, WindowOpening
-from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.progress import Progress
 from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart

@@ -12,10 +12,10 @@ from collections.abc import Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from millrace import errors
+from millrace.gradients.merging.gather_window import GatherWindow, Sender, WaitLimit
 from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatheredWindow, GatherResults, QuorumError
-from millrace.gradients.sync.gather_window import GatherWindow, Sender, WaitLimit
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event

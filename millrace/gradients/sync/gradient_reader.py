@@ -16,7 +16,7 @@ from millrace.gradients.codec.payload import (
     explain_failure,
     read_payload,
 )
-from millrace.gradients.sync.gather_window import GatherWindow, WaitLimit
+from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store

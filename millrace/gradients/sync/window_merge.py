@@ -8,17 +8,17 @@ from millrace import errors
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Payload
-from millrace.gradients.progress_events import UpdateStored
-from millrace.gradients.state import WeightState
-from millrace.gradients.sync.chain import digest_link, list_names_and_shapes
-from millrace.gradients.sync.gather_results import GatheredWindow
-from millrace.gradients.sync.gather_window import GatherWindow
-from millrace.gradients.sync.merge import (
+from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.merging.links import digest_link, list_names_and_shapes
+from millrace.gradients.merging.merge import (
     MergeRequest,
-    WorkerWeights,
-    compute_worker_weights,
+    WorkerFactors,
+    compute_worker_factors,
     find_deviating_workers,
 )
+from millrace.gradients.progress_events import UpdateStored
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.gather_results import GatheredWindow
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
@@ -92,17 +92,17 @@ def merge_window(
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
             del payloads[uid]
-    worker_weights: WorkerWeights | None = None
+    worker_factors: WorkerFactors | None = None
     updates: tuple[UpdateEntry, ...] = ()
     try:
         if payloads:
             products = partial(weights.compute_products, codec=gather_window.codec)
-            worker_weights = compute_worker_weights(payloads, step.merge, products=products)
+            worker_factors = compute_worker_factors(payloads, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in payloads:
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
-    if worker_weights is not None:
-        request = MergeRequest(gather_window.codec, step.merge, worker_weights.select_used())
+    if worker_factors is not None:
+        request = MergeRequest(gather_window.codec, step.merge, worker_factors.select_used())
         updates = weights.merge_and_apply(store, keys, step.step, request, step.outer)
     for update in updates:
         progress(UpdateStored(key=update.key, window=gather_window.number, size=update.size))
@@ -117,7 +117,7 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
-        taken=_list_merged_workers(payloads, worker_weights),
+        taken=_list_merged_workers(payloads, worker_factors),
         excluded=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
@@ -133,20 +133,20 @@ def merge_window(
 
 
 def _list_merged_workers(
-    payloads: Mapping[str, Payload], worker_weights: WorkerWeights | None
+    payloads: Mapping[str, Payload], worker_factors: WorkerFactors | None
 ) -> dict[str, MergedWorker]:
     """Return the merged workers with their weights."""
-    if worker_weights is None:
+    if worker_factors is None:
         return {}
     return {
         uid: MergedWorker(
-            scale=float(worker_weights.scales[number]),
-            weight=float(worker_weights.weights[number]),
-            share=float(worker_weights.shares[number]),
+            scale=float(worker_factors.scales[number]),
+            weight=float(worker_factors.in_sum[number]),
+            share=float(worker_factors.shares[number]),
             norm=payloads[uid].norm,
             digest=payloads[uid].digest,
             size=payloads[uid].size,
             tokens=payloads[uid].header.tokens,
         )
-        for number, uid in enumerate(worker_weights.workers)
+        for number, uid in enumerate(worker_factors.workers)
     }

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.merging.gather_window import GatherWindow, Sender
+from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
 from millrace.gradients.progress_events import LinkApplied, WindowMerged
 from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.chain import find_newest_window, read_link, read_link_after
 from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
-from millrace.gradients.sync.gather_window import GatherWindow, Sender
 from millrace.gradients.sync.window_merge import ChainStep, merge_window
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Progress, ignore_event

@@ -43,7 +43,7 @@ class ArchiveUnpacker:
             dropped later, the folder may have wrong members: call this again.
 
         Raises:
-            ChangedError: The run ended before.
+            StoppedError: The run ended before.
             ConfigurationError: The folder exists, with files that Millrace did not unpack.
             ArchiveError: The archive is damaged, or a member is refused.
         """
@@ -95,7 +95,7 @@ class ArchiveUnpacker:
             Number of dropped segments of the archive.
 
         Raises:
-            ChangedError: The run ended before the archive had its final name.
+            StoppedError: The run ended before the archive had its final name.
             ArchiveError, OSError: The bytes under the final name cannot be unpacked.
         """
         while True:

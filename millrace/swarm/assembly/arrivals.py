@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.errors import ChangedError
+from millrace.errors import StoppedError
 from millrace.swarm.cache_index import CacheEntry, read_identity
 from millrace.swarm.catalogue import Catalogue, File, Segment, combine_digests
 from millrace.swarm.journal import Range
@@ -198,7 +198,7 @@ class Arrivals:
             Number of bytes from this position to the end of its segment; 0 at the end of the file.
 
         Raises:
-            ChangedError: The run has ended, also if the byte has arrived.
+            StoppedError: The run has ended, also if the byte has arrived.
         """
         state, size = self.states[number], self._catalogue.piece_size
         if at >= state.file.size:
@@ -215,7 +215,7 @@ class Arrivals:
             number: File that the caller reads.
 
         Raises:
-            ChangedError: The run has ended.
+            StoppedError: The run has ended.
         """
         if self._closing:
             raise _make_end_error(self.states[number])
@@ -224,7 +224,7 @@ class Arrivals:
         """Wait until a file has its final name.
 
         Raises:
-            ChangedError: The run ended before.
+            StoppedError: The run ended before.
         """
         state = self.states[number]
         self._wait_until(state, lambda: state.final)
@@ -331,8 +331,8 @@ class ArrivingFile:
         return data
 
 
-def _make_end_error(state: FileState) -> ChangedError:
-    return ChangedError(f"The run ended before {state.file.path} was complete.")
+def _make_end_error(state: FileState) -> StoppedError:
+    return StoppedError(f"The run ended before {state.file.path} was complete.")
 
 
 def _count_segments(catalogue: Catalogue) -> list[int]:

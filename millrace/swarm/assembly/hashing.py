@@ -15,7 +15,7 @@ from millrace.digest import (
     compute_file_digest,
     make_hasher,
 )
-from millrace.errors import ChangedError, CorruptError
+from millrace.errors import CorruptError, StoppedError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.catalogue import can_combine
 
@@ -113,7 +113,7 @@ def _hash_one(arrivals: Arrivals, hashes: FileHashes, number: int, state: FileSt
     while hashes.get_position(number) < state.file.size and state.fresh:
         try:
             ready = arrivals.wait_for_byte(number, hashes.get_position(number))
-        except ChangedError:
+        except StoppedError:
             return False
         if state.final:
             break

@@ -11,7 +11,7 @@ from millrace.gradients import (
     copy_state,
     iterate_links,
 )
-from millrace.gradients.sync.chain import find_newest_window
+from millrace.gradients.merging.links import find_newest_window
 from millrace.keys.leases import LeaseKeys
 from millrace.storage import exists, open_store
 from tests.integration.flows.test_aggregate import RUN, UIDS, model, take_part

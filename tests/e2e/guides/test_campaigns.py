@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from flows.campaign_command import read_campaign_plan
-from flows.campaign_plan import RentedWorkers
+from flows.campaign_plan import RentedWorkerSettings
 from millrace.testing.hub import WRITER, HubServer
 from tests.prefect_server import PrefectServer
 from tests.support.guides import follow
@@ -67,7 +67,7 @@ def test_every_block_of_the_guide_to_campaigns(
     ):
         path = guide.write("campaign.yaml", smaller)
         training = read_campaign_plan(path).training
-        assert isinstance(training.machines, RentedWorkers)
+        assert isinstance(training.machines, RentedWorkerSettings)
         settings = yaml.safe_load(path.read_text())
         settings["training"]["machines"] = {"kind": "local"}  # as the comment beside it says
         path.write_text(yaml.safe_dump(settings))

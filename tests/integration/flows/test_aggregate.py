@@ -20,7 +20,7 @@ from millrace.gradients import (
     iterate_links,
     load_newest_state,
 )
-from millrace.gradients.sync.chain import find_newest_window
+from millrace.gradients.merging.links import find_newest_window
 from millrace.storage import (
     Right,
     Store,
@@ -107,7 +107,7 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
             "job": "trained",
             "tensors": "model.",
         },
-        aggregation={"windows": WINDOWS, "every": 2},
+        aggregation={"max_windows": WINDOWS, "every": 2},
     )
     chain = at(bucket, rgw.read_only)
     with ThreadPoolExecutor(len(UIDS)) as pool:

@@ -108,7 +108,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
 def run_windows(store: Store, windows: int, settings: AggregatorSettings) -> list[ChainLink]:
     with ThreadPoolExecutor(len(UIDS)) as pool:
         working = [pool.submit(take_part, settings, store, uid, windows) for uid in UIDS]
-        made = list(aggregate_run(settings.model_copy(update={"windows": windows})))
+        made = list(aggregate_run(settings.model_copy(update={"max_windows": windows})))
         assert len({worker.result() for worker in working}) == 1
     return made
 
@@ -175,7 +175,7 @@ def test_it_begins_with_any_checkpoint_once(store, trained):
     state, window = load_newest_state(store, alone.chain_keys)
     assert window == 3
     assert state.digest() == copy_state(dict(model().named_parameters())).digest()
-    again = list(aggregate_run(settings.model_copy(update={"windows": 1})))
+    again = list(aggregate_run(settings.model_copy(update={"max_windows": 1})))
     assert [link.window for link in again] == [4]
 
 
@@ -205,7 +205,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
             lease.beat()
         with pytest.raises(errors.HeldError, match="process 7 on elsewhere"):
             waiting.result()
-    ended = begun.model_copy(update={"windows": 1})
+    ended = begun.model_copy(update={"max_windows": 1})
     brief = ended.run.model_copy(update={"window_length": timedelta(milliseconds=10)})
     lease.release()
     (link,) = aggregate_run(ended.model_copy(update={"run": brief}))
@@ -251,7 +251,7 @@ def test_without_any_checkpoint_it_says_which_to_bring_back(store, begun):
 def test_workers_with_buckets_of_their_own_and_a_shared_one(store, begun, tmp_path):
     shared, own = (open_store((tmp_path / name).as_uri()) for name in ("shared", "own"))
     settings = begun.model_copy(
-        update={"gradients_store": shared.spec, "worker_stores": {"c": own.spec}, "windows": 1}
+        update={"gradients_store": shared.spec, "worker_stores": {"c": own.spec}, "max_windows": 1}
     )
     with ThreadPoolExecutor(3) as pool:
         working = [
@@ -294,7 +294,7 @@ def test_the_commands(store, begun, tmp_path):
         f"run: {{run: runs/one, window_length: 0.05s, gather: {{poll_interval: 0.01s}}}}\n"
         f"store: {{url: '{store.url}'}}\nworkers: [a, b]\n"
     )
-    run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--windows", "1"])
+    run = CliRunner().invoke(main, ["gradient", "aggregate", str(file), "--max-windows", "1"])
     assert run.exit_code == 0, run.output
     assert run.output.startswith(
         "window 4, step 85: 0 taken, 2 excluded (2 missing); 0 bytes merged"
@@ -431,7 +431,7 @@ def trickled(store: Store, begun: AggregatorSettings, trickle: Trickle, tmp_path
 
 def test_a_bucket_that_trickles_does_not_keep_the_process_alive(trickled):
     done = subprocess.run(
-        [*MILLRACE, "gradient", "aggregate", str(trickled), "--windows", "1"],
+        [*MILLRACE, "gradient", "aggregate", str(trickled), "--max-windows", "1"],
         capture_output=True,
         text=True,
         timeout=60,  # of a request that would go on for half an hour

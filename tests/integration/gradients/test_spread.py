@@ -44,7 +44,7 @@ from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_t
 from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
-from millrace.gradients.sync.merge import group_tensors
+from millrace.gradients.merging.merge import group_tensors
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.ray_cluster import RayCluster
 from tests.unit.gradients.test_codec import drawn
@@ -255,7 +255,7 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
         store=store.spec,
         workers=("bad", *UIDS),
         ray=ray_cluster.address,
-        windows=WINDOWS,
+        max_windows=WINDOWS,
         every=1,
     )
     begin_run(store, run.chain_keys, weights())
@@ -270,7 +270,7 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     assert "WorkerError: A node with some of the weights is lost" in said
     assert [link.state for link in iterate_links(store, run.chain_keys)] == [alone[0].state]
 
-    with aggregator(ray_cluster, settings.model_copy(update={"windows": 1})) as second:
+    with aggregator(ray_cluster, settings.model_copy(update={"max_windows": 1})) as second:
         _, said = second.communicate(timeout=120)
     assert second.returncode == 0, said
     made = list(iterate_links(store, run.chain_keys))

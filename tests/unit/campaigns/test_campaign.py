@@ -63,7 +63,7 @@ def test_an_aggregator_stops_at_the_first_idle_window(
 ) -> None:
     training = make_training(aggregation={"idle": 4, "every": 5, "lease": "9s"})
     settings = training.limit_aggregation(3)
-    assert (settings.until, settings.idle, settings.windows) == (3, 1, None)
+    assert (settings.until, settings.idle, settings.max_windows) == (3, 1, None)
     kept = {
         name: getattr(settings, name) for name in AggregationOptions.model_fields if name != "idle"
     }

@@ -13,7 +13,7 @@ from millrace.campaigns import (
     read_training_progress,
 )
 from millrace.digest import compute_digest
-from millrace.errors import HeldError, UnavailableError, WorkerError
+from millrace.errors import HeldError, NoProgressError, WorkerError
 from millrace.gradients import (
     AggregationSettings,
     ChainLink,
@@ -23,7 +23,7 @@ from millrace.gradients import (
     begin_run,
     select_weights,
 )
-from millrace.gradients.sync.chain import digest_link, read_link
+from millrace.gradients.merging.links import digest_link, read_link
 from millrace.records import commit_once
 from millrace.schemas.chain import MergedWorker
 from millrace.storage import Store, open_store, put
@@ -140,7 +140,7 @@ def test_idle_windows_in_a_row_end_the_training(make_training: MakeTraining) -> 
     training = make_training(windows_per_epoch=9, aggregation={"idle": 2})
     # The second aggregator merges windows 2 to 4, of which only the last is idle.
     aggregator = Aggregator(training, "-tt--t")
-    with pytest.raises(UnavailableError, match=r"In 2 windows in a row .* 5 of 18 windows"):
+    with pytest.raises(NoProgressError, match=r"In 2 windows in a row .* 5 of 18 windows"):
         merge_epoch(training, 0, FakeWorkers(), aggregator)
     assert len(aggregator.asked) == 3
 
@@ -154,7 +154,7 @@ def test_idle_windows_in_a_row_are_noticed_however_short_the_epochs_are(
     last_epoch = 2 // windows_per_epoch
     for epoch in range(last_epoch):
         merge_epoch(training, epoch, FakeWorkers(), aggregator)
-    with pytest.raises(UnavailableError, match=r"In 3 windows in a row"):
+    with pytest.raises(NoProgressError, match=r"In 3 windows in a row"):
         merge_epoch(training, last_epoch, FakeWorkers(), aggregator)
     assert aggregator.newest == 3
 
@@ -166,7 +166,7 @@ def test_idle_windows_before_a_restart_count(
     """The row goes on after a kill. After its end, all of its windows are tried again."""
     training = make_training(windows_per_epoch=9)
     aggregator = Aggregator(training, "-" * 9, newest=begun)
-    with pytest.raises(UnavailableError, match=f"In {ended} windows in a row"):
+    with pytest.raises(NoProgressError, match=f"In {ended} windows in a row"):
         merge_epoch(training, 0, FakeWorkers(), aggregator)
     assert aggregator.newest == ended
 
@@ -202,7 +202,7 @@ def test_weights_of_a_run_that_merged_nothing_are_not_published(
 ) -> None:
     training = make_training(epochs=1)
     aggregator = Aggregator(training, "---", newest=3)
-    with pytest.raises(UnavailableError, match="No gradient was taken in any window of small/run"):
+    with pytest.raises(NoProgressError, match="No gradient was taken in any window of small/run"):
         ensure_final_weights_saved(training, aggregator)
     assert aggregator.asked == []
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.campaign_command import read_campaign_plan
-from flows.campaign_plan import CampaignPlan, RentedWorkers
+from flows.campaign_plan import CampaignPlan, RentedWorkerSettings
 from millrace.campaigns import check_pinned_training, pin_training
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import ConfigurationError, ConflictError
@@ -30,7 +30,7 @@ def test_the_campaign_of_the_guide_is_one() -> None:
     data["publish"]["bucket"] = "file:///x"
     plan = CampaignPlan.model_validate(data)
     assert plan.training is not None
-    assert isinstance(plan.training.machines, RentedWorkers)
+    assert isinstance(plan.training.machines, RentedWorkerSettings)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from flows.rent_machines import rent_machines
 from flows.shard_dataset import shard_dataset
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import RunSettings
-from millrace.rentals import OfferRequest, RentSettings
+from millrace.rentals import MachineSettings, OfferRequest
 from millrace.swarm import LimitSettings
 from millrace.testing.process import REPOSITORY
 from tasks.forms import list_models
@@ -169,7 +169,7 @@ RENTED = {
 PROGRAM = {"repo_url": "https://example.org/x", "command": ["true"]}
 
 
-def read_rent_settings(request: dict[str, Any], **others: object) -> RentSettings:
+def read_rent_settings(request: dict[str, Any], **others: object) -> MachineSettings:
     """Read the settings of a rental as the form sends them."""
     settings = {"program": PROGRAM, "request": request, **others}
     return rent_machines.validate_parameters({**RENTED, "settings": settings})["settings"]

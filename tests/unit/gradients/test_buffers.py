@@ -30,14 +30,14 @@ from millrace.gradients import (
     aggregate_run,
     begin_run,
     check_payload,
-    compute_worker_weights,
+    compute_worker_factors,
     encode_payload,
     ensure_run_begun,
     merge,
     select_weights,
 )
 from millrace.gradients.codec.merged_chunks import make_dense
-from millrace.gradients.sync.merge import MergeRequest, merge_tensor
+from millrace.gradients.merging.merge import MergeRequest, merge_tensor
 from millrace.storage import Store, StoreSpec, open_store
 from tests.unit.gradients.test_codec import drawn
 
@@ -86,7 +86,7 @@ def aggregator(store: Store, **changes: object) -> AggregatorSettings:
         "store": StoreSpec(url=store.url),
         "workers": UIDS,
         "initial_weights": InitialWeights(job="trained", tensors="model."),
-        "windows": 1,
+        "max_windows": 1,
         **changes,
     }
     return AggregatorSettings.model_validate(fields)
@@ -138,7 +138,7 @@ def test_the_buffers_of_a_batchnorm_reach_late_joiners_and_the_checkpoint(store)
 
 def test_buffers_are_averaged_anew_in_each_window(store):
     """Neither momentum, nor a learning rate, nor what was not sent before has a part in it."""
-    settings = begun(store, run=SETTINGS, windows=2)
+    settings = begun(store, run=SETTINGS, max_windows=2)
     merged = aggregate_run(settings)
     workers = [submitted(store, uid, seed) for seed, uid in enumerate(UIDS)]
     next(merged)
@@ -349,8 +349,8 @@ def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     }
     settings = MergeSettings(rule=rule, faulty=1)
     gradients = {uid: one.tensors for uid, one in sent.items()}
-    weights = compute_worker_weights(sent, settings)
-    request = MergeRequest(CODEC, settings, weights)
+    factors = compute_worker_factors(sent, settings)
+    request = MergeRequest(CODEC, settings, factors)
     found = make_dense(merge_tensor(MEAN, gradients, request), (40,))
     assert found.tolist() == [4.0] * 40
 

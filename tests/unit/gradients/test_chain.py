@@ -43,13 +43,13 @@ from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.codec.merged_chunks import MergedChunks, make_dense
 from millrace.gradients.codec.tensors import decode_values, select_values
 from millrace.gradients.codec.transform import backward, forward
-from millrace.gradients.state import compute_dense_change
-from millrace.gradients.sync.chain import (
+from millrace.gradients.merging.links import (
     apply_link,
     find_newest_window,
     iterate_updates,
     store_update,
 )
+from millrace.gradients.state import compute_dense_change
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.records import encode_record, fetch
 from millrace.schemas.chain import count_reasons
@@ -183,7 +183,7 @@ def test_the_outer_step_is_that_of_torch():
             merged = whole(change, codec)
             weight.grad = torch.from_numpy(make_dense(merged, shape)).view(shape)
             optimizer.step()
-            state.apply("w", merged, codec, OuterOptimizer(kind=kind, lr=0.5, momentum=0.9))
+            state.step_tensor("w", merged, codec, OuterOptimizer(kind=kind, lr=0.5, momentum=0.9))
         torch.testing.assert_close(torch.from_numpy(state.weights["w"]), weight.detach())
 
 

@@ -12,11 +12,11 @@ import pytest
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import ExcludedWorker, ExclusionReason, GatherSettings, GatherWindow
 from millrace.gradients.codec.payload import ExpectedGradient, Payload, PayloadError
+from millrace.gradients.merging.gather_window import WaitLimit
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister, gradient_reader
 from millrace.gradients.sync.bucket_lister import BucketLister, BucketListing, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherResults
-from millrace.gradients.sync.gather_window import WaitLimit
 from millrace.gradients.sync.gradient_reader import (
     GradientReader,
     ReadGradient,

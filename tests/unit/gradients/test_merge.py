@@ -18,7 +18,7 @@ from millrace.gradients import (
     Payload,
     Transform,
     check_payload,
-    compute_worker_weights,
+    compute_worker_factors,
     decode,
     encode_payload,
     merge,
@@ -211,7 +211,7 @@ def of_norms(norms: list[float]) -> dict[str, Payload]:
 def scaled_norms(norms: list[float], how: MergeSettings) -> np.ndarray:
     """The norms of such gradients as the rule has them, in the workers' order."""
     payloads = of_norms(norms)
-    found = compute_worker_weights(payloads, how)
+    found = compute_worker_factors(payloads, how)
     return found.scales * [payloads[uid].norm for uid in found.workers]
 
 
@@ -250,11 +250,11 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
     gradients = drawn(5)
     gradients["w03"] = {name: 50 * tensor for name, tensor in gradients["w03"].items()}
     payloads = made(gradients, Codec())
-    found = compute_worker_weights(payloads, MergeSettings())
+    found = compute_worker_factors(payloads, MergeSettings())
     norms = np.array([payloads[uid].norm for uid in found.workers])
     assert (norms * found.scales).max() <= np.median(norms) * (1 + 1e-12)
     assert (found.scales == 1).sum() >= 3
-    assert (compute_worker_weights(payloads, MergeSettings(clip=False)).scales == 1).all()
+    assert (compute_worker_factors(payloads, MergeSettings(clip=False)).scales == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
 )
 def test_a_rule_that_cannot_bear_it_says_so(how, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
-        compute_worker_weights(made(drawn(6), Codec()), how)
+        compute_worker_factors(made(drawn(6), Codec()), how)
 
 
 def test_nothing_cannot_be_merged():
     with pytest.raises(ConfigurationError, match="No gradient was gathered"):
-        compute_worker_weights({}, MergeSettings())
+        compute_worker_factors({}, MergeSettings())

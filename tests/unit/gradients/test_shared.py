@@ -20,7 +20,7 @@ from millrace.gradients import (
     Support,
     Transform,
     check_payload,
-    compute_worker_weights,
+    compute_worker_factors,
     decode,
     encode_payload,
     merge,
@@ -149,7 +149,7 @@ def test_three_liars_of_nine_do_not_move_what_is_judged_by_place(rule):
     liars = [{name: -1000 * each for name, each in truth.items()} for _ in range(3)]
     sent = payloads(honest + liars)
     how = MergeSettings(rule=rule, faulty=3)
-    merged = dict(merge(sent, how, compute_worker_weights(sent, how)))
+    merged = dict(merge(sent, how, compute_worker_factors(sent, how)))
     for name, shape in SHAPES.items():
         got = make_dense(merged[name], shape).reshape(shape)
         at = got != 0

@@ -23,13 +23,13 @@ from millrace.gradients import (
     Transform,
 )
 from millrace.gradients.codec.byte_tensors import PARSE_ERRORS, encode_byte_tensors
-from millrace.gradients.sync.chain import (
+from millrace.gradients.merging.links import (
     apply_link,
     iterate_updates,
     make_merge_request,
     store_update,
 )
-from millrace.gradients.sync.updates import compute_largest_update, parse_update
+from millrace.gradients.merging.updates import compute_largest_update, parse_update
 from millrace.keys.gradients import GradientKeys
 from millrace.storage import Store, open_store, read
 from tests.unit.gradients.test_chain import (

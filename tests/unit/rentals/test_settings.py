@@ -5,15 +5,15 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from millrace.rentals import LedgerSettings, RentalSettings, RentSettings
+from millrace.rentals import LedgerSettings, MachineSettings, RentalSettings
 from millrace.storage import Credentials, StoreSpec
 from tests.support.rentals.parts import make_settings
 
 
 def test_a_rental_is_made_of_a_name_a_ledger_and_what_to_rent(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, machines=3, poll_interval=timedelta(seconds=2))
-    rent = RentSettings.model_validate(
-        {name: getattr(settings, name) for name in RentSettings.model_fields}
+    rent = MachineSettings.model_validate(
+        {name: getattr(settings, name) for name in MachineSettings.model_fields}
     )
     assert RentalSettings.make("fleet", settings.ledger, rent) == settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import ArchiveError, ChangedError, ConfigurationError
+from millrace.errors import ArchiveError, ConfigurationError, StoppedError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
@@ -123,7 +123,7 @@ def test_a_folder_whose_archive_was_wrong_is_not_taken_over_after_a_kill(tmp_pat
     node.unpacker.unpack(0)
     node.assembler.drop(1)
     node.assembler.stop()
-    with pytest.raises(ChangedError):
+    with pytest.raises(StoppedError):
         node.unpacker.unpack(0)  # the right piece has not arrived
     node.assembler.close()
     node = Node(tmp_path, data, "tar")
@@ -142,7 +142,7 @@ def test_a_complete_archive_is_not_unpacked_after_the_end_of_the_run(tmp_path, m
     node.write_all()
     node.assembler.wait_final(0)
     node.assembler.stop()
-    with pytest.raises(ChangedError):
+    with pytest.raises(StoppedError):
         node.unpacker.unpack(0)
     node.assembler.close()
     assert not (tmp_path / "d").exists()
@@ -238,7 +238,7 @@ def test_the_command_of_the_guide_finds_the_leftovers_of_a_kill(tmp_path, monkey
     kept: list[Path] = []
     monkeypatch.setattr(node.assembler, "note_folder", kept.append)
     node.assembler.stop()
-    with pytest.raises(ChangedError):
+    with pytest.raises(StoppedError):
         node.unpacker.unpack(0)
     node.assembler.close()
     left = {folder.name for folder in kept} | {path.name for path in tmp_path.glob(".*.part")}

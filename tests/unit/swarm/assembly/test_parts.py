@@ -197,7 +197,7 @@ def test_a_file_is_read_while_it_arrives_and_a_run_that_ends_wakes_the_reader(tm
     assert arriving.read() == LARGE[SIZE : 2 * SIZE]
     thread.join()
     parts.arrivals.stop()
-    with pytest.raises(errors.ChangedError):
+    with pytest.raises(errors.StoppedError):
         arriving.read()
 
 

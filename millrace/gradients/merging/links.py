@@ -17,10 +17,10 @@ from millrace.gradients.codec.byte_tensors import PARSE_ERRORS
 from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import CodeError
+from millrace.gradients.merging.merge import MergeRequest, WorkerFactors
+from millrace.gradients.merging.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.merge import MergeRequest, WorkerWeights
-from millrace.gradients.sync.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
@@ -190,13 +190,13 @@ def make_merge_request(link: ChainLink) -> MergeRequest:
             "the link."
         )
     its = [link.taken[uid] for uid in taken]
-    weights = WorkerWeights(
+    factors = WorkerFactors(
         tuple(taken),
         np.array([one.scale for one in its], np.float64),
         np.array([one.weight for one in its], np.float64),
         np.array([one.share for one in its], np.float64),
     )
-    return MergeRequest(link.codec, link.merge, weights.select_used())
+    return MergeRequest(link.codec, link.merge, factors.select_used())
 
 
 def iterate_updates(
@@ -258,7 +258,7 @@ def _read_update(
             f"{where} names an update {update.key[:100]!r}, which cannot be a key: restore "
             "the link."
         )
-    most = compute_largest_update(shapes, link.codec, len(request.weights.workers))
+    most = compute_largest_update(shapes, link.codec, len(request.factors.workers))
     if update.size > most:
         raise ChainError(
             f"{where}: {store.make_url(update.key)} has {update.size:,} bytes according to its "
@@ -298,7 +298,7 @@ def apply_update(
     request = make_merge_request(link)
     for name in tuple(stored):
         groups = stored.pop(name).merge(name, request, threads=threads)
-        state.apply(name, groups, link.codec, link.outer)
+        state.step_tensor(name, groups, link.codec, link.outer)
 
 
 def apply_link(

@@ -28,27 +28,27 @@ Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerWeights:
-    """Weights of the workers in a merge.
+class WorkerFactors:
+    """Factors of the workers' gradients in a merge.
 
     Attributes:
         workers: Sorted names of the workers.
         scales: Factor of each worker's gradient before the rule.
-        weights: Weight of each worker in the sum, with its scale. For `MergeRule.SIGN`, `MEDIAN`
+        in_sum: Factor of each worker in the sum, with its scale. For `MergeRule.SIGN`, `MEDIAN`
             and `TRIMMED`, which are not weighted sums, this is the scale.
         shares: Share of each worker in the average of a buffer. The sum is 1.
     """
 
     workers: tuple[str, ...]
     scales: Vector
-    weights: Vector
+    in_sum: Vector
     shares: Vector
 
-    def select_used(self) -> "WorkerWeights":
+    def select_used(self) -> "WorkerFactors":
         """Return the workers that have a share. The gradients of the others change no value."""
         used = np.flatnonzero(self.shares)
         workers = tuple(self.workers[number] for number in used)
-        return WorkerWeights(workers, self.scales[used], self.weights[used], self.shares[used])
+        return WorkerFactors(workers, self.scales[used], self.in_sum[used], self.shares[used])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class MergeRequest:
     Attributes:
         codec: Codec of all gradients.
         settings: Settings of the rule.
-        weights: Weights of the workers by the rule.
+        factors: Factors of the workers by the rule.
     """
 
     codec: Codec
     settings: MergeSettings
-    weights: WorkerWeights
+    factors: WorkerFactors
 
 
 def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
@@ -93,14 +93,14 @@ Products = Callable[[Sequence[str]], Iterable[Vector]]
 """Function that yields the inner products of workers' gradients for each tensor in order."""
 
 
-def compute_worker_weights(
+def compute_worker_factors(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
     *,
     products: Products | None = None,
     threads: int = 1,
-) -> WorkerWeights:
-    """Return the weight of each worker by a rule.
+) -> WorkerFactors:
+    """Return the factors of each worker by a rule.
 
     Args:
         payloads: Checked gradients by the workers' names.
@@ -154,13 +154,13 @@ def compute_worker_weights(
             share = np.ones(every)
         case MergeRule.MEAN:
             share = np.full(every, 1.0 / every)
-    return WorkerWeights(workers, scales, share * scales, share / fsum(share))
+    return WorkerFactors(workers, scales, share * scales, share / fsum(share))
 
 
 def merge(
     payloads: Mapping[str, Payload],
     settings: MergeSettings,
-    weights: WorkerWeights | None = None,
+    factors: WorkerFactors | None = None,
     *,
     threads: int = 1,
 ) -> Iterator[tuple[str, tuple[MergedChunks, ...]]]:
@@ -171,7 +171,7 @@ def merge(
     Args:
         payloads: Checked gradients by the workers' names, with the same codec and shapes.
         settings: Settings of the merge.
-        weights: Weights of the workers; by default those of `compute_worker_weights`.
+        factors: Factors of the workers; by default those of `compute_worker_factors`.
         threads: Number of threads.
 
     Yields:
@@ -180,10 +180,10 @@ def merge(
     Raises:
         ConfigurationError: The rule cannot merge these gradients.
     """
-    weights = weights or compute_worker_weights(payloads, settings, threads=threads)
+    factors = factors or compute_worker_factors(payloads, settings, threads=threads)
     gradients, codec = _get_tensors(payloads)
-    request = MergeRequest(codec, settings, weights)
-    for name in gradients[weights.workers[0]]:
+    request = MergeRequest(codec, settings, factors)
+    for name in gradients[factors.workers[0]]:
         yield name, merge_tensor(name, gradients, request, threads=threads)
 
 
@@ -203,7 +203,7 @@ def merge_tensor(
     """
     if request.codec.is_buffer(name):
         return _merge_buffer(name, gradients, request)
-    groups = zip(*(gradients[worker][name] for worker in request.weights.workers), strict=True)
+    groups = zip(*(gradients[worker][name] for worker in request.factors.workers), strict=True)
     return tuple(_merge_group(name, sent, request, threads) for sent in groups)
 
 
@@ -286,7 +286,7 @@ def _iterate_products(
 def _merge_group(
     name: str, sent: Sequence[SparseChunks], request: MergeRequest, threads: int
 ) -> MergedChunks:
-    codec, settings, weights = request.codec, request.settings, request.weights.weights
+    codec, settings, factors = request.codec, request.settings, request.factors.in_sum
     chunks = sent[0].chunks
     by_index = settings.rule in COORDINATE_WISE_RULES
     if by_index and not have_same_indices(sent):
@@ -299,7 +299,7 @@ def _merge_group(
     def process_rows(rows: slice) -> tuple[Any, Any, Any]:
         indices, values = _stack(sent, rows, codec)
         if by_index:
-            scaled = values * weights[:, None, None]
+            scaled = values * factors[:, None, None]
             made = _sum_by_index(scaled, settings).astype(np.float32)
             return np.full(len(made), chunks.k, np.uint16), indices[0].ravel(), made.ravel()
         voting = settings.rule is MergeRule.SIGN
@@ -307,7 +307,7 @@ def _merge_group(
             values = np.sign(values)
         out = np.empty((2, values.size), np.float32)
         counts = np.empty(values.shape[1], np.uint16)
-        each = np.ones(len(sent)) if voting else weights
+        each = np.ones(len(sent)) if voting else factors
         by_senders = settings.rule is MergeRule.SENDERS
         found = kernels.compute_weighted_sums(
             indices, values, each, chunks.size, by_senders, counts, out
@@ -333,13 +333,13 @@ def _merge_buffer(
     `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. The median of two workers is their
     mean, so the influence of one of them has no bound.
     """
-    codec, settings, weights = (
+    codec, settings, factors = (
         request.codec.select_for_tensor(name),
         request.settings,
-        request.weights,
+        request.factors,
     )
-    counted = np.flatnonzero(weights.shares)
-    senders = [gradients[weights.workers[number]][name] for number in counted]
+    counted = np.flatnonzero(factors.shares)
+    senders = [gradients[factors.workers[number]][name] for number in counted]
     groups = [sparse.chunks for sparse in senders[0]]
     empty = np.empty(0, np.float32)  # for a tensor without values
     values = np.array(
@@ -357,7 +357,7 @@ def _merge_buffer(
         middle = (len(apart) - 1) // 2
         radius = np.sort(apart)[min(settings.faulty or middle, middle)]
         merged = np.zeros_like(center)
-        for one, far, share in zip(values, apart, weights.shares[counted], strict=True):
+        for one, far, share in zip(values, apart, factors.shares[counted], strict=True):
             near = radius / far if far > radius else 1.0
             merged += share * (near * one + (1.0 - near) * center)
     made = merged.astype(np.float32)

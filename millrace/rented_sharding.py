@@ -24,6 +24,8 @@ from millrace.rentals import (
     StorageGrant,
     VastAccount,
     check_offer_id,
+    make_credential_settings,
+    make_store_settings,
 )
 from millrace.settings import load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
@@ -33,7 +35,7 @@ _CA_FILE = "source-ca.pem"
 _MAX_CA_BYTES = 1 << 20
 
 
-class ShardingMachines(CodeRepository):
+class ShardingMachineSettings(CodeRepository):
     """Rented machines that shard a dataset."""
 
     request: OfferRequest = Field(
@@ -61,7 +63,7 @@ class ShardingMachines(CodeRepository):
         return self
 
 
-class VastSettings(ShardingMachines):
+class VastSettings(ShardingMachineSettings):
     """Rented machines of `millrace run --use-vast`."""
 
     account: VastAccount = Field(description="Account that pays for the machines.")
@@ -260,23 +262,6 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
     )
 
 
-def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict[str, Any]:
-    """Return a store's settings for a file on a machine, with variables for its secrets.
-
-    Args:
-        store: Store.
-        access: Kind of the credentials, which the machine's environment contains.
-        path: Path below the store's URL; by default the whole store.
-    """
-    url = "${MILLRACE_STORE}" + (f"/{path}" if path else "")
-    settings: dict[str, Any] = store.model_dump(
-        mode="json", include={"endpoint", "region"}, exclude_none=True
-    )
-    if store.credentials is not None:
-        settings["credentials"] = _make_credential_settings(f"MILLRACE_{access.upper()}")
-    return {"url": url, **settings}
-
-
 def _make_mirror_settings(
     store: StoreSpec, mirror: StoreSpec, storage_grants: list[StorageGrant]
 ) -> dict[str, Any]:
@@ -306,7 +291,7 @@ def _make_source_settings(source: StoreSpec) -> dict[str, Any]:
         mode="json", include={"url", "endpoint", "region", "account_id"}, exclude_none=True
     )
     if source.credentials is not None:
-        settings["credentials"] = _make_credential_settings("MILLRACE_SOURCE")
+        settings["credentials"] = make_credential_settings("MILLRACE_SOURCE")
     if source.options:
         settings["options"] = {
             name: f"${{MILLRACE_SOURCE_OPTION_{number}}}"
@@ -341,14 +326,6 @@ def _read_ca_file(path: Path) -> str:
             "name a file with certificates only."
         )
     return text
-
-
-def _make_credential_settings(prefix: str) -> dict[str, str]:
-    return {
-        "access_key_id": f"${{{prefix}_ACCESS_KEY_ID}}",
-        "secret_access_key": f"${{{prefix}_SECRET_ACCESS_KEY}}",
-        "session_token": f"${{{prefix}_SESSION_TOKEN:-}}",  # empty where there is none
-    }
 
 
 def _find_path_below(store: StoreSpec, source: StoreSpec) -> str | None:

@@ -35,7 +35,7 @@ from millrace.gradients.codec.tensors import (
     pack_tensor,
     unpack_tensors,
 )
-from millrace.gradients.sync.merge import (
+from millrace.gradients.merging.merge import (
     GradientsByWorker,
     MergeRequest,
     have_same_indices,
@@ -93,7 +93,7 @@ def encode_stored_tensor(
         request: Merge that the tensor belongs to.
         threads: Number of threads.
     """
-    codec, workers = request.codec.select_for_tensor(name), request.weights.workers
+    codec, workers = request.codec.select_for_tensor(name), request.factors.workers
 
     def pack_one(rows: slice) -> bytes:
         return pack_tensor(gradients[workers[rows.start]][name], codec)
@@ -172,7 +172,7 @@ def _parse_tensor(
     mask: Mask,
     threads: int,
 ) -> StoredTensor:
-    codec, workers = request.codec.select_for_tensor(name), request.weights.workers
+    codec, workers = request.codec.select_for_tensor(name), request.factors.workers
     form, rest = bytes(piece[:1]), piece[1:]
     if form == _MERGED:
         return StoredTensor({}, _parse_merged(rest, make_chunks(shape, codec)))

@@ -21,10 +21,10 @@ from millrace.cli import main
 from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
 from millrace.progress import Event
-from millrace.remote import VastSettings, make_sharding_rental, run_pipeline
 from millrace.rentals import RentalSettings
 from millrace.rentals.machine_environment import make_environment
 from millrace.rentals.messages import GuestConfig, make_program_environment
+from millrace.rented_sharding import VastSettings, make_sharding_rental, run_pipeline
 from millrace.settings import load_settings
 from millrace.storage import Right, StoreSpec, open_store, put
 from millrace.storage import read as read_object
