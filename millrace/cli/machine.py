@@ -71,7 +71,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
     \b
     Example: millrace machine rent rent.yaml --detach
     """
-    from millrace.rentals import Rental, RentalSettings
+    from millrace.rentals import OwnerMonitor, Rental, RentalSettings
     from millrace.settings import load_settings
 
     rental_settings = load_settings(settings, RentalSettings)
@@ -80,7 +80,10 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
     if not confirm_rental(rental_settings, yes=yes):
         return CommandResult({"rental": rental_settings.name, "dollars": 0.0}, 1)
     release_on_signal()
-    with Rental(rental_settings, detached=True, progress=EventPrinter()) as rental:
+    with (
+        OwnerMonitor(rental_settings.ledger, rental_settings.name),
+        Rental(rental_settings, detached=True, progress=EventPrinter()) as rental,
+    ):
         running = rental.wait_until_ready()
         for one in running:
             address = one.instance.address if one.instance else ""
@@ -182,13 +185,19 @@ def show_offers(settings: "RentalSettings") -> "list[Offer]":
 
 
 def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
-    """Rent machines, wait until all programs have ended, and release the machines."""
-    from millrace.rentals import Rental
+    """Rent machines, wait until all programs have ended, and release the machines.
+
+    A monitor releases them half a minute after this process was killed.
+    """
+    from millrace.rentals import OwnerMonitor, Rental
 
     if not confirm_rental(settings, yes=yes):
         return CommandResult({"rental": settings.name, "dollars": 0.0}, 1)
     release_on_signal()
-    with Rental(settings, progress=EventPrinter()) as rental:
+    with (
+        OwnerMonitor(settings.ledger, settings.name),
+        Rental(settings, progress=EventPrinter()) as rental,
+    ):
         rental.wait_until_done()
         cost = rental.cost
     echo(f"All is released. It has cost about ${cost:.2f}.")

@@ -16,7 +16,7 @@ from millrace.swarm.messages import (
     PieceRedundant,
     PieceWritten,
     ReadRetried,
-    commit_to_digest,
+    compute_commitment,
 )
 from millrace.swarm.protocol import ConnectionPool, Endpoint
 from millrace.swarm.run_spec import RunSpec
@@ -126,7 +126,7 @@ class PieceFetcher:
         number, source = order.piece, order.source
         block_digests = hash_segments(self._catalogue.pieces[number], data)
         digest = combine_digests(block_digests)
-        if order.commitment and commit_to_digest(digest) != order.commitment:
+        if order.commitment and compute_commitment(digest) != order.commitment:
             self._emit(
                 PieceFailed(
                     number, source, "the bytes do not have the digest of the order", is_wrong=True

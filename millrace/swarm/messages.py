@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from millrace.swarm.protocol import Endpoint
 
 
-def commit_to_digest(digest: str) -> str:
+def compute_commitment(digest: str) -> str:
     """Return a commitment to a digest: its SHA-256; empty if the digest is empty.
 
     A node compares the commitment with that of the bytes that it has received. The node cannot
@@ -28,7 +28,7 @@ class FetchPiece:
     Attributes:
         piece: Number of the piece.
         source: Node that sends the piece; empty for the store.
-        commitment: Commitment to the digest that the piece must have (`commit_to_digest`); empty
+        commitment: Commitment to the digest that the piece must have (`compute_commitment`); empty
             for a read from the store of a piece whose digest is not known.
     """
 

@@ -135,7 +135,7 @@ class _RayAgents:
             self._start_missing()
 
     def _start(self, node: dict[str, Any]) -> None:
-        identity, name = node["NodeID"], cluster.make_node_name(node)
+        node_id, name = node["NodeID"], cluster.make_node_name(node)
         zone = node.get("Labels", {}).get(self._settings.zone_label, "")
         key = secrets.token_bytes(32)
         options: dict[str, Any] = {
@@ -146,13 +146,13 @@ class _RayAgents:
         if self._settings.keep:
             folder = get_hex(compute_digest(str(self._root).encode()))
             options |= {
-                "name": f"millrace-agent-{identity}-{folder[:8]}",
+                "name": f"millrace-agent-{node_id}-{folder[:8]}",
                 "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,
             }
         actor: Any = self._ray.remote(Actor).options(**options).remote()
-        self._actors[identity] = actor
+        self._actors[node_id] = actor
         answer = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
         def report_start() -> None:
@@ -160,9 +160,9 @@ class _RayAgents:
                 port, agent_key = self._ray.get(answer)
             except Exception as error:  # noqa: BLE001 - the run continues without the node
                 reason = f"its agent did not start: {format_error(error)}"
-                self._on_node(AbsentNode(identity, name, reason))
+                self._on_node(AbsentNode(node_id, name, reason))
                 return
             endpoint = Endpoint("http", node["NodeManagerAddress"], port)
-            self._on_node(Node(identity, name, endpoint, agent_key, zone))
+            self._on_node(Node(node_id, name, endpoint, agent_key, zone))
 
-        threading.Thread(target=report_start, name=f"start-{identity[:6]}", daemon=True).start()
+        threading.Thread(target=report_start, name=f"start-{node_id[:6]}", daemon=True).start()

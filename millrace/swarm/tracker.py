@@ -18,7 +18,11 @@ differ, the driver reads the piece itself, and its digest is final (`Tracker.tak
 If the digest of a piece is known before the run, no vote is needed. The order to read the piece
 from the store has this digest, and the node verifies the bytes.
 
-The parts in `millrace.swarm.tracking` own the state. This module passes each event to these parts.
+The parts in `millrace.swarm.tracking` own the state. This module passes each event to these parts
+in this order: `TransferTable` ends the transfer, `TransferOutcomes` judges the result, `CopyTable`
+counts the vote and adds the holder, `WaitingNodes` queues the piece for nodes that lack it, and
+`SlotFiller` gives the next orders to nodes with free slots. `LateTransferHedger` looks at all
+transfers at each tick. The parts put what they decide into one `TrackerOutput`.
 
 Source: Owl (OSDI '22), where peers only transfer, and the tracker makes every decision.
 """
@@ -31,7 +35,7 @@ from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.direct_reads import DirectReads
 from millrace.swarm.tracking.late_transfers import LateTransferHedger
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
-from millrace.swarm.tracking.orders import STORE, PieceOrder
+from millrace.swarm.tracking.orders import STORE, PieceOrder, TrackerOutput
 from millrace.swarm.tracking.outcomes import TransferOutcomes
 from millrace.swarm.tracking.read_queue import ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
@@ -69,7 +73,7 @@ class Tracker:
     ) -> None:
         limits, count = limits or LimitSettings(), len(sizes)
         concurrency = ReadConcurrency(limits.store_reads_per_node)
-        self._orders: list[PieceOrder] = []
+        self._output = TrackerOutput()
         self._nodes = NodeTable(count)
         self._transfers = TransferTable(count, limits.uploads_per_node)
         self._read_queue = ReadQueue(count, seed)
@@ -82,7 +86,7 @@ class Tracker:
             transfers=self._transfers,
             waiting_nodes=self._waiting_nodes,
             readers=self._readers,
-            orders=self._orders,
+            output=self._output,
         )
         self._copies.require_votes(votes_needed)
         self._copies.expect_digests(expected or {})
@@ -101,7 +105,7 @@ class Tracker:
             read_queue=self._read_queue,
             uploader_selector=uploader_selector,
             read_selector=ReadSelector(self._nodes, self._copies, self._read_queue, self._readers),
-            orders=self._orders,
+            output=self._output,
         )
         self._outcomes = TransferOutcomes(
             nodes=self._nodes,
@@ -112,6 +116,7 @@ class Tracker:
             readers=self._readers,
             uploaders=self._uploaders,
             direct=self._direct,
+            output=self._output,
         )
         self._hedger = LateTransferHedger(
             nodes=self._nodes,
@@ -132,7 +137,7 @@ class Tracker:
     @property
     def untrusted_nodes(self) -> list[str]:
         """Nodes that are not trusted: no other node fetches from them."""
-        return [node.name for node in self._nodes if not node.trust.is_trusted]
+        return [node.id for node in self._nodes if not node.trust.is_trusted]
 
     @property
     def direct(self) -> str:
@@ -145,16 +150,14 @@ class Tracker:
         The driver reads those that are still disputed (`is_disputed`), and reports their digests
         (`settle_piece`).
         """
-        disputed, self._copies.disputed = self._copies.disputed, []
-        return disputed
+        return self._output.take_disputed()
 
     def take_faulty(self) -> list[str]:
         """Remove and return the nodes with too many wrong copies since the last call.
 
         The driver marks them as lost.
         """
-        faulty, self._copies.faulty = self._copies.faulty, []
-        return faulty
+        return self._output.take_faulty()
 
     def is_decided(self, piece: int) -> bool:
         """Tell whether votes, or the driver, have decided the digest of a piece."""
@@ -198,10 +201,10 @@ class Tracker:
         return bool(self._nodes[node].have[piece])
 
     def add_node(
-        self, name: str, have: Iterable[tuple[int, str]], now: float, *, zone: str = ""
+        self, node_id: str, have: Iterable[tuple[int, str]], now: float, *, zone: str = ""
     ) -> list[PieceOrder]:
         """Add a node, with the pieces that it has already and their digests."""
-        node = self._nodes.add(name, zone, self._transfers.add_node(name))
+        node = self._nodes.add(node_id, zone, self._transfers.add_node(node_id))
         node.queues.votes.extend(self._read_queue.list_vote_requests())
         self._copies.queue_for_new_node(node)
         for number, digest in have:
@@ -209,49 +212,51 @@ class Tracker:
         return self._fill_after(node, now)
 
     def complete_transfer(
-        self, name: str, number: int, source: str, digest: str, now: float
+        self, node_id: str, number: int, source: str, digest: str, now: float
     ) -> list[PieceOrder]:
         """Note that a node has received a piece with a digest.
 
         The agent reports `PieceFailed` for bytes without the digest of the order. A node that
         reports such bytes as received is faulty.
         """
-        node = self._nodes[name]
+        node = self._nodes[node_id]
         if not self._outcomes.complete(node, number, source, digest, now):
-            return self._take_orders()
+            return self._output.take_orders()
         return self._fill_after(node, now)
 
     def fail_transfer(
-        self, name: str, number: int, source: str, now: float, *, wrong: bool = False
+        self, node_id: str, number: int, source: str, now: float, *, wrong: bool = False
     ) -> list[PieceOrder]:
         """Note that a node could not fetch a piece from a source.
 
         A report of a transfer that is not under way is ignored.
 
         Args:
-            name: Node.
+            node_id: Id of the node.
             number: Piece.
             source: Node, or `STORE`, that was to send the piece.
             now: Time.
             wrong: Whether the bytes did not have the digest of the order.
         """
-        node = self._nodes[name]
+        node = self._nodes[node_id]
         if not self._outcomes.fail(node, number, source, now, wrong=wrong):
-            return self._take_orders()
+            return self._output.take_orders()
         return self._fill_after(node, now)
 
-    def cancel_transfer(self, name: str, number: int, source: str, now: float) -> list[PieceOrder]:
+    def cancel_transfer(
+        self, node_id: str, number: int, source: str, now: float
+    ) -> list[PieceOrder]:
         """Note that a transfer was redundant, since another source was faster.
 
         If no other source has sent the piece to the node, the transfer counts as failed.
         """
-        node = self._nodes[name]
+        node = self._nodes[node_id]
         self._outcomes.cancel(node, number, source, now)
         return self._fill_after(node, now)
 
-    def remove_node(self, name: str, now: float) -> list[PieceOrder]:
+    def remove_node(self, node_id: str, now: float) -> list[PieceOrder]:
         """Remove a node with all of its copies. Its transfers end."""
-        node = self._nodes.get(name)
+        node = self._nodes.get(node_id)
         if node is None or not node.alive:
             return []
         self._nodes.remove(node)
@@ -264,11 +269,11 @@ class Tracker:
         self._copies.forget_node(node)
         for other in self._nodes.iterate_living():
             for number, sources in list(other.transfers.incoming.items()):
-                if name in sources:
-                    self._transfers.end(other.transfers, number, name, now)
+                if node_id in sources:
+                    self._transfers.end(other.transfers, number, node_id, now)
                     self._waiting_nodes.enqueue(other, number)
             self._slots.fill(other, now)
-        return self._take_orders()
+        return self._output.take_orders()
 
     def tick(self, now: float) -> list[PieceOrder]:
         """Note that time has passed: retry delayed reads, and order late transfers elsewhere."""
@@ -285,14 +290,14 @@ class Tracker:
         """
         self._copies.settle(number, digest)
         self._slots.fill_waiting(now)
-        return self._take_orders()
+        return self._output.take_orders()
 
-    def count_wrong_read(self, name: str, now: float) -> list[PieceOrder]:
+    def count_wrong_read(self, node_id: str, now: float) -> list[PieceOrder]:
         """Note that a node has read bytes that differ from those that the driver has read.
 
         After two such reads, the node is no longer trusted.
         """
-        node = self._nodes[name]
+        node = self._nodes[node_id]
         self._copies.count_wrong_vote(node)
         return self._fill_after(node, now)
 
@@ -301,14 +306,9 @@ class Tracker:
         if node.alive:
             self._slots.fill(node, now)
         self._slots.fill_waiting(now)
-        return self._take_orders()
+        return self._output.take_orders()
 
     def _fill_all(self, now: float) -> list[PieceOrder]:
         for node in self._nodes.iterate_living():
             self._slots.fill(node, now)
-        return self._take_orders()
-
-    def _take_orders(self) -> list[PieceOrder]:
-        orders = list(self._orders)
-        self._orders.clear()  # the parts share this list
-        return orders
+        return self._output.take_orders()

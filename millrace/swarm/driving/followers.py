@@ -179,9 +179,9 @@ class NodeFollowers:
             have: Pieces that the node has, with their digests.
             known: Ids of the nodes whose agents were in the body of the request.
         """
-        state, identity = self._state, member.node.id
+        state, node_id = self._state, member.node.id
         for other in state.members.list_joined():
-            other.orders.put(AddPeer(identity, member.node.endpoint))
+            other.orders.put(AddPeer(node_id, member.node.endpoint))
             if other.node.id not in known:
                 member.orders.put(AddPeer(other.node.id, other.node.endpoint))
         member.joined, member.last_progress = True, time.monotonic()
@@ -191,7 +191,7 @@ class NodeFollowers:
         for number in self._list_void():
             member.orders.put(VoidDigest(number))
         state.dispatch(
-            state.tracker.add_node(identity, have, time.monotonic(), zone=member.node.zone)
+            state.tracker.add_node(node_id, have, time.monotonic(), zone=member.node.zone)
         )
         state.news.notify_all()
 

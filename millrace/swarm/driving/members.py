@@ -105,16 +105,16 @@ class RunMembers:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._awaited: set[str] = set()  # absent nodes that may still join
-        self._identities: dict[str, list[Node]] = {}  # identity of an agent → its nodes
+        self._nodes_of_agents: dict[str, list[Node]] = {}  # by the identities of the agents
         self.absent: dict[str, AbsentNode] = {}
 
-    def __getitem__(self, identity: str) -> Member:
+    def __getitem__(self, node_id: str) -> Member:
         """Return the member of an id."""
-        return self._members[identity]
+        return self._members[node_id]
 
-    def __contains__(self, identity: object) -> bool:
+    def __contains__(self, node_id: object) -> bool:
         """Tell whether there is a member of an id."""
-        return identity in self._members
+        return node_id in self._members
 
     def __iter__(self) -> Iterator[Member]:
         """Iterate over all members, with the lost ones."""
@@ -124,9 +124,9 @@ class RunMembers:
         """Return the number of all members, with the lost ones."""
         return len(self._members)
 
-    def get(self, identity: str) -> Member | None:
+    def get(self, node_id: str) -> Member | None:
         """Return the member of an id; None if there is none, such as for the store."""
-        return self._members.get(identity)
+        return self._members.get(node_id)
 
     def list_living(self) -> list[Member]:
         """Return the members that are not lost."""
@@ -167,7 +167,7 @@ class RunMembers:
         Returns:
             Another node that has registered the same agent before; None if there is none.
         """
-        registered = self._identities.setdefault(node.endpoint.identity, [])
+        registered = self._nodes_of_agents.setdefault(node.endpoint.identity, [])
         for other in registered:
             if _is_same_agent(other.endpoint, node.endpoint):
                 return None if other.id == node.id else other

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from millrace.errors import MillraceError
 from millrace.progress import Event
 from millrace.swarm.driving.members import Member, RunMembers
-from millrace.swarm.messages import DropPiece, FetchPiece, commit_to_digest
+from millrace.swarm.messages import DropPiece, FetchPiece, compute_commitment
 from millrace.swarm.progress_events import NodeLost, NodeUntrusted
 from millrace.swarm.tracker import PieceOrder, Tracker
 
@@ -112,7 +112,7 @@ class RunState:
                 member.note_drop(order.piece)
                 queued.put(DropPiece(order.piece))
             else:
-                commitment = commit_to_digest(order.digest)
+                commitment = compute_commitment(order.digest)
                 queued.put(FetchPiece(order.piece, order.source, commitment))
         for number in self.tracker.take_disputed():
             self._on_disputed(number)

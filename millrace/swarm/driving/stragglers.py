@@ -118,11 +118,11 @@ class StragglerFinder:
             now: Time.
             receives: Whether the member lacks a piece.
         """
-        tracker, identity = self._state.tracker, member.node.id
-        phase = self._phases.get(identity)
+        tracker, node_id = self._state.tracker, member.node.id
+        phase = self._phases.get(node_id)
         if phase is None or phase.receives != receives:
-            confirmed = tracker.measure_confirmed(identity)
-            phase = self._phases[identity] = _Phase(receives, now, confirmed)
+            confirmed = tracker.measure_confirmed(node_id)
+            phase = self._phases[node_id] = _Phase(receives, now, confirmed)
         allowed = max(self._stall_timeout, _FINISH_FACTOR * slowest)
         if not receives:
             if now - phase.since <= max(allowed, self._size / _SLOW_DISK_RATE):
@@ -130,9 +130,9 @@ class StragglerFinder:
             return f"it has had all bytes for {now - phase.since:.0f} s: check its disk"
         if now - phase.since <= allowed + phase.extension:
             return ""
-        confirmed = tracker.measure_confirmed(identity)
+        confirmed = tracker.measure_confirmed(node_id)
         # The pieces that it is receiving may all end at the same time.
-        received = _SLACK * (confirmed - phase.confirmed) + tracker.measure_incoming(identity)
+        received = _SLACK * (confirmed - phase.confirmed) + tracker.measure_incoming(node_id)
         phase.extension = received / self._compute_min_rate()
         if now - phase.since <= allowed + phase.extension:
             return ""

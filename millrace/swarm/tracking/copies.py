@@ -10,7 +10,7 @@ from itertools import islice
 
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
-from millrace.swarm.tracking.orders import STORE, PieceOrder
+from millrace.swarm.tracking.orders import STORE, PieceOrder, TrackerOutput
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import TransferTable
 from millrace.swarm.tracking.votes import PieceVotes
@@ -47,12 +47,10 @@ class CopyTable:
         transfers: Transfers that are under way.
         waiting_nodes: Nodes that wait for work, and their queues.
         readers: Ranking of the readers, which counts the missing pieces of each node.
-        orders: List that receives the orders to drop a copy.
+        output: Receiver of the orders to drop a copy, of disputed pieces and of faulty nodes.
 
     Attributes:
         pieces: State of each piece.
-        disputed: Pieces whose votes differ.
-        faulty: Nodes with too many wrong copies.
     """
 
     def __init__(
@@ -63,14 +61,12 @@ class CopyTable:
         transfers: TransferTable,
         waiting_nodes: WaitingNodes,
         readers: ReaderRanking,
-        orders: list[PieceOrder],
+        output: TrackerOutput,
     ) -> None:
         self.pieces = [PieceState(size) for size in sizes]
         self._nodes, self._transfers = nodes, transfers
         self._waiting_nodes, self._readers = waiting_nodes, readers
-        self._orders = orders
-        self.disputed: list[int] = []
-        self.faulty: list[str] = []
+        self._output = output
 
     def __getitem__(self, number: int) -> PieceState:
         """Return a piece."""
@@ -105,7 +101,7 @@ class CopyTable:
 
     def measure_confirmed(self, node: NodeState) -> int:
         """Return the bytes of the copies of a node that others confirm, in all pieces."""
-        return sum(piece.size for piece in self.pieces if piece.votes.is_confirmed(node.name))
+        return sum(piece.size for piece in self.pieces if piece.votes.is_confirmed(node.id))
 
     def measure_incoming(self, node: NodeState) -> int:
         """Return the bytes of the pieces that a node is receiving."""
@@ -130,7 +126,7 @@ class CopyTable:
         votes = self.pieces[number].votes
         self._nodes.note_copy(node, number)
         self._readers.note_copy(node)
-        votes.add(node.name, digest, vote=vote)
+        votes.add(node.id, digest, vote=vote)
         if votes.digest == digest:
             self._add_holder(node, number)
         elif votes.is_settled or not vote:
@@ -153,7 +149,7 @@ class CopyTable:
     def forget_node(self, node: NodeState) -> None:
         """Forget the copies of a removed node. Decided digests stay decided."""
         for number, piece in enumerate(self.pieces):
-            if not piece.votes.remove(node.name):
+            if not piece.votes.remove(node.id):
                 continue
             self._remove_holder(node, number)
             self.request_read_if_needed(number)
@@ -168,7 +164,7 @@ class CopyTable:
             return
         node.trust.is_trusted = False
         for number, piece in enumerate(self.pieces):
-            if node.name not in piece.votes.digests:
+            if node.id not in piece.votes.digests:
                 continue
             self._remove_holder(node, number)
             self._undo_decision(node, number)
@@ -184,7 +180,7 @@ class CopyTable:
         if node.trust.has_lost_vote:
             self.distrust(node)
         if node.trust.has_become_faulty:
-            self.faulty.append(node.name)
+            self._output.faulty.append(node.id)
 
     def mark_slow(self, node: NodeState) -> None:
         """Mark a node as slow. Request reads of the pieces that only slow nodes have."""
@@ -216,9 +212,9 @@ class CopyTable:
     def _add_holder(self, node: NodeState, number: int) -> None:
         """Add a holder of a piece, which other nodes can fetch from."""
         piece = self.pieces[number]
-        if not node.trust.is_trusted or node.name in piece.holders:
+        if not node.trust.is_trusted or node.id in piece.holders:
             return
-        piece.holders[node.name] = None
+        piece.holders[node.id] = None
         self._offer(node, number)
         if node.pace.is_slow:
             self.request_read_if_needed(number)
@@ -229,9 +225,9 @@ class CopyTable:
 
     def _remove_holder(self, node: NodeState, number: int) -> None:
         piece = self.pieces[number]
-        if node.name not in piece.holders:
+        if node.id not in piece.holders:
             return
-        del piece.holders[node.name]
+        del piece.holders[node.id]
         node.transfers.offers &= ~(1 << number)
         piece.candidates = 0
         for name in piece.list_candidates():
@@ -256,7 +252,7 @@ class CopyTable:
         if digest is not None:
             self._decide(number, digest)
         if self.is_disputed(number):
-            self.disputed.append(number)
+            self._output.disputed.append(number)
 
     def _decide(self, number: int, digest: str) -> None:
         """Set the digest of a piece. If the driver has settled it, nodes drop other copies."""
@@ -271,7 +267,7 @@ class CopyTable:
 
     def _reject(self, node: NodeState, number: int) -> None:
         """Order a node to drop a copy whose digest is wrong, or is no longer decided."""
-        voted = node.name in self.pieces[number].votes.voters
+        voted = node.id in self.pieces[number].votes.voters
         self._drop(node, number)
         self._waiting_nodes.enqueue(node, number)
         if voted:
@@ -286,15 +282,15 @@ class CopyTable:
             return
         wrong, votes.digest, piece.holders, piece.candidates = votes.digest, "", {}, 0
         for name, reported in list(votes.digests.items()):
-            voted = name in votes.voters and name != node.name
+            voted = name in votes.voters and name != node.id
             if reported == wrong and not voted:
                 self._drop(self._nodes[name], number)
         self._count_votes(number)
 
     def _drop(self, node: NodeState, number: int) -> None:
-        self.pieces[number].votes.remove(node.name)
+        self.pieces[number].votes.remove(node.id)
         self._remove_holder(node, number)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
             self._waiting_nodes.queue_vote_read(node, number)
-            self._orders.append(PieceOrder(node.name, number, STORE, drop=True))
+            self._output.orders.append(PieceOrder(node.id, number, STORE, drop=True))

@@ -42,7 +42,7 @@ class LateTransfers:
         """Add a transfer if it takes longer than allowed."""
         if seconds > allowed:
             self.transfers.append((node, number, source))
-            self.nodes.add(node.name if source == STORE else source)
+            self.nodes.add(node.id if source == STORE else source)
             self.very |= is_very_late(seconds, allowed)
 
 
@@ -141,11 +141,11 @@ class LateTransferHedger:
         """Order a late fetch from another uploader too."""
         if uploader.zone == node.zone and self._uploaders.knows_path(uploader, node):
             self._copies.mark_slow(uploader)  # other uploaders come first from now on
-        self._order_elsewhere(node, number, uploader.name, now)
+        self._order_elsewhere(node, number, uploader.id, now)
 
     def _order_elsewhere(self, node: NodeState, number: int, source: str, now: float) -> None:
         uploader = self._uploader_selector.select(node, number)
-        if uploader is not None and uploader.name != source and not uploader.pace.is_slow:
+        if uploader is not None and uploader.id != source and not uploader.pace.is_slow:
             self._slots.order_fetch(node, number, uploader, now)
 
 

@@ -55,7 +55,7 @@ class NodeState:
     """State of one node.
 
     Attributes:
-        name: Id of the node, which is unique in the run.
+        id: Id of the node, which is unique in the run.
         zone: Zone of the node; may be empty.
         have: 1 for each piece that the node has.
         missing: Number of pieces that the node lacks.
@@ -67,7 +67,7 @@ class NodeState:
         queues: Pieces that the node may fetch next.
     """
 
-    name: str
+    id: str
     zone: str
     have: bytearray
     missing: int
@@ -101,27 +101,27 @@ class NodeTable:
         self.zones: dict[str, list[NodeState]] = {}
         self.zone_bits: Counter[str] = Counter()
 
-    def __getitem__(self, name: str) -> NodeState:
-        """Return the node of a name."""
-        return self._nodes[name]
+    def __getitem__(self, node_id: str) -> NodeState:
+        """Return the node of an id."""
+        return self._nodes[node_id]
 
     def __iter__(self) -> Iterator[NodeState]:
         """Iterate over all nodes, in the order in which they joined."""
         return iter(self._nodes.values())
 
-    def get(self, name: str) -> NodeState | None:
-        """Return the node of a name; None if there is none, such as for the store."""
-        return self._nodes.get(name)
+    def get(self, node_id: str) -> NodeState | None:
+        """Return the node of an id; None if there is none, such as for the store."""
+        return self._nodes.get(node_id)
 
     def iterate_living(self) -> Iterator[NodeState]:
         """Iterate over the living nodes."""
         return (node for node in self._nodes.values() if node.alive)
 
-    def add(self, name: str, zone: str, transfers: NodeTransfers) -> NodeState:
+    def add(self, node_id: str, zone: str, transfers: NodeTransfers) -> NodeState:
         """Add a node without any piece."""
         count = self._pieces
-        node = NodeState(name, zone, bytearray(count), count, (1 << count) - 1, transfers)
-        self._nodes[name] = node
+        node = NodeState(node_id, zone, bytearray(count), count, (1 << count) - 1, transfers)
+        self._nodes[node_id] = node
         self.zones.setdefault(zone, []).append(node)
         self.zone_bits[zone] |= transfers.bit
         self._lacking[zone] += bool(node.missing)

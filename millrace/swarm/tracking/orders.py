@@ -1,6 +1,9 @@
-"""Orders of the tracker. The driver turns them into messages (`millrace.swarm.messages`)."""
+"""Output of the tracker: orders to nodes, and matters for the driver.
 
-from dataclasses import dataclass
+The driver turns orders into messages (`millrace.swarm.messages`).
+"""
+
+from dataclasses import dataclass, field
 
 STORE = ""
 """Source of a piece that is read from the store."""
@@ -24,3 +27,33 @@ class PieceOrder:
     source: str
     digest: str = ""
     drop: bool = False
+
+
+@dataclass(slots=True)
+class TrackerOutput:
+    """Output that the parts of a tracker have made, and that the tracker has not handed over yet.
+
+    Attributes:
+        orders: Orders to nodes.
+        disputed: Pieces whose votes differ.
+        faulty: Nodes with too many wrong copies.
+    """
+
+    orders: list[PieceOrder] = field(default_factory=list[PieceOrder])
+    disputed: list[int] = field(default_factory=list[int])
+    faulty: list[str] = field(default_factory=list[str])
+
+    def take_orders(self) -> list[PieceOrder]:
+        """Remove and return the orders."""
+        orders, self.orders = self.orders, []
+        return orders
+
+    def take_disputed(self) -> list[int]:
+        """Remove and return the disputed pieces."""
+        disputed, self.disputed = self.disputed, []
+        return disputed
+
+    def take_faulty(self) -> list[str]:
+        """Remove and return the faulty nodes."""
+        faulty, self.faulty = self.faulty, []
+        return faulty

@@ -6,7 +6,7 @@ This module owns the accusations of wrong bytes. It passes all else to the part 
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.direct_reads import DirectReads
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
-from millrace.swarm.tracking.orders import STORE
+from millrace.swarm.tracking.orders import STORE, TrackerOutput
 from millrace.swarm.tracking.read_queue import ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.transfers import EndedTransfer, TransferTable
@@ -27,6 +27,7 @@ class TransferOutcomes:
         readers: Ranking of the readers.
         uploaders: Ranking of the uploaders.
         direct: Comparison of the store with the nodes.
+        output: Receiver of faulty nodes.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class TransferOutcomes:
         readers: ReaderRanking,
         uploaders: UploaderRanking,
         direct: DirectReads,
+        output: TrackerOutput,
     ) -> None:
         self._nodes, self._copies, self._transfers = nodes, copies, transfers
         self._read_queue, self._waiting_nodes = read_queue, waiting_nodes
         self._readers, self._uploaders, self._direct = readers, uploaders, direct
+        self._output = output
         self._accusations = Accusations()
 
     def complete(self, node: NodeState, number: int, source: str, digest: str, now: float) -> bool:
@@ -58,7 +61,7 @@ class TransferOutcomes:
         ended = self._transfers.end(node.transfers, number, source, now)
         is_ordered = ended is not None and (source != STORE or bool(ended.digest))
         if ended is not None and is_ordered and digest != ended.digest:
-            self._copies.faulty.append(node.name)
+            self._output.faulty.append(node.id)
             self._copies.request_read_if_needed(number)
             return False
         if ended is not None:
@@ -133,8 +136,8 @@ class TransferOutcomes:
 
     def _accuse(self, node: NodeState, uploader: NodeState) -> None:
         """Note that an uploader sent wrong bytes to a node: the node uses it no more."""
-        node.trust.excluded.add(uploader.name)
-        if self._accusations.accuse(node.name, uploader.name):
+        node.trust.excluded.add(uploader.id)
+        if self._accusations.accuse(node.id, uploader.id):
             self._copies.distrust(uploader)
 
     def _note_refusal(self, node: NodeState, uploader: NodeState) -> None:
@@ -144,5 +147,5 @@ class TransferOutcomes:
         from the store again.
         """
         self._uploaders.note_refusal(uploader, node)
-        if node.trust.count_refusal(uploader.name):
+        if node.trust.count_refusal(uploader.id):
             self._copies.mark_slow(uploader)

@@ -71,7 +71,7 @@ class ReaderRanking:
         """
         if node.zone in self._slow_zones and self._is_behind(node, _SLOW_ZONE_BEHIND):
             return True
-        return node.name in self._slow_readers and self._is_behind(node, _SLOW_BEHIND)
+        return node.id in self._slow_readers and self._is_behind(node, _SLOW_BEHIND)
 
     def note_read(
         self, node: NodeState, size: int, seconds: float, unshared: float, now: float
@@ -148,11 +148,11 @@ class ReaderRanking:
         """
         self.update()
         self._slow_zones.discard(measured.zone)
-        self._slow_readers.discard(measured.name)
+        self._slow_readers.discard(measured.id)
         for zone, nodes in self._nodes.zones.items():
             fastest = self._find_zone_pace(zone) if zone else self._fastest
             if zone and fastest > _SLOW_ZONE * self._fastest:
                 self._slow_zones.add(zone)
             for node in nodes:
                 if node.pace.read_pace > _SLOW_READER * fastest:
-                    self._slow_readers.add(node.name)
+                    self._slow_readers.add(node.id)

@@ -8,7 +8,7 @@ from millrace.swarm.settings import LimitSettings
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeState
-from millrace.swarm.tracking.orders import STORE, PieceOrder
+from millrace.swarm.tracking.orders import STORE, PieceOrder, TrackerOutput
 from millrace.swarm.tracking.read_queue import ReadQueue
 from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
 from millrace.swarm.tracking.transfers import TransferTable
@@ -29,7 +29,7 @@ class SlotFiller:
         read_queue: Pieces to read from the store.
         uploader_selector: Selection of uploaders.
         read_selector: Selection of reads from the store.
-        orders: List that receives the orders.
+        output: Receiver of the orders.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class SlotFiller:
         read_queue: ReadQueue,
         uploader_selector: UploaderSelector,
         read_selector: ReadSelector,
-        orders: list[PieceOrder],
+        output: TrackerOutput,
     ) -> None:
         self._limits, self._concurrency = limits, concurrency
         self._copies, self._transfers, self._waiting_nodes = copies, transfers, waiting_nodes
         self._read_queue = read_queue
         self._uploader_selector, self._read_selector = uploader_selector, read_selector
-        self._orders = orders
+        self._output = output
         self._begun = False
 
     def begin(self) -> None:
@@ -90,8 +90,8 @@ class SlotFiller:
         digest = self._copies[number].votes.digest
         self._transfers.begin_fetch(node.transfers, number, uploader.transfers, digest, now)
         if self._uploader_selector.is_low_priority(uploader, node):
-            uploader.transfers.low_priority.add((node.name, number))
-        self._orders.append(PieceOrder(node.name, number, uploader.name, digest))
+            uploader.transfers.low_priority.add((node.id, number))
+        self._output.orders.append(PieceOrder(node.id, number, uploader.id, digest))
 
     def _is_blocked(self, node: NodeState) -> bool:
         """Tell whether `fill` would give no order to a waiting node, which waits for a slot."""
@@ -134,4 +134,4 @@ class SlotFiller:
     def _order_read(self, node: NodeState, number: int, now: float) -> None:
         digest = self._copies[number].votes.expected
         self._transfers.begin_read(node.transfers, number, now, digest)
-        self._orders.append(PieceOrder(node.name, number, STORE, digest))
+        self._output.orders.append(PieceOrder(node.id, number, STORE, digest))

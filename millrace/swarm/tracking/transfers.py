@@ -14,7 +14,7 @@ class NodeTransfers:
     """Transfers that one node takes part in.
 
     Attributes:
-        name: Name of the node.
+        id: Id of the node.
         bit: Integer with one bit, which is the node's own in sets of nodes (`TransferTable.free`).
         offers: Bits of the pieces that the node is one of the last holders of.
         incoming_bits: Bits of the pieces of `incoming`.
@@ -27,7 +27,7 @@ class NodeTransfers:
         began: Reading of the shared clock at the start of each read from the store.
     """
 
-    name: str
+    id: str
     bit: int = 1
     offers: int = 0
     incoming_bits: int = 0
@@ -83,9 +83,9 @@ class TransferTable:
         """Number of reads from the store by all nodes."""
         return self._clock.users
 
-    def add_node(self, name: str) -> NodeTransfers:
+    def add_node(self, node_id: str) -> NodeTransfers:
         """Return the empty record of a new node."""
-        self._nodes[name] = added = NodeTransfers(name, 1 << len(self._nodes))
+        self._nodes[node_id] = added = NodeTransfers(node_id, 1 << len(self._nodes))
         self.free |= added.bit
         return added
 
@@ -101,15 +101,15 @@ class TransferTable:
         node.reads += 1
         node.began[number] = self._clock.read(now)
         self._clock.change_users(1, now)
-        self._reading[number].add(node.name)
+        self._reading[number].add(node.id)
 
     def begin_fetch(
         self, node: NodeTransfers, number: int, uploader: NodeTransfers, digest: str, now: float
     ) -> None:
         """Note that a node begins to fetch a piece with a digest from another node."""
         node.incoming_bits |= 1 << number
-        node.incoming.setdefault(number, {})[uploader.name] = now
-        node.ordered[number, uploader.name] = digest
+        node.incoming.setdefault(number, {})[uploader.id] = now
+        node.ordered[number, uploader.id] = digest
         node.fetches += 1
         uploader.uploads += 1
         if uploader.uploads >= self.max_uploads:
@@ -134,13 +134,13 @@ class TransferTable:
             if uploader.uploads < self.max_uploads:
                 self.free |= uploader.bit
                 self.available |= uploader.offers
-            uploader.low_priority.discard((node.name, number))
+            uploader.low_priority.discard((node.id, number))
             return EndedTransfer(now - since, digest)
         unshared = self.measure_read(node, number, now)
         del node.began[number]
         node.reads -= 1
         self._clock.change_users(-1, now)
-        self._reading[number].discard(node.name)
+        self._reading[number].discard(node.id)
         return EndedTransfer(now - since, digest, unshared)
 
     def measure_read(self, node: NodeTransfers, number: int, now: float) -> float:

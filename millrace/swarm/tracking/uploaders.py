@@ -72,4 +72,4 @@ class UploaderRanking:
 
     def _find_path(self, uploader: NodeState, node: NodeState) -> Durations:
         """Return the durations of the transfers from a zone to a node."""
-        return self._paths.setdefault((uploader.zone, node.name), Durations())
+        return self._paths.setdefault((uploader.zone, node.id), Durations())

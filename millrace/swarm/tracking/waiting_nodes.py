@@ -32,12 +32,12 @@ class WaitingNodes:
 
     def mark(self, node: NodeState) -> None:
         """Note that a node waits."""
-        if node.name not in self._arrivals:
-            self._arrivals[node.name] = next(self._numbers)
+        if node.id not in self._arrivals:
+            self._arrivals[node.id] = next(self._numbers)
             self._push(node)
 
     def _push(self, node: NodeState) -> None:
-        heapq.heappush(self._heap, (-node.missing, self._arrivals[node.name], node.name))
+        heapq.heappush(self._heap, (-node.missing, self._arrivals[node.id], node.id))
 
     def enqueue(self, node: NodeState, number: int) -> None:
         """Add a piece to the queue of a node, to fetch from other nodes."""
@@ -75,7 +75,7 @@ class WaitingNodes:
 
     def queue_vote_read(self, node: NodeState, number: int) -> None:
         """Queue a read by a node that has dropped a piece, if a further vote is requested."""
-        if node.name in self._arrivals:
+        if node.id in self._arrivals:
             self._push(node)  # it lacks one more piece
         if self._read_queue.is_vote_requested(number):
             node.queues.votes.append(number)

@@ -1,6 +1,8 @@
 """The commands that rent machines, as a person types them."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from click.testing import CliRunner
 
 from millrace.cli import main
 from millrace.testing.vast import VastServer
+from tests.prefect_server import wait_until
 
 Run = Callable[..., str]
 
@@ -73,6 +76,26 @@ def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastSe
     assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
     assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
     assert vast.list_alive() == []
+
+
+# The command without the pause before the monitor releases the machines of a killed owner.
+QUICK_MONITOR = """
+from millrace.cli import main
+from millrace.rentals import OwnerMonitor
+OwnerMonitor.__init__.__kwdefaults__["grace_period"] = 0.0
+main()
+"""
+
+
+def test_machines_of_a_command_that_was_killed_are_released(run: Run, vast: VastServer) -> None:
+    command = [sys.executable, "-c", QUICK_MONITOR, "machine", "rent", "--yes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as owner:
+        wait_until(lambda: len(vast.list_alive()) == 1, "the machine rented")
+        owner.kill()
+    wait_until(lambda: vast.list_alive() == [], "the machine released")
+    (one,) = vast.list_machines()
+    assert one["by"] == "the account"
+    assert "Rented: 0 machines" in run("machine", "list")
 
 
 def test_a_machine_that_nobody_can_afford_is_not_there(run: Run, tmp_path: Path) -> None:

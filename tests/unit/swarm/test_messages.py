@@ -27,7 +27,7 @@ from millrace.swarm.messages import (
     PieceWritten,
     ReadRetried,
     VoidDigest,
-    commit_to_digest,
+    compute_commitment,
     decode_order,
     encode_message,
 )
@@ -37,7 +37,7 @@ from millrace.swarm.settings import PrewarmSettings
 
 DIGEST = f"blake3:{0:064x}"
 ORDERS = (
-    FetchPiece(3, "node-b", commit_to_digest(DIGEST)),
+    FetchPiece(3, "node-b", compute_commitment(DIGEST)),
     DropPiece(3),
     VoidDigest(1),
     AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", "0" * 64)),

@@ -21,7 +21,7 @@ from millrace.swarm.messages import (
     PieceWritten,
     ReadRetried,
     VoidDigest,
-    commit_to_digest,
+    compute_commitment,
 )
 from millrace.swarm.nodes import AbsentNode
 from millrace.swarm.progress_events import (
@@ -233,7 +233,7 @@ def test_an_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
     wrong = PieceFailed(0, f"id-{reader}", "", is_wrong=True)
     told: list[tuple[str, str]] = []
     for name in set("abc") - {reader}:
-        assert FetchPiece(0, f"id-{reader}", commit_to_digest(RIGHT)) in run.take_orders(name)
+        assert FetchPiece(0, f"id-{reader}", compute_commitment(RIGHT)) in run.take_orders(name)
         handler.handle(run[name], wrong)
         told += run.take_events()
     assert told == [(NodeAccused, reader)] * 2 + [(NodeUntrusted, reader)]
@@ -249,7 +249,7 @@ def test_an_order_does_not_tell_the_digest_of_a_piece():
     other = "b" if reader == "a" else "a"
     told = [*orders[reader], *run.take_orders(other)]
     assert told == [
-        FetchPiece(0, source, commit_to_digest(RIGHT)) for source in ("", f"id-{reader}")
+        FetchPiece(0, source, compute_commitment(RIGHT)) for source in ("", f"id-{reader}")
     ]
     assert RIGHT.removeprefix("blake3:") not in repr(told)
 

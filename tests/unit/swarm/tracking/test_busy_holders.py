@@ -60,7 +60,7 @@ def test_holders_are_examined_about_once_for_each_transfer(monkeypatch):
     examined: Counter[str] = Counter()
 
     def count(self: UploaderSelector, node: NodeState, number: int) -> NodeState | None:
-        examined[node.name] += 1
+        examined[node.id] += 1
         return select(self, node, number)
 
     monkeypatch.setattr(UploaderSelector, "select", count)

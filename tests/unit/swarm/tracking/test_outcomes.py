@@ -6,7 +6,7 @@ from millrace.swarm.rates import ReadConcurrency
 from millrace.swarm.tracking.copies import CopyTable
 from millrace.swarm.tracking.direct_reads import DirectReads
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
-from millrace.swarm.tracking.orders import STORE, PieceOrder
+from millrace.swarm.tracking.orders import STORE, TrackerOutput
 from millrace.swarm.tracking.outcomes import TransferOutcomes
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
@@ -21,7 +21,7 @@ class Parts:
     """Parts of a tracker of one piece, which node a has."""
 
     def __init__(self, names: str = "abc") -> None:
-        concurrency, orders = ReadConcurrency(8), list[PieceOrder]()
+        concurrency, self.output = ReadConcurrency(8), TrackerOutput()
         self.nodes, self.transfers, self.read_queue = (
             NodeTable(1),
             TransferTable(1, 8),
@@ -36,7 +36,7 @@ class Parts:
             transfers=self.transfers,
             waiting_nodes=waiting_nodes,
             readers=readers,
-            orders=orders,
+            output=self.output,
         )
         self.outcomes = TransferOutcomes(
             nodes=self.nodes,
@@ -47,6 +47,7 @@ class Parts:
             readers=readers,
             uploaders=uploaders,
             direct=DirectReads(self.nodes, self.copies, self.read_queue, allowed=True),
+            output=self.output,
         )
         for name in names:
             self.nodes.add(name, "", self.transfers.add_node(name))
@@ -78,7 +79,7 @@ def test_a_fetched_copy_is_a_further_holder_and_its_path_has_a_rate():
 def test_a_node_that_reports_another_digest_than_was_ordered_is_faulty():
     parts = Parts()
     assert not parts.outcomes.complete(parts.begin_fetch("b"), 0, "a", "y", 2.0)
-    assert parts.copies.faulty == ["b"]
+    assert parts.output.faulty == ["b"]
     assert not parts.nodes["b"].have[0]
 
 
@@ -88,7 +89,7 @@ def test_a_node_that_reports_another_digest_for_a_read_of_a_known_piece_is_fault
     node = parts.nodes["b"]
     parts.transfers.begin_read(node.transfers, 0, 1.0, ordered)
     assert parts.outcomes.complete(node, 0, STORE, "y", 2.0) is not bool(faulty)
-    assert parts.copies.faulty == faulty
+    assert parts.output.faulty == faulty
 
 
 def test_wrong_bytes_exclude_the_uploader_and_two_accusers_take_its_trust():

@@ -121,7 +121,7 @@ def test_nodes_that_lack_something_are_counted_by_zone():
     assert nodes.count_lacking_neighbours(a) == 1
     nodes.remove(b)
     assert nodes.count_lacking_neighbours(a) == 0
-    assert [node.name for node in nodes.iterate_living()] == ["a", "c"]
+    assert [node.id for node in nodes.iterate_living()] == ["a", "c"]
     assert nodes.is_lacked(0)
     for name in ("a", "c"):
         nodes.note_copy(nodes[name], 0)

@@ -6,7 +6,7 @@ from millrace.swarm.tracking.direct_reads import DirectReads
 from millrace.swarm.tracking.late_transfers import LateTransfers
 from millrace.swarm.tracking.limits import MAX_CANDIDATES
 from millrace.swarm.tracking.nodes import NodeTable
-from millrace.swarm.tracking.orders import STORE, PieceOrder
+from millrace.swarm.tracking.orders import STORE, PieceOrder, TrackerOutput
 from millrace.swarm.tracking.read_queue import ReadChoice, ReadQueue
 from millrace.swarm.tracking.readers import ReaderRanking
 from millrace.swarm.tracking.selection import ReadSelector, UploaderSelector
@@ -27,14 +27,14 @@ class Parts:
         self.waiting_nodes = WaitingNodes(self.nodes, self.read_queue, concurrency)
         self.readers = ReaderRanking(self.nodes, concurrency, down, pieces)
         self.uploaders = UploaderRanking(self.nodes)
-        self.orders: list[PieceOrder] = []
+        self.output = TrackerOutput()
         self.copies = CopyTable(
             [SIZE] * pieces,
             nodes=self.nodes,
             transfers=self.transfers,
             waiting_nodes=self.waiting_nodes,
             readers=self.readers,
-            orders=self.orders,
+            output=self.output,
         )
         self.selector = UploaderSelector(self.nodes, self.copies, self.uploaders, self.transfers)
         self.select_uploader = self.selector.select
@@ -51,8 +51,8 @@ class Parts:
     def give(self, receiver: str, uploader: str) -> str | None:
         """Return who gives piece 0 to a node, after a transfer of the same path was begun."""
         chosen = self.select_uploader(self.nodes[receiver], 0)
-        assert chosen is None or chosen.name == uploader
-        return chosen.name if chosen else None
+        assert chosen is None or chosen.id == uploader
+        return chosen.id if chosen else None
 
 
 def test_a_reader_that_is_slow_and_behind_leaves_the_reads_to_others():
@@ -141,7 +141,7 @@ def test_a_first_copy_is_queued_by_all_that_lack_it_and_those_first_that_lack_mo
     parts.hold("c", 1)
     parts.hold("a", 0)
     assert list(parts.nodes["b"].queues.fetches) == [1, 0]
-    assert [node.name for node in parts.waiting_nodes.take_most_lacking()] == ["b", "a", "c"]
+    assert [node.id for node in parts.waiting_nodes.take_most_lacking()] == ["b", "a", "c"]
     assert parts.waiting_nodes.take_most_lacking() == []
 
 
@@ -156,7 +156,7 @@ def test_a_waiting_node_moves_with_the_number_of_pieces_that_it_lacks():
     parts.nodes.forget_copy(parts.nodes["a"], 1)
     parts.nodes.forget_copy(parts.nodes["a"], 2)
     parts.waiting_nodes.queue_vote_read(parts.nodes["a"], 2)
-    assert [node.name for node in parts.waiting_nodes.take_most_lacking()] == ["a", "b"]
+    assert [node.id for node in parts.waiting_nodes.take_most_lacking()] == ["a", "b"]
     assert parts.waiting_nodes.take_most_lacking() == []
 
 
@@ -192,9 +192,9 @@ def test_what_the_owner_settles_is_dropped_where_it_differs():
     parts = Parts(1, dict.fromkeys("ab", ""))
     parts.copies.note_copy(parts.nodes["a"], 0, "x", vote=True)
     parts.copies.note_copy(parts.nodes["b"], 0, "y", vote=True)
-    assert parts.copies.disputed == [0]
+    assert parts.output.disputed == [0]
     parts.copies.settle(0, "y")
-    assert parts.orders == [PieceOrder("a", 0, STORE, drop=True)]
+    assert parts.output.orders == [PieceOrder("a", 0, STORE, drop=True)]
     assert list(parts.copies[0].holders) == ["b"]
     assert not parts.copies.is_disputed(0)
 
@@ -209,7 +209,7 @@ def test_what_a_distrusted_node_decided_is_open_again():
     parts.copies.distrust(parts.nodes["a"])
     assert parts.copies[0].votes.digest == ""
     assert parts.copies.has_too_few_votes(0)
-    assert [order.node for order in parts.orders] == ["a", "c"]
+    assert [order.node for order in parts.output.orders] == ["a", "c"]
 
 
 def test_a_node_reads_alone_what_only_shunned_nodes_have():
