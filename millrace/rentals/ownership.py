@@ -1,4 +1,17 @@
-"""Ownership of a rental: a lease for other processes, and an object for its machines."""
+"""Ownership of a rental: a lease for other processes, and an object for its machines.
+
+Who watches whom, by what, and what follows:
+
+| watched         | by what              | by whom                      | after        | then       |
+|-----------------|----------------------|------------------------------|--------------|------------|
+| owner           | its lease            | the next owner, the reaper   | 3 minutes    | take over, |
+|                 |                      |                              |              | release    |
+| owner           | its process          | `OwnerMonitor` of its host   | half minute  | release    |
+| owner           | its object, as text  | watchdog of each machine     | `heartbeat_  | destroy    |
+|                 |                      |                              | timeout`     | itself     |
+| machine         | its heartbeat object | owner (`MachineInspector`)   | a timeout    | replace    |
+| run of Prefect  | its state            | hook of the deployment       | at once      | release    |
+"""
 
 import contextlib
 import logging
