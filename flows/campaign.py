@@ -81,7 +81,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
         if not progress.has_begun:
             ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
         campaign_tasks.await_workers(training, workers)
-        for epoch in range(training.rules.epochs):
+        for epoch in range(training.options.epochs):
             run_epoch(plan, training, epoch, workers)
         workers.wait_until_done(training.cooldown_timeout)
 

@@ -25,14 +25,14 @@ class Training:
     Attributes:
         campaign: Name of the campaign.
         dataset: Path of the dataset below the store.
-        rules: Settings of the training.
+        options: Settings of the training.
         read_store: Store of the campaign, with read credentials.
         write_store: Store of the campaign, with write credentials.
     """
 
     campaign: str
     dataset: str
-    rules: TrainingOptions
+    options: TrainingOptions
     read_store: StoreSpec
     write_store: StoreSpec
 
@@ -44,40 +44,40 @@ class Training:
     @property
     def last_window(self) -> int:
         """Number of the last window of the run."""
-        return self.find_last_window(self.rules.epochs - 1)
+        return self.find_last_window(self.options.epochs - 1)
 
     @property
     def run(self) -> RunSettings:
         """Settings that all workers of the run share."""
         return RunSettings(
-            run=self.keys.run, windows=self.last_window, **self.rules.run.model_dump()
+            run=self.keys.run, windows=self.last_window, **self.options.run.model_dump()
         )
 
     @property
     def uids(self) -> list[str]:
         """Names of all workers."""
-        return [self.keys.make_uid(number) for number in range(self.rules.workers)]
+        return [self.keys.make_uid(number) for number in range(self.options.workers)]
 
     @property
     def prewarm_timeout(self) -> timedelta | None:
         """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
-        machines = self.rules.machines
+        machines = self.options.machines
         waits = isinstance(machines, RentedWorkerOptions) and machines.prewarm
         return _PREWARM_TIMEOUT if waits else None
 
     @property
     def worker_settings(self) -> SharedWorkerSettings:
         """Settings that all workers share."""
-        rules, machines = self.rules, self.rules.machines
+        options, machines = self.options, self.options.machines
         is_local = isinstance(machines, LocalWorkerSettings)
         return SharedWorkerSettings(
             campaign=self.campaign,
-            workers=rules.workers,
+            workers=options.workers,
             run=self.run,
-            command=rules.command,
-            restarts=rules.restarts,
-            windows_per_epoch=rules.windows_per_epoch,
-            cooldown=rules.cooldown,
+            command=options.command,
+            restarts=options.restarts,
+            windows_per_epoch=options.windows_per_epoch,
+            cooldown=options.cooldown,
             dataset=self.dataset,
             data_folder=machines.data_folder if is_local else Path("data"),
             prewarm_timeout=self.prewarm_timeout,
@@ -86,12 +86,12 @@ class Training:
     @property
     def cooldown_timeout(self) -> timedelta:
         """Longest time that a cooldown may take."""
-        cooldown = self.rules.cooldown
+        cooldown = self.options.cooldown
         return cooldown.time * (cooldown.extensions + 2) + _COOLDOWN_RESERVE
 
     def find_last_window(self, epoch: int) -> int:
         """Return the number of the last window of an epoch."""
-        return (epoch + 1) * self.rules.windows_per_epoch
+        return (epoch + 1) * self.options.windows_per_epoch
 
     def make_aggregator_settings(self, initial_weights: InitialWeights) -> AggregatorSettings:
         """Return the settings of the aggregator that begins the run.
@@ -104,7 +104,7 @@ class Training:
             store=self.write_store,
             workers=tuple(self.uids),
             initial_weights=initial_weights,
-            **self.rules.aggregation.model_dump(),
+            **self.options.aggregation.model_dump(),
         )
 
     def limit_aggregation(self, last_window: int) -> AggregationSettings:
@@ -114,7 +114,7 @@ class Training:
             last_window: Number of the last window to merge.
         """
         limits = {"until": last_window, "idle": 1}
-        return AggregationSettings.model_validate(self.rules.aggregation.model_dump() | limits)
+        return AggregationSettings.model_validate(self.options.aggregation.model_dump() | limits)
 
     def make_rental(self, ledger: LedgerSettings) -> RentalSettings:
         """Return the settings of the rental of the workers' machines.
@@ -122,7 +122,7 @@ class Training:
         Args:
             ledger: Ledger of rentals, and the account that pays.
         """
-        machines = self.rules.machines
+        machines = self.options.machines
         assert isinstance(machines, RentedWorkerOptions)
         program, storage_grants = make_training_program(
             self.worker_settings, self.write_store, machines
@@ -133,7 +133,7 @@ class Training:
             account=ledger.account,
             request=machines.request,
             program=program,
-            machines=self.rules.workers,
+            machines=self.options.workers,
             storage_grants=storage_grants,
             role_arn=machines.role_arn,
             timeouts=machines.timeouts,

@@ -33,8 +33,8 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
     if not read_training_progress(training).has_begun:
         _check_weights(find_weights())
     _check_command(training)
-    if training.rules.aggregation.ray is not None:
-        cluster.check_reachable(training.rules.aggregation.ray)
+    if training.options.aggregation.ray is not None:
+        cluster.check_reachable(training.options.aggregation.ray)
 
 
 def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
@@ -56,8 +56,8 @@ def _check_weights(weights: InitialWeights) -> None:
 
 def _check_command(training: Training) -> None:
     """Refuse a command that cannot run here, or on a machine that clones its repository."""
-    machines = training.rules.machines
+    machines = training.options.machines
     if isinstance(machines, LocalWorkerSettings):
-        check_local_command(training.rules.command, Path(machines.folder))
+        check_local_command(training.options.command, Path(machines.folder))
     else:
-        check_repository_command(training.rules.command, machines)
+        check_repository_command(training.options.command, machines)

@@ -46,7 +46,7 @@ class LocalWorkerProcesses:
     """
 
     def __init__(self, training: Training, *, progress: Progress = ignore_event) -> None:
-        machines = training.rules.machines
+        machines = training.options.machines
         assert isinstance(machines, LocalWorkerSettings)
         self._training, self._folder = training, machines.folder
         self._environment = {

@@ -38,7 +38,7 @@ class TrainingProgress:
     def has_ended(self, training: Training) -> bool:
         """Decide whether all windows are merged, and the last epoch has ended."""
         all_merged = self.newest_window >= training.last_window
-        return all_merged and training.rules.epochs - 1 in self.ended_epochs
+        return all_merged and training.options.epochs - 1 in self.ended_epochs
 
     def needs_cooldown(self, training: Training, epoch: int) -> bool:
         """Decide whether an epoch still has to end with a checkpoint.
@@ -68,7 +68,7 @@ None means that another process aggregates the run.
 def read_training_progress(training: Training) -> TrainingProgress:
     """Return the progress of a training."""
     store, job = open_store(training.write_store), training.keys.job
-    epochs = range(training.rules.epochs)
+    epochs = range(training.options.epochs)
     ended = frozenset(each for each in epochs if read_epoch_end(store, job, each) is not None)
     return TrainingProgress(gradients.find_newest_window(store, training.run.chain_keys), ended)
 
@@ -138,7 +138,7 @@ def merge_epoch(
         newest_window = _merge_until(training, end, aggregate).newest_window
         idle_windows = _count_idle_windows(store, training.run.chain_keys, newest_window)
         # A campaign that is started again after such a row has the time of another one.
-        is_idle = idle_windows > 0 and idle_windows % training.rules.aggregation.idle == 0
+        is_idle = idle_windows > 0 and idle_windows % training.options.aggregation.idle == 0
         if is_idle and newest_window < training.last_window:
             workers.raise_failure()
             raise NoProgressError(

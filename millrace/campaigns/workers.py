@@ -99,7 +99,7 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
         WorkerError, MachineError: The workers have failed, or have ended.
     """
     joined = _JoinedWorkers(training)
-    run, uids, timeout = training.run, training.uids, training.rules.join_timeout
+    run, uids, timeout = training.run, training.uids, training.options.join_timeout
     deadline = time.monotonic() + timeout.total_seconds()
     enough = min(max(1, run.gather.quorum), len(uids))
     while True:

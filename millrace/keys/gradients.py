@@ -66,7 +66,7 @@ class GradientKeys:
         )
 
     def make_start_window_key(self, uid: str, window: int) -> str:
-        """Return the key of the marker of the window in which a worker began."""
+        """Return the key of the report with which a worker begins a window."""
         return f"{self.make_worker_prefix(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
 
     def parse(self, key: str) -> tuple[str, int] | None:
@@ -74,7 +74,7 @@ class GradientKeys:
         return self._parse_name(key, "gradient", r"(safetensors|pt)")
 
     def parse_start_window(self, key: str) -> tuple[str, int] | None:
-        """Return the worker and the window of a start marker's key; None for other keys."""
+        """Return the worker and the window of such a report's key; None for other keys."""
         return self._parse_name(key, "start_window", "json")
 
     def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
@@ -130,7 +130,7 @@ class ChainKeys:
         return int(match[1]) if match and self.make_link_key(int(match[1])) == key else None
 
     def make_opening_key(self, window: int) -> str:
-        """Return the key of the rules that hold for a window: created once, as it opens."""
+        """Return the key of the opening of a window, which has its options."""
         return f"{self.prefix}windows/{window:09d}.json"
 
     def make_update_key(self, step: int, digest: str) -> str:

@@ -2,15 +2,13 @@
 
 Who watches whom, by what, and what follows:
 
-| watched         | by what              | by whom                      | after        | then       |
-|-----------------|----------------------|------------------------------|--------------|------------|
-| owner           | its lease            | the next owner, the reaper   | 3 minutes    | take over, |
-|                 |                      |                              |              | release    |
-| owner           | its process          | `OwnerMonitor` of its host   | half minute  | release    |
-| owner           | its object, as text  | watchdog of each machine     | `heartbeat_  | destroy    |
-|                 |                      |                              | timeout`     | itself     |
-| machine         | its heartbeat object | owner (`MachineInspector`)   | a timeout    | replace    |
-| run of Prefect  | its state            | hook of the deployment       | at once      | release    |
+| watched | by what           | by whom                       | after               | then      |
+| ------- | ----------------- | ----------------------------- | ------------------- | --------- |
+| owner   | its lease         | the next owner, the reaper    | 3 minutes           | take over |
+| owner   | its process       | `OwnerMonitor` on its host    | half a minute       | release   |
+| owner   | its heartbeat     | the watchdog of each machine  | `heartbeat_timeout` | destroy   |
+| machine | its heartbeat     | the owner: `MachineInspector` | the same            | replace   |
+| run     | its Prefect state | hook of the deployment        | at once             | release   |
 """
 
 import contextlib

@@ -67,7 +67,7 @@ def test_an_aggregator_stops_at_the_first_idle_window(
     kept = {
         name: getattr(settings, name) for name in AggregationOptions.model_fields if name != "idle"
     }
-    assert kept == training.rules.aggregation.model_dump(exclude={"idle"})
+    assert kept == training.options.aggregation.model_dump(exclude={"idle"})
     weights = InitialWeights(url=place.url, job="first")
     beginning = training.make_aggregator_settings(weights)
     assert (beginning.idle, beginning.last, beginning.every) == (4, 6, 5)
