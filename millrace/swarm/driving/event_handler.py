@@ -62,12 +62,8 @@ class EventHandler:
                 self._handle_failed(member, event)
             case ReadRetried():
                 member.counts.failures += 1
-            case FilesReady(files):
-                self._handle_ready(member, files)
-            case FileUnusable(file, reason):
-                member.unusable[file] = reason
-            case PieceDropped(piece, files):
-                member.note_dropped(piece, files)
+            case FilesReady() | FileUnusable() | PieceDropped():
+                self._handle_files(member, event)
             case DigestMismatch(file, digest):
                 self._files.note_mismatch(member, file, digest)
             case NodeFailed(reason):
@@ -118,6 +114,17 @@ class EventHandler:
         )
         if wrong:
             state.note_untrusted()
+
+    def _handle_files(
+        self, member: Member, event: FilesReady | FileUnusable | PieceDropped
+    ) -> None:
+        match event:
+            case FilesReady(files):
+                self._handle_ready(member, files)
+            case FileUnusable(file, reason):
+                member.unusable[file] = reason
+            case PieceDropped(piece, files):
+                member.note_dropped(piece, files)
 
     def _handle_ready(self, member: Member, numbers: list[int]) -> None:
         if not member.files.issuperset(numbers):
