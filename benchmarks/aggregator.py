@@ -23,19 +23,19 @@ import torch
 from benchmarks.common import Results, measure_process, parse_options, print_table
 from millrace.gradients import (
     ChainStep,
+    CheckedGradient,
     Codec,
     GatheredWindow,
     GatherWindow,
     GradientEncoder,
-    Payload,
     RunSettings,
     WeightState,
     begin_run,
-    encode_payload,
+    encode_gradient,
     merge_window,
 )
 from millrace.gradients.backends.local import allocate_locally
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.links import read_link
 from millrace.gradients.weights import load_newest_weights
 from millrace.storage import head, open_store, put
@@ -84,7 +84,9 @@ def write_bucket(folder: str, width: int, layers: int) -> dict[str, float]:
             size = shape[0] * shape[1]
             bodies[name] = encoder.encode(values[first : first + size].view(shape))
         uid = f"w{number:02d}"
-        body = encode_payload(bodies, shapes, CODEC, run=window.keys.run, uid=uid, window=1, base=0)
+        body = encode_gradient(
+            bodies, shapes, CODEC, run=window.keys.run, uid=uid, window=1, base=0
+        )
         put(store, window.keys.make_gradient_key(uid, 1), body)
     return {}
 
@@ -96,14 +98,14 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
         weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate_locally())
     window = make_window(make_shapes(width, layers))
     weights.open(window)
-    payloads = dict[str, Payload]()
+    gradients = dict[str, CheckedGradient]()
     with _time_stage(figures, "read"):
         for number in range(WORKERS):
             expected = window.make_expected(f"w{number:02d}")
             found = head(store, window.keys.make_gradient_key(expected.uid, 1))
-            payloads[expected.uid] = weights.read(expected.uid, store, found, expected)
-    size = sum(payload.size for payload in payloads.values())
-    gathered = GatheredWindow(payloads, {}, (), size, 0.0)
+            gradients[expected.uid] = weights.read(expected.uid, store, found, expected)
+    size = sum(gradient.size for gradient in gradients.values())
+    gathered = GatheredWindow(gradients, {}, (), size, 0.0)
     step = ChainStep(
         read_link(store, SETTINGS.chain_keys, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )

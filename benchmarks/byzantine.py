@@ -43,7 +43,7 @@ from millrace.gradients import (
     Sender,
     WeightState,
     commit_first_link,
-    encode_payload,
+    encode_gradient,
     merge_windows,
     select_weights,
 )
@@ -201,7 +201,7 @@ def train(merge: MergeSettings, windows: int, faulty: int = 0, attack: str = "")
         losses = [training.compute_loss(state)]
         for window in range(1, windows + 1):
             for number, worker in enumerate(workers):
-                body = encode_payload(
+                body = encode_gradient(
                     encode_change(number), shapes, CODEC, run="run", uid=worker.uid, window=window,
                     base=STEPS * (window - 1),
                 )  # fmt: skip

@@ -15,7 +15,7 @@ of the decoded tensors. The compressed bytes are always in host memory.
 - ``merge, 124M`` is the peak memory of a process that merges 20 gradients of a model with 124
   million parameters. It is compared with the size of 20 dense gradients.
 - ``update`` is a window of 20 workers that send independent gradients of a model with 63 million
-  parameters. ``of_payloads`` is the size of the update in the store divided by the total size of
+  parameters. ``of_gradients`` is the size of the update in the store divided by the total size of
   the workers' objects. ``merge_cpu_s`` is the CPU time of the aggregator from the checked gradients
   to the committed link. ``follow_cpu_s`` is the CPU time of a late worker from the link to the
   updated weights. Both include the digests of the weights.
@@ -42,6 +42,7 @@ from benchmarks.corpus import read_text
 from millrace.gradients import (
     ChainStart,
     ChainStep,
+    CheckedGradient,
     Codec,
     Decoder,
     ExpectedGradient,
@@ -50,19 +51,18 @@ from millrace.gradients import (
     GradientEncoder,
     MergeRule,
     MergeSettings,
-    Payload,
     RunSettings,
     Transform,
     catch_up,
-    check_payload,
+    check_gradient,
     commit_first_link,
     copy_state,
-    encode_payload,
+    encode_gradient,
     merge,
     merge_window,
 )
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.merged_chunks import make_dense
-from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.tensors import decode_values, unpack_tensor
 from millrace.gradients.codec.transform import forward
 from millrace.keys.gradients import GradientKeys
@@ -159,15 +159,15 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=generator) for _ in range(WORKERS)]
         names = [f"w{n:02d}" for n in range(WORKERS)]
-        payloads = {
-            name: make_payload({"w": tensor}, name)
+        gradients = {
+            name: make_gradient({"w": tensor}, name)
             for name, tensor in zip(names, tensors, strict=True)
         }
         sent = [torch_codec.encode(tensor, None) for tensor in tensors]
         settings, out = MergeSettings(rule=MergeRule.SENDERS), np.empty(side * side, np.float32)
 
         def merge_dense() -> None:
-            for _, runs in merge(payloads, settings, threads=2):
+            for _, runs in merge(gradients, settings, threads=2):
                 make_dense(runs, shape, out)
 
         self._time_systems(
@@ -198,18 +198,20 @@ class Bench:
         """Measure the size of an update, its merge, and its application by a late worker."""
         side, count = (512, 2) if self.quick else (2048, 15)
         small = {"w0": (64, 64)}
-        self._measure_update(small, _draw_payloads(small), keep=False)  # compiles the kernels
+        self._measure_update(small, _draw_gradients(small), keep=False)  # compiles the kernels
         shapes = {f"w{n:02d}": (side, side) for n in range(count)}
-        payloads = _draw_payloads(shapes)
+        gradients = _draw_gradients(shapes)
         for _ in range(self.repeats):
-            self._measure_update(shapes, payloads, keep=True)
+            self._measure_update(shapes, gradients, keep=True)
 
-    def _measure_update(self, shapes: Shapes, payloads: dict[str, Payload], *, keep: bool) -> None:
+    def _measure_update(
+        self, shapes: Shapes, gradients: dict[str, CheckedGradient], *, keep: bool
+    ) -> None:
         """Measure the update of one window. Without ``keep``, no results are added."""
         settings = RunSettings(run="run")
         now = datetime.now(UTC)
-        size = sum(payload.size for payload in payloads.values())
-        gathered = GatheredWindow(payloads, {}, (), size, 0.0)
+        size = sum(gradient.size for gradient in gradients.values())
+        gathered = GatheredWindow(gradients, {}, (), size, 0.0)
         window = GatherWindow(settings.gradient_keys, 1, 0, CODEC, shapes, opens=now, closes=now)
         with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
             store = open_store(Path(folder).as_uri())
@@ -229,7 +231,7 @@ class Bench:
             assert catch_up(store, settings.chain_keys, late) == link
             followed = time.process_time()
         if keep:
-            self.results.add("update", "millrace", "of_payloads", link.size / size)
+            self.results.add("update", "millrace", "of_gradients", link.size / size)
             self.results.add("update", "millrace", "merge_cpu_s", merged - began)
             self.results.add("update", "millrace", "follow_cpu_s", followed - merged)
 
@@ -294,23 +296,23 @@ def encode_object(tensors: dict[str, torch.Tensor], uid: str) -> tuple[bytes, Ex
     encoder = GradientEncoder(CODEC)
     bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
     fields = {"run": "run", "uid": uid, "window": 1, "base": 0}
-    body = encode_payload(bodies, shapes, CODEC, **fields)  # pyright: ignore[reportArgumentType]
+    body = encode_gradient(bodies, shapes, CODEC, **fields)  # pyright: ignore[reportArgumentType]
     return body, ExpectedGradient(**fields, codec=CODEC, shapes=shapes)  # pyright: ignore[reportArgumentType]
 
 
-def make_payload(tensors: dict[str, torch.Tensor], uid: str) -> Payload:
+def make_gradient(tensors: dict[str, torch.Tensor], uid: str) -> CheckedGradient:
     """Return a worker's gradient after all checks."""
-    return check_payload(*encode_object(tensors, uid))
+    return check_gradient(*encode_object(tensors, uid))
 
 
-def _draw_payloads(shapes: Shapes) -> dict[str, Payload]:
+def _draw_gradients(shapes: Shapes) -> dict[str, CheckedGradient]:
     """Return independent random gradients of all workers."""
-    payloads: dict[str, Payload] = {}
+    gradients: dict[str, CheckedGradient] = {}
     for number in range(WORKERS):
         generator = torch.Generator().manual_seed(number)
         tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        payloads[f"w{number:02d}"] = make_payload(tensors, f"w{number:02d}")
-    return payloads
+        gradients[f"w{number:02d}"] = make_gradient(tensors, f"w{number:02d}")
+    return gradients
 
 
 def measure_stored_size(tensors: dict[str, torch.Tensor]) -> int:
@@ -353,9 +355,9 @@ def merge_model(file: str) -> dict[str, float]:
     """Merge 20 copies of an object, tensor by tensor."""
     expected = ExpectedGradient(run="run", uid="w", window=1, base=0, codec=CODEC, shapes=GPT2)
     body = Path(file).read_bytes()
-    payloads = {f"w{n:02d}": check_payload(body, expected) for n in range(WORKERS)}
+    gradients = {f"w{n:02d}": check_gradient(body, expected) for n in range(WORKERS)}
     merged = 0
-    for _, runs in merge(payloads, MergeSettings(rule=MergeRule.SENDERS), threads=2):
+    for _, runs in merge(gradients, MergeSettings(rule=MergeRule.SENDERS), threads=2):
         merged += sum(run.values.size for run in runs)
     return {"values": float(merged)}
 

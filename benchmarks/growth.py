@@ -39,7 +39,7 @@ from benchmarks.common import (
 )
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
-from benchmarks.gradients import make_payload
+from benchmarks.gradients import make_gradient
 from benchmarks.shards import run_planning
 from millrace.checkpoints import Saver, load
 from millrace.cleanup import CleanupSettings, make_plan
@@ -96,12 +96,12 @@ def plan_keys(endpoint: str) -> dict[str, float]:
 def measure_workers(count: int) -> dict[str, float]:
     """Merge so many gradients."""
     dice, shape = torch.Generator().manual_seed(0), (256, 256)
-    payload = make_payload({"t": torch.randn(shape, generator=dice)}, "w")
-    payloads = {f"w{n:04d}": payload for n in range(count)}
+    gradient = make_gradient({"t": torch.randn(shape, generator=dice)}, "w")
+    gradients = {f"w{n:04d}": gradient for n in range(count)}
     settings = MergeSettings(rule=MergeRule.SENDERS)
-    list(merge({"w0000": payload}, settings))  # the kernels are compiled
+    list(merge({"w0000": gradient}, settings))  # the kernels are compiled
     cpu = CpuTimer()
-    for _, runs in merge(payloads, settings):
+    for _, runs in merge(gradients, settings):
         make_dense(runs, shape)
     return {"CPU s": cpu.read()}
 

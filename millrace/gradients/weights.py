@@ -26,7 +26,7 @@ from millrace.gradients.backends.local import allocate_locally, make_single_shar
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.backends.weight_shard import KINDS, WINDOW
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.links import ChainError, commit_first_link, read_link
 from millrace.gradients.state import WeightState
 from millrace.keys.gradients import ChainKeys

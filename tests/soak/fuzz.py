@@ -13,15 +13,15 @@ import atheris
 with atheris.instrument_imports(
     include=["millrace.gradients"], exclude=["millrace.gradients.codec.kernels"]
 ):
-    from millrace.gradients import PayloadError, check_payload, read_payload
+    from millrace.gradients import GradientError, check_gradient, read_gradient
     from millrace.gradients.codec.byte_tensors import encode_byte_tensors
 from millrace.storage import head, open_store, put
-from tests.unit.gradients.test_payload import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
+from tests.unit.gradients.test_gradient_object import EXPECTED, KEYS, SHAPES, as_torch, bodies, made
 from tests.unit.gradients.test_updates import Fuzzed
 
 STORE = open_store("memory://fuzz")
 PARTS, VALID, TORCH = bodies(), made(), as_torch(made())
-HEADER = check_payload(VALID, EXPECTED).header
+HEADER = check_gradient(VALID, EXPECTED).header
 UPDATE = Fuzzed()
 
 
@@ -55,7 +55,7 @@ def replace_bytes(original: bytes, provider: atheris.FuzzedDataProvider) -> byte
     return original[:start] + replacement + original[start + len(replacement) :]
 
 
-def check_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
+def fuzz_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
     """Write a gradient, and check that it is refused or read completely."""
     kind, is_torch = provider.ConsumeIntInRange(0, 2), provider.ConsumeBool()
     if kind == 0:
@@ -69,8 +69,8 @@ def check_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
     key = KEYS.make_gradient_key("7", 3)
     key = key.replace(".safetensors", ".pt") if is_torch else key
     put(STORE, key, body)
-    with suppress(PayloadError):
-        found = read_payload(STORE, head(STORE, key), EXPECTED)
+    with suppress(GradientError):
+        found = read_gradient(STORE, head(STORE, key), EXPECTED)
         assert set(found.tensors) == set(SHAPES)
         changeable: dict[str, object] = {"tokens": 0, "samples": ""}  # no digest covers them
         if kind == 2:  # a header for the random tensor

@@ -5,7 +5,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.merge import GradientsByWorker
 from millrace.gradients.state import WeightState
 from millrace.progress import Progress, ignore_event

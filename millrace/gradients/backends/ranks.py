@@ -7,7 +7,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.state import WeightState
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ from millrace.gradients.backends.sharded_weights import (
     divide_tensors,
 )
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.merge import group_tensors
 
 _AT_ONCE = 64  # largest number of gradients that a node reads at once

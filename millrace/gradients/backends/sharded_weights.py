@@ -10,12 +10,12 @@ from math import prod
 from millrace import errors
 from millrace.gradients.backends.interface import WeightBackend
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import (
+from millrace.gradients.codec.gradient_object import (
+    CheckedGradient,
     ExpectedGradient,
-    Payload,
-    PayloadError,
+    GradientError,
     Shapes,
-    assemble_payload,
+    assemble_gradient,
     read_header,
 )
 from millrace.gradients.merging.gather_window import GatherWindow
@@ -105,17 +105,19 @@ class ShardedWeights:
         """Begin a window, and drop the gradients of other windows."""
         self._backend.call_all(WeightShard.open, gather_window.number)
 
-    def read(self, uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def read(
+        self, uid: str, store: Store, stat: Stat, expected: ExpectedGradient
+    ) -> CheckedGradient:
         """Read a worker's gradient. Each shard reads and keeps its own tensors.
 
         Raises:
-            PayloadError: The gradient does not meet the conditions.
+            GradientError: The gradient does not meet the conditions.
         """
         checked = read_header(store, stat, expected)
         try:
             parts = self._backend.call_all(WeightShard.receive, uid, store, stat, checked, expected)
-            return assemble_payload(checked, parts, expected)
-        except PayloadError:
+            return assemble_gradient(checked, parts, expected)
+        except GradientError:
             self._backend.call_all(WeightShard.forget, uid, expected.window)
             raise
 

@@ -19,7 +19,7 @@ from millrace.checkpoints.ranks import Ranks
 from millrace.checkpoints.saving import PendingSave, Saver
 from millrace.checkpoints.tree import flatten_state, is_skeleton
 from millrace.gradients.codec.byte_tensors import encode_byte_tensors
-from millrace.gradients.codec.payload import (
+from millrace.gradients.codec.gradient_object import (
     CheckedHeader,
     CheckedTensors,
     ExpectedGradient,
@@ -166,7 +166,7 @@ class WeightShard:
             Result of the check, without the values.
 
         Raises:
-            PayloadError: The gradient cannot be read.
+            GradientError: The gradient cannot be read.
         """
         found = read_tensors(store, stat, checked, self._names, want)
         with self._lock:

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from millrace.gradients.codec.payload import ExpectedGradient, Shapes
+from millrace.gradients.codec.gradient_object import ExpectedGradient, Shapes
 from millrace.keys.gradients import GradientKeys
 from millrace.schemas.gradient import Codec
 from millrace.storage import Store

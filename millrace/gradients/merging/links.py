@@ -14,7 +14,7 @@ import numpy as np
 from millrace import errors
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.codec.byte_tensors import PARSE_ERRORS
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import CodeError
 from millrace.gradients.merging.merge import MergeRequest, WorkerFactors

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from millrace import errors
 from millrace.digest import compute_stream_digest
 from millrace.gradients.codec import kernels
+from millrace.gradients.codec.gradient_object import CheckedGradient, Shapes
 from millrace.gradients.codec.merged_chunks import MergedChunks
-from millrace.gradients.codec.payload import Payload, Shapes
 from millrace.gradients.codec.tensors import BLOCK, SparseChunks, decode_values, map_blocks
 from millrace.schemas.gradient import Codec
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeRule, MergeSettings
@@ -94,7 +94,7 @@ Products = Callable[[Sequence[str]], Iterable[Vector]]
 
 
 def compute_worker_factors(
-    payloads: Mapping[str, Payload],
+    gradients: Mapping[str, CheckedGradient],
     settings: MergeSettings,
     *,
     products: Products | None = None,
@@ -103,7 +103,7 @@ def compute_worker_factors(
     """Return the factors of each worker by a rule.
 
     Args:
-        payloads: Checked gradients by the workers' names.
+        gradients: Checked gradients by the workers' names.
         settings: Settings of the merge.
         products: Function that returns the results of `compute_products` for all tensors, if the
             tensors are on other machines.
@@ -113,12 +113,12 @@ def compute_worker_factors(
         ConfigurationError: There are too few workers for the number of Byzantine ones, or no worker
             reports its number of tokens.
     """
-    workers = tuple(sorted(payloads))
+    workers = tuple(sorted(gradients))
     if not workers:
         raise errors.ConfigurationError(
             "No gradient was gathered, so there is nothing to merge: wait for workers."
         )
-    norms = np.array([payloads[name].norm for name in workers])
+    norms = np.array([gradients[name].norm for name in workers])
     scales = np.ones(len(workers))
     if settings.clip:
         limit = _compute_norm_limit(norms, settings.faulty)
@@ -126,7 +126,7 @@ def compute_worker_factors(
         scales[above] = limit / norms[above]
 
     def compute_gram() -> Vector:
-        of_each = products or partial(_iterate_products, payloads, threads=threads)
+        of_each = products or partial(_iterate_products, gradients, threads=threads)
         total = np.zeros((len(workers), len(workers)))
         for part in of_each(workers):
             total += part
@@ -136,7 +136,7 @@ def compute_worker_factors(
     every = len(workers)
     match settings.rule:
         case MergeRule.TOKENS:
-            tokens = np.array([payloads[name].header.tokens for name in workers], np.float64)
+            tokens = np.array([gradients[name].header.tokens for name in workers], np.float64)
             if not tokens.sum():
                 raise errors.ConfigurationError(
                     "No worker reports its number of tokens: choose another rule than `tokens`."
@@ -158,7 +158,7 @@ def compute_worker_factors(
 
 
 def merge(
-    payloads: Mapping[str, Payload],
+    gradients: Mapping[str, CheckedGradient],
     settings: MergeSettings,
     factors: WorkerFactors | None = None,
     *,
@@ -169,7 +169,7 @@ def merge(
     Memory: the gradients, and one merged tensor.
 
     Args:
-        payloads: Checked gradients by the workers' names, with the same codec and shapes.
+        gradients: Checked gradients by the workers' names, with the same codec and shapes.
         settings: Settings of the merge.
         factors: Factors of the workers; by default those of `compute_worker_factors`.
         threads: Number of threads.
@@ -180,11 +180,11 @@ def merge(
     Raises:
         ConfigurationError: The rule cannot merge these gradients.
     """
-    factors = factors or compute_worker_factors(payloads, settings, threads=threads)
-    gradients, codec = _get_tensors(payloads)
+    factors = factors or compute_worker_factors(gradients, settings, threads=threads)
+    tensors, codec = _get_tensors(gradients)
     request = MergeRequest(codec, settings, factors)
-    for name in gradients[factors.workers[0]]:
-        yield name, merge_tensor(name, gradients, request, threads=threads)
+    for name in tensors[factors.workers[0]]:
+        yield name, merge_tensor(name, tensors, request, threads=threads)
 
 
 def merge_tensor(
@@ -268,19 +268,19 @@ def find_deviating_workers(indices: Mapping[str, Sequence[str]]) -> list[str]:
     return [worker for worker in sorted(indices) if worker not in most]
 
 
-def _get_tensors(payloads: Mapping[str, Payload]) -> tuple[GradientsByWorker, Codec]:
-    first = next(iter(payloads.values()))
-    return {worker: payload.tensors for worker, payload in payloads.items()}, first.header.codec
+def _get_tensors(gradients: Mapping[str, CheckedGradient]) -> tuple[GradientsByWorker, Codec]:
+    first = next(iter(gradients.values()))
+    return {worker: gradient.tensors for worker, gradient in gradients.items()}, first.header.codec
 
 
 def _iterate_products(
-    payloads: Mapping[str, Payload], workers: Sequence[str], *, threads: int
+    gradients: Mapping[str, CheckedGradient], workers: Sequence[str], *, threads: int
 ) -> Iterator[Vector]:
-    gradients, codec = _get_tensors(payloads)
-    for name in sorted(gradients[workers[0]]):
+    tensors, codec = _get_tensors(gradients)
+    for name in sorted(tensors[workers[0]]):
         if codec.is_buffer(name):
             continue
-        yield compute_products(name, gradients, workers, codec, threads=threads)
+        yield compute_products(name, tensors, workers, codec, threads=threads)
 
 
 def _merge_group(

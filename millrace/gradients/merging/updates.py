@@ -25,8 +25,8 @@ from millrace.gradients.codec.byte_tensors import (
     parse_byte_tensors,
 )
 from millrace.gradients.codec.chunks import Chunks, make_chunks
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.merged_chunks import MergedChunks
-from millrace.gradients.codec.payload import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import (
     SparseChunks,

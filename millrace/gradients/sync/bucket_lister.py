@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from millrace import errors
-from millrace.gradients.codec.payload import explain_failure, is_torch_file
+from millrace.gradients.codec.gradient_object import explain_failure, is_torch_file
 from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
 from millrace.gradients.progress_events import QuotaExceeded
 from millrace.gradients.settings import GatherSettings

@@ -210,10 +210,10 @@ class _Gathering:
                 uid: one for uid, one in excluded.items() if uid in self._first or results.has(uid)
             }
         seconds = round(seconds, 3)
-        gradients = {uid: results.get_valid(uid) for uid in taken}
-        payloads = {uid: payload for uid, (payload, _) in gradients.items()}
-        size = sum(size for _, size in gradients.values())
-        gathered = GatheredWindow(payloads, excluded, tuple(spare), size, seconds)
+        valid_ones = {uid: results.get_valid(uid) for uid in taken}
+        gradients = {uid: gradient for uid, (gradient, _) in valid_ones.items()}
+        size = sum(size for _, size in valid_ones.values())
+        gathered = GatheredWindow(gradients, excluded, tuple(spare), size, seconds)
         if len(taken) < self._settings.quorum:
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._gather_window.number} arrived in time, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from millrace import errors
-from millrace.gradients.codec.payload import Payload
+from millrace.gradients.codec.gradient_object import CheckedGradient
 from millrace.gradients.progress_events import GradientAccepted, GradientRefused
 from millrace.gradients.sync.gradient_reader import ReadResult
 from millrace.progress import Progress
@@ -36,7 +36,7 @@ class GatheredWindow:
         seconds: Duration of the gathering.
     """
 
-    taken: Mapping[str, Payload] = field(repr=False)
+    taken: Mapping[str, CheckedGradient] = field(repr=False)
     excluded: Mapping[str, ExcludedWorker]
     spare: tuple[str, ...]
     size: int
@@ -89,11 +89,11 @@ class GatherResults:
         """Decide whether a worker has a result."""
         return uid in self._results
 
-    def get_valid(self, uid: str) -> tuple[Payload, int]:
+    def get_valid(self, uid: str) -> tuple[CheckedGradient, int]:
         """Return the valid gradient of a worker, and its size in bytes."""
         result = self._results[uid]
-        assert result.payload is not None
-        return result.payload, result.size
+        assert result.gradient is not None
+        return result.gradient, result.size
 
     def note_failed_listing(self, failed: Mapping[str, ExcludedWorker]) -> None:
         """Note the reason why workers could not be listed, until a listing succeeds."""
@@ -139,8 +139,8 @@ class GatherResults:
             del self._seen[uid]
             return
         self._results[uid] = result
-        if result.payload is not None:
-            self._progress(GradientAccepted(uid=uid, size=result.size, norm=result.payload.norm))
+        if result.gradient is not None:
+            self._progress(GradientAccepted(uid=uid, size=result.size, norm=result.gradient.norm))
         elif exclusion is not None:
             self._report_refused(uid, exclusion.reason)
 
@@ -150,9 +150,9 @@ class GatherResults:
         Of equal contents only the earliest counts.
         """
         bodies = {
-            uid: result.payload.header.body
+            uid: result.gradient.header.body
             for uid in self._order
-            if (result := self._results.get(uid)) and result.payload
+            if (result := self._results.get(uid)) and result.gradient
         }
         first: dict[str, str] = {}
         for uid in sorted(bodies, key=lambda uid: (str(self._results[uid].written), uid)):

@@ -9,12 +9,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from millrace import errors
-from millrace.gradients.codec.payload import (
+from millrace.gradients.codec.gradient_object import (
+    CheckedGradient,
     ExpectedGradient,
-    Payload,
-    PayloadError,
+    GradientError,
     explain_failure,
-    read_payload,
+    read_gradient,
 )
 from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
 from millrace.schemas.chain import ExcludedWorker
@@ -22,17 +22,19 @@ from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store
 from millrace.threads import DaemonThreadPool
 
-ReadGradient = Callable[[str, Store, Stat, ExpectedGradient], Payload]
-"""Function that reads a worker's gradient, and raises the errors of `read_payload`.
+ReadGradient = Callable[[str, Store, Stat, ExpectedGradient], CheckedGradient]
+"""Function that reads a worker's gradient, and raises the errors of `read_gradient`.
 
 A `WorkerError` or a `ConfigurationError` ends the gathering."""
 
 _SLOW_READ = 10.0  # seconds after which a read does not count among the concurrent ones
 
 
-def read_in_process(_uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+def read_in_process(
+    _uid: str, store: Store, stat: Stat, expected: ExpectedGradient
+) -> CheckedGradient:
     """Read all tensors of a gradient into this process: a `ReadGradient`."""
-    return read_payload(store, stat, expected)
+    return read_gradient(store, stat, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,13 @@ class ReadResult:
     """Result of reading an object of a worker.
 
     Attributes:
-        payload: Gradient, if it is valid.
+        gradient: Gradient, if it is valid.
         exclusion: Reason why it is not. It excludes the worker, unless a valid gradient follows.
         size: Size of a valid gradient in bytes.
         written: Time of the upload of a valid gradient, by the store's clock.
     """
 
-    payload: Payload | None = field(repr=False)
+    gradient: CheckedGradient | None = field(repr=False)
     exclusion: ExcludedWorker | None = None
     size: int = 0
     written: datetime | None = None
@@ -128,10 +130,10 @@ class GradientReader:
             return untimely
         try:
             hurried = self._limit.limit_retries(store)
-            payload = self._read_gradient(
+            gradient = self._read_gradient(
                 uid, hurried, stat, self._gather_window.make_expected(uid)
             )
-        except PayloadError as error:
+        except GradientError as error:
             return _refuse(error.reason, str(error))
         except (errors.WorkerError, errors.ConfigurationError):
             raise  # an error of the aggregator, not of the worker
@@ -144,7 +146,7 @@ class GradientReader:
             return _refuse(
                 ExclusionReason.FORMAT, f"{name} cannot be read ({type(error).__name__})."
             )
-        return ReadResult(payload, None, stat.size, stat.last_modified)
+        return ReadResult(gradient, None, stat.size, stat.last_modified)
 
     def _check_time(self, stat: Stat) -> ReadResult | None:
         name = PurePosixPath(stat.key).name

@@ -13,7 +13,7 @@ from torch import distributed
 from millrace import errors
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
-from millrace.gradients.codec.payload import Shapes, encode_payload
+from millrace.gradients.codec.gradient_object import Shapes, encode_gradient
 from millrace.gradients.progress_events import GradientSent
 from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
@@ -194,7 +194,7 @@ class Participant:
 
     def _put(self, packed: Sequence[bytes], window: int, tokens: int, samples: str) -> int:
         bodies = {name: body.tobytes() for one in packed for name, body in unpack(one).items()}
-        body = encode_payload(
+        body = encode_gradient(
             bodies,
             self._shapes,
             self._settings.codec,

@@ -7,7 +7,7 @@ from functools import partial
 from millrace import errors
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
-from millrace.gradients.codec.payload import Payload
+from millrace.gradients.codec.gradient_object import CheckedGradient
 from millrace.gradients.merging.gather_window import GatherWindow
 from millrace.gradients.merging.links import digest_link, list_names_and_shapes
 from millrace.gradients.merging.merge import (
@@ -81,25 +81,25 @@ def merge_window(
         ChainError: The weights are not those of the previous link.
     """
     if isinstance(weights, WeightState):
-        tensors = {uid: payload.tensors for uid, payload in gathered.taken.items()}
+        tensors = {uid: gradient.tensors for uid, gradient in gathered.taken.items()}
         weights = make_single_shard(weights, tensors, threads=threads)
     weights.check(step.before)
     keys = ChainKeys(gather_window.keys.run, gather_window.keys.version)
     excluded = dict(gathered.excluded)
-    payloads = dict(gathered.taken)
+    gradients = dict(gathered.taken)
     if step.merge.rule in COORDINATE_WISE_RULES:
-        for uid in find_deviating_workers(weights.list_index_digests(sorted(payloads))):
+        for uid in find_deviating_workers(weights.list_index_digests(sorted(gradients))):
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
-            del payloads[uid]
+            del gradients[uid]
     worker_factors: WorkerFactors | None = None
     updates: tuple[UpdateEntry, ...] = ()
     try:
-        if payloads:
+        if gradients:
             products = partial(weights.compute_products, codec=gather_window.codec)
-            worker_factors = compute_worker_factors(payloads, step.merge, products=products)
+            worker_factors = compute_worker_factors(gradients, step.merge, products=products)
     except errors.ConfigurationError as error:  # the next window may have more gradients
-        for uid in payloads:
+        for uid in gradients:
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
     if worker_factors is not None:
         request = MergeRequest(gather_window.codec, step.merge, worker_factors.select_used())
@@ -117,7 +117,7 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
-        taken=_list_merged_workers(payloads, worker_factors),
+        taken=_list_merged_workers(gradients, worker_factors),
         excluded=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
@@ -133,7 +133,7 @@ def merge_window(
 
 
 def _list_merged_workers(
-    payloads: Mapping[str, Payload], worker_factors: WorkerFactors | None
+    gradients: Mapping[str, CheckedGradient], worker_factors: WorkerFactors | None
 ) -> dict[str, MergedWorker]:
     """Return the merged workers with their weights."""
     if worker_factors is None:
@@ -143,10 +143,10 @@ def _list_merged_workers(
             scale=float(worker_factors.scales[number]),
             weight=float(worker_factors.in_sum[number]),
             share=float(worker_factors.shares[number]),
-            norm=payloads[uid].norm,
-            digest=payloads[uid].digest,
-            size=payloads[uid].size,
-            tokens=payloads[uid].header.tokens,
+            norm=gradients[uid].norm,
+            digest=gradients[uid].digest,
+            size=gradients[uid].size,
+            tokens=gradients[uid].header.tokens,
         )
         for number, uid in enumerate(worker_factors.workers)
     }

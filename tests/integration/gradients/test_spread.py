@@ -21,11 +21,11 @@ from millrace.gradients import (
     GatherSettings,
     GatherWindow,
     GradientEncoder,
+    GradientError,
     MergeRule,
     MergeSettings,
     OuterKind,
     OuterOptimizer,
-    PayloadError,
     RunSettings,
     Sender,
     Support,
@@ -34,7 +34,7 @@ from millrace.gradients import (
     begin_run,
     catch_up,
     copy_state,
-    encode_payload,
+    encode_gradient,
     iterate_links,
     load_newest_state,
     merge_windows,
@@ -42,13 +42,13 @@ from millrace.gradients import (
 from millrace.gradients.backends.local import LocalShards
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import Shapes
+from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.merging.merge import group_tensors
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.ray_cluster import RayCluster
 from tests.unit.gradients.test_codec import drawn
-from tests.unit.gradients.test_payload import as_torch
+from tests.unit.gradients.test_gradient_object import as_torch
 
 SHAPES = {
     "embed": (50, 30),
@@ -91,7 +91,7 @@ def gradient(
     if cut:
         bodies[cut] = bodies[cut][:-3]
     said: dict[str, Any] = {"run": run.name, "uid": uid, "window": window, "tokens": 9}
-    return encode_payload(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
+    return encode_gradient(bodies, shapes, run.codec, base=(window - 1) * run.steps, **said)
 
 
 def send(store: Store, run: RunSettings, window: int) -> None:
@@ -181,7 +181,7 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
         put(store, key, body)
         said: list[tuple[ExclusionReason, str]] = []
         for model in models:
-            with pytest.raises(PayloadError) as caught:
+            with pytest.raises(GradientError) as caught:
                 model.read("a", store, head(store, key), expected)
             said.append((caught.value.reason, str(caught.value)))
         assert said[0] == said[1]

@@ -14,10 +14,10 @@ from millrace.gradients import (
     ExclusionReason,
     GatherWindow,
     GradientEncoder,
-    PayloadError,
+    GradientError,
     WeightState,
     copy_state,
-    encode_payload,
+    encode_gradient,
 )
 from millrace.gradients.backends import weight_shard
 from millrace.gradients.backends.interface import WeightBackend
@@ -26,7 +26,7 @@ from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights, RankShards
 from millrace.gradients.backends.sharded_weights import ShardedWeights, divide_tensors
 from millrace.gradients.backends.weight_shard import WeightShard
-from millrace.gradients.codec.payload import CheckedTensors, read_tensors
+from millrace.gradients.codec.gradient_object import CheckedTensors, read_tensors
 from millrace.keys.gradients import GradientKeys
 from millrace.schemas.chain import ChainStart
 from millrace.storage import head, open_store, put
@@ -123,7 +123,7 @@ def test_a_read_that_fails_in_a_later_window_leaves_the_gradient_of_that_window(
 
     def read(window: GatherWindow) -> None:
         key = keys.make_gradient_key("x", window.number)
-        body = encode_payload(
+        body = encode_gradient(
             bodies, SHAPES, Codec(), run="runs/one", uid="x", window=window.number, base=0
         )
         put(store, key, body)
@@ -134,11 +134,11 @@ def test_a_read_that_fails_in_a_later_window_leaves_the_gradient_of_that_window(
         monkeypatch.setattr(weight_shard, "read_tensors", read_tensors)
         weights.open(second)
         read(second)
-        raise PayloadError(ExclusionReason.UNAVAILABLE, "It did not arrive.")
+        raise GradientError(ExclusionReason.UNAVAILABLE, "It did not arrive.")
 
     weights.open(first)
     monkeypatch.setattr(weight_shard, "read_tensors", stall)
-    with pytest.raises(PayloadError, match="did not arrive"):
+    with pytest.raises(GradientError, match="did not arrive"):
         read(first)
     assert len(weights.list_index_digests(["x"])["x"]) == len(SHAPES)
 

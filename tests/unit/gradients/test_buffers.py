@@ -12,11 +12,13 @@ from millrace import errors
 from millrace.checkpoints import Saver, load
 from millrace.gradients import (
     AggregatorSettings,
+    CheckedGradient,
     Codec,
     ExclusionReason,
     ExpectedGradient,
     GatherSettings,
     GradientEncoder,
+    GradientError,
     InitialWeights,
     Mask,
     MergeRule,
@@ -24,14 +26,12 @@ from millrace.gradients import (
     OuterKind,
     OuterOptimizer,
     Participant,
-    Payload,
-    PayloadError,
     RunSettings,
     aggregate_run,
     begin_run,
-    check_payload,
+    check_gradient,
     compute_worker_factors,
-    encode_payload,
+    encode_gradient,
     ensure_run_begun,
     merge,
     select_weights,
@@ -232,11 +232,11 @@ def bodies(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> dict[
 
 def made(uid: str, content: Mapping[str, bytes]) -> bytes:
     shapes = {name: SHAPES[name] for name in content}
-    return encode_payload(content, shapes, CODEC, run="runs/one", uid=uid, window=1, base=0)
+    return encode_gradient(content, shapes, CODEC, run="runs/one", uid=uid, window=1, base=0)
 
 
-def payload(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> Payload:
-    return check_payload(made(str(seed), bodies(seed, values)), expected(str(seed)))
+def gradient(seed: int, values: Mapping[str, torch.Tensor] | None = None) -> CheckedGradient:
+    return check_gradient(made(str(seed), bodies(seed, values)), expected(str(seed)))
 
 
 def float32(*values: float) -> Callable[[dict[str, bytes]], None]:
@@ -284,8 +284,8 @@ def test_buffers_that_are_wrong_cost_their_sender_only(what):
     reason, change = HOSTILE[what]
     content = bodies(7)
     change(content)
-    with pytest.raises(PayloadError) as caught:
-        check_payload(made("7", content), expected("7"))
+    with pytest.raises(GradientError) as caught:
+        check_gradient(made("7", content), expected("7"))
     assert caught.value.reason is reason
     assert len(str(caught.value)) < 200
 
@@ -313,9 +313,9 @@ def test_a_window_with_a_wrong_buffer_is_merged_without_its_sender(store):
 Arrays = dict[str, np.ndarray]
 
 
-def merged_of(payloads: Mapping[str, Payload], rule: MergeRule, faulty: int = 0) -> Arrays:
+def merged_of(gradients: Mapping[str, CheckedGradient], rule: MergeRule, faulty: int = 0) -> Arrays:
     settings = MergeSettings(rule=rule, faulty=faulty, clip=False)
-    return {name: make_dense(runs, SHAPES[name]) for name, runs in merge(payloads, settings)}
+    return {name: make_dense(runs, SHAPES[name]) for name, runs in merge(gradients, settings)}
 
 
 RULES = [
@@ -330,9 +330,9 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES)
 def test_a_worker_moves_the_buffers_no_further_than_others_differ(rule):
     """A worker that sends a right gradient, and buffers that no data has."""
-    honest = {str(seed): payload(seed) for seed in range(4)}
+    honest = {str(seed): gradient(seed) for seed in range(4)}
     huge = {MEAN: torch.full((40,), 3e38), VAR: torch.full((40,), 3e38)}
-    lying = {**honest, "4": payload(4, {**huge, COUNT: torch.tensor(1e15)})}
+    lying = {**honest, "4": gradient(4, {**huge, COUNT: torch.tensor(1e15)})}
     found, right = merged_of(lying, rule, faulty=1), merged_of(honest, rule)
     for name in BUFFERS:
         assert np.abs(found[name] - right[name]).max() < 10
@@ -344,7 +344,7 @@ def test_a_worker_moves_the_buffers_no_further_than_others_differ(rule):
 def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
     values = [1.0, 2.0, 4.0, 6.0, 3e38]
     sent = {
-        str(seed): payload(seed, {MEAN: torch.full((40,), value)})
+        str(seed): gradient(seed, {MEAN: torch.full((40,), value)})
         for seed, value in enumerate(values)
     }
     settings = MergeSettings(rule=rule, faulty=1)
@@ -357,9 +357,9 @@ def test_rules_that_judge_each_value_judge_those_of_buffers(rule):
 
 def test_buffers_do_not_change_how_gradients_count():
     """Their values may be large, and are no part of norms and distances."""
-    plain = {str(seed): payload(seed) for seed in range(5)}
+    plain = {str(seed): gradient(seed) for seed in range(5)}
     large = {
-        str(seed): payload(seed, {VAR: torch.full((40,), 1e6 * (seed + 1))}) for seed in range(5)
+        str(seed): gradient(seed, {VAR: torch.full((40,), 1e6 * (seed + 1))}) for seed in range(5)
     }
     for rule in RULES:
         one, other = (merged_of(each, rule, faulty=1)["1.weight"] for each in (plain, large))
@@ -368,8 +368,8 @@ def test_buffers_do_not_change_how_gradients_count():
 
 
 def test_merged_buffers_are_the_same_bytes_in_any_order_and_on_any_number_of_threads():
-    payloads = {str(seed): payload(seed) for seed in range(5)}
-    turned = dict(reversed(payloads.items()))
+    gradients = {str(seed): gradient(seed) for seed in range(5)}
+    turned = dict(reversed(gradients.items()))
     for rule in RULES:
         settings = MergeSettings(rule=rule, faulty=1)
         made = {
@@ -378,7 +378,7 @@ def test_merged_buffers_are_the_same_bytes_in_any_order_and_on_any_number_of_thr
                 for name, groups in merge(some, settings, threads=threads)
                 for group in groups
             )
-            for some in (payloads, turned)
+            for some in (gradients, turned)
             for threads in (1, 3)
         }
         assert len(made) == 1

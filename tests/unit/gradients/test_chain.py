@@ -34,7 +34,7 @@ from millrace.gradients import (
     catch_up,
     commit_first_link,
     copy_state,
-    encode_payload,
+    encode_gradient,
     gather,
     iterate_links,
     merge_window,
@@ -111,7 +111,7 @@ class Run:
             }
             said = {"run": KEYS.run, "uid": str(uid), "window": number, "base": number - 1}
             said["tokens"] = 7 * uid
-            body = encode_payload(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
+            body = encode_gradient(bodies, SHAPES, self.codec, **said)  # pyright: ignore[reportArgumentType]
             put(self.store, keys.make_gradient_key(str(uid), number), body)
         window = GatherWindow(
             keys=keys,

@@ -21,14 +21,18 @@ from millrace.gradients import (
     Sender,
     gather,
 )
-from millrace.gradients.codec.payload import ExpectedGradient, Payload, read_payload
+from millrace.gradients.codec.gradient_object import (
+    CheckedGradient,
+    ExpectedGradient,
+    read_gradient,
+)
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
 from millrace.storage import Stat, Store, list_fairly, open_store, put
-from tests.unit.gradients.test_payload import CODEC, SHAPES, as_torch, bodies, made
+from tests.unit.gradients.test_gradient_object import CODEC, SHAPES, as_torch, bodies, made
 
 KEYS = GradientKeys("runs/one", "1")
 NOW = datetime.now(UTC)
@@ -219,11 +223,11 @@ def test_whoever_was_asked_first_counts_before_reserves(store):
 def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
     asked: list[str] = []
 
-    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         asked.append(uid)
         if uid == "2" or (uid == "1" and asked.count(uid) == 1):
             raise KeyError(uid)
-        return read_payload(store, stat, expected)
+        return read_gradient(store, stat, expected)
 
     for uid in range(3):
         send(store, str(uid))
@@ -304,9 +308,9 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
             over = ExclusionReason.OVERWRITTEN in reasons or asked.count("1") > 3
             return OPEN.closes + timedelta(seconds=1 if over else -1)
 
-    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         asked.append(uid)
-        return read_payload(store, stat, expected)
+        return read_gradient(store, stat, expected)
 
     send(store, "0")
     found = gather(
@@ -327,12 +331,12 @@ def test_requests_that_fail_do_not_count_as_reads(store):
     """A bucket that recovers costs its worker nothing."""
     asked = 0
 
-    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         nonlocal asked
         asked += 1
         if asked < 6:
             raise UnavailableError("503")
-        return read_payload(store, stat, expected)
+        return read_gradient(store, stat, expected)
 
     send(store, "0")
     found = gather(OPEN, workers(store, 0), QUICK, read_gradient=reading)
@@ -386,9 +390,9 @@ def test_the_grace_counts_once(store, monkeypatch):
     monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 
-    def hangs(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def hangs(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         answered.wait()
-        return read_payload(store, stat, expected)
+        return read_gradient(store, stat, expected)
 
     send(store, "0")
     grace = timedelta(seconds=10)

@@ -11,7 +11,11 @@ import pytest
 
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import ExcludedWorker, ExclusionReason, GatherSettings, GatherWindow
-from millrace.gradients.codec.payload import ExpectedGradient, Payload, PayloadError
+from millrace.gradients.codec.gradient_object import (
+    CheckedGradient,
+    ExpectedGradient,
+    GradientError,
+)
 from millrace.gradients.merging.gather_window import WaitLimit
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister, gradient_reader
@@ -26,7 +30,7 @@ from millrace.gradients.sync.gradient_reader import (
 from millrace.progress import Event, ignore_event
 from millrace.storage import Stat, Store, head, open_store, put
 from tests.unit.gradients.test_gather import KEYS, NOW, OPEN, body_of, send
-from tests.unit.gradients.test_payload import as_torch
+from tests.unit.gradients.test_gradient_object import as_torch
 
 
 @pytest.fixture
@@ -164,7 +168,7 @@ def test_a_read_returns_the_gradient_with_its_size_and_time(store):
     send(store, "0")
     stat = head(store, KEYS.make_gradient_key("0", 3))
     result = reader_of().read("0", store, stat)
-    assert result.payload is not None
+    assert result.gradient is not None
     assert (result.exclusion, result.size, result.written) == (None, stat.size, stat.last_modified)
 
 
@@ -176,7 +180,7 @@ def test_a_read_returns_the_gradient_with_its_size_and_time(store):
     ],
 )
 def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
-    def read(*_arguments: object) -> Payload:
+    def read(*_arguments: object) -> CheckedGradient:
         raise AssertionError("it was read")
 
     send(store, "0")
@@ -188,7 +192,7 @@ def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
 @pytest.mark.parametrize(
     ("error", "reason", "calls"),
     [
-        (PayloadError(ExclusionReason.NORM, "It is large."), ExclusionReason.NORM, 1),
+        (GradientError(ExclusionReason.NORM, "It is large."), ExclusionReason.NORM, 1),
         (unavailable(), ExclusionReason.UNAVAILABLE, 1),
         (RecursionError(), ExclusionReason.FORMAT, 2),  # the bytes may not have caused it
     ],
@@ -196,18 +200,18 @@ def test_what_was_written_outside_the_window_is_not_read(store, window, reason):
 def test_an_error_of_a_read_excludes_its_worker(store, error, reason, calls):
     called: list[str] = []
 
-    def read(uid: str, _store: Store, _stat: Stat, _expected: ExpectedGradient) -> Payload:
+    def read(uid: str, _store: Store, _stat: Stat, _expected: ExpectedGradient) -> CheckedGradient:
         called.append(uid)
         raise error
 
     result = reader_of(read).read("0", store, stat_of("0"))
     assert result.exclusion is not None
-    assert (result.payload, result.exclusion.reason) == (None, reason)
+    assert (result.gradient, result.exclusion.reason) == (None, reason)
     assert called == ["0"] * calls
 
 
 def test_an_error_of_the_aggregator_is_raised_to_who_takes_the_results(store):
-    def read(*_arguments: object) -> Payload:
+    def read(*_arguments: object) -> CheckedGradient:
         raise ConfigurationError("A test.")
 
     reader = reader_of(read)
@@ -220,7 +224,7 @@ def test_an_error_of_the_aggregator_is_raised_to_who_takes_the_results(store):
 def test_a_read_is_pending_until_its_result_is_taken(store):
     go = threading.Event()
 
-    def read(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def read(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         go.wait(30)
         return read_in_process(uid, store, stat, expected)
 
@@ -231,7 +235,7 @@ def test_a_read_is_pending_until_its_result_is_taken(store):
     assert not reader.take_finished()
     go.set()
     wait(reader.pending, 30)
-    assert reader.take_finished()["0"].payload is not None
+    assert reader.take_finished()["0"].gradient is not None
     assert not reader.is_reading("0")
     assert not reader.pending
 
@@ -239,7 +243,7 @@ def test_a_read_is_pending_until_its_result_is_taken(store):
 def test_a_read_of_a_slow_bucket_does_not_hold_up_the_others(store, monkeypatch):
     go, begun = threading.Event(), threading.Event()
 
-    def read(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+    def read(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
         if uid == "0":
             begun.set()
             go.wait(60)
@@ -254,10 +258,10 @@ def test_a_read_of_a_slow_bucket_does_not_hold_up_the_others(store, monkeypatch)
     monkeypatch.setattr(gradient_reader, "_SLOW_READ", -1.0)  # as if it had run for long
     reader.take_finished()
     wait(reader.pending, 60, return_when=FIRST_COMPLETED)
-    assert reader.take_finished()["1"].payload is not None
+    assert reader.take_finished()["1"].gradient is not None
     go.set()
     wait(reader.pending, 60)
-    assert reader.take_finished()["0"].payload is not None
+    assert reader.take_finished()["0"].gradient is not None
 
 
 # -- the results

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError
 from millrace.gradients import (
+    CheckedGradient,
     Codec,
     ExpectedGradient,
     GradientEncoder,
     MergeRule,
     MergeSettings,
-    Payload,
     Transform,
-    check_payload,
+    check_gradient,
     compute_worker_factors,
     decode,
-    encode_payload,
+    encode_gradient,
     merge,
 )
 from millrace.gradients.codec.merged_chunks import make_dense
@@ -32,18 +32,18 @@ Gradients = dict[str, dict[str, torch.Tensor]]
 
 def made(
     gradients: Gradients, codec: Codec, tokens: dict[str, int] | None = None
-) -> dict[str, Payload]:
-    """Payloads of workers, as they are after every check."""
+) -> dict[str, CheckedGradient]:
+    """Gradients of workers, as they are after every check."""
     encoder = GradientEncoder(codec, 1)
-    found: dict[str, Payload] = {}
+    found: dict[str, CheckedGradient] = {}
     for uid, tensors in gradients.items():
         bodies = {name: encoder.encode(tensor) for name, tensor in tensors.items()}
         weight = (tokens or {}).get(uid, 0)
-        body = encode_payload(
+        body = encode_gradient(
             bodies, SHAPES, codec, run="r", uid=uid, window=0, base=0, tokens=weight
         )
         expected = ExpectedGradient(run="r", uid=uid, window=0, base=0, codec=codec, shapes=SHAPES)
-        found[uid] = check_payload(body, expected)
+        found[uid] = check_gradient(body, expected)
     return found
 
 
@@ -58,11 +58,11 @@ def drawn(workers: int, seed: int = 0) -> Gradients:
     }
 
 
-def sent(payloads: dict[str, Payload], codec: Codec, gradients: Gradients) -> np.ndarray:
+def sent(checked: dict[str, CheckedGradient], codec: Codec, gradients: Gradients) -> np.ndarray:
     """Return the dense gradient of each worker by the decoder: (workers, values)."""
     encoder = GradientEncoder(codec, 1)
     rows = []
-    for uid in sorted(payloads):
+    for uid in sorted(checked):
         parts = [
             decode(encoder.encode(gradients[uid][name]), shape, codec).double().flatten()
             for name, shape in SHAPES.items()
@@ -72,10 +72,10 @@ def sent(payloads: dict[str, Payload], codec: Codec, gradients: Gradients) -> np
 
 
 def whole(
-    payloads: dict[str, Payload], how: MergeSettings, codec: Codec, threads: int = 1
+    checked: dict[str, CheckedGradient], how: MergeSettings, codec: Codec, threads: int = 1
 ) -> np.ndarray:
     parts = []
-    for name, runs in merge(payloads, how, threads=threads):
+    for name, runs in merge(checked, how, threads=threads):
         values = torch.from_numpy(make_dense(runs, SHAPES[name]))
         parts.append(backward(values, SHAPES[name], codec.transform).flatten())
     return torch.cat(parts).double().numpy()
@@ -117,8 +117,8 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
     codec = Codec(transform=transform, k=300, bits=4)
     gradients = drawn(7)
     tokens = {uid: 100 + n for n, uid in enumerate(gradients)}
-    payloads = made(gradients, codec, tokens)
-    rows = sent(payloads, codec, gradients)
+    checked = made(gradients, codec, tokens)
+    rows = sent(checked, codec, gradients)
     scaled = clipped(rows, faulty=2)
     share = np.array([tokens[uid] for uid in sorted(tokens)]) / sum(tokens.values())
     wanted = {
@@ -129,7 +129,7 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
         MergeRule.CENTERED_CLIP: lambda: centered_clip(scaled, 20),
         MergeRule.MULTI_KRUM: lambda: multi_krum(scaled, 2),
     }[rule]()
-    got = whole(payloads, MergeSettings(rule=rule, faulty=2), codec)
+    got = whole(checked, MergeSettings(rule=rule, faulty=2), codec)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -149,11 +149,11 @@ def test_a_rule_merges_as_its_formula_says(rule, transform):
 )
 def test_neither_order_nor_threads_change_a_byte(rule, seed, threads):
     codec = Codec(k=40)
-    payloads = made(drawn(6, seed), codec)
-    shuffled = list(payloads.items())
+    checked = made(drawn(6, seed), codec)
+    shuffled = list(checked.items())
     random.Random(seed).shuffle(shuffled)
     how = MergeSettings(rule=rule, faulty=1)
-    one = whole(payloads, how, codec)
+    one = whole(checked, how, codec)
     other = whole(dict(shuffled), how, codec, threads)
     assert one.tobytes() == other.tobytes()
 
@@ -162,12 +162,12 @@ def test_neither_order_nor_threads_change_a_byte(rule, seed, threads):
 def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
     codec = Codec(k=4096, bits=8)  # all of them
     gradients = drawn(5)
-    payloads = made(gradients, codec)
-    rows = clipped(sent(payloads, codec, gradients), faulty=1)
+    checked = made(gradients, codec)
+    rows = clipped(sent(checked, codec, gradients), faulty=1)
     wanted = np.median(rows, axis=0)
     if rule is MergeRule.TRIMMED:
         wanted = np.sort(rows, axis=0)[1:-1].mean(axis=0)
-    got = whole(payloads, MergeSettings(rule=rule, faulty=1), codec)
+    got = whole(checked, MergeSettings(rule=rule, faulty=1), codec)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigurationError, match="send different indices of a, so that most"):
         whole(made(gradients, Codec(k=64)), MergeSettings(rule=rule), Codec(k=64))
@@ -188,18 +188,18 @@ def test_three_liars_of_ten_hardly_move_it_and_the_mean_they_do(rule):
             name: -1000 * tensor if n < 3 else tensor + 0.1 * noise(SHAPES[name])
             for name, tensor in truth.items()
         }
-    payloads = made(gradients, codec)
+    checked = made(gradients, codec)
     wanted = torch.cat([tensor.flatten() for tensor in truth.values()]).numpy()
 
     def off(how: MergeSettings) -> float:
-        return float(np.linalg.norm(whole(payloads, how, codec) - wanted) / np.linalg.norm(wanted))
+        return float(np.linalg.norm(whole(checked, how, codec) - wanted) / np.linalg.norm(wanted))
 
     assert off(MergeSettings(rule=rule, faulty=3)) < 0.1
     assert off(MergeSettings(rule=MergeRule.MEAN, clip=False)) > 100
 
 
-def of_norms(norms: list[float]) -> dict[str, Payload]:
-    """Payloads with about these norms."""
+def of_norms(norms: list[float]) -> dict[str, CheckedGradient]:
+    """Gradients with about these norms."""
     gradients = drawn(len(norms))
     for tensors, norm in zip(gradients.values(), norms, strict=True):
         whole = sum(float(tensor.square().sum()) for tensor in tensors.values()) ** 0.5
@@ -210,9 +210,9 @@ def of_norms(norms: list[float]) -> dict[str, Payload]:
 
 def scaled_norms(norms: list[float], how: MergeSettings) -> np.ndarray:
     """The norms of such gradients as the rule has them, in the workers' order."""
-    payloads = of_norms(norms)
-    found = compute_worker_factors(payloads, how)
-    return found.scales * [payloads[uid].norm for uid in found.workers]
+    checked = of_norms(norms)
+    found = compute_worker_factors(checked, how)
+    return found.scales * [checked[uid].norm for uid in found.workers]
 
 
 @pytest.mark.parametrize("rule", [MergeRule.MEAN, MergeRule.SENDERS, MergeRule.CENTERED_CLIP])
@@ -249,12 +249,12 @@ def test_gradients_without_values_set_no_limit():
 def test_whoever_is_larger_than_the_median_is_scaled_down_to_it():
     gradients = drawn(5)
     gradients["w03"] = {name: 50 * tensor for name, tensor in gradients["w03"].items()}
-    payloads = made(gradients, Codec())
-    found = compute_worker_factors(payloads, MergeSettings())
-    norms = np.array([payloads[uid].norm for uid in found.workers])
+    checked = made(gradients, Codec())
+    found = compute_worker_factors(checked, MergeSettings())
+    norms = np.array([checked[uid].norm for uid in found.workers])
     assert (norms * found.scales).max() <= np.median(norms) * (1 + 1e-12)
     assert (found.scales == 1).sum() >= 3
-    assert (compute_worker_factors(payloads, MergeSettings(clip=False)).scales == 1).all()
+    assert (compute_worker_factors(checked, MergeSettings(clip=False)).scales == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError
 from millrace.gradients import (
+    CheckedGradient,
     Codec,
     CodeError,
     ErrorFeedback,
@@ -16,13 +17,12 @@ from millrace.gradients import (
     Mask,
     MergeRule,
     MergeSettings,
-    Payload,
     Support,
     Transform,
-    check_payload,
+    check_gradient,
     compute_worker_factors,
     decode,
-    encode_payload,
+    encode_gradient,
     merge,
 )
 from millrace.gradients.codec.compress import Decoder
@@ -127,15 +127,15 @@ def test_without_its_window_it_is_refused():
 SHAPES = {"bias": (30,), "weight": (100, 90)}
 
 
-def payloads(gradients: list[dict[str, torch.Tensor]]) -> dict[str, Payload]:
-    found: dict[str, Payload] = {}
+def check_all(gradients: list[dict[str, torch.Tensor]]) -> dict[str, CheckedGradient]:
+    found: dict[str, CheckedGradient] = {}
     for number, gradient in enumerate(gradients):
         encoder, mask = GradientEncoder(SHARED, 1), Mask("runs/one", 7)
         bodies = {name: encoder.encode(tensor, mask) for name, tensor in gradient.items()}
         said = {"run": "runs/one", "uid": f"w{number}", "window": 7, "base": 1}
-        body = encode_payload(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
+        body = encode_gradient(bodies, SHAPES, SHARED, **said)  # pyright: ignore[reportArgumentType]
         expected = ExpectedGradient("runs/one", f"w{number}", 7, 1, SHARED, SHAPES)
-        found[f"w{number}"] = check_payload(body, expected)
+        found[f"w{number}"] = check_gradient(body, expected)
     return found
 
 
@@ -147,7 +147,7 @@ def test_three_liars_of_nine_do_not_move_what_is_judged_by_place(rule):
         for n in range(6)
     ]
     liars = [{name: -1000 * each for name, each in truth.items()} for _ in range(3)]
-    sent = payloads(honest + liars)
+    sent = check_all(honest + liars)
     how = MergeSettings(rule=rule, faulty=3)
     merged = dict(merge(sent, how, compute_worker_factors(sent, how)))
     for name, shape in SHAPES.items():

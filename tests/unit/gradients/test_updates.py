@@ -1,4 +1,4 @@
-"""Updates: no larger than the payloads, merged to the same weights, and refused if not right."""
+"""Updates: no larger than the gradients, merged to the same weights, and refused if not right."""
 
 import random
 import tracemalloc
@@ -66,7 +66,7 @@ def tensors_of(store: Store, link: ChainLink) -> dict[str, bytes]:
     return {name: body.tobytes() for part in parts for name, body in part.items()}
 
 
-def payload(store: Store, uid: int, window: int) -> dict[str, bytes]:
+def gradient(store: Store, uid: int, window: int) -> dict[str, bytes]:
     key = GradientKeys(KEYS.run, KEYS.version).make_gradient_key(str(uid), window)
     return {name: body.tobytes() for name, body in load_safetensors(read(store, key)).items()}
 
@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "codec"), CASES)
-def test_an_update_is_no_larger_than_the_payloads_and_gives_the_same_weights(store, rule, codec):
+def test_an_update_is_no_larger_than_the_gradients_and_gives_the_same_weights(store, rule, codec):
     run = run_of(store, codec, rule, OuterKind.NESTEROV)
     assert_late_ones_agree(run)
     link = run.before
@@ -95,7 +95,7 @@ def test_an_update_is_no_larger_than_the_payloads_and_gives_the_same_weights(sto
 def test_an_update_has_the_bytes_that_the_workers_sent(store):
     run = run_of(store, Codec(k=64))
     link = run.merge_window(1)
-    stored, sent = tensors_of(store, link), [payload(store, uid, 1) for uid in range(6)]
+    stored, sent = tensors_of(store, link), [gradient(store, uid, 1) for uid in range(6)]
     assert set(stored) == set(SHAPES)
     for name in ("embed", WEIGHT):
         assert stored[name] == b"\x00" + b"".join(one[name] for one in sent)
@@ -113,7 +113,7 @@ def test_a_worker_that_the_rule_leaves_out_is_not_in_the_update(store):
     link = run_of(store, Codec(k=64), MergeRule.MULTI_KRUM).merge_window(1)
     used = [int(uid) for uid, one in link.taken.items() if one.share]
     assert len(used) == 5
-    sent = [payload(store, uid, 1)[WEIGHT] for uid in used]
+    sent = [gradient(store, uid, 1)[WEIGHT] for uid in used]
     assert tensors_of(store, link)[WEIGHT] == b"\x00" + b"".join(sent)
 
 
@@ -158,7 +158,7 @@ def test_a_tensor_of_another_form_is_refused(store, body, sentence):
 def test_fewer_or_more_gradients_than_the_link_names_are_refused(store):
     link = run_of(store, Codec(k=64)).merge_window(1)
     tensors = tensors_of(store, link)
-    for body in (tensors[WEIGHT][:-3], tensors[WEIGHT] + payload(store, 0, 1)[WEIGHT]):
+    for body in (tensors[WEIGHT][:-3], tensors[WEIGHT] + gradient(store, 0, 1)[WEIGHT]):
         changed = forged(store, link, tensors | {WEIGHT: body})
         with pytest.raises(ChainError, match=r"is not an update: .*(too early|left over)"):
             list(iterate_updates(store, changed))

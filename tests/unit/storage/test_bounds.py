@@ -19,11 +19,11 @@ from millrace.gradients import (
     Codec,
     ExclusionReason,
     ExpectedGradient,
-    PayloadError,
+    GradientError,
     Sender,
     gather,
 )
-from millrace.gradients.codec.payload import read_header
+from millrace.gradients.codec.gradient_object import read_header
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
@@ -278,7 +278,7 @@ def test_a_bucket_that_sends_more_of_a_gradient_than_was_asked_for_is_named(
         run="r", uid="a", window=1, base=0, codec=Codec(), shapes={"w": (64, 64)}
     )
     stat = Stat("r/a/gradient", expected.size, "x", datetime.now(UTC))
-    with pytest.raises(PayloadError, match="Its bucket gives an invalid answer") as caught:
+    with pytest.raises(GradientError, match="Its bucket gives an invalid answer") as caught:
         read_header(store_of(endless), stat, expected)
     assert caught.value.reason is ExclusionReason.UNAVAILABLE
 

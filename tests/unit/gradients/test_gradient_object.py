@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from millrace.gradients import (
+    CheckedGradient,
     Codec,
     ExclusionReason,
     ExpectedGradient,
     GradientEncoder,
+    GradientError,
     GradientHeader,
-    Payload,
-    PayloadError,
-    check_payload,
+    check_gradient,
     decode,
-    encode_payload,
-    read_payload,
+    encode_gradient,
+    read_gradient,
 )
-from millrace.gradients.codec.payload import compute_fingerprint
+from millrace.gradients.codec.gradient_object import compute_fingerprint
 from millrace.gradients.codec.tensors import compute_largest_size
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.keys.gradients import GradientKeys
@@ -54,12 +54,12 @@ def bodies(codec: Codec = CODEC, seed: int = 0) -> dict[str, bytes]:
 def made(**changes: object) -> bytes:
     said: dict[str, object] = {"run": "runs/one", "uid": "7", "window": 3, "base": 120}
     parts = {"bodies": bodies(), "shapes": SHAPES, "codec": CODEC, **said, **changes}
-    return encode_payload(**parts)  # pyright: ignore[reportArgumentType]
+    return encode_gradient(**parts)  # pyright: ignore[reportArgumentType]
 
 
 def reason_of(body: bytes, expected: ExpectedGradient = EXPECTED) -> ExclusionReason:
-    with pytest.raises(PayloadError) as caught:
-        check_payload(body, expected)
+    with pytest.raises(GradientError) as caught:
+        check_gradient(body, expected)
     assert str(caught.value).endswith(".")
     return caught.value.reason
 
@@ -67,7 +67,7 @@ def reason_of(body: bytes, expected: ExpectedGradient = EXPECTED) -> ExclusionRe
 def test_what_is_expected_is_taken():
     body = made(tokens=4096, samples="abc")
     assert body == made(tokens=4096, samples="abc")
-    found = check_payload(body, EXPECTED)
+    found = check_gradient(body, EXPECTED)
     assert (found.header.tokens, found.header.samples) == (4096, "abc")
     whole = [decode(bodies()[name], shape, CODEC) for name, shape in SHAPES.items()]
     assert found.norm == pytest.approx(torch.cat([one.flatten() for one in whole]).norm().item())
@@ -114,8 +114,8 @@ def test_a_header_of_which_a_field_was_changed_is_refused(field, value):
 
 
 def test_a_norm_that_is_too_large_is_refused():
-    norm = check_payload(made(), EXPECTED).norm
-    check_payload(made(), replace(EXPECTED, max_norm=norm * 1.001))
+    norm = check_gradient(made(), EXPECTED).norm
+    check_gradient(made(), replace(EXPECTED, max_norm=norm * 1.001))
     assert reason_of(made(), replace(EXPECTED, max_norm=norm * 0.999)) is ExclusionReason.NORM
     huge = GradientEncoder(CODEC, 1).encode(
         torch.full((17,), 3e38)
@@ -124,7 +124,7 @@ def test_a_norm_that_is_too_large_is_refused():
 
 
 def changed(change: Callable[[dict[str, object]], None]) -> bytes:
-    """A payload whose header says something else."""
+    """A gradient whose header says something else."""
     body = made()
     length = int.from_bytes(body[:8], "little")
     described = orjson.loads(body[8 : 8 + length])
@@ -196,17 +196,17 @@ def stored(store: Store, body: bytes) -> Stat:
 def test_what_is_too_large_is_not_read(store):
     stat = stored(store, made() + b"\0" * EXPECTED.size)
     delete(store, [stat.key])  # to read it would be another reason
-    with pytest.raises(PayloadError) as caught:
-        read_payload(store, stat, EXPECTED)
+    with pytest.raises(GradientError) as caught:
+        read_gradient(store, stat, EXPECTED)
     assert caught.value.reason is ExclusionReason.TOO_LARGE
 
 
 def test_what_was_replaced_since_it_was_listed_is_refused(store):
     stat = stored(store, made())
-    assert read_payload(store, stat, EXPECTED).header.uid == "7"
+    assert read_gradient(store, stat, EXPECTED).header.uid == "7"
     put(store, stat.key, made(tokens=1))
-    with pytest.raises(PayloadError) as caught:
-        read_payload(store, stat, EXPECTED)
+    with pytest.raises(GradientError) as caught:
+        read_gradient(store, stat, EXPECTED)
     assert caught.value.reason is ExclusionReason.CHANGED
 
 
@@ -234,7 +234,7 @@ def test_the_fingerprint_tells_models_apart():
 
 
 def good() -> None:
-    assert check_payload(made(), EXPECTED).header.uid == "7"
+    assert check_gradient(made(), EXPECTED).header.uid == "7"
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -251,11 +251,11 @@ def test_changed_bytes_are_refused_or_right(data):
         del body[data.draw(st.integers(0, len(body))) :]
     if kind == "longer":
         body += data.draw(st.binary(max_size=50))
-    with suppress(PayloadError):
-        found = check_payload(bytes(body), EXPECTED)
+    with suppress(GradientError):
+        found = check_gradient(bytes(body), EXPECTED)
         # Only what no digest covers can have changed: the padding, the tokens, the samples.
         assert found.header.model_copy(update={"tokens": 0, "samples": ""}) == (
-            check_payload(made(), EXPECTED).header
+            check_gradient(made(), EXPECTED).header
         )
     good()
 
@@ -266,8 +266,8 @@ def test_changed_codes_under_a_right_digest_are_refused_or_right(name, data):
     changed = bytearray(bodies()[name])
     for _ in range(data.draw(st.integers(1, 5))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(PayloadError):
-        found = check_payload(made(bodies={**bodies(), name: bytes(changed)}), EXPECTED)
+    with suppress(GradientError):
+        found = check_gradient(made(bodies={**bodies(), name: bytes(changed)}), EXPECTED)
         assert math.isfinite(found.norm)
         for run in found.tensors[name]:
             assert run.indices.max() < run.chunks.size
@@ -294,21 +294,21 @@ def texts_of(body: bytes, head: int = 4096) -> list[str]:
     return list(read_texts_and_tensors(body, most=len(SHAPES), head=head)[0].values())
 
 
-def from_torch(store: Store, body: bytes) -> Payload:
+def from_torch(store: Store, body: bytes) -> CheckedGradient:
     key = KEYS.make_gradient_key("7", 3).replace(".safetensors", ".pt")
     assert KEYS.parse(key) == ("7", 3)
     put(store, key, body)
-    return read_payload(store, head(store, key), EXPECTED)
+    return read_gradient(store, head(store, key), EXPECTED)
 
 
 def torch_refusal(store: Store, body: bytes) -> tuple[ExclusionReason, str]:
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(GradientError) as caught:
         from_torch(store, body)
     return caught.value.reason, str(caught.value)
 
 
 def test_a_gradient_may_be_a_file_of_torchs(store):
-    whole, found = check_payload(made(), EXPECTED), from_torch(store, as_torch(made()))
+    whole, found = check_gradient(made(), EXPECTED), from_torch(store, as_torch(made()))
     assert (found.header, found.norm, found.digest) == (whole.header, whole.norm, whole.digest)
     assert found.size > whole.size
     for name, runs in whole.tensors.items():
@@ -463,9 +463,9 @@ def test_changed_bytes_of_it_are_refused_or_right(data):
     if data.draw(st.booleans()):
         del body[data.draw(st.integers(0, len(body))) :]
     good()
-    with suppress(PayloadError):
+    with suppress(GradientError):
         assert (
             from_torch(store, bytes(body)).header.body
-            == check_payload(made(), EXPECTED).header.body
+            == check_gradient(made(), EXPECTED).header.body
         )
     good()

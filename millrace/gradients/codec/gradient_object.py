@@ -1,4 +1,4 @@
-"""Payloads: the gradient of a worker as one safetensors file, and the checks of a received one.
+"""Gradient of a worker as one safetensors file, and the checks of a received one.
 
 Each tensor of the model is a tensor of bytes in the file (see `tensors`). The metadata of the
 header is a `GradientHeader`. A listing shows the size of the object, and the shapes and the codec
@@ -45,7 +45,7 @@ NORM_MOST = 1e18
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class PayloadError(errors.CorruptError):
+class GradientError(errors.CorruptError):
     """A gradient is refused, since it fails a check.
 
     Attributes:
@@ -56,8 +56,8 @@ class PayloadError(errors.CorruptError):
         super().__init__(sentence)
         self.reason = reason
 
-    def __reduce__(self) -> "tuple[type[PayloadError], tuple[ExclusionReason, str]]":
-        return PayloadError, (self.reason, str(self))
+    def __reduce__(self) -> "tuple[type[GradientError], tuple[ExclusionReason, str]]":
+        return GradientError, (self.reason, str(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ExpectedGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class CheckedGradient:
     """Gradient that passed all checks.
 
     Attributes:
@@ -159,7 +159,7 @@ def compute_fingerprint(shapes: Shapes) -> str:
     )
 
 
-def encode_payload(
+def encode_gradient(
     bodies: Mapping[str, bytes],
     shapes: Shapes,
     codec: Codec,
@@ -201,7 +201,7 @@ def encode_payload(
     return encode_byte_tensors(bodies, {_KEY: dump_canonical_json(whole.model_dump()).decode()})
 
 
-def read_payload(store: Store, stat: Stat, expected: ExpectedGradient) -> Payload:
+def read_gradient(store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
     """Read a worker's gradient, and check all of it.
 
     Args:
@@ -210,11 +210,11 @@ def read_payload(store: Store, stat: Stat, expected: ExpectedGradient) -> Payloa
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: The gradient cannot be read, or does not meet the conditions.
+        GradientError: The gradient cannot be read, or does not meet the conditions.
     """
     checked = read_header(store, stat, expected)
     tensors = read_tensors(store, stat, checked, sorted(expected.shapes), expected)
-    return assemble_payload(checked, [tensors], expected)
+    return assemble_gradient(checked, [tensors], expected)
 
 
 def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedHeader:
@@ -226,10 +226,10 @@ def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> Checked
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: The header cannot be read, or does not meet the conditions.
+        GradientError: The header cannot be read, or does not meet the conditions.
     """
     if stat.size > expected.size:
-        raise PayloadError(
+        raise GradientError(
             ExclusionReason.TOO_LARGE,
             f"{stat.size:,} bytes, where {expected.size:,} are the most there are.",
         )
@@ -257,7 +257,7 @@ def read_tensors(
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: The tensors cannot be read.
+        GradientError: The tensors cannot be read.
     """
     if not names:
         return CheckedTensors({}, {}, {})
@@ -283,9 +283,9 @@ def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
         )
     except FormatError as error:
         sentence = f"It is not a file of torch.save with a gradient: {error}."
-        raise PayloadError(ExclusionReason.FORMAT, sentence) from error
+        raise GradientError(ExclusionReason.FORMAT, sentence) from error
     if set(texts) != {_KEY}:
-        raise PayloadError(ExclusionReason.HEADER, f"It has no header, as text under {_KEY!r}.")
+        raise GradientError(ExclusionReason.HEADER, f"It has no header, as text under {_KEY!r}.")
     return encode_byte_tensors(tensors, {_KEY: texts[_KEY]})
 
 
@@ -293,9 +293,11 @@ def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
     try:
         return read_range(store, stat.key, begin, end, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:
-        raise PayloadError(ExclusionReason.CHANGED, "It was replaced while it was read.") from error
+        raise GradientError(
+            ExclusionReason.CHANGED, "It was replaced while it was read."
+        ) from error
     except (errors.UnavailableError, errors.DeniedError, errors.CorruptError) as error:
-        raise PayloadError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
+        raise GradientError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
 
 
 def explain_failure(error: errors.MillraceError) -> str:
@@ -311,7 +313,7 @@ def explain_failure(error: errors.MillraceError) -> str:
             return "Its bucket gives an invalid answer."
 
 
-def check_payload(body: bytes, expected: ExpectedGradient) -> Payload:
+def check_gradient(body: bytes, expected: ExpectedGradient) -> CheckedGradient:
     """Check all of a gradient.
 
     Args:
@@ -319,12 +321,12 @@ def check_payload(body: bytes, expected: ExpectedGradient) -> Payload:
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: The gradient does not meet the conditions.
+        GradientError: The gradient does not meet the conditions.
     """
     view = memoryview(body)
     checked = check_header(view, len(body), expected)
     tensors = check_tensors(view, 0, checked, sorted(expected.shapes), expected)
-    return assemble_payload(checked, [tensors], expected)
+    return assemble_gradient(checked, [tensors], expected)
 
 
 def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> CheckedHeader:
@@ -336,12 +338,12 @@ def check_header(head: memoryview, size: int, expected: ExpectedGradient) -> Che
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: The header does not meet the conditions.
+        GradientError: The header does not meet the conditions.
     """
     header, found = _make_header(head, size, expected.header_size)
     _compare(header, expected)
     if set(found.spans) != set(expected.shapes):
-        raise PayloadError(ExclusionReason.TENSORS, "It has other tensors than the model.")
+        raise GradientError(ExclusionReason.TENSORS, "It has other tensors than the model.")
     return CheckedHeader(header, found.spans, compute_digest(head[: found.begins]), size)
 
 
@@ -400,9 +402,9 @@ def _check_range(name: str, groups: Sequence[SparseChunks], codec: Codec) -> Non
             raise CodeError(f"A value is not between {least:g} and {most:g}.")
 
 
-def assemble_payload(
+def assemble_gradient(
     checked: CheckedHeader, parts: Sequence[CheckedTensors], expected: ExpectedGradient
-) -> Payload:
+) -> CheckedGradient:
     """Return a gradient from its header and its checked tensors.
 
     Args:
@@ -411,23 +413,25 @@ def assemble_payload(
         expected: Conditions that the gradient must meet.
 
     Raises:
-        PayloadError: A tensor has a fault, the digests do not match the header, or the norm is too
+        GradientError: A tensor has a fault, the digests do not match the header, or the norm is too
             large.
     """
     if (
         _digest_tensors(digest for part in parts for digest in part.digests.values())
         != checked.header.body
     ):
-        raise PayloadError(ExclusionReason.DIGEST, "Its bytes are not those that its header names.")
+        raise GradientError(
+            ExclusionReason.DIGEST, "Its bytes are not those that its header names."
+        )
     for part in parts:
         if part.fault:
-            raise PayloadError(ExclusionReason.CODES, part.fault)
+            raise GradientError(ExclusionReason.CODES, part.fault)
     norm = sum(square for part in parts for square in part.squares.values()) ** 0.5
     most = NORM_MOST if expected.max_norm is None else min(expected.max_norm, NORM_MOST)
     if not norm <= most:
-        raise PayloadError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
+        raise GradientError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")
     tensors = {name: groups for part in parts for name, groups in part.sparse.items()}
-    return Payload(checked.header, tensors, norm, checked.digest, checked.size)
+    return CheckedGradient(checked.header, tensors, norm, checked.digest, checked.size)
 
 
 def _digest_tensors(digests: Iterable[str]) -> str:
@@ -442,7 +446,7 @@ def _digest_header(header: GradientHeader) -> str:
 
 def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:
     if header.digest != _digest_header(header):
-        raise PayloadError(
+        raise GradientError(
             ExclusionReason.DIGEST, "Its header was changed: it does not match its digest."
         )
     shapes = tuple(expected.shapes[name] for name in sorted(expected.shapes))
@@ -456,7 +460,7 @@ def _compare(header: GradientHeader, expected: ExpectedGradient) -> None:
         (ExclusionReason.CODEC, header.codec, expected.codec),
     ):
         if said != wanted:
-            raise PayloadError(reason, f"Its {reason} is not the expected one.")
+            raise GradientError(reason, f"Its {reason} is not the expected one.")
 
 
 def _make_header(head: memoryview, size: int, most: int) -> tuple[GradientHeader, ByteTensors]:
@@ -466,10 +470,10 @@ def _make_header(head: memoryview, size: int, most: int) -> tuple[GradientHeader
         said = found.metadata[_KEY]
     except PARSE_ERRORS as error:
         sentence = f"It is not a safetensors file of a gradient: {errors.format_error(error)}."
-        raise PayloadError(ExclusionReason.FORMAT, sentence) from error
+        raise GradientError(ExclusionReason.FORMAT, sentence) from error
     try:
         return GradientHeader.model_validate_json(said, strict=True), found
     except (ValidationError, TypeError) as error:
-        raise PayloadError(
+        raise GradientError(
             ExclusionReason.HEADER, "Its header has no metadata of a gradient."
         ) from error
