@@ -1,6 +1,7 @@
 """Read the pause that a server asks its clients to make."""
 
 import time
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 
@@ -11,6 +12,9 @@ def parse_retry_after(retry_after: str) -> float:
     except ValueError:
         pass
     try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+        date = parsedate_to_datetime(retry_after)
+        if date.tzinfo is None:  # the form of `asctime`, which names no zone, is in UTC
+            date = date.replace(tzinfo=UTC)
+        return max(0.0, date.timestamp() - time.time())
     except (OverflowError, TypeError, ValueError):
         return 0.0
