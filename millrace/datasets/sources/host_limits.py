@@ -10,14 +10,16 @@ import random
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 
-_BUCKETS = 4096  # files for all hosts: hosts of one bucket share their limits
+_BUCKETS = 4096  # files for all hosts: hosts of one bucket share their turns, not their pauses
 _LONGEST_PAUSE = 3600.0  # seconds for which a host is asked nothing, whatever it says
-_MAX_TURN_BYTES = 1024
+_MAX_PAUSES = 64  # pauses of hosts of one bucket
+_MAX_TURN_BYTES = 1 << 20
 
 
 class HostBusyError(Exception):
@@ -55,13 +57,17 @@ class HostLimits:
             host: Name of the host.
             longest_pause: Seconds to wait for the end of a pause that the host has asked for. The
                 time to wait for other requests is not limited.
-            sleep: Function that waits for some seconds, or until the caller is stopped.
+            sleep: Function that waits for some seconds. It returns a true value if the caller is
+                stopped, and then nothing is waited for any more.
 
         Raises:
             HostBusyError: The pause is longer.
         """
         with self._lock_any_slot(host):
-            sleep(self._take_turn(host, longest_pause))
+            wait = self._take_turn(host, longest_pause)
+            # Meanwhile, the host may have asked another caller for a pause.
+            while wait > 0 and not sleep(wait) and self._is_paused(host):
+                wait = self._take_turn(host, longest_pause)
             yield
 
     def pause(self, host: str, seconds: float) -> None:
@@ -73,8 +79,13 @@ class HostLimits:
         """
         until = time.monotonic() + min(seconds, _LONGEST_PAUSE)
         with self._lock_turns(host) as turns:
-            following, _ = _read_turns(turns, host)
-            _write_turns(turns, host, following, until)
+            following, pauses = _read_turns(turns)
+            _write_turns(turns, following, pauses | {host: until})
+
+    def _is_paused(self, host: str) -> bool:
+        """Decide whether the pause that a host has asked for is not over."""
+        with self._lock_turns(host) as turns:
+            return host in _read_turns(turns)[1]
 
     def _take_turn(self, host: str, longest_pause: float) -> float:
         """Take the next turn of a host; return the seconds until it.
@@ -84,14 +95,14 @@ class HostLimits:
         """
         with self._lock_turns(host) as turns:
             now = time.monotonic()
-            following, pause_end = _read_turns(turns, host)
-            # A time of another boot of this machine may be far away.
-            turn = min(max(following, now), now + self._requests * self._interval)
-            pause = min(pause_end - now, _LONGEST_PAUSE)
+            following, pauses = _read_turns(turns)
+            pause = pauses.get(host, now) - now
             if pause > longest_pause:
                 raise HostBusyError(pause)
-            turn = max(turn, now + pause)
-            _write_turns(turns, host, turn + self._interval, pause_end)
+            begin = now + pause  # requests after a pause are an interval apart, too
+            # A time of another boot of this machine may be far away.
+            turn = min(max(following, begin), begin + self._requests * self._interval)
+            _write_turns(turns, turn + self._interval, pauses)
         return turn - now
 
     @contextmanager
@@ -141,15 +152,23 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def _read_turns(descriptor: int, host: str) -> tuple[float, float]:
-    """Return the times of the next turn and of the end of the host's pause (monotonic clock)."""
+def _read_turns(descriptor: int) -> tuple[float, dict[str, float]]:
+    """Return the time of the next turn, and the end of each host's pause (monotonic clock).
+
+    Pauses that are over are left out, and so are times of another boot of this machine.
+    """
+    now = time.monotonic()
     try:
-        following, pause_end, name = os.pread(descriptor, _MAX_TURN_BYTES, 0).decode().split(" ")
-        return float(following), float(pause_end) if name == host else 0.0
+        first, *lines = os.pread(descriptor, _MAX_TURN_BYTES, 0).decode().split("\n")
+        ends = [line.split(" ", 1) for line in lines]
+        pauses = {host: float(end) for end, host in ends}
+        return float(first), {h: t for h, t in pauses.items() if 0 < t - now <= _LONGEST_PAUSE}
     except ValueError:  # empty or damaged
-        return 0.0, 0.0
+        return 0.0, {}
 
 
-def _write_turns(descriptor: int, host: str, following: float, pause_end: float) -> None:
+def _write_turns(descriptor: int, following: float, pauses: Mapping[str, float]) -> None:
+    latest = sorted(pauses.items(), key=itemgetter(1))[-_MAX_PAUSES:]
+    lines = [f"{following!r}", *(f"{end!r} {host}" for host, end in latest)]
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{following!r} {pause_end!r} {host}".encode(), 0)
+    os.pwrite(descriptor, "\n".join(lines).encode(), 0)

@@ -479,6 +479,58 @@ def test_the_requests_of_a_host_are_an_interval_apart(tmp_path, monkeypatch):
     assert limits[0]._take_turn("a", 0.0 + 3600) <= 3600.0
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the clock of the limits; return its time, in a list that a test changes."""
+    now = [1000.0]
+    monkeypatch.setattr("millrace.datasets.sources.host_limits.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_requests_after_a_pause_are_an_interval_apart_too(monkeypatch):
+    set_clock(monkeypatch)
+    limits = HostLimits(4, DownloadSettings(host_interval="10s").host_interval)
+    limits.pause("a", 100.0)
+    assert [limits._take_turn("a", 200.0) for _ in range(3)] == [100.0, 110.0, 120.0]
+
+
+def test_a_pause_outlasts_the_requests_and_pauses_of_hosts_that_share_its_file(monkeypatch):
+    now = set_clock(monkeypatch)
+    monkeypatch.setattr("millrace.datasets.sources.host_limits._BUCKETS", 1)
+    limits = HostLimits(4, DownloadSettings(host_interval="0s").host_interval)
+    limits.pause("a", 100.0)
+    assert limits._take_turn("b", 0.0) == 0.0
+    limits.pause("b", 30.0)
+    for host, rest in (("a", 100.0), ("b", 30.0)):
+        with pytest.raises(HostBusyError) as busy:
+            limits._take_turn(host, 0.0)
+        assert busy.value.seconds == rest
+    now[0] += 50.0
+    assert limits._take_turn("b", 0.0) == 0.0
+    assert limits._take_turn("a", 60.0) == 50.0
+
+
+def test_a_pause_that_begins_while_a_request_waits_for_its_turn_holds_for_it(monkeypatch):
+    now = set_clock(monkeypatch)
+    limits = HostLimits(4, DownloadSettings(host_interval="10s").host_interval)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            limits.pause("a", 40.0)
+        now[0] += seconds
+
+    with limits.hold("a", 60.0):
+        pass
+    with limits.hold("a", 60.0, sleep):
+        assert now[0] == 1040.0
+    assert waits == [10.0, 30.0]
+    with pytest.raises(HostBusyError), limits.hold("a", 30.0, lambda _: limits.pause("a", 40.0)):
+        pass
+    with limits.hold("a", 60.0, lambda _: True):  # the caller is stopped
+        pass
+
+
 def test_times_of_hosts_that_cannot_be_read_are_dropped(tmp_path):
     limits = HostLimits(1, DownloadSettings().host_interval, tmp_path)
     limits.pause("a", 50.0)
