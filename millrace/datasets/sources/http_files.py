@@ -42,6 +42,7 @@ _TRANSLATED = [ipaddress.IPv6Network(one) for one in ("::/96", "64:ff9b::/96", "
 _RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<size>\d+)")
 _HEADER = re.compile(r"(?!(?i:range|accept-encoding)$)[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\t -~]+")
+_NOT_IN_URLS = re.compile(r"[ \x80-\xff]")  # bytes of a header are decoded as Latin-1
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "millrace"}
 
 
@@ -240,7 +241,7 @@ class HttpFiles:
             if answer.status not in REDIRECT_STATUSES or not location:
                 return answer
             release(answer)
-            url = urljoin(url, location)
+            url = urljoin(url, encode_location(location))
             if not is_web_url(url) or (now.scheme == "https" and url.startswith("http://")):
                 raise errors.ConfigurationError(
                     f"{self.make_url('')} redirects to {_drop_query(url)}, which is not read. "
@@ -394,6 +395,14 @@ def _parse_size(text: str | None) -> int | None:
 
 def _drop_query(url: str) -> str:
     return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
+
+
+def encode_location(location: str) -> str:
+    """Return the header `Location` of an answer as a URL in ASCII, as browsers do.
+
+    Many servers send names in UTF-8 or with spaces. Each such byte is written as ``%XX``.
+    """
+    return _NOT_IN_URLS.sub(lambda found: f"%{ord(found[0]):02X}", location)
 
 
 def release(answer: BaseHTTPResponse) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead, InvalidURL, RemoteDisconnected
 from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
@@ -19,8 +19,11 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
+    InvalidHeader,
+    LocationParseError,
     NameResolutionError,
     NewConnectionError,
+    ProtocolError,
     ReadTimeoutError,
     SSLError,
 )
@@ -32,7 +35,7 @@ from millrace.datasets.sources.http_files import (
     REDIRECT_STATUSES,
     TRANSIENT_STATUSES,
     RetryClock,
-    is_web_url,
+    encode_location,
     release,
     require_public,
 )
@@ -46,6 +49,8 @@ _CONNECT_TIMEOUT = 5.0
 _READ_TIMEOUT = 20.0
 _BLOCK = 256 << 10
 _MAX_URL_LENGTH = 8192
+_NO_HTTP = "the answer of its server is not valid HTTP"
+_WEB = re.compile(r"https?://", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
 
@@ -174,6 +179,7 @@ class UrlDownloader:
                 location = answer.headers.get("Location")
                 if answer.status not in REDIRECT_STATUSES or not location:
                     return self._read_answer(answer)
+            location = encode_location(location)
             try:
                 url = urljoin(url, location)
             except ValueError:
@@ -331,7 +337,7 @@ class _TlsPool(urllib3.HTTPSConnectionPool):
 
 def _find_fault(url: str) -> str:
     """Return the reason why a URL is not requested; empty if it is."""
-    if not is_web_url(url):
+    if not _WEB.match(url):
         return "is not http:// or https://"
     if len(url) > _MAX_URL_LENGTH:
         return f"is longer than {_MAX_URL_LENGTH} characters"
@@ -359,8 +365,14 @@ def _translate_error(error: Exception) -> _FailedTryError:
             reason, is_answered = "its server stopped sending", True
         case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return _FailedTryError("the certificate of its server is not trusted")
-        case HTTPError() | HTTPException() | OSError() if not isinstance(error, ValueError):
-            reason, is_answered = "the connection was cut", True
-        case _:
+        case LocationParseError() | InvalidURL() | UnicodeError():
             return _FailedTryError("is not a valid URL")
+        case ValueError() | InvalidHeader():
+            return _FailedTryError(_NO_HTTP)
+        case ProtocolError(args=(_, HTTPException() as cause)) if not isinstance(
+            cause, RemoteDisconnected | IncompleteRead
+        ):
+            reason, is_answered = _NO_HTTP, True
+        case _:
+            reason, is_answered = "the connection was cut", True
     return _FailedTryError(reason, is_transient=True, is_answered=is_answered)

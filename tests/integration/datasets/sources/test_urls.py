@@ -245,6 +245,42 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
     assert bad[0].where == f"{site.url}/404"
 
 
+def test_a_redirect_in_utf8_or_with_a_space_is_followed():
+    def answer(handler: UrlHandler) -> None:
+        if handler.path.startswith("/from"):
+            name = ("/größe", "/a b", "/a%20b")[int(handler.path[-1])]
+            head = f"HTTP/1.1 302 Found\r\nLocation: {name}\r\nContent-Length: 0\r\n\r\n"
+            handler.wfile.write(head.encode())
+        else:
+            handler.send(handler.path.encode())
+
+    with serve_urls(answer) as site:
+        rows = fetch_all([f"{site.url}/from{n}" for n in range(3)])
+    assert [row.fields["bin"] for row in rows] == [b"/gr%C3%B6%C3%9Fe", b"/a%20b", b"/a%20b"]
+
+
+def test_the_scheme_of_a_url_may_have_capital_letters(site):
+    url = site.url.replace("http://", "HTTP://")
+    assert fetch_reasons([f"{url}/x", "Ftp://host/x"]) == ["sample", "is not http:// or https://"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"hello",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 500 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
+    ],
+    ids=["text", "status", "long header", "many headers", "two lengths", "negative chunk"],
+)
+def test_an_answer_that_is_not_http_is_named_as_such(head):
+    with serve_urls(lambda handler: handler.wfile.write(head)) as site:
+        assert fetch_reasons([f"{site.url}/x"]) == ["the answer of its server is not valid HTTP"]
+
+
 def test_a_body_over_the_limit_is_read_no_further():
     def answer(handler: UrlHandler) -> None:
         if handler.path == "/declared":
