@@ -40,7 +40,7 @@ def divide_row_groups(
     files: SourceFiles,
     table: FileTable,
     partition_bytes: int,
-    columns: Mapping[str, str] | None,
+    *columns: Mapping[str, str] | None,
 ) -> list[FileRange]:
     """Divide the files of a source at their row groups. Reads the footer of every file.
 
@@ -48,7 +48,8 @@ def divide_row_groups(
         files: Files of the source.
         table: Table of these files.
         partition_bytes: Approximate bytes of a range. A row group is not divided.
-        columns: Column of each field, by the field's extension.
+        columns: Column of each field, by the field's extension; None for whole rows. Each file must
+            be fit for all that are given.
 
     Raises:
         ConfigurationError: A file is no parquet file, or does not have the columns.
@@ -67,7 +68,7 @@ def divide_row_groups(
                 f"{files.make_url(file.path)}: the server sends no parts of files, which parquet "
                 "needs. Copy the file to a bucket or a folder."
             )
-        return _divide_file(files, file, number, partition_bytes, columns)
+        return _divide_file(files, file, number, partition_bytes, *columns)
 
     rows = iterate_files(table, local=files.is_local)
     ranges: list[FileRange] = []
@@ -83,10 +84,11 @@ def _divide_file(
     file: FileRef,
     number: int,
     partition_bytes: int,
-    columns: Mapping[str, str] | None,
+    *columns: Mapping[str, str] | None,
 ) -> list[FileRange]:
     parquet = _open_file(files, file, SourceFileReader(files, file))
-    check_columns(files.make_url(file.path), parquet.schema_arrow, columns)
+    for selected in columns:
+        check_columns(files.make_url(file.path), parquet.schema_arrow, selected)
     ranges: list[FileRange] = []
     start = end = size = 0
     for group in range(parquet.metadata.num_row_groups):

@@ -6,11 +6,11 @@ of a URL may give other bytes: the source is not reproducible.
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import orjson
@@ -89,10 +89,13 @@ def divide_url_lists(
             # pyarrow is imported only for what needs it.
             from millrace.datasets.sources.parquet import divide_row_groups  # noqa: PLC0415
 
-            return divide_row_groups(files, table, size, columns)
+            with _name_url_field(settings.urls):
+                taken = [columns] if settings.columns else [columns, None]
+                return divide_row_groups(files, table, size, *taken)
         case "csv":
             ranges = divide_files(files, table, size, keys, whole=True)
-            CsvSource(files, None, columns, None, None).check_headers(ranges)
+            with _name_url_field(settings.urls):
+                CsvSource(files, None, columns, None, None).check_headers(ranges)
             return ranges
         case "text" if settings.columns:
             raise errors.ConfigurationError(
@@ -101,6 +104,23 @@ def divide_url_lists(
             )
         case _:
             return divide_files(files, table, size, keys)
+
+
+@contextmanager
+def _name_url_field(urls: UrlSettings) -> Generator[None]:
+    """Add the setting to the error for a list that lacks the column of the URLs.
+
+    Raises:
+        ConfigurationError: A list cannot be divided.
+    """
+    try:
+        yield
+    except errors.ConfigurationError as error:
+        if f"no column {urls.url_field!r}." not in str(error):
+            raise
+        raise errors.ConfigurationError(
+            f"{error} For the column of the URLs, correct `url_field` in `urls`."
+        ) from None
 
 
 def _find_kind(path: str) -> str:
@@ -165,12 +185,14 @@ class _PendingRow:
     Attributes:
         row: The row, without the field of the URL.
         url: URL of the row.
+        shown: The URL for messages; the position of the row if nothing of the URL can be shown.
         body: Answer to the URL; None for a row that makes no sample.
         size: Bytes of the row.
     """
 
     row: Row
     url: str
+    shown: str
     body: Future[Body | Failure] | None
     size: int
 
@@ -235,7 +257,7 @@ class UrlSource:
         waiting: deque[_PendingRow] = deque()
         while following or waiting:
             while following and self._has_room(waiting):
-                waiting.append(self._request_row(pool, downloader, following))
+                waiting.append(self._request_row(pool, downloader, source_range, following))
                 following = next(rows, None)
             active = [one.body for one in waiting if one.body and not one.body.done()]
             if waiting[0].body in active:
@@ -262,20 +284,31 @@ class UrlSource:
         )
 
     def _request_row(
-        self, pool: ThreadPoolExecutor, downloader: UrlDownloader, row: Row
+        self,
+        pool: ThreadPoolExecutor,
+        downloader: UrlDownloader,
+        source_range: SourceRange,
+        row: Row,
     ) -> _PendingRow:
         """Start the download of the URL of a row."""
         if isinstance(row, BadRow):
-            return _PendingRow(row, "", None, len(row.data))
+            return _PendingRow(row, "", "", None, len(row.data))
         url, row = self._split_row(row)
+        where = _describe_position(source_range, row)
+        if not url:
+            reason = f"no URL in {self._settings.url_field!r}"
+            bad = BadRow(where, reason, self._join_row(url, row), row.next_cursor)
+            return _PendingRow(bad, "", "", None, len(bad.data))
         size = sum(map(len, row.fields.values()))
-        return _PendingRow(row, url, pool.submit(downloader.fetch, url), size)
+        return _PendingRow(
+            row, url, _show_url(url) or where, pool.submit(downloader.fetch, url), size
+        )
 
     def _split_row(self, row: Sample) -> tuple[str, Sample]:
         """Return the URL of a row, and the row without the field of the URL."""
         fields = dict(row.fields)
         if self._columns is None:
-            value = orjson.loads(_get_bytes(fields["json"])).get(self._settings.url_field)
+            value = _find_value(orjson.loads(_get_bytes(fields["json"])), self._settings.url_field)
             url = value if isinstance(value, str) else ""
         else:
             url = _get_bytes(fields.pop(_URL)).decode("utf-8", "replace")
@@ -296,7 +329,7 @@ class UrlSource:
             return row
         answer = pending.body.result()
         if isinstance(answer, Failure):
-            shown = _show_url(pending.url)
+            shown = pending.shown
             if not answer.is_answered:
                 silent_hosts.add(urlsplit(pending.url).hostname or "")
             else:
@@ -339,6 +372,26 @@ class UrlSource:
             case _:
                 text = TextFiles(files, store, any_version=False)
                 return _TextLines(text, self._settings.url_field)
+
+
+def _describe_position(source_range: SourceRange, row: Sample) -> str:
+    """Return the position of a row of a list, for messages."""
+    number = int(row.key.rpartition("-")[2])
+    if isinstance(source_range, RowRange):
+        return f"{source_range.file.path}, row {number}"
+    assert isinstance(source_range, TextRange), "lists are divided by rows or bytes"
+    return f"{source_range.file.path}, byte {number}"
+
+
+def _find_value(row: Any, column: str) -> object:
+    """Return a value of a whole row, or of a part of a column such as ``image.url``."""
+    if not isinstance(row, dict):
+        return None
+    values = cast("dict[str, Any]", row)
+    name, _, rest = column.partition(".")
+    if column in values or not rest:
+        return values.get(column)
+    return _find_value(values.get(name), rest)
 
 
 def _get_bytes(data: Any) -> bytes:

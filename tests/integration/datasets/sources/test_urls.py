@@ -165,6 +165,58 @@ def test_a_list_without_its_column_or_of_several_kinds_is_refused_before_a_reque
         read_list(store, include=["b.txt"], columns={"txt": "text"})
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_list_without_its_column_is_refused_with_the_setting_that_names_it(site, name):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, name, encode_list(name, [{"url": site.url, "text": "x"}]))
+    with pytest.raises(errors.ConfigurationError, match="correct `url_field` in `urls`"):
+        read_list(store, urls={"url_field": "URL"})
+    with pytest.raises(errors.ConfigurationError, match=r"no column 'caption'.*exclude`\.$"):
+        read_list(store, columns={"txt": "caption"})
+
+
+def test_whole_rows_of_parquet_that_json_cannot_hold_are_refused_before_a_request(site):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    body = io.BytesIO()
+    parquet.write_table(pyarrow.table({"url": [site.url], "hash": [b"\xff"]}), body)
+    put(store, "a.parquet", body.getvalue())
+    with pytest.raises(errors.ConfigurationError, match="the column hash holds bytes"):
+        open_list(store)
+    assert len(read_list(store, columns={"hash": "hash"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("a.jsonl", None), ("a.parquet", None), ("a.parquet", {"txt": "text"})],
+)
+def test_a_url_may_be_a_part_of_a_column(site, name, columns):
+    row = {"image": {"url": f"{site.url}/x"}, "text": "x"}
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, name, encode_list(name, [row]))
+    (found,) = read_list(store, columns=columns, urls={"url_field": "image.url"})
+    assert found.fields["bin"] == b"/x"
+
+
+def test_a_row_without_a_url_is_named_by_its_position(site):
+    rows: list[dict[str, object]] = [{"link": "x"}, {"url": ["http://h/x"]}, {"url": " "}]
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    found = read_list(store)
+    assert [row.where for row in found] == [f"a.jsonl, byte {n}" for n in (0, 14, 38)]
+    assert {row.reason for row in found} == {"no URL in 'url'"}
+    assert json.loads(found[0].data) == {"link": "x"}
+    body = io.BytesIO()
+    parquet.write_table(pyarrow.table({"url": [f"{site.url}/x", None]}), body)
+    other = open_store(f"memory://{secrets.token_hex(8)}")
+    put(other, "a.parquet", body.getvalue())
+    assert read_list(other)[1].where == "a.parquet, row 1"
+    text = open_store(f"memory://{secrets.token_hex(8)}")
+    put(text, "a.txt", f"{site.url}/x\n# a comment\n".encode())
+    assert read_list(text)[1][:2] == (
+        f"a.txt, byte {len(site.url) + 3}", "is not http:// or https://"
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -235,9 +287,8 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
         "status 404", "status 410", "", "status 500", "", "it is redirected too often",
         "it redirects to an address that is not http:// or https://", "",
         "compressed, although the server is asked not to", "status 204", "",
-        "is not http:// or https://", "is not http:// or https://",
-        "has spaces or control characters", "has credentials in it", "is not a valid URL",
-        "has no host",
+        "no URL in 'url'", "is not http:// or https://", "has spaces or control characters",
+        "has credentials in it", "is not a valid URL", "has no host",
     ]  # fmt: skip
     bad = [row for row in rows if isinstance(row, BadRow)]
     assert all("pw" not in row.where for row in bad)
