@@ -38,7 +38,10 @@ TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of answers after which a request is tried again."""
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_TRANSLATED = [ipaddress.IPv6Network(one) for one in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")]
+_TRANSLATED = [
+    ipaddress.IPv6Network(one)
+    for one in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48")
+]
 _RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<size>\d+)")
 _HEADER = re.compile(r"(?!(?i:range|accept-encoding)$)[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\t -~]+")
@@ -316,14 +319,31 @@ def require_public(connection: Any, opened: socket.socket) -> socket.socket:
     Raises:
         ConfigurationError: The address is not public.
     """
-    address = str(opened.getpeername()[0]).partition("%")[0]
-    if not all(one.is_global for one in _list_addresses(ipaddress.ip_address(address))):
+    try:
+        check_public(connection.host, opened.getpeername()[0])
+    except errors.ConfigurationError:
         opened.close()
+        raise
+    return opened
+
+
+def check_public(host: str, address: str) -> None:
+    """Check that an address of a host is not one of a private network or of this machine.
+
+    Raises:
+        ConfigurationError: The address is not public.
+    """
+    address = address.partition("%")[0]
+    if not all(map(_is_public, _list_addresses(ipaddress.ip_address(address)))):
         raise errors.ConfigurationError(
-            f"{connection.host} is {address}, an address of a private network or of this machine. "
+            f"{host} is {address}, an address of a private network or of this machine. "
             "If it is meant, set `allow_private: true` in `source`."
         )
-    return opened
+
+
+def _is_public(address: _Address) -> bool:
+    is_site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return address.is_global and not is_site_local and not address.is_multicast
 
 
 def _list_addresses(address: _Address) -> list[_Address]:

@@ -17,17 +17,15 @@ from urllib.parse import urljoin, urlsplit
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import (
-    ConnectTimeoutError,
     HTTPError,
     InvalidHeader,
     LocationParseError,
-    NameResolutionError,
-    NewConnectionError,
     ProtocolError,
     ReadTimeoutError,
     SSLError,
 )
 from urllib3.response import BaseHTTPResponse
+from urllib3.util.connection import create_connection
 
 from millrace import errors
 from millrace.datasets.sources.host_limits import HostBusyError, HostLimits
@@ -35,9 +33,9 @@ from millrace.datasets.sources.http_files import (
     REDIRECT_STATUSES,
     TRANSIENT_STATUSES,
     RetryClock,
+    check_public,
     encode_location,
     release,
-    require_public,
 )
 from millrace.datasets.sources.settings import DownloadSettings, UrlSettings
 from millrace.retry_after import parse_retry_after
@@ -273,14 +271,41 @@ class _OpenRequest:
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def watch(self, connection: Any, opened: socket.socket) -> socket.socket:
-        """Check the address of a new connection, and end it when the request is cut.
+    def connect(self, connection: Any) -> socket.socket:
+        """Open the socket of a connection, which ends when the request is cut.
+
+        The addresses of the host are tried one after another. An address of a private network is
+        refused before anything is sent to it.
 
         Raises:
-            ConfigurationError: The address is in a private network.
+            ConfigurationError: An address is in a private network.
+            _FailedTryError: No address can be reached.
         """
-        if not self._allow_private:
-            require_public(connection, opened)
+        name = str(connection._dns_host).strip("[]")  # noqa: SLF001 - `host` has no last dot
+        port = connection.port
+        try:
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except socket.gaierror:
+            raise _make_silent_error("its host has no address") from None
+        fault = _make_silent_error("its host does not answer")
+        for address in [str(one[4][0]) for one in found]:
+            if self.is_cut:
+                break
+            if not self._allow_private:
+                check_public(name, address)
+            try:
+                opened = create_connection(
+                    (address, port), _CONNECT_TIMEOUT, socket_options=connection.socket_options
+                )
+            except TimeoutError:
+                fault = _make_silent_error("its host does not answer")
+            except OSError:
+                fault = _make_silent_error("its host cannot be reached")
+            else:
+                return self._watch(opened)
+        raise fault
+
+    def _watch(self, opened: socket.socket) -> socket.socket:
         with self._lock:
             self._sockets.append(opened.dup())  # TLS takes the descriptor of the socket itself
         if self.is_cut:
@@ -312,19 +337,19 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _watch(connection: Any, opened: socket.socket) -> socket.socket:
+def _connect(connection: Any) -> socket.socket:
     assert _current.request is not None, "connections are opened in a request"
-    return _current.request.watch(connection, opened)
+    return _current.request.connect(connection)
 
 
 class _WatchedConnection(HTTPConnection):
     def _new_conn(self) -> socket.socket:
-        return _watch(self, super()._new_conn())
+        return _connect(self)
 
 
 class _TlsConnection(HTTPSConnection):
     def _new_conn(self) -> socket.socket:
-        return _watch(self, super()._new_conn())
+        return _connect(self)
 
 
 class _Pool(urllib3.HTTPConnectionPool):
@@ -353,16 +378,15 @@ def _find_fault(url: str) -> str:
     return "" if parts.hostname else "has no host"
 
 
+def _make_silent_error(reason: str) -> _FailedTryError:
+    """Return the error for a host that does not answer."""
+    return _FailedTryError(reason, is_transient=True, is_answered=False)
+
+
 def _translate_error(error: Exception) -> _FailedTryError:
     match error:
-        case NameResolutionError():
-            reason, is_answered = "its host has no address", False
-        case NewConnectionError():
-            reason, is_answered = "its host cannot be reached", False
-        case ConnectTimeoutError():  # `NewConnectionError` is one of these
-            reason, is_answered = "its host does not answer", False
         case ReadTimeoutError():
-            reason, is_answered = "its server stopped sending", True
+            reason = "its server stopped sending"
         case SSLError() if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return _FailedTryError("the certificate of its server is not trusted")
         case LocationParseError() | InvalidURL() | UnicodeError():
@@ -372,7 +396,7 @@ def _translate_error(error: Exception) -> _FailedTryError:
         case ProtocolError(args=(_, HTTPException() as cause)) if not isinstance(
             cause, RemoteDisconnected | IncompleteRead
         ):
-            reason, is_answered = _NO_HTTP, True
+            reason = _NO_HTTP
         case _:
-            reason, is_answered = "the connection was cut", True
-    return _FailedTryError(reason, is_transient=True, is_answered=is_answered)
+            reason = "the connection was cut"
+    return _FailedTryError(reason, is_transient=True)

@@ -458,6 +458,62 @@ def test_private_addresses_are_refused_by_name_and_number(site):
     assert "sample" not in found
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1",
+        "fec0::1", "fd00::1", "ff02::1", "::7f00:1", "::ffff:127.0.0.1", "::ffff:0:127.0.0.1",
+        "2002:7f00:1::", "64:ff9b::7f00:1",
+    ],
+)  # fmt: skip
+def test_no_form_of_a_private_address_is_public(address):
+    with pytest.raises(errors.ConfigurationError, match="allow_private"):
+        http_files.check_public("host", address)
+
+
+def test_public_addresses_are_public():
+    for address in ("1.1.1.1", "2606:4700:4700::1111", "2002:101:101::", "64:ff9b::101:101"):
+        http_files.check_public("host", address)
+
+
+def answer_name(monkeypatch: pytest.MonkeyPatch, name: str, addresses: list[str]) -> None:
+    """Give a name addresses, since the name server of a test has none."""
+    find = socket.getaddrinfo
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+
+    def find_addresses(host: str, *arguments: object, **settings: object) -> object:
+        return found if host == name else find(host, *arguments, **settings)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_addresses)
+
+
+def test_no_connection_to_a_private_address_is_opened(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        found = fetch_reasons([f"http://127.0.0.1:{server.getsockname()[1]}/x"], private=False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert found == ["its address is in a private network (see `allow_private` of `source`)"]
+
+
+def test_a_name_with_many_addresses_costs_no_more_time_than_one(monkeypatch):
+    tried: list[str] = []
+    connect = url_download.create_connection
+
+    def count_tries(address: tuple[str, int], *arguments: object, **settings: object) -> object:
+        tried.append(address[0])
+        return connect(("127.0.0.1", port), 0.2, **settings)
+
+    monkeypatch.setattr(url_download, "create_connection", count_tries)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
+        port = server.getsockname()[1]
+        first.connect(("127.0.0.1", port))  # the server takes no other connection, and is silent
+        answer_name(monkeypatch, "many.example", ["127.0.0.1"] * 100)
+        found = fetch_reasons(["http://many.example/x"], downloads={"timeout": "1s"})
+    assert found == ["its host does not answer"]
+    assert 1 < len(tried) < 50
+
+
 def test_a_redirect_to_a_private_address_is_refused(monkeypatch):
     """127.0.0.1 counts as public here, since no server of a test has a public address."""
     list_addresses = http_files._list_addresses
