@@ -27,7 +27,7 @@ from millrace.datasets.worker import PartitionJob, run_job
 from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import COLLECTOR, LeaseKeys
+from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name
 from millrace.lease import (
     Heartbeat,
     HeldLease,
@@ -79,6 +79,8 @@ def shard_all_partitions(
     ttl = execution.lease_timeout
     with Heartbeat(ttl) as heartbeat:
         leases = _PartitionLeases(store, keys, holder, ttl, clock, heartbeat)
+        if pending:
+            leases.begin_run()
         if execution.ray:
             with connect_pool(execution.ray, execution.workers) as pool:
                 _Driver(pool, pending, leases, progress).run()
@@ -91,7 +93,7 @@ def shard_all_partitions(
 
 @dataclass(slots=True)
 class _PartitionLeases:
-    """Leases of this process on partitions, renewed by one heartbeat."""
+    """Leases of this process on the run and on partitions, renewed by one heartbeat."""
 
     store: Store
     keys: DatasetKeys
@@ -100,23 +102,38 @@ class _PartitionLeases:
     clock: StoreClock
     heartbeat: Heartbeat
 
-    def claim(self, partition: str) -> Lease | HeldLease | None:
-        """Take the lease of a partition; return None while a process collects the garbage.
+    def begin_run(self) -> None:
+        """Take the lease of this run. Wait as long as a process collects the garbage.
 
-        The collector takes its lease first, and then looks for leases of partitions. So one of the
-        two processes finds the lease of the other. The first look spares a collector that has begun
-        the sight of a lease, which would stop it.
+        The collector takes its lease first, and then looks for leases of runs. So one of the two
+        processes finds the lease of the other. The first look spares a collector that has begun the
+        sight of a lease, which would stop it.
+
+        This answer holds for all partitions of the run: a collector that begins later finds the
+        run's lease. If this process is suspended, the lease ends, and a collector may begin. The
+        next heartbeat renews the lease, since no other process takes a lease of this name. So the
+        collector stops before its next batch. Objects that are deleted until then are not lost: a
+        commit uploads missing ones again, and a dataset is finalized after a listing of its shards.
         """
-        if self._is_collected():
-            return None
+        name = make_run_lease_name(self.holder.id)
+        keys = LeaseKeys(self.keys.dataset, name)
+        while True:
+            if not self._is_collected():
+                lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
+                assert isinstance(lease, Lease), "another process has the holder id of this one"
+                self.heartbeat.keep(lease)
+                if not self._is_collected():
+                    return
+                self.heartbeat.release(lease)
+            logger.info("%s waits for the end of the collection of garbage", self.keys.dataset)
+            time.sleep(_POLL_INTERVAL)
+
+    def claim(self, partition: str) -> Lease | HeldLease:
+        """Take the lease of a partition; return the lease of another holder if there is one."""
         keys = LeaseKeys(self.keys.dataset, partition)
         lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
-        if not isinstance(lease, Lease):
-            return lease
-        if self._is_collected():
-            lease.release()
-            return None
-        self.heartbeat.keep(lease)
+        if isinstance(lease, Lease):
+            self.heartbeat.keep(lease)
         return lease
 
     def _is_collected(self) -> bool:
@@ -159,10 +176,6 @@ class _PendingPartitions:
             lease = leases.claim(job.partition.name)
             if isinstance(lease, Lease):
                 return job, lease
-            if lease is None:
-                logger.info("%s waits for the end of the collection of garbage", job.dataset)
-                self.put_back(job)
-                return None
             logger.info(
                 "%s is held by %s until %s", job.partition.name, lease.holder.host, lease.until
             )

@@ -7,7 +7,9 @@ from millrace.keys.names import is_plain
 
 MEMBERS = "members"
 """Folder of the leases of a job's members."""
-COLLECTOR = "garbage"
+RUNS = "runs"
+"""Folder of the leases of the processes that work on a whole dataset."""
+COLLECTOR = f"{RUNS}/garbage"
 """Name of the lease of the process that collects the garbage of a dataset."""
 
 
@@ -46,6 +48,15 @@ class LeaseKeys:
         if match is None or match[1] != f"{int(match[1]):06d}":  # with more zeros
             return None
         return int(match[1]), match[2]
+
+
+def make_run_lease_name(holder: str) -> str:
+    """Return the name of the lease of a run that shards a dataset.
+
+    Args:
+        holder: Identifier of the run's holder, so no other run takes the lease.
+    """
+    return f"{RUNS}/{holder}"
 
 
 def make_clock_probe_key(scope: str, holder: str) -> str:
