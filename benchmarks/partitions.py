@@ -9,6 +9,7 @@ the cost is that of the partitions. Each step runs in a process of its own, in t
 - ``shard``: all partitions are sharded in this process, and the dataset is finalized.
 - ``finalize``: the manifest is deleted, and a run finalizes the dataset again.
 - ``status``, ``verify``, ``garbage``: the dataset is complete.
+- ``delete-garbage``: as many shards as partitions that no record names are deleted, and the leases.
 
 ``exponent`` is the growth of the CPU time between the two largest sizes: 1 if ten times the
 partitions cost ten times as much. The cost of one partition is subtracted first.
@@ -17,6 +18,7 @@ partitions cost ten times as much. The cost of one partition is subtracted first
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.common import (
@@ -29,6 +31,7 @@ from benchmarks.common import (
 )
 from millrace.datasets import (
     PipelineSettings,
+    delete_garbage,
     plan_dataset,
     plan_garbage,
     read_status,
@@ -38,7 +41,7 @@ from millrace.datasets import (
 from millrace.datasets.plan import pin_plan
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import ignore_event
-from millrace.storage import delete, open_store
+from millrace.storage import delete, open_store, put
 
 ROW = 1024  # bytes of a row, and of a partition
 NAME = "rows"
@@ -117,6 +120,17 @@ def run_verify(folder: Path, count: int) -> None:
     assert (found.is_intact, found.shards) == (True, count)
 
 
+def run_delete_garbage(folder: Path, count: int) -> None:
+    """Delete shards that no record names, and the leases of the complete dataset."""
+    store, keys = open_store(make_settings(folder).store), DatasetKeys(NAME)
+    prefix = keys.make_shards_prefix("webdataset", "train")
+    for number in range(count):
+        put(store, f"{prefix}train-{number:05d}-999999.tar", b"")
+    plan = plan_garbage(store, NAME, min_age=timedelta(seconds=-60))
+    found = delete_garbage(store, plan).deletion
+    assert found.deleted_objects == len(plan.objects) >= count
+
+
 STEPS: dict[str, Callable[[Path, int], None]] = {
     "plan": run_plan,
     "status-open": run_status_open,
@@ -126,6 +140,7 @@ STEPS: dict[str, Callable[[Path, int], None]] = {
     "status": run_status,
     "verify": run_verify,
     "garbage": run_garbage,
+    "delete-garbage": run_delete_garbage,
 }
 OPEN_STEPS = {"plan", "status-open", "garbage-open"}
 

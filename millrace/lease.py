@@ -325,6 +325,9 @@ class Census:
         clock: Clock of the store.
         strict: Whether an unreadable record is an error as long as its lease may be held.
             Otherwise the lease counts as free.
+
+    Attributes:
+        listed: Number of objects in the last listing of the leases.
     """
 
     def __init__(
@@ -334,6 +337,7 @@ class Census:
         self._prefix = f"{make_lease_prefix(scope)}{group}/" if group else make_lease_prefix(scope)
         self._members = "" if group else f"{MEMBERS}/"  # folder below the prefix
         self._records: dict[str, LeaseTerm] = {}
+        self.listed = 0
 
     def find_holders(self) -> dict[str, HeldLease]:
         """Return the holder of each held lease, by the last part of the lease's name.
@@ -346,8 +350,10 @@ class Census:
             CorruptError: A record cannot be read, and ``strict`` is true.
         """
         found: dict[LeaseKeys, tuple[int, dict[str, Stat]]] = {}
+        self.listed = 0
         listed = list_fairly(self._store, self._prefix, within=self._members, limit=_MAX_OBJECTS)
         for stat in listed:
+            self.listed += 1
             keys = parse_lease(self._scope, stat.key)
             if keys is not None:
                 found[keys] = _keep_newest(keys, stat, *found.get(keys, (-1, {})))

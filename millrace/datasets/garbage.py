@@ -16,7 +16,7 @@ from millrace.deletion import (
     find_stale_uploads,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import COLLECTOR, LeaseKeys, make_lease_prefix
+from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -24,6 +24,7 @@ from millrace.schemas.dataset import DatasetPlan
 from millrace.storage import DeleteFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
+_LISTED_PER_BATCH = 1000  # leases of partitions: one request, as a batch has 1,000 objects
 _NAMED = "a record of the dataset names it by now"
 
 
@@ -133,7 +134,9 @@ class _HeldDataset:
         plan: Plan of the dataset.
         clock: Clock of the store.
         holder: This process.
-        census: Census of the leases of the dataset.
+        census: Census of all leases of the dataset.
+        runs: Census of the leases of runs and of the collector. One page at any number of
+            partitions.
         is_leased: Whether this process holds a lease. A complete dataset needs none.
     """
 
@@ -143,6 +146,7 @@ class _HeldDataset:
     clock: StoreClock
     holder: Holder
     census: Census
+    runs: Census
     is_leased: bool
 
     def iterate_unreferenced(self) -> Iterator[Stat]:
@@ -170,8 +174,8 @@ class _HeldDataset:
 def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
     """Hold the lease of the collector of an unfinished dataset, since a run could commit garbage.
 
-    A run looks for this lease after it has taken the lease of a partition. One lease of the
-    dataset is enough, at any number of partitions.
+    A run looks for this lease after it has taken its own one. One lease of the dataset is enough,
+    at any number of partitions.
 
     Raises:
         NotFoundError: There is no plan under this name.
@@ -197,7 +201,8 @@ def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
                 raise _make_conflict_error(dataset, lease.holder)
             heartbeat.keep(lease)
             _refuse_others(dataset, census.find_holders(), holder)
-        yield _HeldDataset(store, keys, plan, clock, holder, census, is_leased)
+        runs = Census(store, dataset, RUNS, clock)
+        yield _HeldDataset(store, keys, plan, clock, holder, census, runs, is_leased)
 
 
 def _refuse_others(dataset: str, held: Mapping[str, HeldLease], holder: Holder) -> None:
@@ -212,11 +217,18 @@ def _refuse_others(dataset: str, held: Mapping[str, HeldLease], holder: Holder) 
 
 
 class _GarbageCheck:
-    """Check of planned garbage against the present records and leases of the dataset."""
+    """Check of planned garbage against the present records and leases of the dataset.
+
+    Each run holds a lease in one small folder, which is listed before each batch. So a batch costs
+    one request at any number of partitions. The leases of all partitions are listed, too, since
+    another program may hold one without the lease of a run. That listing is repeated after as many
+    batches as it had pages, so a batch costs one page of it on average.
+    """
 
     def __init__(self, held: _HeldDataset) -> None:
         self._held = held
         self._dataset = held.keys.dataset
+        self._batches = 0  # since the last listing of all leases
         self._unreferenced = {stat.key for stat in held.iterate_unreferenced()}
 
     def refresh_leases(self) -> None:
@@ -228,9 +240,14 @@ class _GarbageCheck:
         Raises:
             ConflictError: Another process holds a lease, or a lease of this process has ended.
         """
-        current = self._held.census.find_holders()
-        _refuse_others(self._dataset, current, self._held.holder)
-        if self._held.is_leased and COLLECTOR not in current:
+        held = self._held
+        runs = held.runs.find_holders()
+        _refuse_others(self._dataset, runs, held.holder)
+        self._batches += 1
+        if self._batches * _LISTED_PER_BATCH >= held.census.listed:
+            _refuse_others(self._dataset, held.census.find_holders(), held.holder)
+            self._batches = 0
+        if held.is_leased and all(one.holder.id != held.holder.id for one in runs.values()):
             raise errors.ConflictError(
                 f"The lease of this process on {self._dataset} has ended: the process was "
                 "suspended for too long. The remaining objects stay. Collect the garbage again."
