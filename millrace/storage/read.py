@@ -221,8 +221,25 @@ def _iterate_blocks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]
         yield block
 
 
-def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None = None) -> bytes:
+def read_range(
+    store: Store,
+    key: str,
+    start: int,
+    end: int,
+    *,
+    etag: str | None = None,
+    on_block: Callable[[int], None] | None = None,
+) -> bytes:
     """Read bytes ``start`` to ``end`` (exclusive), or to the object's end. One request.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+        start: Offset of the first byte.
+        end: Offset after the last byte.
+        etag: ETag that the object must have.
+        on_block: Function that receives the size of each block of up to 8 MiB when it has arrived.
+            An error that the function raises ends the read. A foreign store does not call it.
 
     Raises:
         NotFoundError: There is no such object.
@@ -238,19 +255,34 @@ def read_range(store: Store, key: str, start: int, end: int, *, etag: str | None
     options: GetOptions = {**_make_match_options(etag), "range": (start, end)}
 
     def fetch() -> bytes:
-        return _read_body(store, key, obstore.get(store.raw, key, options=options), end - start)
+        found = obstore.get(store.raw, key, options=options)
+        return _read_body(store, key, found, end - start, on_block)
 
     return call_with_retries(store, key, fetch)
 
 
-def _read_body(store: Store, key: str, found: "GetResult", max_size: int) -> bytes:
+def _read_body(
+    store: Store,
+    key: str,
+    found: "GetResult",
+    max_size: int,
+    on_block: Callable[[int], None] | None = None,
+) -> bytes:
     """Read a body up to a limit. The length in the headers is not trusted.
 
     Raises:
         CorruptError: The body is longer than ``max_size``.
     """
-    blocks = found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE))
-    return join_blocks(store, key, map(bytes, blocks), max_size)
+    blocks = map(bytes, found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE)))
+    if on_block is not None:
+        blocks = _report_blocks(blocks, on_block)
+    return join_blocks(store, key, blocks, max_size)
+
+
+def _report_blocks(blocks: Iterable[bytes], on_block: Callable[[int], None]) -> Iterator[bytes]:
+    for block in blocks:
+        on_block(len(block))
+        yield block
 
 
 def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) -> bytes:

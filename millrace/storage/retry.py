@@ -102,7 +102,7 @@ class RetryLoop:
         fault = _translate_final_error(error, store, key)
         if fault is not None:
             raise fault from error
-        pause = _draw_backoff(self._failures)
+        pause = draw_backoff(self._failures)
         self._failures += 1
         self._warn(error)
         if _parse_status(error) in {429, 503}:
@@ -218,7 +218,7 @@ def translate_error(error: BaseException, store: Store, key: str) -> errors.Mill
     return final or errors.UnavailableError(f"{store.make_url(key)}: {errors.format_error(error)}")
 
 
-def _draw_backoff(attempt: int) -> float:
+def draw_backoff(attempt: int) -> float:
     """Draw a pause with full jitter.
 
     Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/

@@ -200,6 +200,14 @@ class R2Proxy:
         """Bend some of the `Rules` until the next `reset`."""
         self._ask("/rules", rules)
 
+    def set_delays(self, share: float, seconds: float, seed: int = 0) -> None:
+        """Let a share of the answers to GetObject come later, from the start of the seed."""
+        self._ask("/delays", {"share": share, "seconds": seconds, "seed": seed})
+
+    def count_delayed(self) -> int:
+        """Return the number of answers that came later since the last `reset`."""
+        return self._ask("/delayed")
+
     def count_fired(self) -> dict[str, int]:
         """Return how often each kind of fault fired."""
         return self._ask("/counts")

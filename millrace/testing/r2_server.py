@@ -8,6 +8,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import random
 import ssl
 import time
 import xml.etree.ElementTree as ET
@@ -106,6 +107,24 @@ class Checksum(Protocol):
         ...
 
 
+class Delays:
+    """Answers to GetObject that come later, chosen at random.
+
+    Args:
+        share: Part of the answers.
+        seconds: Time that an answer comes later.
+        seed: Seed of the choice.
+    """
+
+    def __init__(self, share: float = 0.0, seconds: float = 0.0, seed: int = 0) -> None:
+        self.share, self.seconds = share, seconds
+        self._random = random.Random(seed)
+
+    def draw(self) -> float:
+        """Return the seconds for one answer."""
+        return self.seconds if self._random.random() < self.share else 0.0
+
+
 @dataclass(slots=True)
 class Asked:
     """A request on its way through."""
@@ -147,6 +166,8 @@ class Proxy:
         self.last_write: dict[str, float] = {}
         self.crcs: dict[str, tuple[str, str]] = {}  # ETag and CRC of an object, by bucket/key
         self.release = asyncio.Event()
+        self.delays = Delays()
+        self.delayed = 0
 
     def reset(self) -> None:
         """Forget everything, and bring stalled requests to their end."""
@@ -155,6 +176,7 @@ class Proxy:
         self.seen.clear()
         self.last_write.clear()
         self.rules = self.first_rules
+        self.delays, self.delayed = Delays(), 0
         self.release.set()
         self.release = asyncio.Event()
 
@@ -202,6 +224,10 @@ class Proxy:
                 await asyncio.wait_for(self.release.wait(), plan.stall_seconds)
             return _close(asked.request)
         whole = await self._admit(asked)
+        if asked.operation.name == "GetObject" and (seconds := self.delays.draw()):
+            self.delayed += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.release.wait(), seconds)
         try:
             answer = await self._forward(asked, whole)
         except BaseException as error:
@@ -483,6 +509,10 @@ class Control:
                 proxy.box.fail_next(NextFault(Fault(body.pop("kind")), **body))
             case "/rules":
                 proxy.rules = Rules(**asdict(proxy.rules) | body)
+            case "/delays":
+                proxy.delays = Delays(**body)
+            case "/delayed":
+                return proxy.delayed
             case "/reset":
                 proxy.reset()
             case "/counts":

@@ -1,0 +1,715 @@
+"""Read objects of which several stores have copies, from the copy that answers first.
+
+Keys are relative to the URL of each store. Reads take turns by the measured rate of the stores. A
+read that fails goes on elsewhere. A read that takes longer than nearly all before is also sent to
+another store, within a budget of further requests. A copy is used once it is proven equal: by its
+ETag, by a digest, or by a check of the caller. It is then read by the ETag that it had.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from millrace import errors
+from millrace.digest import (
+    BLOCK_SIZE,
+    compute_digest,
+    find_differing_blocks,
+    get_algorithm,
+    hash_blocks,
+    make_hasher,
+    slice_blocks,
+)
+from millrace.storage.mirror_policy import (
+    CircuitBreaker,
+    Clock,
+    DurationWindow,
+    HedgeBudget,
+    MirrorPolicy,
+    RelativeRate,
+    WeightedTurns,
+)
+from millrace.storage.mirrored_objects import (
+    CopyStates,
+    FetchedRange,
+    MirroredObject,
+    ObjectTable,
+    Sample,
+)
+from millrace.storage.open import Backend, Store
+from millrace.storage.read import head, read_range, stream
+from millrace.storage.retry import draw_backoff
+from millrace.threads import DaemonThreadPool
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[bytes], object]
+"""Function that receives the bytes of a range, and raises `CorruptError` if they are damaged."""
+
+_PROBE_BYTES = 64 << 10
+_SHORTEST_WAIT = 0.002  # seconds between two tries to take a further request from the budget
+_OBJECT_ERRORS = (errors.NotFoundError, errors.ChangedError, errors.CorruptError)
+
+
+@dataclass(frozen=True, slots=True)
+class LocationReport:
+    """Work of one location of a reader of mirrors.
+
+    Attributes:
+        name: URL of the location, with its endpoint if it has one.
+        requests: Number of requests, with those of proofs and probes.
+        served_bytes: Bytes that were used.
+        unused_bytes: Bytes that arrived after another location was faster, or for a proof.
+        failures: Number of requests that failed.
+        hedges: Number of requests that were made since another location was slow.
+        won_hedges: Number of these requests that were faster.
+        differing: Number of objects whose copies differ.
+        missing: Number of objects that have no copy.
+        is_dropped: Whether the location is left out, since several of its objects differ.
+    """
+
+    name: str
+    requests: int
+    served_bytes: int
+    unused_bytes: int
+    failures: int
+    hedges: int
+    won_hedges: int
+    differing: int
+    missing: int
+    is_dropped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReport:
+    """Work of a reader of mirrors.
+
+    Attributes:
+        reads: Number of ranges that were read.
+        locations: Work of each location.
+    """
+
+    reads: int
+    locations: tuple[LocationReport, ...]
+
+    @property
+    def further_share(self) -> float:
+        """Number of requests beyond one for each read, as a share of the reads."""
+        requests = sum(location.requests for location in self.locations)
+        return (requests - self.reads) / self.reads if self.reads else 0.0
+
+    def describe(self) -> str:
+        """Return a sentence for each location, on a line of its own."""
+        return "\n".join(
+            f"{one.name}: {one.served_bytes:,} bytes by {one.requests:,} requests, "
+            f"{one.failures:,} failed, {one.hedges:,} hedges ({one.won_hedges:,} faster), "
+            f"{one.unused_bytes:,} bytes unused"
+            for one in self.locations
+        )
+
+
+class _UnprovenCopyError(errors.ChangedError):
+    """A copy cannot be compared with the object."""
+
+
+@dataclass(slots=True)
+class _Location:
+    """A store, and its health.
+
+    Attributes:
+        number: Number of the location.
+        store: Store whose requests are tried once.
+        name: URL and endpoint.
+        breaker: Breaker of its requests.
+        pool: Threads of its requests.
+        rate: Measured rate.
+        reported: Kinds of faults that were logged.
+    """
+
+    number: int
+    store: Store
+    name: str
+    breaker: CircuitBreaker
+    pool: DaemonThreadPool
+    rate: RelativeRate = field(default_factory=RelativeRate)
+    reported: set[str] = field(default_factory=set[str])
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    requests: int = 0
+    served: int = 0
+    received: int = 0
+    failures: int = 0
+    hedges: int = 0
+    won_hedges: int = 0
+    differing: int = 0
+    missing: int = 0
+    is_dropped: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """True if the location is a folder of this machine."""
+        return self.store.location.backend is Backend.FILE
+
+    @property
+    def is_available(self) -> bool:
+        """True if requests may be made now."""
+        return not self.breaker.is_open and self.store.throttle.resume_at <= time.monotonic()
+
+    def add_received(self, size: int) -> None:
+        """Count bytes that have arrived."""
+        with self.lock:
+            self.received += size
+
+    def make_report(self) -> LocationReport:
+        """Return the counts."""
+        with self.lock:
+            return LocationReport(
+                self.name, self.requests, self.served, self.received - self.served, self.failures,
+                self.hedges, self.won_hedges, self.differing, self.missing, self.is_dropped,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Result of one attempt."""
+
+    location: int
+    is_hedge: bool
+    fetched: FetchedRange | None = None
+    error: errors.MillraceError | None = None
+
+
+@dataclass(slots=True)
+class _Race:
+    """Attempts to read one range.
+
+    Attributes:
+        item: The object.
+        state: State of its copies.
+        start: Offset of the first byte.
+        end: Offset after the last byte.
+        allow_unproven: Whether the caller checks the bytes.
+        is_over: Whether an attempt has won, so that others stop.
+        outcomes: Outcomes of attempts.
+        pending: Locations with an attempt.
+        faults: Errors of the attempts.
+    """
+
+    item: MirroredObject
+    state: CopyStates
+    start: int
+    end: int
+    allow_unproven: bool
+    is_over: bool = False
+    outcomes: "queue.SimpleQueue[_Outcome]" = field(default_factory=queue.SimpleQueue["_Outcome"])
+    pending: set[int] = field(default_factory=set[int])
+    faults: dict[int, errors.MillraceError] = field(default_factory=dict[int, errors.MillraceError])
+
+    def wait(self, seconds: float) -> _Outcome | None:
+        """Return the next outcome; None if there is none within some seconds."""
+        try:
+            return self.outcomes.get(timeout=None if seconds == math.inf else max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+
+class MirroredReader:
+    """Reads objects from several stores that have copies of them. Threads may share a reader.
+
+    A folder is read first, since its bytes are there. After a fork, make a new reader.
+
+    Args:
+        stores: Stores, in the order in which they are listed.
+        concurrency: Largest number of requests to one store at a time.
+        policy: Limits.
+        clock: Clock of pauses and durations, in seconds.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        *,
+        concurrency: int = 16,
+        policy: MirrorPolicy | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if not stores:
+            raise errors.ConfigurationError("Name at least one location.")
+        self._policy = policy or MirrorPolicy()
+        self._clock = clock
+        self._retry_seconds = max(one.spec.retry_timeout for one in stores).total_seconds()
+        self._locations = [
+            _Location(
+                number,
+                store.with_retry_timeout(timedelta(0)),
+                f"{store.url} ({store.endpoint})" if store.endpoint else store.url,
+                CircuitBreaker(self._policy, clock),
+                DaemonThreadPool(concurrency, f"mirror-{number}"),
+            )
+            for number, store in enumerate(stores)
+        ]
+        self.stores = tuple(stores)
+        self._budget, self._turns = HedgeBudget(self._policy), WeightedTurns()
+        self._durations, self._objects = DurationWindow(), ObjectTable()
+        self._lock = threading.Lock()
+        self._reads = 0
+
+    def make_report(self) -> MirrorReport:
+        """Return the work of each location so far."""
+        return MirrorReport(self._reads, tuple(one.make_report() for one in self._locations))
+
+    def get_name(self, location: int) -> str:
+        """Return the name of a location for messages."""
+        return self._locations[location].name
+
+    def close(self) -> None:
+        """Start no further requests. Those under way end by themselves."""
+        for location in self._locations:
+            location.pool.shutdown()
+
+    def read_range(
+        self, item: MirroredObject, start: int, end: int, *, check: Check | None = None
+    ) -> bytes:
+        """Return the bytes of an object between two offsets.
+
+        Args:
+            item: The object.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+            check: Function that checks the bytes. With it, a copy that no ETag and no digest proves
+                is used if its bytes pass the check.
+
+        Raises:
+            MillraceError: No location has the bytes. The message has the reason of each.
+        """
+        while True:
+            fetched = self.fetch(item, start, end, allow_unproven=check is not None)
+            try:
+                if check is not None:
+                    check(fetched.data)
+            except errors.CorruptError as error:
+                self.reject(item, fetched, str(error))
+                continue
+            self.confirm(item, fetched)
+            return fetched.data
+
+    def fetch(
+        self,
+        item: MirroredObject,
+        start: int,
+        end: int,
+        *,
+        allow_unproven: bool = False,
+        avoid: Collection[int] = (),
+    ) -> FetchedRange:
+        """Return the bytes of an object between two offsets, with the copy that they are from.
+
+        Args:
+            item: The object.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+            allow_unproven: Whether the bytes may be of a copy that is not proven yet. The caller
+                then checks the bytes, and calls `confirm` or `reject`.
+            avoid: Numbers of locations that are not read.
+
+        Raises:
+            MillraceError: No location has the bytes. The message has the reason of each.
+        """
+        state = self._objects.get(item)
+        if start >= end:
+            return FetchedRange(b"", 0, "", is_proven=True)
+        with self._lock:
+            self._reads += 1
+        self._budget.add_read()
+        deadline = self._clock() + self._retry_seconds
+        failures = 0
+        while True:
+            race = _Race(item, state, start, end, allow_unproven)
+            fetched = self._run_race(race, avoid)
+            if fetched is not None:
+                return fetched
+            pause = draw_backoff(failures)
+            failures += 1
+            is_transient = any(
+                isinstance(error, errors.UnavailableError) for error in race.faults.values()
+            )
+            if not is_transient or self._clock() + pause >= deadline:
+                raise self._make_error(race)
+            time.sleep(pause)
+
+    def confirm(self, item: MirroredObject, fetched: FetchedRange) -> None:
+        """Note that bytes have passed the check of the caller: their copy is read from now on."""
+        if not fetched.is_proven:
+            self._objects.get(item).pin(fetched.location, fetched.etag)
+
+    def reject(self, item: MirroredObject, fetched: FetchedRange, reason: str) -> None:
+        """Leave out the copy of an object, since its bytes do not pass the check of the caller."""
+        error = errors.CorruptError(reason)
+        self._leave_out(self._locations[fetched.location], item, self._objects.get(item), error)
+
+    # Race of the locations for one range.
+
+    def _run_race(self, race: _Race, avoid: Collection[int]) -> FetchedRange | None:
+        """Ask locations until one has answered; return None if all have failed."""
+        if not self._start_next(race, avoid):
+            return None
+        self._probe(race.item)
+        began = self._clock()
+        usual = self._durations.find_quantile(race.end - race.start, self._policy.hedge_quantile)
+        slow = max(self._policy.slow_seconds, self._policy.slow_ratio * (usual or 0))
+        hedge_at = math.inf if usual is None else began + usual
+        slow_at = began + slow
+        while True:
+            outcome = race.wait(min(hedge_at, slow_at) - self._clock())
+            if outcome is None:
+                if self._clock() >= slow_at:
+                    self._blame(race)
+                    self._start_next(race, avoid, is_necessary=True)
+                    slow_at += slow
+                elif self._clock() >= hedge_at:
+                    step = max((usual or 0) / 2, _SHORTEST_WAIT)
+                    hedge_at = self._try_hedge(race, avoid, self._clock() + step)
+                continue
+            race.pending.discard(outcome.location)
+            if outcome.fetched is not None:
+                race.is_over = True
+                self._count_winner(outcome, outcome.fetched)
+                return outcome.fetched
+            if outcome.error is not None:
+                race.faults[outcome.location] = outcome.error
+            if race.pending or self._start_next(race, avoid, is_necessary=True):
+                continue
+            return None
+
+    def _start_next(
+        self, race: _Race, avoid: Collection[int], *, is_necessary: bool = False
+    ) -> bool:
+        """Start an attempt at the location whose turn it is; return False if none is left."""
+        allowed = self._list_allowed(race, avoid)
+        if not allowed:
+            return False
+        available = [location for location in allowed if location.is_available]
+        if available:
+            chosen = self._take_turn(available)
+        else:
+            chosen = min(allowed, key=lambda one: one.breaker.resumes_at)
+        if is_necessary:
+            self._budget.spend()
+        self._start(race, chosen, is_hedge=False)
+        return True
+
+    def _try_hedge(self, race: _Race, avoid: Collection[int], next_try: float) -> float:
+        """Ask another location too, if the budget allows it; return the time of the next try."""
+        available = [one for one in self._list_allowed(race, avoid) if one.is_available]
+        if not available:
+            return math.inf
+        if not self._budget.try_spend():
+            return next_try
+        chosen = self._take_turn(available)
+        with chosen.lock:
+            chosen.hedges += 1
+        self._start(race, chosen, is_hedge=True)
+        return math.inf
+
+    def _start(self, race: _Race, location: _Location, *, is_hedge: bool) -> None:
+        race.pending.add(location.number)
+        if location.is_local:
+            self._attempt(race, location, is_hedge=is_hedge)
+        else:
+            location.pool.submit(self._attempt, race, location, is_hedge=is_hedge)
+
+    def _list_allowed(self, race: _Race, avoid: Collection[int]) -> list[_Location]:
+        """Return the locations that may be asked, and were not asked in this race."""
+        tried = {*avoid, *race.pending, *race.faults, *race.state.faults}
+        return [
+            location
+            for location in self._locations
+            if location.number not in tried
+            and not location.is_dropped
+            and (race.allow_unproven or self._is_provable(race.item, race.state, location))
+        ]
+
+    def _take_turn(self, available: Sequence[_Location]) -> _Location:
+        """Return the location to ask next: a folder, or else by the measured rates."""
+        for location in available:
+            if location.is_local:
+                return location
+        weights = {one.number: one.rate.weight for one in available}
+        return self._locations[self._turns.choose(weights, list(weights))]
+
+    def _blame(self, race: _Race) -> None:
+        """Count the attempts that have not ended as failures of their locations."""
+        for number in race.pending:
+            error = errors.UnavailableError("It does not answer in time.")
+            self._count_failure(self._locations[number], error)
+
+    def _probe(self, item: MirroredObject) -> None:
+        """Ask locations that rest, in the background, whether they answer again."""
+        for location in self._locations:
+            if location.is_dropped or not location.breaker.take_probe():
+                continue
+            self._budget.spend()
+            location.pool.submit(self._run_probe, location, item)
+
+    def _run_probe(self, location: _Location, item: MirroredObject) -> None:
+        size = min(item.size, _PROBE_BYTES)
+        try:
+            self._request(location, item, 0, size, etag=None)
+        except _OBJECT_ERRORS:
+            location.breaker.record_success()
+        except errors.MillraceError as error:
+            self._count_failure(location, error, is_probe=True)
+        else:
+            location.breaker.record_success()
+
+    # One attempt, in a thread of its location.
+
+    def _attempt(self, race: _Race, location: _Location, *, is_hedge: bool) -> None:
+        number = location.number
+        try:
+            if race.is_over:
+                return
+            fetched = self._read_copy(race, location)
+            location.breaker.record_success()
+            if fetched.is_proven:
+                race.state.keep_sample(race.start, fetched.data)
+            race.outcomes.put(_Outcome(number, is_hedge, fetched=fetched))
+        except errors.StoppedError:
+            race.outcomes.put(_Outcome(number, is_hedge))
+        except errors.MillraceError as error:
+            self._handle_error(race, location, error)
+            race.outcomes.put(_Outcome(number, is_hedge, error=error))
+        except BaseException as error:
+            fault = errors.MillraceError(f"{location.name}: {errors.format_error(error)}")
+            race.outcomes.put(_Outcome(number, is_hedge, error=fault))
+            raise
+
+    def _handle_error(self, race: _Race, location: _Location, error: errors.MillraceError) -> None:
+        if isinstance(error, _UnprovenCopyError):
+            return
+        if not isinstance(error, _OBJECT_ERRORS):
+            self._count_failure(location, error)
+            return
+        self._leave_out(location, race.item, race.state, error)
+
+    def _read_copy(self, race: _Race, location: _Location) -> FetchedRange:
+        """Read the range of a copy. The first read of a copy also proves it.
+
+        Raises:
+            _UnprovenCopyError: The copy cannot be compared.
+            ChangedError, CorruptError: The copy differs.
+        """
+        item, state, number = race.item, race.state, location.number
+        start, end = race.start, race.end
+        pinned = state.pinned.get(number)
+        if pinned is not None:
+            data = self._request(location, item, start, end, etag=pinned, race=race)
+            return FetchedRange(data, number, pinned, is_proven=True)
+        if item.listed_by == number or self._has_equal_etags(item, state, location):
+            try:
+                data = self._request(location, item, start, end, etag=item.etag, race=race)
+            except errors.ChangedError:
+                if item.listed_by == number:
+                    raise
+                state.unequal.add(number)
+                self._budget.spend()
+            else:
+                state.pin(number, item.etag)
+                return FetchedRange(data, number, item.etag, is_proven=True)
+        etag = state.described.get(number) or self._describe(location, item, state)
+        if item.blocks:
+            data = self._read_blocks(race, location, etag)
+        elif race.allow_unproven:
+            if state.sample:
+                self._compare_sample(location, item, state.sample, etag)
+            data = self._request(location, item, start, end, etag=etag, race=race)
+            return FetchedRange(data, number, etag, is_proven=False)
+        elif item.digest:
+            with state.lock:
+                if number not in state.pinned:
+                    self._compare_digest(location, item, etag)
+                    state.pin(number, etag)
+            data = self._request(location, item, start, end, etag=etag, race=race)
+        else:
+            raise _UnprovenCopyError(
+                f"{location.name} has another ETag for {item.key}, and no digest is known by which "
+                "the copy could be compared."
+            )
+        state.pin(number, etag)
+        return FetchedRange(data, number, etag, is_proven=True)
+
+    def _is_provable(self, item: MirroredObject, state: CopyStates, location: _Location) -> bool:
+        number = location.number
+        return bool(
+            number in state.pinned
+            or item.digest
+            or item.listed_by == number
+            or self._has_equal_etags(item, state, location)
+        )
+
+    def _has_equal_etags(
+        self, item: MirroredObject, state: CopyStates, location: _Location
+    ) -> bool:
+        """Decide whether a copy may have the ETag of the listing, which proves that it is equal.
+
+        ETags of S3 are computed from the bytes. With a key service, they are random, so that two of
+        them are never equal.
+        """
+        if item.listed_by is None or not item.etag or location.number in state.unequal:
+            return False
+        listed = self._locations[item.listed_by]
+        return listed.store.is_s3_compatible and location.store.is_s3_compatible
+
+    def _describe(self, location: _Location, item: MirroredObject, state: CopyStates) -> str:
+        """Return the ETag of a copy, whose size is compared. One request."""
+        self._budget.spend()
+        with location.lock:
+            location.requests += 1
+        found = head(location.store, item.key)
+        if found.size != item.size:
+            raise errors.ChangedError(f"it has {found.size:,} bytes, not {item.size:,}")
+        if not found.etag:
+            raise errors.ChangedError("the store gives no ETag, so a change would not be seen")
+        state.described[location.number] = found.etag
+        return found.etag
+
+    def _read_blocks(self, race: _Race, location: _Location, etag: str) -> bytes:
+        """Read the blocks that a range is in, compare their digests, and return the range."""
+        item = race.item
+        blocks = range(race.start // BLOCK_SIZE, -(-race.end // BLOCK_SIZE))
+        first, last = blocks.start * BLOCK_SIZE, min(item.size, blocks.stop * BLOCK_SIZE)
+        data = self._request(location, item, first, last, etag=etag, race=race)
+        expected = slice_blocks(item.blocks, blocks)
+        if find_differing_blocks(hash_blocks(data), expected):
+            raise errors.CorruptError("its bytes do not have the digests of their blocks")
+        return data[race.start - first : race.end - first]
+
+    def _compare_sample(
+        self, location: _Location, item: MirroredObject, sample: Sample, etag: str
+    ) -> None:
+        """Compare a range of a copy with that of a proven one. One request."""
+        self._budget.spend()
+        data = self._request(location, item, sample.start, sample.end, etag=etag)
+        if compute_digest(data) != sample.digest:
+            raise errors.CorruptError(
+                f"its bytes {sample.start:,} to {sample.end:,} are others than elsewhere"
+            )
+
+    def _compare_digest(self, location: _Location, item: MirroredObject, etag: str) -> None:
+        """Read a copy whole, and compare its digest."""
+        hasher = make_hasher(get_algorithm(item.digest))
+        store = location.store.with_retry_timeout(timedelta(seconds=self._retry_seconds))
+        for data in stream(store, item.key, end=item.size, etag=etag):
+            self._budget.spend()
+            with location.lock:
+                location.requests += 1
+                location.received += len(data)
+            hasher.update(data)
+        if hasher.compute() != item.digest:
+            raise errors.CorruptError("its bytes do not have the digest of the object")
+
+    def _request(
+        self,
+        location: _Location,
+        item: MirroredObject,
+        start: int,
+        end: int,
+        *,
+        etag: str | None,
+        race: _Race | None = None,
+    ) -> bytes:
+        """Read a range of a copy by its ETag, and note the duration. One request."""
+
+        def handle_block(size: int) -> None:
+            location.add_received(size)
+            if race is not None and race.is_over:
+                raise errors.StoppedError("Another location was faster.")
+
+        with location.lock:
+            location.requests += 1
+        began = self._clock()
+        try:
+            data = read_range(
+                location.store, item.key, start, end, etag=etag, on_block=handle_block
+            )
+        except errors.StoppedError:
+            self._record_duration(location, end - start, self._clock() - began)
+            raise
+        self._record_duration(location, end - start, self._clock() - began)
+        if len(data) != end - start:
+            raise errors.ChangedError(f"it has fewer than {end:,} bytes")
+        return data
+
+    def _record_duration(self, location: _Location, size: int, seconds: float) -> None:
+        usual = self._durations.find_quantile(size, 0.5)
+        with location.lock:
+            location.rate.record(seconds, usual)
+        if not location.is_local:
+            self._durations.record(size, seconds)
+
+    # Counts and messages.
+
+    def _count_winner(self, outcome: _Outcome, fetched: FetchedRange) -> None:
+        location = self._locations[outcome.location]
+        with location.lock:
+            location.served += len(fetched.data)
+            location.won_hedges += outcome.is_hedge
+
+    def _count_failure(
+        self, location: _Location, error: errors.MillraceError, *, is_probe: bool = False
+    ) -> None:
+        with location.lock:
+            location.failures += 1
+        if location.breaker.record_failure(is_probe=is_probe):
+            logger.warning("%s is not read for a while: %s", location.name, error)
+
+    def _leave_out(
+        self,
+        location: _Location,
+        item: MirroredObject,
+        state: CopyStates,
+        error: errors.MillraceError,
+    ) -> None:
+        """Read no more of the copy of an object, and say why."""
+        is_missing = isinstance(error, errors.NotFoundError)
+        with location.lock:
+            if location.number in state.faults:
+                return
+            state.faults[location.number] = error
+            location.missing += is_missing
+            location.differing += not is_missing
+            is_first_missing = is_missing and location.missing == 1
+            drops = location.differing == self._policy.differing_objects and not is_missing
+            location.is_dropped |= drops
+        if is_missing and location.served == 0:
+            location.breaker.record_failure()  # the bucket may be missing
+        if not is_missing or is_first_missing:
+            reason = "it has no such object" if is_missing else str(error)
+            logger.warning("%s is not used for %s: %s.", location.name, item.key, reason)
+        if drops:
+            logger.warning(
+                "%s is not used any more: %d of its objects differ.",
+                location.name, location.differing,
+            )  # fmt: skip
+
+    def _make_error(self, race: _Race) -> errors.MillraceError:
+        """Return the error for bytes that no location has, with the reason of each."""
+        faults = {**race.state.faults, **race.faults}
+        order = (errors.UnavailableError, errors.DeniedError, errors.CorruptError,
+                 errors.ChangedError, errors.NotFoundError)  # fmt: skip
+        kind = next(
+            (one for one in order if any(isinstance(error, one) for error in faults.values())),
+            errors.UnavailableError,
+        )
+        reasons = [f"{self._locations[n].name}: {faults[n]}" for n in sorted(faults)]
+        left_out = [one.name for one in self._locations if one.is_dropped]
+        if left_out:
+            reasons.append(f"Left out, since their objects differ: {', '.join(left_out)}.")
+        return kind(
+            f"{race.item.key} cannot be read from any of {len(self._locations)} locations. Read it "
+            "again when one answers, or restore the object.\n" + "\n".join(reasons)
+        )

@@ -1,0 +1,359 @@
+"""Objects are read from several stores that have copies: from those that answer and are equal."""
+
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.digest import BLOCK_SIZE, combine_blocks, compute_digest, hash_blocks
+from millrace.storage import Store, head, open_store, put
+from millrace.storage.mirror_policy import MirrorPolicy
+from millrace.storage.mirrored import MirroredReader
+from millrace.storage.mirrored_download import download
+from millrace.storage.mirrored_objects import MirroredObject
+from millrace.testing.credentials import make_credentials
+from millrace.testing.faults import Faults
+from millrace.testing.r2 import Fault, R2Proxy, Rules
+from millrace.testing.rgw import RGW
+from tests.stores import ACCOUNT
+
+BODY = random.Random(1).randbytes(2 * BLOCK_SIZE + 5000)
+OTHER = BODY[:-1] + bytes([BODY[-1] ^ 1])
+LONG_REST = MirrorPolicy(first_pause=1000.0, longest_pause=4000.0)
+FIRST_CHANGED = bytes([BODY[0] ^ 1]) + BODY[1:]
+
+
+@pytest.fixture(scope="module")
+def proxies(rgw: RGW, server_folder: Path) -> Iterator[list[R2Proxy]]:
+    """Three endpoints, each with its own faults, in front of one RGW."""
+    keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+    started = [
+        R2Proxy.start(
+            rgw.endpoint, keys, server_folder / f"mirror-{n}", tls=False,
+            rules=Rules(write_interval=0),
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    yield started
+    for proxy in started:
+        proxy.stop()
+
+
+@dataclass
+class World:
+    proxies: list[R2Proxy]
+    stores: list[Store]
+
+    def put(self, key: str, *bodies: bytes | None) -> MirroredObject:
+        """Write a copy into each store, and describe the first one."""
+        for store, body in zip(self.stores, bodies, strict=True):
+            if body is not None:
+                put(store, key, body)
+        found = head(self.stores[0], key)
+        for proxy in self.proxies:
+            proxy.reset()
+        return MirroredObject(key, found.size, etag=found.etag or "", listed_by=0)
+
+    def put_parts(self, number: int, key: str, body: bytes) -> None:
+        """Write a copy by a multipart upload, so that its ETag is another one."""
+        proxy, store = self.proxies[number], self.stores[number]
+        client = proxy.make_client(proxy.get_key(store.spec.credentials.access_key_id))
+        bucket = store.location.bucket
+        upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+        part = client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=body)
+        client.complete_multipart_upload(
+            Bucket=bucket, Key=key, UploadId=upload,
+            MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]},
+        )  # fmt: skip
+
+    def count(self) -> list[int]:
+        return [len(proxy.list_requests()) for proxy in self.proxies]
+
+
+@pytest.fixture
+def world(rgw: RGW, proxies: list[R2Proxy]) -> World:
+    stores = []
+    for number, proxy in enumerate(proxies):
+        proxy.reset()
+        bucket = rgw.create_bucket(f"mirror-{number}-{random.SystemRandom().randrange(1 << 40):x}")
+        stores.append(
+            open_store(
+                f"r2://{ACCOUNT}/{bucket}", endpoint=proxy.endpoint,
+                credentials=make_credentials(rgw.full), retry_timeout=timedelta(seconds=20),
+            )
+        )  # fmt: skip
+    return World(proxies, stores)
+
+
+def check(data: bytes) -> None:
+    """Check a range from the beginning, as a page is checked."""
+    if data != BODY[: len(data)]:
+        raise errors.CorruptError("the page does not have its checksum")
+
+
+def read_all(reader: MirroredReader, item: MirroredObject, count: int, seed: int = 5) -> None:
+    """Read ranges, and compare each with the bytes that were written."""
+    generator = random.Random(seed)
+    for _ in range(count):
+        start = generator.randrange(len(BODY) - 40_000)
+        assert reader.read_range(item, start, start + 40_000) == BODY[start : start + 40_000]
+
+
+def test_equal_etags_prove_copies_without_further_requests(world: World):
+    item = world.put("a", BODY, BODY, BODY)
+    reader = MirroredReader(world.stores)
+    read_all(reader, item, 12)
+    assert sum(world.count()) == 12
+    assert min(world.count()) > 0
+    report = reader.make_report()
+    assert report.further_share == 0
+    assert [one.served_bytes for one in report.locations] == [40_000 * n for n in world.count()]
+
+
+def test_one_slow_and_one_dead_location_cost_few_further_requests(world: World):
+    item = world.put("a", BODY, BODY, BODY)
+    slow, dead, _ = world.proxies
+    slow.set_delays(0.02, 0.4, seed=1)
+    dead.set_faults(Faults(error500=1.0))
+    reader = MirroredReader(world.stores, policy=LONG_REST)
+    reads = 300
+    read_all(reader, item, reads)
+    assert slow.count_delayed() > 0
+    assert dead.count_fired()["error500"] == 3
+    report = reader.make_report()
+    assert [one.failures for one in report.locations] == [0, 3, 0]
+    assert report.further_share <= 0.05
+    assert report.reads == reads
+    assert sum(one.requests for one in report.locations) == sum(world.count())
+
+
+def test_a_read_that_stalls_is_sent_to_another_location(world: World):
+    item = world.put("a", BODY, BODY, BODY)
+    reader = MirroredReader(world.stores[:2], policy=MirrorPolicy(hedge_share=1.0))
+    read_all(reader, item, 60)
+    world.proxies[0].fail_next(Fault.STALL, 1, "GET", stall_seconds=60)
+    while world.proxies[0].count_pending():
+        read_all(reader, item, 1)
+    first, second = reader.make_report().locations
+    assert second.won_hedges >= 1
+    assert second.hedges - second.won_hedges <= first.served_bytes // 40_000
+    assert first.failures == second.failures == 0
+
+
+def test_a_location_that_failed_is_probed_in_the_background_and_used_again(
+    world: World, caplog: pytest.LogCaptureFixture
+):
+    item = world.put("a", BODY, BODY, BODY)
+    late = 0.0
+    clock = lambda: time.monotonic() + late  # noqa: E731 - of the variable
+    reader = MirroredReader(world.stores[:2], policy=LONG_REST, clock=clock)
+    world.proxies[1].set_faults(Faults(error500=1.0))
+    read_all(reader, item, 20)
+    assert world.proxies[1].count_fired()["error500"] == 3
+    assert "is not read for a while" in caplog.text
+    late += 1001
+    read_all(reader, item, 5)
+    until(lambda: world.proxies[1].count_fired()["error500"] == 4)
+    world.proxies[1].reset()
+    late += 2001
+    read_all(reader, item, 1)
+    until(lambda: not reader._locations[1].breaker.is_open)
+    read_all(reader, item, 6)
+    assert world.count()[1] >= 3
+
+
+def until(holds) -> None:
+    """Wait for what a thread in the background does."""
+    while not holds():
+        time.sleep(0.01)
+
+
+def test_all_locations_may_fail_for_a_while(world: World):
+    item = world.put("a", BODY, BODY, BODY)
+    for proxy in world.proxies:
+        proxy.fail_next(Fault.ERROR500, 2)
+    reader = MirroredReader(world.stores)
+    read_all(reader, item, 1)
+    assert [proxy.count_fired()["error500"] for proxy in world.proxies] != [0, 0, 0]
+
+
+def test_an_error_has_the_reason_of_each_location(world: World):
+    item = world.put("a", BODY, OTHER, None)
+    short = [store.with_retry_timeout(timedelta(0)) for store in world.stores]
+    world.proxies[0].set_faults(Faults(error500=1.0))
+    with pytest.raises(errors.UnavailableError) as raised:
+        MirroredReader(short).read_range(item, 0, 10)
+    text = str(raised.value)
+    assert "a cannot be read from any of 3 locations" in text
+    assert "status code: 500" in text
+    assert "There is no" in text
+    assert "no digest is known" in text
+
+
+@pytest.mark.parametrize("proof", ["digest", "blocks", "check"])
+def test_a_copy_with_another_etag_is_proven_once(world: World, proof: str):
+    item = world.put("a", BODY, None, None)
+    world.put_parts(1, "a", BODY)
+    blocks = hash_blocks(BODY)
+    known = {
+        "digest": {"digest": combine_blocks(blocks)},
+        "blocks": {"digest": combine_blocks(blocks), "blocks": blocks},
+        "check": {},
+    }[proof]
+    item = MirroredObject("a", item.size, item.etag, 0, **known)
+    reader = MirroredReader(world.stores[:2])
+    world.proxies[0].set_faults(Faults(error500=1.0))
+    world.proxies[1].reset()
+    for _ in range(3):
+        found = reader.read_range(item, 100, 9000, check=check_page if proof == "check" else None)
+        assert found == BODY[100:9000]
+    operations = [each["operation"] for each in world.proxies[1].list_requests()]
+    # By the ETag of the listing, which is refused; then described, proven, and read three times.
+    whole = 1 if proof == "digest" else 0
+    assert operations == ["GetObject", "HeadObject", *["GetObject"] * (whole + 3)]
+
+
+def check_page(data: bytes) -> None:
+    if data != BODY[100:9000]:
+        raise errors.CorruptError("the page does not have its checksum")
+
+
+@pytest.mark.parametrize("proof", ["digest", "blocks", "check", "sample"])
+def test_a_copy_that_differs_is_dropped_aloud(
+    world: World, proof: str, caplog: pytest.LogCaptureFixture
+):
+    item = world.put("a", BODY, None, None)
+    world.put_parts(1, "a", FIRST_CHANGED)
+    blocks = hash_blocks(BODY)
+    known = {
+        "digest": {"digest": combine_blocks(blocks)},
+        "blocks": {"digest": combine_blocks(blocks), "blocks": blocks},
+    }.get(proof, {})
+    item = MirroredObject("a", item.size, item.etag, 0, **known)
+    reader = MirroredReader(world.stores[:2])
+    with_check = {"check": check} if proof in {"check", "sample"} else {}
+    if proof == "check":
+        item = MirroredObject("a", item.size)  # neither copy is proven by more
+    if proof == "sample":
+        while not reader._objects.get(item).sample:
+            assert reader.read_range(item, 0, 50) == BODY[:50]  # only the copy of the listing
+        with_check = {"check": lambda _: None}
+    for _ in range(6):
+        assert reader.read_range(item, 0, 9000, **with_check) == BODY[:9000]
+    (warning,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    text = warning.getMessage()
+    assert world.stores[1].url in text
+    assert " is not used for a: " in text
+    reason = {
+        "digest": "its bytes do not have the digest of the object",
+        "blocks": "its bytes do not have the digests of their blocks",
+        "check": "the page does not have its checksum",
+        "sample": "its bytes 0 to 50 are others than elsewhere",
+    }
+    assert reason[proof] in text
+    assert [one.differing for one in reader.make_report().locations] == [0, 1]
+
+
+def test_a_copy_of_another_size_is_no_copy(world: World, caplog: pytest.LogCaptureFixture):
+    item = world.put("a", BODY, BODY + b"1", BODY[:-1])
+    reader = MirroredReader(world.stores)
+    for _ in range(9):
+        assert reader.read_range(item, 0, 900, check=check) == BODY[:900]
+    assert f"it has {len(BODY) + 1:,} bytes, not {len(BODY):,}" in caplog.text
+    assert f"it has {len(BODY) - 1:,} bytes" in caplog.text
+
+
+def test_a_location_of_which_several_objects_differ_is_left_out(
+    world: World, caplog: pytest.LogCaptureFixture
+):
+    items = [world.put(f"k{n}", BODY, OTHER, BODY) for n in range(4)]
+    digest = compute_digest(BODY)
+    reader = MirroredReader(world.stores)
+    for item in items:
+        known = MirroredObject(item.key, item.size, item.etag, 0, digest)
+        read_all(reader, known, 6)
+    report = reader.make_report()
+    assert [one.is_dropped for one in report.locations] == [False, True, False]
+    assert report.locations[1].differing == 3
+    assert report.locations[1].served_bytes == 0
+    assert "is not used any more: 3 of its objects differ" in caplog.text
+
+
+def test_a_copy_that_is_written_again_is_not_mixed_with_the_others(
+    world: World, caplog: pytest.LogCaptureFixture
+):
+    item = world.put("a", BODY, BODY, BODY)
+    reader = MirroredReader(world.stores)
+    read_all(reader, item, 6)
+    put(world.stores[1], "a", OTHER)
+    put(world.stores[0], "a", OTHER)
+    read_all(reader, item, 6)
+    assert caplog.text.count("is not used for a") == 2
+    put(world.stores[2], "a", OTHER)
+    with pytest.raises(errors.ChangedError, match="cannot be read from any of 3"):
+        read_all(reader, item, 1)
+
+
+def test_missing_copies_are_counted_and_named_once(world: World, caplog: pytest.LogCaptureFixture):
+    items = [world.put(f"k{n}", BODY, None, BODY) for n in range(5)]
+    reader = MirroredReader(world.stores)
+    for item in items:
+        read_all(reader, item, 6)
+    report = reader.make_report()
+    assert not report.locations[1].is_dropped
+    assert report.locations[1].missing >= 3
+    assert caplog.text.count("it has no such object") == 1
+
+
+def test_a_folder_is_read_before_all_stores(world: World, tmp_path: Path):
+    item = world.put("a", BODY, BODY, BODY)
+    folder = open_store(tmp_path.as_uri())
+    put(folder, "a", BODY)
+    known = MirroredObject("a", item.size, digest=compute_digest(BODY))
+    reader = MirroredReader([*world.stores, folder])
+    read_all(reader, known, 20)
+    assert world.count() == [0, 0, 0]
+    (tmp_path / "a").unlink()
+    read_all(reader, known, 20)
+    assert sum(world.count()) > 0
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_a_download_has_the_digest_although_a_location_differs(
+    world: World, has_blocks: bool, algorithm: str, caplog: pytest.LogCaptureFixture
+):
+    body = random.Random(2).randbytes(20 * BLOCK_SIZE + 77)
+    wrong = body[:-1] + bytes([body[-1] ^ 1])
+    world.put("a", wrong, body, body)
+    blocks = hash_blocks(body)
+    digest = (
+        combine_blocks(blocks) if algorithm == "blake3" else f"sha256:{sha256(body).hexdigest()}"
+    )
+    known = blocks if has_blocks and algorithm == "blake3" else b""
+    item = MirroredObject("a", len(body), digest=digest, blocks=known)
+    reader = MirroredReader(world.stores)
+    with tempfile.TemporaryFile() as file:
+        for _ in range(3):
+            file.write(b"before")
+            file.flush()
+            download(reader, item, file.fileno())
+            file.seek(0)
+            assert file.read() == body
+    report = reader.make_report()
+    assert report.locations[0].differing <= 1
+
+
+def test_a_download_that_no_location_has_is_an_error(world: World):
+    world.put("a", OTHER, OTHER, None)
+    item = MirroredObject("a", len(BODY), digest=compute_digest(BODY))
+    with tempfile.TemporaryFile() as file, pytest.raises(errors.CorruptError, match="any"):
+        download(MirroredReader(world.stores), item, file.fileno())
