@@ -8,6 +8,7 @@ has, the whole row group of the column is fetched instead.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 
 from millrace import errors
 from millrace.datasets.loader import thrift
+from millrace.datasets.loader.mirrored_files import read_checked
 from millrace.datasets.loader.thrift import Value
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.reader import SourceFileReader
@@ -44,6 +46,7 @@ _PAGE_RAW_BYTES, _PAGE_BYTES, _PAGE_V1, _PAGE_V2 = 2, 3, 5, 8  # of the header o
 _PAGE_VALUES = 1  # of the part of the header for data pages
 
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+_DAMAGE: tuple[type[Exception], ...] = (*_PARSE_ERRORS, OSError, pa.ArrowException)
 
 
 class Pages(NamedTuple):
@@ -176,7 +179,6 @@ def read_rows(
     """
     if not 0 <= start < end <= layout.rows:
         raise ValueError(f"there are no rows from {start} to {end} in {layout.rows} rows")
-    reader = SourceFileReader(files, file)
     found: list[Any] = []
     fetched, is_exact = 0, True
     first = int(np.searchsorted(layout.starts, start, "right")) - 1
@@ -191,11 +193,11 @@ def read_rows(
                 layout.groups[number], group_end - group_start, lower - group_start,
                 upper - group_start,
             )  # fmt: skip
-            body = _fetch_file(reader, layout.schema, wanted)
-            values = _decode(body, wanted.rows)
+            decode = partial(_fetch_column, schema=layout.schema, wanted=wanted)
+            values = read_checked(files, file, decode, _DAMAGE)
         except MemoryError:  # Arrow's is an `ArrowException`, too
             raise
-        except (*_PARSE_ERRORS, OSError, pa.ArrowException) as error:
+        except _DAMAGE as error:
             raise _make_damage_error(files.make_url(file.path), error) from error
         found += values.slice(wanted.skipped, upper - lower).chunks
         fetched += sum(end - start for start, end in wanted.ranges)
@@ -239,6 +241,11 @@ def _select_pages(parts: list[ColumnPart], group_rows: int, lower: int, upper: i
     after = int(pages.first_rows[last]) if last < len(pages.offsets) else group_rows
     wanted = parts[0], int(pages.offsets[first]), int(pages.ends[last - 1])
     return _Wanted([wanted], after - before, lower - before, is_exact=True)
+
+
+def _fetch_column(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> Array:
+    """Fetch pages, and decode them. Checksums of pages are verified."""
+    return _decode(_fetch_file(reader, schema, wanted), wanted.rows)
 
 
 def _fetch_file(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> bytes:

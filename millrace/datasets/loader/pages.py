@@ -13,10 +13,14 @@ from millrace import errors
 from millrace.datasets.loader.cache import ByteCache
 from millrace.datasets.loader.column import ColumnLayout, read_layout, read_rows
 from millrace.datasets.loader.draw import PAGE_ROWS, Page, PageTable
-from millrace.datasets.sources import open_files
+from millrace.datasets.loader.mirrored_files import (
+    FileLocations,
+    MirroredStoreFiles,
+    open_loader_files,
+)
 from millrace.datasets.sources.files import Patterns, fetch_ahead, list_files
 from millrace.datasets.sources.table import iterate_files
-from millrace.storage import StoreSpec
+from millrace.storage.mirrored import MirrorReport
 
 _CONCURRENCY = 16  # concurrent reads of footers when a dataset is opened
 
@@ -45,7 +49,8 @@ class PageLoader:
 
     Args:
         source: URL of the dataset, or URL and credentials. All places of a source are possible: a
-            store, a folder, a web server that sends parts of files, or the Hugging Face Hub.
+            store, a folder, a web server that sends parts of files, or the Hugging Face Hub. Or
+            several URLs of stores that have the same files, or a bucket with mirrors.
         column: Column to read.
         include: Patterns of the paths of the files.
         page_rows: Rows of a page, at most. Millrace cuts the pages of its files at 100 rows.
@@ -66,7 +71,7 @@ class PageLoader:
 
     def __init__(
         self,
-        source: str | StoreSpec,
+        source: FileLocations,
         column: str = "text",
         *,
         include: Sequence[str] = ("*.parquet",),
@@ -75,8 +80,7 @@ class PageLoader:
         cache_bytes: int = 256 << 20,
         paths: Sequence[str] | None = None,
     ) -> None:
-        spec = StoreSpec(url=source) if isinstance(source, str) else source
-        self._files = open_files(spec, paths=paths)
+        self._files = open_loader_files(source, paths)
         self._column, self._concurrency = column, concurrency
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -99,6 +103,11 @@ class PageLoader:
     def draw(self, seed: int, window: int, count: int) -> list[Page]:
         """Return the pages of a window, see `PageTable.draw`."""
         return self.table.draw(seed, window, count)
+
+    def make_mirror_report(self) -> MirrorReport | None:
+        """Return the work of each location; None if the source has one location."""
+        files = self._files
+        return files.make_report() if isinstance(files, MirroredStoreFiles) else None
 
     def read(self, pages: Iterable[Page]) -> Iterator[Any]:
         """Yield the values of each page as a ``pyarrow.ChunkedArray``, in the order of the pages.

@@ -5,7 +5,6 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -14,16 +13,15 @@ import pytest
 
 from millrace import errors
 from millrace.digest import BLOCK_SIZE, combine_blocks, compute_digest, hash_blocks
-from millrace.storage import Store, head, open_store, put
+from millrace.storage import open_store, put
 from millrace.storage.mirror_policy import MirrorPolicy
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_download import download
 from millrace.storage.mirrored_objects import MirroredObject
-from millrace.testing.credentials import make_credentials
 from millrace.testing.faults import Faults
-from millrace.testing.r2 import Fault, R2Proxy, Rules
+from millrace.testing.r2 import Fault, R2Proxy
 from millrace.testing.rgw import RGW
-from tests.stores import ACCOUNT
+from tests.support.mirrors import Mirrors, start_mirrors
 
 BODY = random.Random(1).randbytes(2 * BLOCK_SIZE + 5000)
 OTHER = BODY[:-1] + bytes([BODY[-1] ^ 1])
@@ -34,63 +32,13 @@ FIRST_CHANGED = bytes([BODY[0] ^ 1]) + BODY[1:]
 @pytest.fixture(scope="module")
 def proxies(rgw: RGW, server_folder: Path) -> Iterator[list[R2Proxy]]:
     """Three endpoints, each with its own faults, in front of one RGW."""
-    keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
-    started = [
-        R2Proxy.start(
-            rgw.endpoint, keys, server_folder / f"mirror-{n}", tls=False,
-            rules=Rules(write_interval=0),
-        )
-        for n in range(3)
-    ]  # fmt: skip
-    yield started
-    for proxy in started:
-        proxy.stop()
-
-
-@dataclass
-class World:
-    proxies: list[R2Proxy]
-    stores: list[Store]
-
-    def put(self, key: str, *bodies: bytes | None) -> MirroredObject:
-        """Write a copy into each store, and describe the first one."""
-        for store, body in zip(self.stores, bodies, strict=True):
-            if body is not None:
-                put(store, key, body)
-        found = head(self.stores[0], key)
-        for proxy in self.proxies:
-            proxy.reset()
-        return MirroredObject(key, found.size, etag=found.etag or "", listed_by=0)
-
-    def put_parts(self, number: int, key: str, body: bytes) -> None:
-        """Write a copy by a multipart upload, so that its ETag is another one."""
-        proxy, store = self.proxies[number], self.stores[number]
-        client = proxy.make_client(proxy.get_key(store.spec.credentials.access_key_id))
-        bucket = store.location.bucket
-        upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
-        part = client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=body)
-        client.complete_multipart_upload(
-            Bucket=bucket, Key=key, UploadId=upload,
-            MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]},
-        )  # fmt: skip
-
-    def count(self) -> list[int]:
-        return [len(proxy.list_requests()) for proxy in self.proxies]
+    with start_mirrors(rgw, server_folder / "mirrors", 3) as started:
+        yield started
 
 
 @pytest.fixture
-def world(rgw: RGW, proxies: list[R2Proxy]) -> World:
-    stores = []
-    for number, proxy in enumerate(proxies):
-        proxy.reset()
-        bucket = rgw.create_bucket(f"mirror-{number}-{random.SystemRandom().randrange(1 << 40):x}")
-        stores.append(
-            open_store(
-                f"r2://{ACCOUNT}/{bucket}", endpoint=proxy.endpoint,
-                credentials=make_credentials(rgw.full), retry_timeout=timedelta(seconds=20),
-            )
-        )  # fmt: skip
-    return World(proxies, stores)
+def world(rgw: RGW, proxies: list[R2Proxy]) -> Mirrors:
+    return Mirrors.make(rgw, proxies)
 
 
 def check(data: bytes) -> None:
@@ -107,7 +55,7 @@ def read_all(reader: MirroredReader, item: MirroredObject, count: int, seed: int
         assert reader.read_range(item, start, start + 40_000) == BODY[start : start + 40_000]
 
 
-def test_equal_etags_prove_copies_without_further_requests(world: World):
+def test_equal_etags_prove_copies_without_further_requests(world: Mirrors):
     item = world.put("a", BODY, BODY, BODY)
     reader = MirroredReader(world.stores)
     read_all(reader, item, 12)
@@ -118,7 +66,7 @@ def test_equal_etags_prove_copies_without_further_requests(world: World):
     assert [one.served_bytes for one in report.locations] == [40_000 * n for n in world.count()]
 
 
-def test_one_slow_and_one_dead_location_cost_few_further_requests(world: World):
+def test_one_slow_and_one_dead_location_cost_few_further_requests(world: Mirrors):
     item = world.put("a", BODY, BODY, BODY)
     slow, dead, _ = world.proxies
     slow.set_delays(0.02, 0.4, seed=1)
@@ -135,7 +83,7 @@ def test_one_slow_and_one_dead_location_cost_few_further_requests(world: World):
     assert sum(one.requests for one in report.locations) == sum(world.count())
 
 
-def test_a_read_that_stalls_is_sent_to_another_location(world: World):
+def test_a_read_that_stalls_is_sent_to_another_location(world: Mirrors):
     item = world.put("a", BODY, BODY, BODY)
     reader = MirroredReader(world.stores[:2], policy=MirrorPolicy(hedge_share=1.0))
     read_all(reader, item, 60)
@@ -149,7 +97,7 @@ def test_a_read_that_stalls_is_sent_to_another_location(world: World):
 
 
 def test_a_location_that_failed_is_probed_in_the_background_and_used_again(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Mirrors, caplog: pytest.LogCaptureFixture
 ):
     item = world.put("a", BODY, BODY, BODY)
     late = 0.0
@@ -176,7 +124,7 @@ def until(holds) -> None:
         time.sleep(0.01)
 
 
-def test_all_locations_may_fail_for_a_while(world: World):
+def test_all_locations_may_fail_for_a_while(world: Mirrors):
     item = world.put("a", BODY, BODY, BODY)
     for proxy in world.proxies:
         proxy.fail_next(Fault.ERROR500, 2)
@@ -185,7 +133,7 @@ def test_all_locations_may_fail_for_a_while(world: World):
     assert [proxy.count_fired()["error500"] for proxy in world.proxies] != [0, 0, 0]
 
 
-def test_an_error_has_the_reason_of_each_location(world: World):
+def test_an_error_has_the_reason_of_each_location(world: Mirrors):
     item = world.put("a", BODY, OTHER, None)
     short = [store.with_retry_timeout(timedelta(0)) for store in world.stores]
     world.proxies[0].set_faults(Faults(error500=1.0))
@@ -199,7 +147,7 @@ def test_an_error_has_the_reason_of_each_location(world: World):
 
 
 @pytest.mark.parametrize("proof", ["digest", "blocks", "check"])
-def test_a_copy_with_another_etag_is_proven_once(world: World, proof: str):
+def test_a_copy_with_another_etag_is_proven_once(world: Mirrors, proof: str):
     item = world.put("a", BODY, None, None)
     world.put_parts(1, "a", BODY)
     blocks = hash_blocks(BODY)
@@ -228,7 +176,7 @@ def check_page(data: bytes) -> None:
 
 @pytest.mark.parametrize("proof", ["digest", "blocks", "check", "sample"])
 def test_a_copy_that_differs_is_dropped_aloud(
-    world: World, proof: str, caplog: pytest.LogCaptureFixture
+    world: Mirrors, proof: str, caplog: pytest.LogCaptureFixture
 ):
     item = world.put("a", BODY, None, None)
     world.put_parts(1, "a", FIRST_CHANGED)
@@ -262,7 +210,7 @@ def test_a_copy_that_differs_is_dropped_aloud(
     assert [one.differing for one in reader.make_report().locations] == [0, 1]
 
 
-def test_a_copy_of_another_size_is_no_copy(world: World, caplog: pytest.LogCaptureFixture):
+def test_a_copy_of_another_size_is_no_copy(world: Mirrors, caplog: pytest.LogCaptureFixture):
     item = world.put("a", BODY, BODY + b"1", BODY[:-1])
     reader = MirroredReader(world.stores)
     for _ in range(9):
@@ -272,7 +220,7 @@ def test_a_copy_of_another_size_is_no_copy(world: World, caplog: pytest.LogCaptu
 
 
 def test_a_location_of_which_several_objects_differ_is_left_out(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Mirrors, caplog: pytest.LogCaptureFixture
 ):
     items = [world.put(f"k{n}", BODY, OTHER, BODY) for n in range(4)]
     digest = compute_digest(BODY)
@@ -288,7 +236,7 @@ def test_a_location_of_which_several_objects_differ_is_left_out(
 
 
 def test_a_copy_that_is_written_again_is_not_mixed_with_the_others(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Mirrors, caplog: pytest.LogCaptureFixture
 ):
     item = world.put("a", BODY, BODY, BODY)
     reader = MirroredReader(world.stores)
@@ -302,7 +250,9 @@ def test_a_copy_that_is_written_again_is_not_mixed_with_the_others(
         read_all(reader, item, 1)
 
 
-def test_missing_copies_are_counted_and_named_once(world: World, caplog: pytest.LogCaptureFixture):
+def test_missing_copies_are_counted_and_named_once(
+    world: Mirrors, caplog: pytest.LogCaptureFixture
+):
     items = [world.put(f"k{n}", BODY, None, BODY) for n in range(5)]
     reader = MirroredReader(world.stores)
     for item in items:
@@ -313,7 +263,7 @@ def test_missing_copies_are_counted_and_named_once(world: World, caplog: pytest.
     assert caplog.text.count("it has no such object") == 1
 
 
-def test_a_folder_is_read_before_all_stores(world: World, tmp_path: Path):
+def test_a_folder_is_read_before_all_stores(world: Mirrors, tmp_path: Path):
     item = world.put("a", BODY, BODY, BODY)
     folder = open_store(tmp_path.as_uri())
     put(folder, "a", BODY)
@@ -329,7 +279,7 @@ def test_a_folder_is_read_before_all_stores(world: World, tmp_path: Path):
 @pytest.mark.parametrize("has_blocks", [True, False])
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
 def test_a_download_has_the_digest_although_a_location_differs(
-    world: World, has_blocks: bool, algorithm: str, caplog: pytest.LogCaptureFixture
+    world: Mirrors, has_blocks: bool, algorithm: str, caplog: pytest.LogCaptureFixture
 ):
     body = random.Random(2).randbytes(20 * BLOCK_SIZE + 77)
     wrong = body[:-1] + bytes([body[-1] ^ 1])
@@ -352,7 +302,7 @@ def test_a_download_has_the_digest_although_a_location_differs(
     assert report.locations[0].differing <= 1
 
 
-def test_a_download_that_no_location_has_is_an_error(world: World):
+def test_a_download_that_no_location_has_is_an_error(world: Mirrors):
     world.put("a", OTHER, OTHER, None)
     item = MirroredObject("a", len(BODY), digest=compute_digest(BODY))
     with tempfile.TemporaryFile() as file, pytest.raises(errors.CorruptError, match="any"):
