@@ -81,6 +81,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.prefect
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.partitions
+	$(BIN)/python -m benchmarks.mirrors
 
 soak: .venv/dev
 	@deployments/test-servers.sh
