@@ -57,12 +57,15 @@ class Permutation:
     def _encrypt(self, numbers: Numbers) -> Numbers:
         left, right = numbers >> self._half, numbers & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mix(right + key) & self._mask)
+            left, right = right, left ^ (mix_numbers(right + key) & self._mask)
         return (left << self._half) | right
 
 
-def _mix(numbers: Numbers) -> Numbers:
-    """Return a hash of each number: the last step of the generator SplitMix64."""
+def mix_numbers(numbers: Numbers) -> Numbers:
+    """Return a hash of each number: the last step of the generator SplitMix64.
+
+    Different numbers have different hashes.
+    """
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -1,0 +1,138 @@
+"""Order of the samples of an epoch: a function of the dataset and few integers, and not a list.
+
+1. The files are permuted, and their samples stand one after another in this order.
+2. The samples are cut into equally long streams. One stream may have one sample more than another.
+3. A stream is cut into windows, and the samples of each window are shuffled.
+4. The streams are read in turn: sample ``i`` of stream ``s`` has the position ``i * streams + s``.
+
+So neighbours in the order come from as many files as there are streams, and a sample moves by up to
+``window * streams`` positions. Each stream reads its files from their beginning to their end, and
+holds one window. The order does not depend on the processes that read: each takes whole streams.
+
+Memory: 24 bytes for each file, and none for a sample.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.datasets.loader.permutation import Permutation, mix_numbers
+from millrace.errors import ConfigurationError
+
+Numbers = npt.NDArray[np.int64]
+
+_PERSON = b"millrace windows"
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+
+
+class RowRun(NamedTuple):
+    """Consecutive samples of one file.
+
+    Attributes:
+        file: Number of the file in the order of the manifest.
+        start: First sample in the file.
+        end: Sample after the last one.
+    """
+
+    file: int
+    start: int
+    end: int
+
+
+class EpochOrder:
+    """Order of the samples of one epoch.
+
+    Args:
+        samples: Number of samples of each file.
+        seed: Seed of the order.
+        epoch: Number of the epoch.
+        streams: Number of streams.
+        window: Samples of a stream that are shuffled among themselves.
+        shuffle: Whether files and windows are shuffled. If not, each stream has its samples in the
+            order of the dataset.
+
+    Attributes:
+        total: Number of samples of the epoch.
+        lengths: Number of samples of each stream.
+
+    Raises:
+        ConfigurationError: There are no samples, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[int] | Numbers,
+        *,
+        seed: int,
+        epoch: int,
+        streams: int,
+        window: int,
+        shuffle: bool,
+    ) -> None:
+        counts = np.asarray(samples, np.int64)
+        self.total = int(counts.sum())
+        if not self.total:
+            raise ConfigurationError("The split has no samples, so there is nothing to load.")
+        if streams < 1 or window < 1:
+            raise ConfigurationError("`streams` and `window` are at least 1. Correct them.")
+        self._files = np.arange(len(counts))
+        if shuffle:
+            permuted = Permutation(len(counts), seed, epoch).permute(self._files)
+            self._files = permuted.astype(np.int64)
+        self._ends = np.cumsum(counts[self._files])
+        self._starts = self._ends - counts[self._files]
+        self._window, self._shuffle = window, shuffle
+        self._short, self._longer = divmod(self.total, streams)
+        numbers = np.arange(streams)
+        self.lengths: Numbers = self._short + (numbers < self._longer)
+        digest = blake2b(f"{seed} {epoch}".encode(), digest_size=8, person=_PERSON).digest()
+        self._key = np.frombuffer(digest, "<u8").astype(np.uint64)[0]
+
+    def list_runs(self, stream: int, window: int) -> list[RowRun]:
+        """Return the samples of a window, before they are shuffled.
+
+        Args:
+            stream: Number of the stream.
+            window: Number of the window within the stream.
+        """
+        first = self._find_first(stream)
+        at = first + window * self._window
+        end = min(first + int(self.lengths[stream]), at + self._window)
+        runs: list[RowRun] = []
+        number = int(np.searchsorted(self._ends, at, "right"))
+        while at < end:
+            start, stop = int(self._starts[number]), int(self._ends[number])
+            if at < stop:
+                until = min(end, stop)
+                runs.append(RowRun(int(self._files[number]), at - start, until - start))
+                at = until
+            number += 1
+        return runs
+
+    def find_next_file(self, stream: int, window: int) -> int | None:
+        """Return the file that the stream reads after those of a window; None at its end."""
+        first = self._find_first(stream)
+        last = first + int(self.lengths[stream])
+        end = min(last, first + (window + 1) * self._window)
+        number = int(np.searchsorted(self._ends, end - 1, "right"))
+        following = int(np.searchsorted(self._ends, int(self._ends[number]), "right"))
+        if following == len(self._ends) or int(self._ends[number]) >= last:
+            return None
+        return int(self._files[following])
+
+    def permute_window(self, stream: int, window: int) -> list[int]:
+        """Return the order of the samples of a window, as indexes into its runs."""
+        start = window * self._window
+        count = min(self._window, int(self.lengths[stream]) - start)
+        if not self._shuffle:
+            return list(range(count))
+        positions = np.arange(count, dtype=np.uint64) + np.uint64(self._find_first(stream) + start)
+        # Each position has its own hash, so that no two samples are equal in the sort.
+        return np.argsort(mix_numbers(positions * _STEP + self._key)).tolist()
+
+    def _find_first(self, stream: int) -> int:
+        """Return the position of a stream's first sample among all samples of the files."""
+        return stream * self._short + min(stream, self._longer)

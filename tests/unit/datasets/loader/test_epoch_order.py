@@ -1,0 +1,149 @@
+"""The order of an epoch: each sample once, well mixed, the same everywhere, in little memory."""
+
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace import errors
+from millrace.datasets.loader.epoch_order import EpochOrder
+
+FILES = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
+
+
+def make_order(samples: list[int], **options: object) -> EpochOrder:
+    given: dict[str, object] = {
+        "seed": 0, "epoch": 0, "streams": 4, "window": 5, "shuffle": True, **options,
+    }  # fmt: skip
+    return EpochOrder(samples, **given)  # type: ignore[arg-type]
+
+
+def list_stream(order: EpochOrder, stream: int, window: int) -> Iterator[tuple[int, int]]:
+    """Yield the samples of a stream in their order, each as its file and its number in the file."""
+    for number in range(-(-int(order.lengths[stream]) // window)):
+        runs = order.list_runs(stream, number)
+        rows = [(run.file, row) for run in runs for row in range(run.start, run.end)]
+        yield from (rows[one] for one in order.permute_window(stream, number))
+
+
+@given(
+    samples=FILES,
+    seed=st.integers(),
+    epoch=st.integers(0, 1000),
+    streams=st.integers(1, 20),
+    window=st.integers(1, 30),
+    shuffle=st.booleans(),
+)
+def test_the_streams_have_each_sample_once(
+    samples: list[int], seed: int, epoch: int, streams: int, window: int, shuffle: bool
+) -> None:
+    order = make_order(
+        samples, seed=seed, epoch=epoch, streams=streams, window=window, shuffle=shuffle
+    )
+    found = [list(list_stream(order, stream, window)) for stream in range(streams)]
+    assert [len(one) for one in found] == order.lengths.tolist()
+    assert max(order.lengths) - min(order.lengths) <= 1
+    expected = [(file, row) for file, count in enumerate(samples) for row in range(count)]
+    assert sorted(one for stream in found for one in stream) == expected
+
+
+@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 30))
+def test_without_shuffling_the_streams_are_the_dataset_cut_in_parts(
+    samples: list[int], streams: int, window: int
+) -> None:
+    order = make_order(samples, streams=streams, window=window, shuffle=False)
+    found = [one for stream in range(streams) for one in list_stream(order, stream, window)]
+    assert found == [(file, row) for file, count in enumerate(samples) for row in range(count)]
+
+
+@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 30))
+def test_the_next_file_is_that_of_the_next_windows(
+    samples: list[int], streams: int, window: int
+) -> None:
+    order = make_order(samples, streams=streams, window=window)
+    for stream in range(streams):
+        windows = -(-int(order.lengths[stream]) // window)
+        files = [[run.file for run in order.list_runs(stream, n)] for n in range(windows)]
+        for number, own in enumerate(files):
+            later = [one for found in files[number + 1 :] for one in found if one != own[-1]]
+            assert order.find_next_file(stream, number) == (later[0] if later else None)
+
+
+def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
+    order = make_order([100] * 20, streams=2, window=30)
+    for stream in range(2):
+        runs = [run for number in range(34) for run in order.list_runs(stream, number)]
+        for one, following in zip(runs, runs[1:], strict=False):
+            assert following.start == (one.end if one.file == following.file else 0)
+        assert len({run.file for run in runs}) == 10
+
+
+def test_the_order_is_that_of_every_machine() -> None:
+    """Stored states refer to the order, so it must never change."""
+    order = make_order([5, 7, 3], seed=11, epoch=2, streams=2, window=4)
+    assert [list(list_stream(order, stream, 4)) for stream in range(2)] == [
+        [(1, 3), (1, 1), (1, 2), (1, 0), (1, 4), (2, 0), (1, 6), (1, 5)],
+        [(2, 1), (2, 2), (0, 1), (0, 0), (0, 3), (0, 2), (0, 4)],
+    ]
+
+
+def test_seeds_and_epochs_have_other_orders() -> None:
+    orders = {
+        tuple(list_stream(make_order([50] * 9, seed=seed, epoch=epoch), 0, 5))
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_neighbours_come_from_as_many_files_as_there_are_streams() -> None:
+    order = make_order([1000] * 64, streams=16, window=50)
+    first = [next(list_stream(order, stream, 50))[0] for stream in range(16)]
+    assert len(set(first)) == 16
+
+
+def test_each_order_of_a_window_is_equally_likely() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    order = make_order([9000], streams=1, window=3)
+    for window in range(3000):
+        found = tuple(order.permute_window(0, window))
+        counts[found] = counts.get(found, 0) + 1
+    assert len(counts) == 6
+    assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
+
+
+def test_ten_million_samples_take_little_memory() -> None:
+    tracemalloc.start()
+    order = make_order([1000] * 10_000, streams=64, window=1000)
+    for stream in range(64):
+        order.list_runs(stream, 100)
+        order.permute_window(stream, 100)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert order.total == 10_000_000
+    assert peak < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "text"),
+    [
+        ([], {}, "no samples"),
+        ([0, 0], {}, "no samples"),
+        ([1], {"streams": 0}, "at least 1"),
+        ([1], {"window": 0}, "at least 1"),
+    ],
+)
+def test_an_order_of_nothing_is_refused(
+    samples: list[int], options: dict[str, object], text: str
+) -> None:
+    with pytest.raises(errors.ConfigurationError, match=text):
+        make_order(samples, **options)
+
+
+def test_more_streams_than_samples_leave_streams_empty() -> None:
+    order = make_order([2, 1], streams=5)
+    assert np.array_equal(order.lengths, [1, 1, 1, 0, 0])
+    assert order.permute_window(3, 0) == []
