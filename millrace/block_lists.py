@@ -94,9 +94,32 @@ def read_blocks_of(store: Store, manifest: Manifest, key: str) -> bytes:
     for shard in manifest.shards:
         size = _measure_list(shard)
         if shard.key == key:
-            return _read_list(store, manifest, start, shard)
+            key = DatasetKeys(manifest.dataset).block_digests
+            return read_blocks_at(store, key, start, shard.digest, shard.size)
         start += size
     return b""
+
+
+def read_blocks_at(store: Store, key: str, start: int, digest: str, size: int) -> bytes:
+    """Return the joined digests of the blocks of one shard, of which the place is known.
+
+    At most one request.
+
+    Args:
+        store: Store of the dataset.
+        key: Key of the object with the digests of all blocks.
+        start: Offset of the shard's digests in this object.
+        digest: BLAKE3 digest of the shard.
+        size: Size of the shard in bytes.
+
+    Returns:
+        Digests; empty if they are missing, cannot be read, or do not fit the shard.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    stop = start + BLOCK_DIGEST_SIZE * count_blocks(size)
+    return _accept(lambda: read_range(store, key, start, stop), digest, size)
 
 
 def describe_block_digests(store: Store, manifest: Manifest, found: Mapping[str, bytes]) -> str:
@@ -150,11 +173,6 @@ def _is_too_large(manifest: Manifest) -> bool:
 def _measure_list(shard: ManifestShard) -> int:
     """Return the bytes of the joined digests of a shard's blocks."""
     return BLOCK_DIGEST_SIZE * count_blocks(shard.size)
-
-
-def _read_list(store: Store, manifest: Manifest, start: int, shard: ManifestShard) -> bytes:
-    key, stop = DatasetKeys(manifest.dataset).block_digests, start + _measure_list(shard)
-    return _accept(lambda: read_range(store, key, start, stop), shard.digest, shard.size)
 
 
 def _accept(read_list: Callable[[], bytes], digest: str, size: int) -> bytes:

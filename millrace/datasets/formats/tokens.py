@@ -67,7 +67,7 @@ class TokensFormat:
         self, keys: DatasetKeys, fields: Fields, shards: Sequence[ManifestShard]
     ) -> Mapping[str, bytes]:
         """Return ``index.json`` of each split, by its key."""
-        dtype = _TYPES[fields[_find_tokens(fields)]]
+        dtype = _TYPES[fields[find_tokens(fields)]]
         indexes: dict[str, bytes] = {}
         for prefix, named in group_shards(keys, self.name, shards):
             described = [
@@ -102,7 +102,7 @@ class TokensEncoder:
 
     def __init__(self, fields: Fields, capacity: int) -> None:
         self._fields = fields
-        self._field = _find_tokens(fields)
+        self._field = find_tokens(fields)
         self._dtype = _TYPES[fields[self._field]]
         self._capacity = max(capacity, HEADER_SIZE)
         self._buffer = map_anonymous(self._capacity)
@@ -188,7 +188,12 @@ class TokensEncoder:
             self._buffer = enlarge_buffer(self._buffer, self._end, size)
 
 
-def _find_tokens(fields: Fields) -> str:
+def find_tokens(fields: Fields) -> str:
+    """Return the name of the field with the tokens.
+
+    Raises:
+        ConfigurationError: No field has tokens, or several have and none is named ``tokens``.
+    """
     names = [name for name, kind in fields.items() if kind in _TYPES]
     if len(names) > 1 and _FIELD in names:
         return _FIELD

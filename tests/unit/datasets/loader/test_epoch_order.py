@@ -1,5 +1,6 @@
 """The order of an epoch: each sample once, well mixed, the same everywhere, in little memory."""
 
+import itertools
 import tracemalloc
 from collections.abc import Iterator
 
@@ -76,7 +77,7 @@ def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
     order = make_order([100] * 20, streams=2, window=30)
     for stream in range(2):
         runs = [run for number in range(34) for run in order.list_runs(stream, number)]
-        for one, following in zip(runs, runs[1:], strict=False):
+        for one, following in itertools.pairwise(runs):
             assert following.start == (one.end if one.file == following.file else 0)
         assert len({run.file for run in runs}) == 10
 

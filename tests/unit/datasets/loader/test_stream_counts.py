@@ -113,5 +113,5 @@ def test_ranks_end_by_the_rule(
     ("position", "ahead"), [(-1, {}), (11, {}), (5, {0: 9}), (5, {7: 1}), (5, {-1: 1})]
 )
 def test_numbers_that_fit_no_streams_are_refused(position: int, ahead: dict[int, int]) -> None:
-    with pytest.raises(ValueError, match="epoch|fewer"):
+    with pytest.raises(ValueError, match=r"epoch|fewer"):
         decode_counts(position, ahead, np.array([4, 3, 3]))

@@ -1,0 +1,510 @@
+"""Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from millrace import errors
+from millrace.datasets.formats import FormatName
+from millrace.datasets.formats.tokens import find_tokens
+from millrace.datasets.loader.epoch_order import EpochOrder
+from millrace.datasets.loader.fetch import ShardFetcher
+from millrace.datasets.loader.loader_state import (
+    LoaderShare,
+    LoaderState,
+    combine_states,
+    find_states,
+    list_ends,
+    read_counts,
+    read_positions,
+)
+from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.loader.sample_stream import (
+    StreamPosition,
+    StreamSteps,
+    Transform,
+    iterate_samples,
+    iterate_transformed,
+)
+from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
+from millrace.datasets.loader.stream_counts import (
+    Remainder,
+    advance_counts,
+    deal_streams,
+    encode_counts,
+)
+from millrace.datasets.loader.window_queue import StreamWindows
+from millrace.datasets.verify import read_manifest
+from millrace.digest import BLOCK_SIZE
+from millrace.keys.datasets import DatasetKeys
+from millrace.storage import Backend, Store, StoreSpec, open_store
+from millrace.threads import DaemonThreadPool
+
+if TYPE_CHECKING:
+    from millrace.datasets.loader.torch_dataset import TorchShards
+
+_MOST_STREAMS = 64  # by default
+_MAX_THREADS = 16
+_MAX_DEPTH = 8  # windows of a stream that are loaded ahead
+_PARTS_IN_FLIGHT = 16  # of all streams of a process
+_MAX_PART = 8 * BLOCK_SIZE
+
+
+class ShardLoader:
+    """Samples of a dataset for a training loop, verified, shuffled and exactly resumable.
+
+    An iteration goes on where the last one stopped, and ends with the epoch. The next iteration is
+    the next epoch. A sample counts as received when the loop gets it.
+
+    Each sample is a dict of the fields, with the types of the manifest, and of ``__key__``. See
+    `millrace.datasets.loader.readers` for the values, and `millrace.datasets.loader.epoch_order`
+    for the order.
+
+    Args:
+        source: URL of the dataset, or URL and credentials. With `dataset`, that of the store.
+        dataset: Name of the dataset; by default the last part of the URL.
+        split: Split of the samples.
+        format: Format of the shards; by default the first one of the dataset. The order is the same
+            for each format.
+        seed: Seed of the order.
+        rank: Number of this rank.
+        world_size: Number of ranks, which divides `streams`.
+        batch_size: Samples of a batch, which is a list; None gives single samples.
+        shuffle: Whether the samples are shuffled.
+        streams: Number of streams that are mixed. By default 64, or the next smaller power of two
+            if the split has fewer shards, and 1 without shuffling.
+        buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
+            together. One process that reads all streams takes about three times this memory.
+        window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
+        remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
+            leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
+            end at different times. With `transform` or `pack` always ``keep``.
+        transform: Function that makes none, one or several samples of a sample.
+        pack: Number of tokens of a sequence. The tokens of the samples of a stream follow each
+            other, and fewer than `pack` tokens of each stream are left out at its end.
+        pack_field: Field with the tokens; by default that of the format ``tokens``.
+        cache: Folder for whole shards on the disk, which are verified when they are read again.
+
+    Raises:
+        NotFoundError: The dataset has no manifest.
+        ConfigurationError: The dataset has no such split or format, or an argument is invalid.
+
+    Example:
+        loader = ShardLoader("s3://bucket/my-dataset", seed=7, rank=rank, world_size=8)
+        for sample in loader:
+            train(sample["txt"])
+    """
+
+    def __init__(
+        self,
+        source: str | StoreSpec,
+        dataset: str | None = None,
+        *,
+        split: str = "train",
+        format: str | None = None,  # noqa: A002 - the name of settings and manifests
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        streams: int | None = None,
+        buffer_bytes: int = 64 << 20,
+        window: int | None = None,
+        remainder: Remainder | str | None = None,
+        transform: Transform | None = None,
+        pack: int | None = None,
+        pack_field: str | None = None,
+        cache: Path | str | None = None,
+    ) -> None:
+        self._store, name = _open_dataset(source, dataset)
+        self._process = os.getpid()
+        manifest = read_manifest(self._store, DatasetKeys(name))
+        self.table = make_shard_table(manifest, split, _parse_format(format))
+        self._seed, self._shuffle = seed, shuffle
+        self._rank, self._world_size = rank, world_size
+        self._batch_size, self._cache = batch_size, Path(cache) if cache is not None else None
+        self._streams = _choose_streams(self.table, streams, world_size, shuffle=shuffle)
+        _check_numbers(rank, world_size, batch_size, pack)
+        self._window = window or max(
+            1, int(buffer_bytes / self._streams / max(1.0, self.table.mean_size))
+        )
+        field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
+        self._steps = StreamSteps(transform, pack, field or "tokens")
+        self._remainder = _choose_remainder(remainder, self._steps)
+        self._worker, self._workers = 0, 1
+        self._iteration = 0
+        self._begin(LoaderState(**self._make_settings(), epoch=0))
+        if self._order.total < world_size:
+            raise errors.ConfigurationError(
+                f"The split {split!r} has {self._order.total} samples, fewer than the {world_size} "
+                "ranks. Use fewer ranks."
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch. After its end, that of the next one."""
+        return self._start.epoch
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of an epoch, of all ranks, before `transform` and `pack`."""
+        return self._order.total
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the epoch.
+
+        Raises:
+            CorruptError: A shard does not have its digest.
+            ChangedError: A shard was replaced by one of another size.
+            NotFoundError: A shard was deleted.
+            ConfigurationError: The process was forked after the loader was opened, or a later
+                iteration has begun.
+        """
+        self._check_process()
+        if self._is_ended:
+            self._begin(self._start.start_epoch(self._start.epoch + 1))
+        self._iteration += 1
+        samples = self._iterate(self._iteration)
+        return samples if self._batch_size is None else self._batch(samples, self._batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch. The current epoch stays where it is."""
+        if epoch != self._start.epoch or self._is_ended:
+            self._iteration += 1
+            self._begin(self._start.start_epoch(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the sample that was received last, as plain JSON.
+
+        Ranks that have received equally many samples have equal states. With `transform` or `pack`,
+        the state of each rank is needed to resume with another number of ranks.
+        """
+        return self._make_state().model_dump(mode="json")
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go to the position of a state, with any number of ranks and workers.
+
+        Args:
+            state: State of this loader or of torchdata's ``StatefulDataLoader``, or those of all
+                ranks. `streams` and `window` are taken from the state.
+
+        Raises:
+            ConfigurationError: The state is of another dataset, split, seed or order, or states of
+                other ranks are missing.
+        """
+        states = list(find_states(state))
+        for one in states:
+            self._check_state(one)
+        if states:
+            self._streams, self._window = states[0].streams, states[0].window
+            _choose_streams(self.table, self._streams, self._world_size, shuffle=self._shuffle)
+        self._iteration += 1
+        if len(states) == 1 and states[0].get_process() in {None, self._own_process}:
+            self._begin(states[0])
+        else:
+            order = self._make_order(states[0].epoch) if states else self._order
+            self._begin(combine_states(states, order.lengths))
+
+    def read_as_worker(self, worker: int, workers: int) -> None:
+        """Take the share of one of several worker processes of this rank.
+
+        Args:
+            worker: Number of the worker.
+            workers: Number of workers.
+
+        Raises:
+            ConfigurationError: The rank has received transformed samples in another process.
+        """
+        if (worker, workers) == (self._worker, self._workers):
+            return
+        state = self._make_state() if self._received else self._start
+        if state.share is not None:
+            raise errors.ConfigurationError(
+                "This rank has received transformed samples in another process, so its streams "
+                "cannot be dealt to workers. Load the states of all ranks, as a list."
+            )
+        self._worker, self._workers = worker, workers
+        self._begin(state)
+
+    def as_torch_dataset(self) -> "TorchShards":
+        """Return this loader as an ``IterableDataset`` of PyTorch, for a ``DataLoader``.
+
+        With `num_workers`, the store must be a folder, or `multiprocessing_context` "spawn". The
+        state is that of a ``StatefulDataLoader`` of torchdata, with any number of workers.
+        """
+        from millrace.datasets.loader.torch_dataset import (  # noqa: PLC0415 - imports torch
+            TorchShards,
+        )
+
+        return TorchShards(self)
+
+    @property
+    def _own_process(self) -> tuple[int, int, int, int]:
+        return self._rank, self._worker, self._world_size, self._workers
+
+    def _make_settings(self) -> dict[str, Any]:
+        """Return the values of a state that decide the order."""
+        return {
+            "manifest": self.table.digest,
+            "split": self.table.split,
+            "seed": self._seed,
+            "streams": self._streams,
+            "window": self._window,
+            "shuffle": self._shuffle,
+            "transform": self._steps.transform is not None,
+            "pack": self._steps.pack,
+        }
+
+    def _make_order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(
+            [shard.samples for shard in self.table.shards],
+            seed=self._seed,
+            epoch=epoch,
+            streams=self._streams,
+            window=self._window,
+            shuffle=self._shuffle,
+        )
+
+    def _begin(self, state: LoaderState) -> None:
+        """Go to a state, and deal the streams anew."""
+        self._order = self._make_order(state.epoch)
+        lengths = self._order.lengths
+        counts = read_counts(state, lengths)
+        self._start = state.model_copy(update={"share": None})
+        self._counts = counts
+        self._dealt = deal_streams(counts, self._world_size, self._workers)
+        self._ends = list_ends(counts, lengths, self._dealt, self._remainder)
+        own = self._dealt[self._rank][self._worker]
+        positions = read_positions(state, lengths)
+        self._positions = {stream: positions[stream] for stream in own}
+        self._received, self._is_ended = 0, False
+        if state.share is not None and state.share.process == self._own_process:
+            self._resume_share(state.share)
+
+    def _resume_share(self, share: LoaderShare) -> None:
+        """Move the streams of this process to what it had received."""
+        own = list(self._positions)
+        self._received = share.received
+        if share.streams is not None:
+            if sorted(share.streams) != own:
+                raise errors.ConfigurationError("The state of the loader has other streams.")
+            self._positions = {one: StreamPosition(*share.streams[one]) for one in own}
+            return
+        reached = advance_counts(self._counts[own], self._ends[own], share.received)
+        lengths = self._order.lengths[own]
+        for stream, count, length in zip(own, reached.tolist(), lengths.tolist(), strict=True):
+            self._positions[stream] = StreamPosition(count, min(count, length))
+
+    def _make_state(self) -> LoaderState:
+        is_alone = self._world_size == self._workers == 1
+        if self._steps and is_alone:
+            numbers = [self._positions[one].list_numbers() for one in range(self._streams)]
+            changed = {"positions": numbers, "position": 0, "ahead": {}}
+            return LoaderState.model_validate({**self._start.model_dump(), **changed})
+        share = LoaderShare(
+            rank=self._rank,
+            world_size=self._world_size,
+            worker=self._worker,
+            workers=self._workers,
+            remainder=self._remainder,
+            received=self._received,
+            streams={
+                stream: (one.outputs, one.row, one.part, one.token)
+                for stream, one in self._positions.items()
+            }
+            if self._steps
+            else None,
+        )
+        state = self._start.model_copy(update={"share": share})
+        if self._steps or self._workers > 1:
+            return state
+        if is_alone:
+            reached = np.array([self._positions[one].row for one in range(self._streams)])
+            position, ahead = encode_counts(reached, self._order.lengths)
+            return state.model_copy(update={"share": None, "position": position, "ahead": ahead})
+        return combine_states([state], self._order.lengths)
+
+    def _check_state(self, state: LoaderState) -> None:
+        own = self._make_settings()
+        if state.manifest != self.table.digest:
+            raise errors.ConfigurationError(
+                f"The state is of another dataset, or of another version of it: the manifest had "
+                f"the digest {state.manifest}, and that of {self.table.dataset} has "
+                f"{self.table.digest}. Open the dataset of the state, or begin a new epoch."
+            )
+        for name in ("split", "seed", "shuffle", "transform", "pack"):
+            if getattr(state, name) != own[name]:
+                raise errors.ConfigurationError(
+                    f"The state is of a loader with {name}={getattr(state, name)!r}, and this one "
+                    f"has {name}={own[name]!r}. Open the loader as it was when the state was saved."
+                )
+
+    def _check_process(self) -> None:
+        """Check that this process has opened the loader. The client of stores hangs after a fork.
+
+        Raises:
+            ConfigurationError: The process was forked afterwards.
+        """
+        is_local = self._store.location.backend is Backend.FILE
+        if os.getpid() != self._process and not is_local:
+            raise errors.ConfigurationError(
+                "This process was forked after the loader was opened, and its client of the store "
+                "would hang. Open the loader in the process that reads, or start processes by "
+                "`spawn`: `DataLoader(..., multiprocessing_context='spawn')`."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a new process, which opens the store again."""
+        return {name: value for name, value in vars(self).items() if name != "_process"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes in a new process."""
+        vars(self).update(state)
+        self._process = os.getpid()
+
+    def _batch(self, samples: Iterator[LoadedSample], size: int) -> Iterator[list[LoadedSample]]:
+        batch: list[LoadedSample] = []
+        for sample in samples:
+            batch.append(sample)
+            if len(batch) == size:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
+        own = list(self._positions)
+        open_streams = [
+            stream
+            for stream in own
+            if self._steps or self._positions[stream].outputs < int(self._ends[stream])
+        ]
+        share = max(1, len(open_streams))
+        part = int(self._window * self.table.mean_size) // BLOCK_SIZE * BLOCK_SIZE
+        fetcher = ShardFetcher(
+            self._store,
+            self.table,
+            cache=self._cache,
+            part_bytes=min(_MAX_PART, max(BLOCK_SIZE, part)),
+            parts_ahead=min(_MAX_DEPTH, _PARTS_IN_FLIGHT // share),
+        )
+        pool = DaemonThreadPool(min(_MAX_THREADS, share), "shard-windows")
+        try:
+            depth = min(_MAX_DEPTH, max(1, self._streams // share // 2))
+            samples = {one: self._open_stream(one, fetcher, pool, depth) for one in open_streams}
+            for sample in self._take_turns(samples):
+                if iteration != self._iteration:
+                    raise errors.ConfigurationError(
+                        "A later iteration of the loader has begun, or its state was loaded. End "
+                        "this one first."
+                    )
+                self._received += 1
+                yield sample
+            self._is_ended = True
+            if self._workers == 1:
+                self._begin(self._start.start_epoch(self._start.epoch + 1))
+        finally:
+            pool.shutdown()
+            fetcher.close()
+
+    def _open_stream(
+        self, stream: int, fetcher: ShardFetcher, pool: DaemonThreadPool, depth: int
+    ) -> Iterator[LoadedSample]:
+        position, length = self._positions[stream], int(self._order.lengths[stream])
+        windows = StreamWindows(
+            self.table, self._order, fetcher, stream=stream, window=self._window
+        )
+        start = position.row if self._steps else min(position.row, length - 1)
+        rows = windows.iterate_rows(start, depth=depth, pool=pool)
+        if self._steps:
+            return iterate_transformed(rows, position, self._steps)
+        return iterate_samples(rows, position, length=length, end=int(self._ends[stream]))
+
+    def _take_turns(self, samples: dict[int, Iterator[LoadedSample]]) -> Iterator[LoadedSample]:
+        """Yield samples in the order of their positions: by index in the stream, then stream."""
+        turns = [(self._positions[stream], found) for stream, found in samples.items()]
+        level = min((position.outputs for position, _ in turns), default=0)
+        while turns:
+            ended: list[StreamPosition] = []
+            for position, found in turns:
+                if position.outputs == level:
+                    sample = next(found, None)
+                    if sample is None:
+                        ended.append(position)
+                    else:
+                        yield sample
+            if ended:
+                turns = [turn for turn in turns if not any(turn[0] is one for one in ended)]
+            level += 1
+
+
+def _open_dataset(source: str | StoreSpec, dataset: str | None) -> tuple[Store, str]:
+    """Return the store and the name of a dataset."""
+    spec = StoreSpec(url=source) if isinstance(source, str) else source
+    if dataset is None:
+        url, _, dataset = spec.url.rstrip("/").rpartition("/")
+        if not dataset or url.endswith("/"):
+            raise errors.ConfigurationError(
+                f"{spec.url} names a store and no dataset. Write its name behind the URL, such as "
+                f"{spec.url.rstrip('/')}/my-dataset, or give it as `dataset`."
+            )
+        spec = spec.model_copy(update={"url": url})
+    return open_store(spec, make_folder=False), dataset
+
+
+def _parse_format(name: str | None) -> FormatName | None:
+    if name is None:
+        return None
+    try:
+        return FormatName(name)
+    except ValueError:
+        raise errors.ConfigurationError(
+            f"There is no format {name!r}. The formats are {', '.join(FormatName)}."
+        ) from None
+
+
+def _choose_streams(
+    table: ShardTable, streams: int | None, world_size: int, *, shuffle: bool
+) -> int:
+    if streams is None:
+        most = min(_MOST_STREAMS, len(table.shards)) if shuffle else 1
+        streams = 1 << (most.bit_length() - 1)
+    if streams < 1 or streams % max(1, world_size):
+        multiple = -(-max(1, streams) // world_size) * world_size
+        raise errors.ConfigurationError(
+            f"Each rank reads whole streams, and {streams} streams cannot be dealt equally to "
+            f"{world_size} ranks. Give `streams` a multiple, such as {multiple}, on every rank."
+        )
+    return streams
+
+
+def _choose_remainder(remainder: Remainder | str | None, steps: StreamSteps) -> Remainder:
+    if remainder is None:
+        return Remainder.KEEP if steps else Remainder.DROP
+    try:
+        chosen = Remainder(remainder)
+    except ValueError:
+        raise errors.ConfigurationError(
+            f"There is no remainder {remainder!r}. It is one of {', '.join(Remainder)}."
+        ) from None
+    if steps and chosen is not Remainder.KEEP:
+        raise errors.ConfigurationError(
+            f"With `transform` or `pack`, nobody knows the number of samples of a rank before the "
+            f"end, so `remainder` cannot be {chosen.value!r}. Remove it, and end an epoch on all "
+            "ranks when the first one ends."
+        )
+    return chosen
+
+
+def _check_numbers(rank: int, world_size: int, batch_size: int | None, pack: int | None) -> None:
+    if not 0 <= rank < world_size:
+        raise errors.ConfigurationError(
+            f"`rank` is {rank}, and the ranks of a `world_size` of {world_size} are 0 to "
+            f"{world_size - 1}. Correct them."
+        )
+    for name, number in (("batch_size", batch_size), ("pack", pack)):
+        if number is not None and number < 1:
+            raise errors.ConfigurationError(f"`{name}` is at least 1, or None. Correct it.")

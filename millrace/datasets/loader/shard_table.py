@@ -1,0 +1,102 @@
+"""Shards of one split and one format of a dataset, by its manifest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millrace.datasets.formats import Fields, FieldType, FormatName
+from millrace.digest import compute_digest, count_blocks, dump_canonical_json
+from millrace.errors import ConfigurationError
+from millrace.schemas.dataset import Manifest
+
+
+class ListedShard(NamedTuple):
+    """A shard of the table.
+
+    Attributes:
+        key: Key of the shard.
+        samples: Number of samples.
+        size: Bytes of the shard.
+        digest: Digest of the shard.
+        first_block: Number of the shard's first block among the blocks of all shards.
+    """
+
+    key: str
+    samples: int
+    size: int
+    digest: str
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTable:
+    """Shards of one split and one format, in the order of the manifest.
+
+    All formats of a dataset have the same samples in the same order, so the order of an epoch is
+    the same for each of them.
+
+    Attributes:
+        dataset: Name of the dataset.
+        digest: Digest of the manifest.
+        split: Split of the samples.
+        format: Format of the shards.
+        fields: Types of the fields; empty if the manifest has none.
+        shards: The shards.
+        blocks: Number of blocks of all shards of the dataset.
+    """
+
+    dataset: str
+    digest: str
+    split: str
+    format: FormatName
+    fields: Fields
+    shards: Sequence[ListedShard]
+    blocks: int
+
+    @property
+    def mean_size(self) -> float:
+        """Mean bytes of a sample."""
+        samples = sum(shard.samples for shard in self.shards)
+        return sum(shard.size for shard in self.shards) / max(1, samples)
+
+
+def make_shard_table(
+    manifest: Manifest, split: str, shard_format: FormatName | None = None
+) -> ShardTable:
+    """Return the shards of a split and a format.
+
+    Args:
+        manifest: Manifest of the dataset.
+        split: Split of the samples.
+        shard_format: Format of the shards; by default the first one of the dataset.
+
+    Raises:
+        ConfigurationError: The dataset has no such split or format.
+    """
+    chosen = shard_format or FormatName(manifest.formats[0])
+    if chosen not in manifest.formats:
+        raise ConfigurationError(
+            f"The dataset {manifest.dataset} has no shards in the format {chosen}. Its formats are "
+            f"{', '.join(manifest.formats)}."
+        )
+    shards: list[ListedShard] = []
+    block = 0
+    for shard in manifest.shards:
+        if (shard.format, shard.split) == (chosen, split):
+            listed = ListedShard(shard.key, shard.samples, shard.size, shard.digest, block)
+            shards.append(listed)
+        block += count_blocks(shard.size)
+    if not shards:
+        raise ConfigurationError(
+            f"The dataset {manifest.dataset} has no samples in the split {split!r}. Its splits are "
+            f"{', '.join(sorted(manifest.samples)) or 'none'}."
+        )
+    return ShardTable(
+        dataset=manifest.dataset,
+        digest=compute_digest(dump_canonical_json(manifest.model_dump(mode="json"))),
+        split=split,
+        format=chosen,
+        fields={name: FieldType(kind) for name, kind in manifest.fields.items()},
+        shards=shards,
+        blocks=block,
+    )

@@ -1,0 +1,148 @@
+"""Load the windows of several streams ahead, by threads."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+from millrace.datasets.loader.epoch_order import EpochOrder
+from millrace.datasets.loader.fetch import ShardFetcher
+from millrace.datasets.loader.readers import LoadRows, SampleReader, open_reader
+from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.loader.shard_table import ShardTable
+from millrace.threads import DaemonThreadPool
+
+
+class WindowQueue:
+    """Windows of one stream, loaded in order by one thread at a time.
+
+    Args:
+        load: Function that loads a window.
+        windows: Numbers of the windows.
+        depth: Number of windows that are loaded before they are taken.
+        pool: Threads.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int], list[LoadRows]],
+        windows: range,
+        *,
+        depth: int,
+        pool: DaemonThreadPool,
+    ) -> None:
+        self._load, self._pool = load, pool
+        self._windows = iter(windows)
+        self._lock = threading.Lock()
+        self._requested: deque[Future[list[LoadRows]]] = deque()
+        self._waiting: deque[tuple[int, Future[list[LoadRows]]]] = deque()
+        self._is_running = False
+        for _ in range(depth):
+            self._request()
+
+    def take(self) -> list[LoadRows]:
+        """Return the next window, as soon as it is loaded.
+
+        Raises:
+            MillraceError: A shard of the window cannot be read.
+        """
+        self._request()
+        return self._requested.popleft().result()
+
+    def _request(self) -> None:
+        window = next(self._windows, None)
+        if window is None:
+            return
+        future: Future[list[LoadRows]] = Future()
+        with self._lock:
+            self._requested.append(future)
+            self._waiting.append((window, future))
+            begin = not self._is_running
+            self._is_running = True
+        if begin:
+            self._pool.submit(self._run)
+
+    def _run(self) -> None:
+        """Load one window. The next one is another call, so that the streams take turns."""
+        with self._lock:
+            window, future = self._waiting.popleft()
+        try:
+            future.set_result(self._load(window))
+        except BaseException as error:  # noqa: BLE001 - `take` raises it
+            future.set_exception(error)
+        with self._lock:
+            self._is_running = bool(self._waiting)
+            go_on = self._is_running
+        if go_on:
+            self._pool.submit(self._run)
+
+
+class StreamWindows:
+    """Rows of one stream of an epoch.
+
+    Args:
+        table: Shards of the dataset.
+        order: Order of the epoch.
+        fetcher: Fetcher of the bytes.
+        stream: Number of the stream.
+        window: Samples of a window.
+    """
+
+    def __init__(
+        self,
+        table: ShardTable,
+        order: EpochOrder,
+        fetcher: ShardFetcher,
+        *,
+        stream: int,
+        window: int,
+    ) -> None:
+        self._table, self._order, self._fetcher = table, order, fetcher
+        self._stream, self._window = stream, window
+        self._file: int | None = None
+        self._reader: SampleReader | None = None
+
+    def iterate_rows(
+        self, start: int, *, depth: int, pool: DaemonThreadPool
+    ) -> Iterator[LoadedSample]:
+        """Return an iterator over the rows of the stream. The first windows are loaded at once.
+
+        Args:
+            start: Index of the first row in the stream.
+            depth: Number of windows that are loaded before they are used.
+            pool: Threads.
+        """
+        first, skipped = divmod(start, self._window)
+        windows = range(first, -(-int(self._order.lengths[self._stream]) // self._window))
+        queue = WindowQueue(self._load, windows, depth=depth, pool=pool)
+        return self._decode_windows(windows, skipped, queue)
+
+    def _decode_windows(
+        self, windows: range, skipped: int, queue: WindowQueue
+    ) -> Iterator[LoadedSample]:
+        for window in windows:
+            rows = [row for load in queue.take() for row in load()]
+            order = self._order.permute_window(self._stream, window)
+            for index in order[skipped:]:
+                yield rows[index]
+            skipped = 0
+
+    def _load(self, window: int) -> list[LoadRows]:
+        loaded = [
+            self._open(run.file).load(run.start, run.end)
+            for run in self._order.list_runs(self._stream, window)
+        ]
+        following = self._order.find_next_file(self._stream, window)
+        if following is not None:
+            self._fetcher.request(following)
+        return loaded
+
+    def _open(self, file: int) -> SampleReader:
+        if self._reader is None or self._file != file:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            listed = self._table.shards[file]
+            self._reader = open_reader(self._table, listed, self._fetcher.open(file))
+            self._file = file
+        return self._reader
