@@ -12,7 +12,7 @@ class Event:
     """Event of the engine: base of the classes that callers match. Some announce the next step.
 
     Attributes:
-        kind: Stable name of the class, such as ``shard.put``, for events that leave their process.
+        kind: Stable name of the class, such as ``shard.uploaded``, for events that leave a process.
     """
 
     kind: ClassVar[str] = ""

@@ -92,7 +92,7 @@ def make_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharding
     in another thread cannot be cancelled.
     """
     with ShardProgress(make_artifact_key("progress", settings.dataset)) as progress:
-        report = datasets.shard_dataset(settings, progress=progress, repair=repair)
+        report = datasets.shard_dataset(settings, progress=progress, accept_changed_source=repair)
     return ShardingResult(report, dict(progress.pace))
 
 

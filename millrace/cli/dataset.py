@@ -228,7 +228,7 @@ def run(
         return _run_on_machines(config, _read_machines(settings, config, machine_options), yes=yes)
     _refuse_machine_options(machine_options)
     with PartitionsBar() as progress:
-        report = shard_dataset(config, progress=progress, repair=repair)
+        report = shard_dataset(config, progress=progress, accept_changed_source=repair)
     _show_report(report)
     data = _describe_report(report)
     if repair:

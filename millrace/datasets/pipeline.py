@@ -208,7 +208,10 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
 
 
 def shard_dataset(
-    config: PipelineSettings, *, progress: Progress = ignore_event, repair: bool = False
+    config: PipelineSettings,
+    *,
+    progress: Progress = ignore_event,
+    accept_changed_source: bool = False,
 ) -> ShardReport:
     """Write the shards of a dataset to a store, each exactly once, and finalize the dataset.
 
@@ -220,8 +223,8 @@ def shard_dataset(
         config: Settings of the dataset.
         progress: Called at each boundary, in this thread; without workers, in one thread at a
             time.
-        repair: Whether the caller calls `repair_dataset` next. Then a complete dataset is accepted
-            although its source has changed.
+        accept_changed_source: Whether a complete dataset is accepted although its source has
+            changed, as before `repair_dataset`.
 
     Raises:
         ConflictError: The dataset was planned or made with other settings, or a dataset card would
@@ -241,7 +244,7 @@ def shard_dataset(
         plan, partitioned = _make_plan(config, keys, files, store)
         plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
     except errors.ChangedError:
-        if not (repair and exists(store, keys.manifest)):
+        if not (accept_changed_source and exists(store, keys.manifest)):
             raise
         plan = fetch(store, keys.plan, DatasetPlan)
     progress(

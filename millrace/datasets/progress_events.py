@@ -66,7 +66,7 @@ class ShardDeletionStarted(Event):
         prefix: Prefix of the dataset's shards.
     """
 
-    kind: ClassVar[str] = "plan.clearing"
+    kind: ClassVar[str] = "shards.deleting"
 
     prefix: str
 
@@ -79,7 +79,7 @@ class PartitionsPending(Event):
         partitions: Number of partitions that have not ended.
     """
 
-    kind: ClassVar[str] = "partitions.left"
+    kind: ClassVar[str] = "partitions.pending"
 
     partitions: int
 
@@ -125,7 +125,7 @@ class ShardHalfEncoded(PartitionEvent):
         samples: Number of samples so far.
     """
 
-    kind: ClassVar[str] = "shard.half"
+    kind: ClassVar[str] = "shard.half_encoded"
 
     number: int
     samples: int
@@ -160,7 +160,7 @@ class ShardUploaded(PartitionEvent):
         size: Bytes of the shards.
     """
 
-    kind: ClassVar[str] = "shard.put"
+    kind: ClassVar[str] = "shard.uploaded"
 
     number: int
     samples: int
@@ -299,7 +299,7 @@ class ManifestComputed(Event):
         shards: Number of shards.
     """
 
-    kind: ClassVar[str] = "manifest.sealing"
+    kind: ClassVar[str] = "manifest.computed"
 
     key: str
     shards: int
@@ -313,7 +313,7 @@ class BlockDigestsUploaded(Event):
         key: Key of the digests.
     """
 
-    kind: ClassVar[str] = "blocks.put"
+    kind: ClassVar[str] = "block_digests.uploaded"
 
     key: str
 
@@ -326,7 +326,7 @@ class IndexUploaded(Event):
         key: Key of the index.
     """
 
-    kind: ClassVar[str] = "index.put"
+    kind: ClassVar[str] = "index.uploaded"
 
     key: str
 
@@ -342,7 +342,7 @@ class ManifestCommitted(Event):
         samples: Number of samples by split.
     """
 
-    kind: ClassVar[str] = "manifest.sealed"
+    kind: ClassVar[str] = "manifest.committed"
 
     key: str
     shards: int
@@ -358,7 +358,7 @@ class CardUploaded(Event):
         key: Key of the object.
     """
 
-    kind: ClassVar[str] = "card.put"
+    kind: ClassVar[str] = "card.uploaded"
 
     key: str
 

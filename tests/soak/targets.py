@@ -15,15 +15,17 @@ ANY, BETWEEN = "any event", "between"
 DRIVERS_FIRST = ("plan.committed",)
 PARTITIONS = (
     "partition.opened",
-    "shard.half",
+    "shard.half_encoded",
     "shard.encoded",
-    "shard.put",
+    "shard.uploaded",
     "shard.committed",
     "partition.ending",
     "partition.ended",
 )
-DRIVERS_LAST = ("manifest.sealing", "index.put")
-COMPLETE = "manifest.sealed"  # the dataset is complete, so that kills at this event are not counted
+DRIVERS_LAST = ("manifest.computed", "index.uploaded")
+COMPLETE = (
+    "manifest.committed"  # the dataset is complete, so that kills at this event are not counted
+)
 BOUNDARIES = (*DRIVERS_FIRST, *PARTITIONS, *DRIVERS_LAST, ANY, BETWEEN)
 
 
@@ -81,7 +83,7 @@ def make_target(generator: Random, boundary: str, victim: Victim) -> Target:
     match boundary:
         case "partition.opened":
             return Target(boundary, victim, generator.randint(1, 2))
-        case "shard.half" | "shard.encoded" | "shard.put" | "shard.committed":
+        case "shard.half_encoded" | "shard.encoded" | "shard.uploaded" | "shard.committed":
             return Target(boundary, victim, generator.randint(1, 5))
         case _ if boundary == ANY:
             return Target(boundary, victim, generator.randint(1, 12))

@@ -130,8 +130,8 @@ def test_the_slice_has_every_boundary() -> None:
     assert at >= {
         "plan.committed",
         *PARTITIONS,
-        "manifest.sealing",
-        "index.put",
+        "manifest.computed",
+        "index.uploaded",
         COMPLETE,
         ANY,
         BETWEEN,

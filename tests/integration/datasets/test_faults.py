@@ -65,7 +65,7 @@ def test_a_kill_while_the_store_fails_changes_nothing(
 ) -> None:
     targets = [
         Target("plan.committed", Victim.GROUP),
-        Target("shard.put", Victim.WORKER, 2),
+        Target("shard.uploaded", Victim.WORKER, 2),
         Target("shard.committed", Victim.DRIVER, 2),
     ]
     matrix = KillMatrix(sources, [store], references, tmp_path, Random(SEED))

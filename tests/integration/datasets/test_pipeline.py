@@ -980,6 +980,6 @@ def test_a_repair_takes_a_source_that_was_uploaded_again_with_the_same_bytes(
     os.utime(tmp_path / "source" / name, ns=(1, 1))
     with pytest.raises(errors.ChangedError, match="was written again"):
         shard_dataset(settings)
-    assert shard_dataset(settings, repair=True).new_shards == 0
+    assert shard_dataset(settings, accept_changed_source=True).new_shards == 0
     assert repair_dataset(settings).remade_keys == (report.manifest.shards[0].key,)
     assert objects(store, "sets/one/shards/") == before
