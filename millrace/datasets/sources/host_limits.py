@@ -26,12 +26,13 @@ class HostBusyError(Exception):
     """A host has asked for a longer pause than the caller can wait.
 
     Attributes:
+        host: Name of the host.
         seconds: Rest of the pause.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, host: str, seconds: float) -> None:
         super().__init__(f"its host asks for a pause of {seconds:.0f} s")
-        self.seconds = seconds
+        self.host, self.seconds = host, seconds
 
 
 class HostLimits:
@@ -98,7 +99,7 @@ class HostLimits:
             following, pauses = _read_turns(turns)
             pause = pauses.get(host, now) - now
             if pause > longest_pause:
-                raise HostBusyError(pause)
+                raise HostBusyError(host, pause)
             begin = now + pause  # requests after a pause are an interval apart, too
             # A time of another boot of this machine may be far away.
             turn = min(max(following, begin), begin + self._requests * self._interval)

@@ -116,7 +116,15 @@ class DownloadSettings(BaseModel):
         ge=timedelta(seconds=1),
         le=timedelta(hours=1),
         description="Longest time of a request, and of the retries of a URL. If a server asks for "
-        "a longer pause (`Retry-After`), the URL makes no sample.",
+        "a longer pause (`Retry-After`), the URL makes no sample; many such URLs stop the run.",
+    )
+    max_unanswered: int = Field(
+        title="URLs without an answer",
+        default=50,
+        ge=1,
+        description="URLs without an answer, one after another, that stop the run, since the "
+        "network or a host may have failed for a while. Of a host that never answered, only one "
+        "counts.",
     )
     user_agent: str = Field(
         default="millrace",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from http.client import HTTPException, IncompleteRead, InvalidURL, RemoteDisconnected
 from typing import Any, cast
@@ -65,17 +66,28 @@ class Body:
     media_type: str
 
 
+class Contact(StrEnum):
+    """Contact with the server of a URL that has no body."""
+
+    NONE = "none"  # nothing was sent
+    ANSWERED = "answered"
+    BUSY = "busy"  # asks for a longer pause than the caller can wait
+    SILENT = "silent"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A URL without a body.
 
     Attributes:
         reason: Reason why there is no body.
-        is_answered: Whether a server has answered; True if nothing was requested.
+        contact: Contact with the server.
+        host: Host that is busy or silent.
     """
 
     reason: str
-    is_answered: bool = True
+    contact: Contact = Contact.ANSWERED
+    host: str = ""
 
     @property
     def data(self) -> bytes:
@@ -87,15 +99,20 @@ class _FailedTryError(Exception):
     """A request has failed.
 
     Attributes:
+        failure: Failure of the URL, if no other request succeeds.
         is_transient: Whether another request may succeed.
-        is_answered: Whether a server has answered.
     """
 
     def __init__(
-        self, reason: str, *, is_transient: bool = False, is_answered: bool = True
+        self,
+        reason: str,
+        contact: Contact = Contact.ANSWERED,
+        *,
+        host: str = "",
+        is_transient: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.is_transient, self.is_answered = is_transient, is_answered
+        self.failure, self.is_transient = Failure(reason, contact, host), is_transient
 
 
 class UrlDownloader:
@@ -141,7 +158,7 @@ class UrlDownloader:
         Errors that may pass are tried again, at most three times.
         """
         if fault := _find_fault(url):
-            return Failure(fault)
+            return Failure(fault, Contact.NONE)
         clock: RetryClock | None = None  # begins after the first try, which may wait for others
         deadline = 0.0
         for number in range(1, _MAX_TRIES + 1):
@@ -149,12 +166,12 @@ class UrlDownloader:
             try:
                 return self._fetch_once(url, longest_pause)
             except HostBusyError as error:
-                return Failure(str(error))
+                return Failure(str(error), Contact.BUSY, error.host)
             except _FailedTryError as error:
-                failure = Failure(str(error), error.is_answered)
+                failure, is_silent = error.failure, error.failure.contact is Contact.SILENT
                 if not error.is_transient or number == _MAX_TRIES or self._stopped.is_set():
                     return failure
-                if not error.is_answered and number == _MAX_UNANSWERED_TRIES:
+                if is_silent and number == _MAX_UNANSWERED_TRIES:
                     return failure
             if clock is None:
                 clock = RetryClock(self._timeout)
@@ -220,7 +237,8 @@ class UrlDownloader:
                     raise _FailedTryError(self._describe_cut())
             except errors.ConfigurationError:
                 raise _FailedTryError(
-                    "its address is in a private network (see `allow_private` of `source`)"
+                    "its address is in a private network (see `allow_private` of `source`)",
+                    Contact.NONE,
                 ) from None
             except (HTTPError, HTTPException, OSError, ValueError) as error:
                 if request.is_cut:
@@ -286,8 +304,8 @@ class _OpenRequest:
         try:
             found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except socket.gaierror:
-            raise _make_silent_error("its host has no address") from None
-        fault = _make_silent_error("its host does not answer")
+            raise _make_silent_error(name, "its host has no address") from None
+        fault = _make_silent_error(name, "its host does not answer")
         for address in [str(one[4][0]) for one in found]:
             if self.is_cut:
                 break
@@ -298,9 +316,9 @@ class _OpenRequest:
                     (address, port), _CONNECT_TIMEOUT, socket_options=connection.socket_options
                 )
             except TimeoutError:
-                fault = _make_silent_error("its host does not answer")
+                fault = _make_silent_error(name, "its host does not answer")
             except OSError:
-                fault = _make_silent_error("its host cannot be reached")
+                fault = _make_silent_error(name, "its host cannot be reached")
             else:
                 return self._watch(opened)
         raise fault
@@ -378,9 +396,9 @@ def _find_fault(url: str) -> str:
     return "" if parts.hostname else "has no host"
 
 
-def _make_silent_error(reason: str) -> _FailedTryError:
+def _make_silent_error(host: str, reason: str) -> _FailedTryError:
     """Return the error for a host that does not answer."""
-    return _FailedTryError(reason, is_transient=True, is_answered=False)
+    return _FailedTryError(reason, Contact.SILENT, host=host, is_transient=True)
 
 
 def _translate_error(error: Exception) -> _FailedTryError:

@@ -30,14 +30,13 @@ from millrace.datasets.sources.settings import (
 )
 from millrace.datasets.sources.table import FileTable, escape_path, unpack_row
 from millrace.datasets.sources.text_files import TextFiles, TextRange, divide_files
-from millrace.datasets.sources.url_download import Body, Failure, UrlDownloader
+from millrace.datasets.sources.url_download import Body, Contact, Failure, UrlDownloader
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import RowRange, SourceRange
 from millrace.storage import Store
 
 _ROW_BYTES = 128  # assumed bytes of a row of a list, to divide the list
 _WINDOW = 8  # rows that are read ahead, for each concurrent request
-_MAX_SILENT_HOSTS = 50  # hosts without an answer, one after another, before the network is in doubt
 _SHOWN = 200  # characters of a URL in messages
 _MAX_BAD_BYTES = 64 << 10  # bytes of a value of a bad row that are kept
 _URL = ""  # field of the URL in a row of the list, which is no field of a sample
@@ -197,6 +196,60 @@ class _PendingRow:
     size: int
 
 
+class _UnansweredUrls:
+    """The last URLs of a list, if they have got no answer: the network may be at fault.
+
+    A host that has never answered may be gone, so only the first of its URLs counts. Every URL
+    counts of a host that has answered before, or that asks for a longer pause.
+
+    Args:
+        most: Number of URLs that raises an error.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+        self._silent_hosts: set[str] = set()
+        self._answering_hosts: set[str] = set()
+
+    def add(self, pending: _PendingRow, answer: Body | Failure) -> None:
+        """Add the next URL of the list.
+
+        Raises:
+            UnavailableError: Too many URLs have got no answer, one after another.
+        """
+        contact = answer.contact if isinstance(answer, Failure) else Contact.ANSWERED
+        if contact is Contact.NONE:
+            return
+        if not isinstance(answer, Failure) or contact is Contact.ANSWERED:
+            self._answering_hosts.add(urlsplit(pending.url).hostname or "")
+            self._silent_hosts.clear()
+            self._count = 0
+            return
+        may_be_gone = answer.host in self._silent_hosts and answer.host not in self._answering_hosts
+        self._silent_hosts.add(answer.host)
+        if contact is Contact.BUSY or not may_be_gone:
+            self._count += 1
+        if self._count >= self._most:
+            raise self._make_error(pending, answer)
+
+    def _make_error(self, pending: _PendingRow, answer: Failure) -> errors.UnavailableError:
+        where = f"the last one is {pending.shown}: {answer.reason}"
+        if len(self._silent_hosts) > 1:
+            return errors.UnavailableError(
+                f"{self._count} URLs of {len(self._silent_hosts)} hosts, one after another, have "
+                f"got no answer ({where}). Check the network of this machine, and run it again; "
+                "the run continues. If the hosts are gone, raise `max_unanswered` in `downloads`."
+            )
+        remedy = "Run it again when the host answers"
+        if answer.contact is Contact.BUSY:
+            remedy = "Run it again after the pause, or raise `timeout` in `downloads` above it"
+        return errors.UnavailableError(
+            f"{self._count} URLs of {answer.host}, one after another, have got no answer "
+            f"({where}). {remedy}; the run continues. If these URLs should be left out, raise "
+            "`max_unanswered` in `downloads`."
+        )
+
+
 class UrlSource:
     """Samples from the URLs of a list.
 
@@ -230,16 +283,16 @@ class UrlSource:
         Memory: 256 MiB of bodies, and `requests * 8` rows of the list.
 
         Raises:
-            UnavailableError: The servers of many hosts do not answer, one after another.
+            UnavailableError: Many URLs have got no answer, one after another.
         """
         downloader = UrlDownloader(
             self._settings, self._downloads, allow_private=self._allow_private
         )
-        silent_hosts: set[str] = set()
+        unanswered = _UnansweredUrls(self._downloads.max_unanswered)
         pool = ThreadPoolExecutor(self._downloads.requests, thread_name_prefix="urls")
         try:
             for pending in self._download_in_order(pool, downloader, source_range, cursor):
-                yield self._make_row(pending, silent_hosts)
+                yield self._make_row(pending, unanswered)
         finally:
             downloader.stop()
             pool.shutdown(cancel_futures=True)
@@ -314,34 +367,24 @@ class UrlSource:
             url = _get_bytes(fields.pop(_URL)).decode("utf-8", "replace")
         return url.strip(), row._replace(fields=fields)
 
-    def _make_row(self, pending: _PendingRow, silent_hosts: set[str]) -> Row:
+    def _make_row(self, pending: _PendingRow, unanswered: "_UnansweredUrls") -> Row:
         """Return the sample of a row, or the bad row of a URL without a body.
 
         Args:
             pending: The row, whose download has ended.
-            silent_hosts: Hosts of the last rows, none of which has answered. The set is changed.
+            unanswered: The last URLs, if they have got no answer.
 
         Raises:
-            UnavailableError: Too many hosts did not answer.
+            UnavailableError: Too many URLs have got no answer.
         """
         row = pending.row
         if pending.body is None or isinstance(row, BadRow):
             return row
         answer = pending.body.result()
+        unanswered.add(pending, answer)
         if isinstance(answer, Failure):
-            shown = pending.shown
-            if not answer.is_answered:
-                silent_hosts.add(urlsplit(pending.url).hostname or "")
-            else:
-                silent_hosts.clear()
-            if len(silent_hosts) >= _MAX_SILENT_HOSTS:
-                raise errors.UnavailableError(
-                    f"{len(silent_hosts)} hosts of URLs, one after another, did not answer "
-                    f"({shown}: {answer.reason}). Check the network of this machine, and run it "
-                    "again; the run continues."
-                )
-            return BadRow(shown, answer.reason, self._join_row(pending.url, row), row.next_cursor)
-        silent_hosts.clear()
+            data = self._join_row(pending.url, row)
+            return BadRow(pending.shown, answer.reason, data, row.next_cursor)
         name = self._settings.content_field or _name_content(answer, pending.url, row.fields)
         return row._replace(fields={**row.fields, name: answer.data})
 

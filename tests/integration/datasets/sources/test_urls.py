@@ -574,15 +574,50 @@ def test_headers_of_the_list_are_not_sent_to_the_servers_of_its_urls(site):
     }]  # fmt: skip
 
 
-def test_a_machine_without_a_network_stops_the_run_and_quarantines_no_list(monkeypatch):
+@pytest.fixture
+def closed_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A port of this machine that takes no connections."""
     monkeypatch.setattr(url_download, "_MAX_UNANSWERED_TRIES", 1)
     with socket.socket() as bound:  # bound, but not listening
         bound.bind(("0.0.0.0", 0))
-        port = bound.getsockname()[1]
-        urls = [f"http://127.0.0.{n}:{port}/x" for n in range(1, 101)]
-        with pytest.raises(errors.UnavailableError, match="Check the network of this machine"):
+        yield bound.getsockname()[1]
+
+
+def test_a_machine_without_a_network_stops_the_run_and_quarantines_no_list(closed_port):
+    urls = [f"http://127.0.0.{n}:{closed_port}/x" for n in range(1, 101)]
+    with pytest.raises(errors.UnavailableError, match="Check the network of this machine"):
+        fetch_all(urls)
+    assert fetch_reasons(urls[:49]) == ["its host cannot be reached"] * 49
+    with pytest.raises(errors.UnavailableError, match="50 URLs of 50 hosts"):
+        fetch_all([one for url in urls for one in (url, "mailto:x")])  # which asks nobody
+
+
+def test_hosts_that_are_gone_stop_no_run_that_allows_them(closed_port):
+    urls = [f"http://127.0.0.{n}:{closed_port}/x" for n in range(1, 101)]
+    found = fetch_reasons(urls, downloads={"max_unanswered": 101})
+    assert found == ["its host cannot be reached"] * 100
+
+
+def test_a_host_that_fails_after_it_answered_stops_the_run_and_one_that_is_gone_does_not(
+    site, closed_port
+):
+    urls = [f"http://127.0.0.1:{closed_port}/{n}" for n in range(60)]
+    assert fetch_reasons(urls) == ["its host cannot be reached"] * 60
+    with pytest.raises(errors.UnavailableError, match=r"50 URLs of 127\.0\.0\.1.*host answers"):
+        fetch_all([f"{site.url}/x", *urls])
+    between = fetch_reasons(
+        [url for n in range(0, 60, 40) for url in (f"{site.url}/{n}", *urls[:40])]
+    )
+    assert between.count("sample") == 2
+
+
+def test_a_pause_longer_than_the_time_of_a_url_stops_the_run_instead_of_losing_the_host():
+    with serve_urls(lambda h: h.send(status=429, Retry_After="3000")) as site:
+        urls = [f"{site.url}/{n}" for n in range(60)]
+        with pytest.raises(errors.UnavailableError, match=r"a pause of .*raise `timeout`"):
             fetch_all(urls)
-        assert fetch_reasons(urls[:49]) == ["its host cannot be reached"] * 49
+        found = fetch_reasons(urls, downloads={"max_unanswered": 61})
+    assert all(reason.startswith("its host asks for a pause") for reason in found)
 
 
 def test_a_source_that_is_closed_ends_its_requests():
