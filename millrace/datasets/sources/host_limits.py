@@ -111,14 +111,14 @@ class HostLimits:
         paths = [self._make_path(host, str(slot)) for slot in range(self._requests)]
         random.shuffle(paths)
         for path in paths:
-            descriptor = _open(path)
+            descriptor = self._open(path)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 os.close(descriptor)
         else:
-            descriptor = _open(paths[0])
+            descriptor = self._open(paths[0])
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -127,12 +127,21 @@ class HostLimits:
 
     @contextmanager
     def _lock_turns(self, host: str) -> Generator[int]:
-        descriptor = _open(self._make_path(host, "turns"))
+        descriptor = self._open(self._make_path(host, "turns"))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:  # a program has cleaned the folder for temporary files
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            return os.open(path, flags, 0o600)
 
     def _make_path(self, host: str, name: str) -> Path:
         return self._folder / f"{zlib.crc32(host.encode()) % _BUCKETS:03x}-{name}"
@@ -147,10 +156,6 @@ def _make_shared_folder() -> Path:
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
         return Path(tempfile.mkdtemp(prefix="millrace-hosts-"))  # another user has made it
     return folder
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _read_turns(descriptor: int) -> tuple[float, dict[str, float]]:

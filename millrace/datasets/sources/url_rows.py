@@ -5,6 +5,7 @@ of a URL may give other bytes: the source is not reproducible.
 """
 
 import re
+import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -37,6 +38,8 @@ from millrace.storage import Store
 
 _ROW_BYTES = 128  # assumed bytes of a row of a list, to divide the list
 _WINDOW = 8  # rows that are read ahead, for each concurrent request
+_FILES_PER_REQUEST = 4  # a socket, its copy, and two locks of its host
+_OTHER_FILES = 128  # of the program, the list and the uploads
 _SHOWN = 200  # characters of a URL in messages
 _MAX_BAD_BYTES = 64 << 10  # bytes of a value of a bad row that are kept
 _URL = ""  # field of the URL in a row of the list, which is no field of a sample
@@ -103,6 +106,24 @@ def divide_url_lists(
             )
         case _:
             return divide_files(files, table, size, keys)
+
+
+def _check_open_files(requests: int) -> None:
+    """Check that a process may open the sockets and locks of requests at a time.
+
+    Without this check, a good URL could fail for want of a file, and would be quarantined.
+
+    Raises:
+        ConfigurationError: The limit is too low.
+    """
+    wanted = _FILES_PER_REQUEST * requests + _OTHER_FILES
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        raise errors.ConfigurationError(
+            f"{requests} requests at a time need {wanted} open files, and a process of this "
+            f"machine may have {allowed}. Raise this limit (`ulimit -n {wanted}`), or lower "
+            "`requests` in `downloads`."
+        )
 
 
 @contextmanager
@@ -283,8 +304,11 @@ class UrlSource:
         Memory: 256 MiB of bodies, and `requests * 8` rows of the list.
 
         Raises:
+            ConfigurationError: The process may not open enough files for the requests.
             UnavailableError: Many URLs have got no answer, one after another.
         """
+        at_a_time = MAX_BODY_BYTES // self._settings.max_body_bytes
+        _check_open_files(min(self._downloads.requests, at_a_time))
         downloader = UrlDownloader(
             self._settings, self._downloads, allow_private=self._allow_private
         )

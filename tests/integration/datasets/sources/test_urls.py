@@ -3,13 +3,16 @@
 import gzip
 import io
 import json
+import resource
 import secrets
+import shutil
 import socket
 import ssl
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -715,6 +718,31 @@ def test_times_of_hosts_that_cannot_be_read_are_dropped(tmp_path):
     (path,) = tmp_path.glob("*-turns")
     path.write_bytes(b"\xff" * 100)
     assert limits._take_turn("a", 0.0) == 0.0
+
+
+def test_a_folder_of_limits_that_was_deleted_is_made_again(tmp_path):
+    limits = HostLimits(2, DownloadSettings().host_interval, tmp_path / "limits")
+    with limits.hold("a", 0.0), limits.hold("b", 0.0):
+        shutil.rmtree(tmp_path / "limits")
+        limits.pause("a", 50.0)
+    with pytest.raises(HostBusyError), limits.hold("a", 10.0):
+        pass
+
+
+def test_requests_that_need_more_open_files_than_allowed_are_refused_before_one_is_made(site):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    settings: dict[str, Any] = {
+        "urls": {"max_body_bytes": "64KiB"}, "downloads": {"requests": 200},
+    }  # fmt: skip
+    urls = [f"{site.url}/{n}" for n in range(300)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (800, hard))
+        with pytest.raises(errors.ConfigurationError, match="`ulimit -n 928`"):
+            fetch_all(urls, **settings)
+        assert site.requests.total() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fetch_reasons(urls, **settings) == ["sample"] * 300
 
 
 def test_two_lists_of_one_dataset_have_different_keys(site):
