@@ -122,9 +122,9 @@ class DownloadSettings(BaseModel):
         title="URLs without an answer",
         default=50,
         ge=1,
-        description="URLs without an answer, one after another, that stop the run, since the "
-        "network or a host may have failed for a while. Of a host that never answered, only one "
-        "counts.",
+        description="URLs without an answer or with an error of their server, one after another, "
+        "that stop the run, since the network or a host may have failed for a while. Of a host "
+        "that never answered, only one counts.",
     )
     user_agent: str = Field(
         default="millrace",

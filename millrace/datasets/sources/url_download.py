@@ -71,6 +71,7 @@ class Contact(StrEnum):
 
     NONE = "none"  # nothing was sent
     ANSWERED = "answered"
+    FAILING = "failing"  # another request may succeed later
     BUSY = "busy"  # asks for a longer pause than the caller can wait
     SILENT = "silent"
 
@@ -82,7 +83,7 @@ class Failure:
     Attributes:
         reason: Reason why there is no body.
         contact: Contact with the server.
-        host: Host that is busy or silent.
+        host: Host that is busy or silent; empty if a server has answered.
     """
 
     reason: str
@@ -106,12 +107,13 @@ class _FailedTryError(Exception):
     def __init__(
         self,
         reason: str,
-        contact: Contact = Contact.ANSWERED,
+        contact: Contact | None = None,
         *,
         host: str = "",
         is_transient: bool = False,
     ) -> None:
         super().__init__(reason)
+        contact = contact or (Contact.FAILING if is_transient else Contact.ANSWERED)
         self.failure, self.is_transient = Failure(reason, contact, host), is_transient
 
 
@@ -234,7 +236,7 @@ class UrlDownloader:
                 finally:
                     release(answer)
                 if request.is_cut:  # a body without a length seems to have ended
-                    raise _FailedTryError(self._describe_cut())
+                    raise _FailedTryError(self._describe_cut(), Contact.FAILING)
             except errors.ConfigurationError:
                 raise _FailedTryError(
                     "its address is in a private network (see `allow_private` of `source`)",
@@ -242,7 +244,7 @@ class UrlDownloader:
                 ) from None
             except (HTTPError, HTTPException, OSError, ValueError) as error:
                 if request.is_cut:
-                    raise _FailedTryError(self._describe_cut()) from None
+                    raise _FailedTryError(self._describe_cut(), Contact.FAILING) from None
                 raise _translate_error(error) from None
             finally:
                 _current.request = None

@@ -218,7 +218,7 @@ class _PendingRow:
 
 
 class _UnansweredUrls:
-    """The last URLs of a list, if they have got no answer: the network may be at fault.
+    """The last URLs of a list, if they have got no answer: the network or a host may have failed.
 
     A host that has never answered may be gone, so only the first of its URLs counts. Every URL
     counts of a host that has answered before, or that asks for a longer pause.
@@ -229,7 +229,7 @@ class _UnansweredUrls:
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
-        self._silent_hosts: set[str] = set()
+        self._hosts: set[str] = set()
         self._answering_hosts: set[str] = set()
 
     def add(self, pending: _PendingRow, answer: Body | Failure) -> None:
@@ -238,26 +238,36 @@ class _UnansweredUrls:
         Raises:
             UnavailableError: Too many URLs have got no answer, one after another.
         """
-        contact = answer.contact if isinstance(answer, Failure) else Contact.ANSWERED
-        if contact is Contact.NONE:
+        if isinstance(answer, Failure) and answer.contact is Contact.NONE:
+            return  # the URL may not be valid
+        host = urlsplit(pending.url).hostname or ""
+        if not isinstance(answer, Failure) or answer.contact is Contact.ANSWERED:
+            self._answering_hosts.add(host)
+            self._clear()
             return
-        if not isinstance(answer, Failure) or contact is Contact.ANSWERED:
-            self._answering_hosts.add(urlsplit(pending.url).hostname or "")
-            self._silent_hosts.clear()
-            self._count = 0
-            return
-        may_be_gone = answer.host in self._silent_hosts and answer.host not in self._answering_hosts
-        self._silent_hosts.add(answer.host)
-        if contact is Contact.BUSY or not may_be_gone:
-            self._count += 1
+        host = answer.host or host
+        is_known = host in self._answering_hosts
+        match answer.contact:
+            case Contact.FAILING if not is_known:
+                self._clear()  # the network works
+                return
+            case Contact.SILENT if not is_known and host in self._hosts:
+                return
+            case _:
+                self._hosts.add(host)
+                self._count += 1
         if self._count >= self._most:
             raise self._make_error(pending, answer)
 
+    def _clear(self) -> None:
+        self._hosts.clear()
+        self._count = 0
+
     def _make_error(self, pending: _PendingRow, answer: Failure) -> errors.UnavailableError:
         where = f"the last one is {pending.shown}: {answer.reason}"
-        if len(self._silent_hosts) > 1:
+        if len(self._hosts) > 1:
             return errors.UnavailableError(
-                f"{self._count} URLs of {len(self._silent_hosts)} hosts, one after another, have "
+                f"{self._count} URLs of {len(self._hosts)} hosts, one after another, have "
                 f"got no answer ({where}). Check the network of this machine, and run it again; "
                 "the run continues. If the hosts are gone, raise `max_unanswered` in `downloads`."
             )
@@ -265,7 +275,7 @@ class _UnansweredUrls:
         if answer.contact is Contact.BUSY:
             remedy = "Run it again after the pause, or raise `timeout` in `downloads` above it"
         return errors.UnavailableError(
-            f"{self._count} URLs of {answer.host}, one after another, have got no answer "
+            f"{self._count} URLs of {next(iter(self._hosts))}, one after another, have failed "
             f"({where}). {remedy}; the run continues. If these URLs should be left out, raise "
             "`max_unanswered` in `downloads`."
         )

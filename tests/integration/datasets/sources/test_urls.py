@@ -614,6 +614,22 @@ def test_a_host_that_fails_after_it_answered_stops_the_run_and_one_that_is_gone_
     assert between.count("sample") == 2
 
 
+@pytest.mark.parametrize("answered_before", [False, True])
+def test_a_host_that_answers_with_errors_for_a_while_stops_the_run(monkeypatch, answered_before):
+    monkeypatch.setattr(url_download, "_MAX_TRIES", 1)
+
+    def answer(handler: UrlHandler) -> None:
+        handler.send(b"x", 503 if handler.path != "/good" else 200)
+
+    with serve_urls(answer) as site:
+        urls = [f"{site.url}/{n}" for n in range(60)]
+        if answered_before:
+            with pytest.raises(errors.UnavailableError, match=r"status 503.*Run it again when the"):
+                fetch_all([f"{site.url}/good", *urls])
+        else:
+            assert fetch_reasons(urls) == ["status 503"] * 60
+
+
 def test_a_pause_longer_than_the_time_of_a_url_stops_the_run_instead_of_losing_the_host():
     with serve_urls(lambda h: h.send(status=429, Retry_After="3000")) as site:
         urls = [f"{site.url}/{n}" for n in range(60)]
