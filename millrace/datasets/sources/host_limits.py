@@ -10,15 +10,20 @@ import random
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
+from typing import Self
 
 _BUCKETS = 4096  # files for all hosts: hosts of one bucket share their turns, not their pauses
 _LONGEST_PAUSE = 3600.0  # seconds for which a host is asked nothing, whatever it says
-_MAX_PAUSES = 64  # pauses of hosts of one bucket
+_ANSWER_MEMORY = 3600.0  # seconds for which an answer of a host is remembered
+_NOTE_INTERVAL = 60.0  # seconds between two notes of the answers of a host
+_MAX_HOSTS = 64  # hosts of one bucket whose times are kept
+_PAUSE, _ANSWER = "pause", "answer"
 _MAX_TURN_BYTES = 1 << 20
 
 
@@ -47,6 +52,7 @@ class HostLimits:
     def __init__(self, requests: int, interval: timedelta, folder: Path | None = None) -> None:
         self._requests, self._interval = requests, interval.total_seconds()
         self._folder = folder or _make_shared_folder()
+        self._noted: dict[str, float] = {}  # time of the last note of each host
 
     @contextmanager
     def hold(
@@ -80,13 +86,30 @@ class HostLimits:
         """
         until = time.monotonic() + min(seconds, _LONGEST_PAUSE)
         with self._lock_turns(host) as turns:
-            following, pauses = _read_turns(turns)
-            _write_turns(turns, following, pauses | {host: until})
+            found = _Turns.read(turns)
+            found.pauses[host] = until
+            found.write(turns)
+
+    def note_answer(self, host: str) -> None:
+        """Note that a host has answered, for all processes of this machine."""
+        now = time.monotonic()
+        if now - self._noted.get(host, -_NOTE_INTERVAL) < _NOTE_INTERVAL:
+            return
+        self._noted[host] = now
+        with self._lock_turns(host) as turns:
+            found = _Turns.read(turns)
+            found.answers[host] = now
+            found.write(turns)
+
+    def has_answered(self, host: str) -> bool:
+        """Decide whether a host has answered a process of this machine within the last hour."""
+        with self._lock_turns(host) as turns:
+            return host in _Turns.read(turns).answers
 
     def _is_paused(self, host: str) -> bool:
         """Decide whether the pause that a host has asked for is not over."""
         with self._lock_turns(host) as turns:
-            return host in _read_turns(turns)[1]
+            return host in _Turns.read(turns).pauses
 
     def _take_turn(self, host: str, longest_pause: float) -> float:
         """Take the next turn of a host; return the seconds until it.
@@ -96,14 +119,15 @@ class HostLimits:
         """
         with self._lock_turns(host) as turns:
             now = time.monotonic()
-            following, pauses = _read_turns(turns)
-            pause = pauses.get(host, now) - now
+            found = _Turns.read(turns)
+            pause = found.pauses.get(host, now) - now
             if pause > longest_pause:
                 raise HostBusyError(host, pause)
             begin = now + pause  # requests after a pause are an interval apart, too
             # A time of another boot of this machine may be far away.
-            turn = min(max(following, begin), begin + self._requests * self._interval)
-            _write_turns(turns, turn + self._interval, pauses)
+            turn = min(max(found.following, begin), begin + self._requests * self._interval)
+            found.following = turn + self._interval
+            found.write(turns)
         return turn - now
 
     @contextmanager
@@ -158,23 +182,44 @@ def _make_shared_folder() -> Path:
     return folder
 
 
-def _read_turns(descriptor: int) -> tuple[float, dict[str, float]]:
-    """Return the time of the next turn, and the end of each host's pause (monotonic clock).
+@dataclass(slots=True)
+class _Turns:
+    """Times of the hosts of one bucket, by the monotonic clock.
 
-    Pauses that are over are left out, and so are times of another boot of this machine.
+    Attributes:
+        following: Time of the next turn.
+        pauses: End of the pause of each host that has asked for one.
+        answers: Time of an answer of each host that has answered within the last hour.
     """
-    now = time.monotonic()
-    try:
-        first, *lines = os.pread(descriptor, _MAX_TURN_BYTES, 0).decode().split("\n")
-        ends = [line.split(" ", 1) for line in lines]
-        pauses = {host: float(end) for end, host in ends}
-        return float(first), {h: t for h, t in pauses.items() if 0 < t - now <= _LONGEST_PAUSE}
-    except ValueError:  # empty or damaged
-        return 0.0, {}
 
+    following: float = 0.0
+    pauses: dict[str, float] = field(default_factory=dict[str, float])
+    answers: dict[str, float] = field(default_factory=dict[str, float])
 
-def _write_turns(descriptor: int, following: float, pauses: Mapping[str, float]) -> None:
-    latest = sorted(pauses.items(), key=itemgetter(1))[-_MAX_PAUSES:]
-    lines = [f"{following!r}", *(f"{end!r} {host}" for host, end in latest)]
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, "\n".join(lines).encode(), 0)
+    @classmethod
+    def read(cls, descriptor: int) -> Self:
+        """Read the times. Those of another boot of this machine are left out."""
+        now, found = time.monotonic(), cls()
+        try:
+            first, *lines = os.pread(descriptor, _MAX_TURN_BYTES, 0).decode().split("\n")
+            found.following = float(first)
+            for line in lines:
+                kind, time_text, host = line.split(" ", 2)
+                at = float(time_text)
+                seconds = at - now
+                if kind == _PAUSE and 0 < seconds <= _LONGEST_PAUSE:
+                    found.pauses[host] = at
+                elif kind == _ANSWER and -_ANSWER_MEMORY <= seconds <= 0:
+                    found.answers[host] = at
+        except ValueError:  # empty or damaged
+            return cls()
+        return found
+
+    def write(self, descriptor: int) -> None:
+        """Write the times, of at most 64 hosts each."""
+        lines = [f"{self.following!r}"]
+        for kind, times in ((_PAUSE, self.pauses), (_ANSWER, self.answers)):
+            latest = sorted(times.items(), key=itemgetter(1))[-_MAX_HOSTS:]
+            lines += [f"{kind} {at!r} {host}" for host, at in latest]
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, "\n".join(lines).encode(), 0)

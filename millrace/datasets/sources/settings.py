@@ -124,7 +124,7 @@ class DownloadSettings(BaseModel):
         ge=1,
         description="URLs without an answer or with an error of their server, one after another, "
         "that stop the run, since the network or a host may have failed for a while. Of a host "
-        "that never answered, only one counts.",
+        "that did not answer within the last hour, only one counts.",
     )
     user_agent: str = Field(
         default="millrace",

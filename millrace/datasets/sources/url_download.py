@@ -126,6 +126,9 @@ class UrlDownloader:
         settings: Limits on the answers.
         downloads: Limits on the requests.
         allow_private: Whether addresses of private networks and of this machine may be read.
+
+    Attributes:
+        limits: Limits on the requests to one host.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class UrlDownloader:
     ) -> None:
         self._settings = settings
         self._timeout = downloads.timeout.total_seconds()
-        self._limits = HostLimits(downloads.requests_per_host, downloads.host_interval)
+        self.limits = HostLimits(downloads.requests_per_host, downloads.host_interval)
         self._allow_private = allow_private
         self._headers = {
             "Accept-Encoding": "identity", "Connection": "close",
@@ -213,7 +216,7 @@ class UrlDownloader:
             _FailedTryError: The request failed, or the exchange was not finished in time.
         """
         host = urlsplit(url).hostname or ""
-        with self._limits.hold(host, longest_pause, self._stopped.wait):
+        with self.limits.hold(host, longest_pause, self._stopped.wait):
             request = _OpenRequest(allow_private=self._allow_private)
             self._open.add(request)
             if self._stopped.is_set():
@@ -230,7 +233,7 @@ class UrlDownloader:
                 try:
                     if answer.status in TRANSIENT_STATUSES:
                         if asked := parse_retry_after(answer.headers.get("Retry-After", "")):
-                            self._limits.pause(host, asked * random.uniform(1.0, 1.1))
+                            self.limits.pause(host, asked * random.uniform(1.0, 1.1))
                         raise _FailedTryError(f"status {answer.status}", is_transient=True)
                     yield answer
                 finally:

@@ -21,6 +21,7 @@ from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Source
 from millrace.datasets.sources.csv_rows import CsvSource
 from millrace.datasets.sources.files import SourceFiles
+from millrace.datasets.sources.host_limits import HostLimits
 from millrace.datasets.sources.jsonl import JsonLinesSource
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.settings import (
@@ -221,16 +222,17 @@ class _UnansweredUrls:
     """The last URLs of a list, if they have got no answer: the network or a host may have failed.
 
     A host that has never answered may be gone, so only the first of its URLs counts. Every URL
-    counts of a host that has answered before, or that asks for a longer pause.
+    counts of a host that has answered this machine within the last hour, or that asks for a longer
+    pause. So a run that is started again while a host fails does not drop its URLs.
 
     Args:
         most: Number of URLs that raises an error.
+        limits: Memory of the hosts that have answered.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._count = most, 0
+    def __init__(self, most: int, limits: HostLimits) -> None:
+        self._most, self._limits, self._count = most, limits, 0
         self._hosts: set[str] = set()
-        self._answering_hosts: set[str] = set()
 
     def add(self, pending: _PendingRow, answer: Body | Failure) -> None:
         """Add the next URL of the list.
@@ -242,11 +244,11 @@ class _UnansweredUrls:
             return  # the URL may not be valid
         host = urlsplit(pending.url).hostname or ""
         if not isinstance(answer, Failure) or answer.contact is Contact.ANSWERED:
-            self._answering_hosts.add(host)
+            self._limits.note_answer(host)
             self._clear()
             return
         host = answer.host or host
-        is_known = host in self._answering_hosts
+        is_known = self._limits.has_answered(host)
         match answer.contact:
             case Contact.FAILING if not is_known:
                 self._clear()  # the network works
@@ -322,7 +324,7 @@ class UrlSource:
         downloader = UrlDownloader(
             self._settings, self._downloads, allow_private=self._allow_private
         )
-        unanswered = _UnansweredUrls(self._downloads.max_unanswered)
+        unanswered = _UnansweredUrls(self._downloads.max_unanswered, downloader.limits)
         pool = ThreadPoolExecutor(self._downloads.requests, thread_name_prefix="urls")
         try:
             for pending in self._download_in_order(pool, downloader, source_range, cursor):

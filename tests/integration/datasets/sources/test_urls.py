@@ -608,6 +608,8 @@ def test_a_host_that_fails_after_it_answered_stops_the_run_and_one_that_is_gone_
     assert fetch_reasons(urls) == ["its host cannot be reached"] * 60
     with pytest.raises(errors.UnavailableError, match=r"50 URLs of 127\.0\.0\.1.*host answers"):
         fetch_all([f"{site.url}/x", *urls])
+    with pytest.raises(errors.UnavailableError, match="50 URLs"):
+        fetch_all(urls)  # another run, while the host still fails
     between = fetch_reasons(
         [url for n in range(0, 60, 40) for url in (f"{site.url}/{n}", *urls[:40])]
     )
@@ -726,6 +728,21 @@ def test_a_pause_that_begins_while_a_request_waits_for_its_turn_holds_for_it(mon
         pass
     with limits.hold("a", 60.0, lambda _: True):  # the caller is stopped
         pass
+
+
+def test_an_answer_of_a_host_is_remembered_for_an_hour(monkeypatch):
+    now = set_clock(monkeypatch)
+    limits = [HostLimits(1, DownloadSettings().host_interval) for _ in range(2)]
+    assert not limits[1].has_answered("a")
+    limits[0].note_answer("a")
+    assert limits[1].has_answered("a")
+    assert not limits[1].has_answered("b")
+    now[0] += 3600.0
+    assert limits[1].has_answered("a")
+    now[0] += 1.0
+    assert not limits[1].has_answered("a")
+    limits[0].note_answer("a")
+    assert limits[1].has_answered("a")
 
 
 def test_times_of_hosts_that_cannot_be_read_are_dropped(tmp_path):
