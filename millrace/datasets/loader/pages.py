@@ -247,8 +247,8 @@ class PageLoader:
 
     def _fetch_page(self, page: Page) -> Any:
         file = self._refs[page.file]
-        layout = self._read_layout(page.file)
         try:
+            layout = self._read_layout(page.file)
             found = read_rows(self._files, file, layout, page.start, page.end)
         except errors.ChangedError as error:
             raise errors.ChangedError(
