@@ -75,6 +75,7 @@ execution:                      # never changes the shards
 # card: {license: cc-by-4.0}    # writes README.md, by which datasets.load_dataset opens the shards
 """
 
+_SHOWN_FILES = 20  # of each state of an index
 _INDEX_STATES = {
     "stale": "was written after it was indexed",
     "missing": "was not indexed yet",
@@ -398,9 +399,7 @@ def status(target: str, name: str | None) -> CommandResult:
 
 @dataset.command()
 @click.argument("url")
-@click.option(
-    "--column", default="text", show_default=True, help="Column whose pages are indexed."
-)
+@click.option("--column", default="text", show_default=True, help="Column whose pages are indexed.")
 @click.option(
     "--include",
     multiple=True,
@@ -423,9 +422,12 @@ def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> Co
 
     store = read_store(url)
     report = index_pages(store, column, include=include, is_check=check)
-    for name in ("stale", "missing", "gone"):
-        for path in getattr(report, name):
-            echo(f"{path}: {_INDEX_STATES[name]}")
+    for name, state in _INDEX_STATES.items():
+        paths = getattr(report, name)
+        for path in paths[:_SHOWN_FILES]:
+            echo(f"{path}: {state}")
+        if len(paths) > _SHOWN_FILES:
+            echo(f"and {format_count(len(paths) - _SHOWN_FILES, 'other file')}: {state}")
     for sentence in report.differing:
         echo(sentence, err=True)
     state = "was made" if report.is_new else "is current" if report.is_current else "is stale"

@@ -76,7 +76,7 @@ def decode_layout(data: bytes) -> ColumnLayout:
     try:
         # zstandard allocates the size that the frame announces.
         if not 0 <= (size := zstandard.frame_content_size(data)) <= _MAX_DECODED:
-            raise ValueError(f"a layout announces {size} bytes")  # noqa: TRY301
+            raise ValueError(f"a layout announces {size} bytes")
         return _decode(zstandard.ZstdDecompressor().decompress(data))
     except (zstandard.ZstdError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"a layout is damaged: {error}") from error

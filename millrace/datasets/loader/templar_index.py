@@ -135,9 +135,7 @@ def match_files(configs: Sequence[TemplarConfig], paths: Sequence[str]) -> dict[
     return found
 
 
-def make_pages(
-    config: TemplarConfig, numbers: dict[str, int], start: int, end: int
-) -> list[Page]:
+def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: int) -> list[Page]:
     """Return the pages of a loader that have some rows of a config.
 
     Raises:

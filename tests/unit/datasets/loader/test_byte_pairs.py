@@ -73,9 +73,7 @@ PIECES = (
     END, "<|", " ", "\n\n ", "\r\n", "it's", "WE'LL", "12345", "def f(x):\n    ", "e\u0301",
     "\u1100\u1161", "\u212b", "\u0130", "\u017f",
 )  # fmt: skip
-TEXTS = st.lists(st.one_of(st.text(max_size=30), st.sampled_from(PIECES)), max_size=12).map(
-    "".join
-)
+TEXTS = st.lists(st.one_of(st.text(max_size=30), st.sampled_from(PIECES)), max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
