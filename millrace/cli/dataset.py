@@ -15,6 +15,7 @@ from millrace.cli.common import (
     add_yes_option,
     confirm,
     print_result,
+    read_store,
     show_deletion,
     show_failures,
     take_settings_file,
@@ -73,6 +74,13 @@ execution:                      # never changes the shards
 
 # card: {license: cc-by-4.0}    # writes README.md, by which datasets.load_dataset opens the shards
 """
+
+_SHOWN_FILES = 20  # of each state of an index
+_INDEX_STATES = {
+    "stale": "was written after it was indexed",
+    "missing": "was not indexed yet",
+    "gone": "was indexed, and is gone",
+}
 
 _prefix = click.option(
     "--prefix", metavar="NAME", help="Name of the dataset, instead of the name in the file."
@@ -387,6 +395,47 @@ def status(target: str, name: str | None) -> CommandResult:
                 raise
             echo(f"{each} cannot be read: {error}", err=True)  # other datasets are still shown
     return CommandResult(found)
+
+
+@dataset.command()
+@click.argument("url")
+@click.option("--column", default="text", show_default=True, help="Column whose pages are indexed.")
+@click.option(
+    "--include",
+    multiple=True,
+    default=("*.parquet",),
+    show_default=True,
+    metavar="PATTERN",
+    help="Pattern of the paths of the files; may be given again.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the index is stale.")
+@print_result
+def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> CommandResult:
+    r"""Make the index of the pages of parquet files, so that loaders need not read each file's end.
+
+    The index is stored beside the files. After files have changed, only their ends are read anew.
+
+    \b
+    Example: millrace dataset index r2://ACCOUNT/BUCKET/my-dataset/shards/pages/train
+    """
+    from millrace.datasets.loader.page_index import index_pages
+
+    store = read_store(url)
+    report = index_pages(store, column, include=include, is_check=check)
+    for name, state in _INDEX_STATES.items():
+        paths = getattr(report, name)
+        for path in paths[:_SHOWN_FILES]:
+            echo(f"{path}: {state}")
+        if len(paths) > _SHOWN_FILES:
+            echo(f"and {format_count(len(paths) - _SHOWN_FILES, 'other file')}: {state}")
+    for sentence in report.differing:
+        echo(sentence, err=True)
+    state = "was made" if report.is_new else "is current" if report.is_current else "is stale"
+    echo(
+        f"The index of {column!r} {state}: {format_count(report.files, 'file')}, "
+        f"{format_count(report.rows, 'row')}, {format_size(report.size)}."
+    )
+    return CommandResult(report, 1 if report.differing or not report.is_current else 0)
 
 
 @dataset.command("collect-garbage")

@@ -2,13 +2,19 @@
 
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
 from millrace.keys.leases import make_lease_prefix
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
-_INDEX = r"shards/[a-z]+/(?:[a-z]+/)?_?[a-z_]+\.(?:json|npy|yaml)"
+_PAGE_INDEX = r"_pages/(?P<column>[A-Za-z0-9_]{1,64})-(?P<number>[0-9]{6,})\.json"
+_PAGE_LAYOUTS = r"_pages/[A-Za-z0-9_]{1,64}-[0-9a-f]{16}\.bin"
+_INDEX = (
+    r"shards/[a-z]+/(?:[a-z]+/)?(?:_?[a-z_]+\.(?:json|npy|yaml)"
+    rf"|{_PAGE_INDEX.replace('?P<column>', '?:').replace('?P<number>', '?:')}|{_PAGE_LAYOUTS})"
+)
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|transforms/[0-9a-f]{64}\.(?:py|json)"
@@ -36,6 +42,44 @@ def make_partition_name(split: str, number: int) -> str:
 def _make_suffix(digest: str) -> str:
     """Return the part of a key that differs with the bytes; empty without a digest."""
     return f"-{get_hex(digest)[:16]}" if digest else ""
+
+
+def make_page_index_key(column: str, number: int) -> str:
+    """Return the key of an index of pages, below the URL of its files.
+
+    Args:
+        column: Column of the pages.
+        number: Number of the index. A later index replaces an earlier one.
+    """
+    return f"_pages/{_name_column(column)}-{number:06d}.json"
+
+
+def make_page_layouts_key(column: str, digest: str) -> str:
+    """Return the key of the places of all pages, below the URL of their files.
+
+    Args:
+        column: Column of the pages.
+        digest: Digest of the object. The key has its first 16 digits.
+    """
+    return f"_pages/{_name_column(column)}-{get_hex(digest)[:16]}.bin"
+
+
+def parse_page_index(column: str, key: str) -> int | None:
+    """Return the number of an index of the pages of a column; None for other keys."""
+    match = re.fullmatch(_PAGE_INDEX, key)
+    return int(match["number"]) if match and match["column"] == _name_column(column) else None
+
+
+def is_page_index(key: str) -> bool:
+    """Decide whether a key is that of an index of pages, or of the places of pages."""
+    return bool(re.fullmatch(_PAGE_INDEX, key) or re.fullmatch(_PAGE_LAYOUTS, key))
+
+
+def _name_column(column: str) -> str:
+    """Return the name of a column in a key: a digest if the column has other characters."""
+    if re.fullmatch("[A-Za-z0-9_]{1,64}", column):
+        return column
+    return f"column_{blake2b(column.encode(), digest_size=8).hexdigest()}"
 
 
 def make_seek_point_key(prefix: str, cursor: int) -> str:

@@ -8,6 +8,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from millrace import errors
+from millrace.storage.forks import is_client_lost
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import Stat, make_stat
 from millrace.storage.retry import RetryLoop, call_with_retries, is_key_error, translate_error
@@ -35,7 +36,7 @@ def list_objects(
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if (exact or store.is_foreign) and store.is_s3_compatible:
+    if (exact or store.is_foreign or is_client_lost()) and store.is_s3_compatible:
         yield from _list_exact_keys(store, prefix, after)
         return
     folder = prefix.rpartition("/")[0]
@@ -140,7 +141,7 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    if not (store.is_foreign and store.is_s3_compatible):
+    if not ((store.is_foreign or is_client_lost()) and store.is_s3_compatible):
         try:
             return call_with_retries(store, prefix, fetch_names)
         except errors.ConfigurationError:  # obstore refuses a key

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from millrace.environment import drop_empty_variables, read_variable
 from millrace.errors import ConfigurationError, NotFoundError
 from millrace.settings import Duration
+from millrace.storage.forks import note_opened
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -289,6 +290,11 @@ class Store:
         """True if boto3 can open the store."""
         return self.location.backend in {Backend.S3, Backend.R2}
 
+    @property
+    def is_remote(self) -> bool:
+        """True if requests go over a network."""
+        return self.location.backend not in {Backend.FILE, Backend.MEMORY}
+
 
 def open_store(
     url: str | StoreSpec,
@@ -337,6 +343,7 @@ def open_store(
         spec.url, account_id=spec.account_id or read_variable("R2_ACCOUNT_ID")
     )
     if location.backend in {Backend.S3, Backend.R2, Backend.GS}:
+        note_opened()
         drop_empty_variables()
         spec = _apply_environment(spec, location)
     match location.backend:

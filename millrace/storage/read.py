@@ -19,6 +19,7 @@ from millrace.digest import (
     get_algorithm,
     make_hasher,
 )
+from millrace.storage.forks import is_client_lost
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_with_retries
 
@@ -57,6 +58,10 @@ def head(store: Store, key: str) -> Stat:
     Raises:
         NotFoundError: There is no such object.
     """
+    if is_client_lost() and store.is_remote:
+        from millrace.storage.after_fork import head_after_fork  # noqa: PLC0415 - imports urllib3
+
+        return head_after_fork(store, key)
     return make_stat(call_with_retries(store, key, lambda: obstore.head(store.raw, key)))
 
 
@@ -83,6 +88,10 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
         ChangedError: The object has another ETag.
         CorruptError: The object is larger than ``max_size``. The rest is not read.
     """
+    if is_client_lost() and store.is_remote:
+        from millrace.storage.after_fork import read_after_fork  # noqa: PLC0415 - imports urllib3
+
+        return read_after_fork(store, key, etag=etag, max_size=max_size)
 
     def fetch() -> bytes:
         found = obstore.get(store.raw, key, options=_make_match_options(etag))
@@ -248,6 +257,10 @@ def read_range(
     """
     if start >= end:
         return b""
+    if is_client_lost() and store.is_remote and not store.is_foreign:
+        from millrace.storage.after_fork import read_after_fork  # noqa: PLC0415 - imports urllib3
+
+        return read_after_fork(store, key, start=start, end=end, etag=etag)
     if store.is_foreign and store.is_s3_compatible:
         from millrace.storage.foreign import read_foreign_range  # noqa: PLC0415 - imports boto3
 

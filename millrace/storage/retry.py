@@ -30,6 +30,7 @@ from obstore.exceptions import (
 from millrace import errors
 from millrace.retry_after import parse_retry_after
 from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.forks import is_client_lost
 from millrace.storage.open import Backend, Store
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ class RetryLoop:
         )
 
 
-def call_with_retries(store: Store, key: str, call: Callable[[], T]) -> T:
+def call_with_retries(
+    store: Store, key: str, call: Callable[[], T], *, is_fork_safe: bool = False
+) -> T:
     """Make one request, and repeat it while it fails for transient reasons.
 
     Args:
@@ -149,13 +152,20 @@ def call_with_retries(store: Store, key: str, call: Callable[[], T]) -> T:
         key: Key of the request, for error messages.
         call: Function that makes one request through ``store.raw``. The request must be
             repeatable, since it may have succeeded although its answer was lost.
+        is_fork_safe: Whether the request is made without obstore, so that a forked process can
+            make it.
 
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
         NoSpaceError: At once: the disk of a folder is full.
-        ConfigurationError: At once: the key is invalid.
+        ConfigurationError: At once: the key is invalid, or the process was forked.
         UnavailableError: The budget is spent. Its cause is the last fault.
     """
+    if is_client_lost() and store.is_remote and not is_fork_safe:
+        raise errors.ConfigurationError(
+            f"This process was forked after {store.url} was opened. Its client of the store would "
+            "hang. Start processes by `spawn`."
+        )
     retries = RetryLoop(store, key)
     while True:
         retries.wait_for_throttle()
@@ -209,7 +219,7 @@ def call_boto3(
         except (HTTPError, ResponseParserError) as error:
             raise GenericError(f"{type(error).__name__}: {error}") from error
 
-    return call_with_retries(store, key, send_request)
+    return call_with_retries(store, key, send_request, is_fork_safe=True)
 
 
 def translate_error(error: BaseException, store: Store, key: str) -> errors.MillraceError:

@@ -5,6 +5,7 @@ the connection is encrypted and the store checks a CRC-64/NVME (as R2 and S3 do)
 SHA-256. A SHA-256 takes 0.7 to 2.7 CPU seconds per GB, and a CRC takes 0.1. obstore does not show
 the headers of an answer, from which this module learns what the store checks.
 
+`iterate_with_signature` and `head_with_signature` read, where obstore cannot be used.
 `matches_stored_checksum` compares bytes with the checksum that a store keeps, and
 `fetch_stored_sha256` returns a digest that it keeps.
 
@@ -16,7 +17,7 @@ import base64
 import hashlib
 import hmac
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _CHUNK_SIZE = 1024 * 1024  # bytes per write to the socket: the timeout applies to each
 _CONNECTIONS = 16
+_MAX_ERROR_SIZE = 1000  # bytes of the body of an error that are read
 _EMPTY = hashlib.sha256().hexdigest()  # digest of an empty body
 _CRC_HEADER = "x-amz-checksum-crc64nvme"
 _SHA256_HEADER = "x-amz-checksum-sha256"
@@ -147,10 +149,11 @@ def _raise_failure(method: str, answer: "BaseHTTPResponse") -> None:
 
 def _describe_failure(method: str, answer: "BaseHTTPResponse") -> str:
     """Return the text of an error as obstore writes it, which `millrace.storage.retry` parses."""
-    body = answer.data[:1000].decode("utf-8", "replace")
-    return (
-        f"Error performing {method} - Server returned non-2xx status code: {answer.status}: {body}"
-    )
+    return _describe_status(method, answer.status, answer.data[:1000].decode("utf-8", "replace"))
+
+
+def _describe_status(method: str, status: int, body: str) -> str:
+    return f"Error performing {method} - Server returned non-2xx status code: {status}: {body}"
 
 
 def has_crc_check(store: Store) -> bool:
@@ -249,6 +252,52 @@ def is_etag_md5(store: Store, key: str) -> bool:
     return bool(headers) and not service.startswith("aws:kms") and not own_key
 
 
+def iterate_with_signature(
+    store: Store, key: str, byte_range: str, etag: str | None, block_size: int
+) -> Generator[bytes]:
+    """Yield the blocks of an object or of a range of bytes. One try of one request.
+
+    Args:
+        store: Store for which `can_sign` returns true.
+        key: Key of the object.
+        byte_range: Value of the header ``Range``; empty for the whole object.
+        etag: ETag that the object must have.
+        block_size: Largest size of a block.
+
+    Raises:
+        GenericError: The request failed, or the body ended early.
+    """
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+    headers = {"x-amz-content-sha256": _EMPTY}
+    headers |= {"range": byte_range} if byte_range else {}
+    headers |= {"if-match": etag} if etag is not None else {}
+    answer = _send_request(store, "GET", key, headers, preload=False)
+    try:
+        if answer.status >= 300:
+            text = answer.read(_MAX_ERROR_SIZE).decode("utf-8", "replace")
+            raise GenericError(_describe_status("GET", answer.status, text))
+        yield from answer.stream(block_size)
+    except HTTPError as error:
+        raise GenericError(f"{type(error).__name__}: {error}") from error
+    finally:
+        # A body that was read to its end leaves the connection open for the next request.
+        if answer.status >= 300 or answer.length_remaining:
+            answer.close()
+        answer.release_conn()
+
+
+def head_with_signature(store: Store, key: str) -> Mapping[str, str]:
+    """Return the headers that describe an object. One try of one request.
+
+    Raises:
+        GenericError: The request failed.
+    """
+    answer = _send_request(store, "HEAD", key, {"x-amz-content-sha256": _EMPTY})
+    _raise_failure("HEAD", answer)
+    return answer.headers
+
+
 def _fetch_headers(store: Store, key: str, headers: dict[str, str]) -> Mapping[str, str]:
     """Return the headers of the answer to a HEAD request; empty if the request failed."""
     if not can_sign(store):
@@ -266,6 +315,8 @@ def _send_request(
     key: str,
     headers: dict[str, str],
     body: Iterator[memoryview] | None = None,
+    *,
+    preload: bool = True,
 ) -> "BaseHTTPResponse":
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
@@ -281,6 +332,7 @@ def _send_request(
             headers={**_sign_headers(method, headers, path, store), "user-agent": "millrace"},
             retries=False,
             redirect=False,
+            preload_content=preload,
         )
     except HTTPError as error:
         raise GenericError(f"{type(error).__name__}: {error}") from error
@@ -306,6 +358,9 @@ def _make_pool(ca_file: str | None) -> "PoolManager":
 
     timeout = Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=READ_TIMEOUT.total_seconds())
     return PoolManager(maxsize=_CONNECTIONS, timeout=timeout, ca_certs=ca_file)
+
+
+os.register_at_fork(after_in_child=_make_pool.cache_clear)  # a connection belongs to one process
 
 
 def _sign_headers(method: str, headers: dict[str, str], path: str, store: Store) -> dict[str, str]:

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -59,6 +61,7 @@ def test_help_names_every_command(run):
             "verify",
             "collect-garbage",
             "import-settings",
+            "index",
         ],
         "swarm": ["prewarm", "node"],
         "checkpoint": ["list", "verify", "save", "retain", "probe", "cooldown"],
@@ -319,6 +322,23 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     shard = next((tmp_path / "store" / "lines" / "shards").rglob("*.tar"))
     shard.write_bytes(b"other")
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
+
+
+def test_the_pages_are_indexed_once_and_stale_files_are_named(run, tmp_path):
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for number in range(2):
+        pq.write_table(pa.table({"text": ["a"] * 250}), folder / f"{number}.parquet")
+    said = run("dataset", "index", str(folder), "--check", code=1)
+    assert "0.parquet: was not indexed yet" in said
+    assert "The index of 'text' was made: 2 files, 500 rows" in run("dataset", "index", str(folder))
+    assert "is current" in run("dataset", "index", str(folder))
+    pq.write_table(pa.table({"text": ["b"] * 10}), folder / "1.parquet")
+    said = run("dataset", "index", folder.as_uri(), "--check", "--json", code=1)
+    found = json.loads(said[said.index("{") :])
+    assert (found["stale"], found["missing"], found["is_new"]) == (["1.parquet"], [], False)
+    assert "1.parquet: was written after" in run("dataset", "index", str(folder))
+    assert "260 rows" in run("dataset", "index", str(folder), "--check")
 
 
 def test_a_repair_makes_a_lost_shard_again(run, settings, tmp_path):

@@ -148,6 +148,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "dataset-manifest",
         "dataset-plan",
         "lease",
+        "page-index",
         "partition-end",
         "rental-contract",
         "rental-detached",

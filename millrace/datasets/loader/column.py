@@ -198,7 +198,9 @@ def read_rows(
         except MemoryError:  # Arrow's is an `ArrowException`, too
             raise
         except _DAMAGE as error:
-            raise _make_damage_error(files.make_url(file.path), error) from error
+            where = files.make_url(file.path)
+            reason = ValueError(f"rows {start} to {end - 1}: {error}")
+            raise _make_damage_error(where, reason) from error
         found += values.slice(wanted.skipped, upper - lower).chunks
         fetched += sum(end - start for start, end in wanted.ranges)
         is_exact &= wanted.is_exact
@@ -370,17 +372,21 @@ def _make_layout(
     missing = [index for index in indexes if index[0] < tail[0][0]]
     reader.hold([*tail, *reader.fetch(missing)])
     groups: list[list[ColumnPart]] = []
-    size = 0
     for parts, count in zip(found, rows[1:], strict=True):
         (part, index), *more = parts
         if index and not more:
             pages = _read_pages(_read_range(reader, *index), part, count)
             groups.append([replace(part, pages=pages)])
-            size += 3 * pages.offsets.nbytes
         else:
             groups.append([part for part, _ in parts])
-        size += _PART_BYTES * len(parts)
-    return ColumnLayout(schema, groups, starts, size)
+    return ColumnLayout(schema, groups, starts, estimate_layout_size(groups))
+
+
+def estimate_layout_size(groups: Sequence[Sequence[ColumnPart]]) -> int:
+    """Return about the memory of the row groups of a layout in bytes."""
+    parts = [part for group in groups for part in group]
+    pages = (3 * part.pages.offsets.nbytes for part in parts if part.pages is not None)
+    return _PART_BYTES * len(parts) + sum(pages)
 
 
 def _make_part(chunk: Fields) -> tuple[ColumnPart, tuple[int, int] | None]:

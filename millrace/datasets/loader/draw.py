@@ -70,6 +70,10 @@ class PageTable:
         start = first + (in_file - int(counts[:group].sum())) * self._page_rows
         return Page(file, start, min(start + self._page_rows, first + int(groups[group])))
 
+    def count_rows(self, file: int) -> int:
+        """Return the number of rows of a file."""
+        return int(self._groups[file].sum(dtype=np.int64))
+
     def _count_pages(self, groups: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return -(-groups.astype(np.int64) // self._page_rows)
 

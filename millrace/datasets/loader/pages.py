@@ -1,28 +1,43 @@
 """Read pages of a parquet dataset from a store, several at once, and in order."""
 
+import logging
 import os
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from millrace import errors
-from millrace.datasets.loader.cache import ByteCache
+from millrace.datasets.loader.cache import (
+    ByteCache,
+    CacheKind,
+    CacheReference,
+    get_cache_lock,
+    get_shared_cache,
+)
 from millrace.datasets.loader.column import ColumnLayout, read_layout, read_rows
 from millrace.datasets.loader.draw import PAGE_ROWS, Page, PageTable
 from millrace.datasets.loader.mirrored_files import (
     FileLocations,
     MirroredStoreFiles,
+    list_specs,
     open_loader_files,
 )
-from millrace.datasets.sources.files import Patterns, fetch_ahead, list_files
-from millrace.datasets.sources.table import iterate_files
+from millrace.datasets.loader.page_index import (
+    FOOTER_CONCURRENCY,
+    ListedFiles,
+    expand_row_groups,
+    find_index,
+    warn_of_stale,
+)
+from millrace.datasets.sources.files import SourceFiles, fetch_ahead
 from millrace.storage.mirrored import MirrorReport
 
-_CONCURRENCY = 16  # concurrent reads of footers when a dataset is opened
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,12 +46,14 @@ class PageCounts:
 
     Attributes:
         pages: Number of pages.
+        cached: Number of these pages that were in the cache, as rows or as tokens.
         fetched: Number of bytes that were fetched for these pages.
         whole_groups: Number of pages for which a whole row group was fetched, since the file has no
             offset index.
     """
 
     pages: int = 0
+    cached: int = 0
     fetched: int = 0
     whole_groups: int = 0
 
@@ -45,7 +62,11 @@ class PageLoader:
     """Pages of one column of a parquet dataset.
 
     The files are those that were there when the loader was opened. A file that is written again
-    later is an error, so that two versions are not mixed. Several threads may use a loader.
+    later is an error, so that two versions are not mixed. Several threads may use a loader. So may
+    a process that was forked, such as a worker of a `DataLoader`: it sends its own requests.
+
+    Places of pages come from the index of the pages, where `millrace dataset index` has made one.
+    For other files, and for those that were written since, the end of each file is read.
 
     Args:
         source: URL of the dataset, or URL and credentials. All places of a source are possible: a
@@ -55,8 +76,14 @@ class PageLoader:
         include: Patterns of the paths of the files.
         page_rows: Rows of a page, at most. Millrace cuts the pages of its files at 100 rows.
         concurrency: Pages that are fetched at once.
-        cache_bytes: Limit of the memory for the places of pages.
+        cache_bytes: Limit of the memory for places of pages, pages and tokens. None shares 256 MiB
+            with the other loaders of this process.
         paths: Paths of the files, for a web server, which cannot be listed.
+
+    Attributes:
+        counts: Counts of what was read.
+        table: All pages of the dataset.
+        stale: Paths of the files that the index of the pages has in an earlier version.
 
     Raises:
         NotFoundError: There are no such files, or a file has no such column.
@@ -77,22 +104,28 @@ class PageLoader:
         include: Sequence[str] = ("*.parquet",),
         page_rows: int = PAGE_ROWS,
         concurrency: int = 8,
-        cache_bytes: int = 256 << 20,
+        cache_bytes: int | None = None,
         paths: Sequence[str] | None = None,
     ) -> None:
-        self._files = open_loader_files(source, paths)
-        self._column, self._concurrency = column, concurrency
+        self._specs, self._paths = list_specs(source), paths
+        self._opened = open_loader_files(self._specs, paths)
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._layouts: ByteCache[ColumnLayout] = ByteCache(cache_bytes)
+        self._column, self._concurrency = column, concurrency
+        self._cache_bytes = cache_bytes
+        self._cache = _open_cache(cache_bytes)
         self.counts = PageCounts()
-        table = list_files(self._files, Patterns(include))
-        self._refs = [
-            file
-            for _, file, reason in iterate_files(table, local=self._files.is_local)
-            if not reason
-        ]
-        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="footers") as pool:
+        listed = ListedFiles.collect(self._opened, include)
+        self._refs = listed.files
+        self._index = find_index(self._opened, listed, column)
+        self._entries = [self._index.find(file) if self._index else None for file in self._refs]
+        indexed = self._index.paths if self._index else set[str]()
+        self.stale = tuple(
+            file.path
+            for file, entry in zip(self._refs, self._entries, strict=True)
+            if entry is None and file.path in indexed
+        )
+        warn_of_stale(self._opened.url, self.stale)
+        with ThreadPoolExecutor(FOOTER_CONCURRENCY, thread_name_prefix="footers") as pool:
             groups = list(pool.map(self._read_row_groups, range(len(self._refs))))
         self.table = PageTable(groups, page_rows)
 
@@ -100,9 +133,42 @@ class PageLoader:
         """Return the number of pages of the dataset."""
         return len(self.table)
 
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the files, by their numbers."""
+        return [file.path for file in self._refs]
+
+    def __enter__(self) -> Self:
+        """Return the loader."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the loader."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the loader without its cache and its client, for a process that is spawned."""
+        return {n: v for n, v in self.__dict__.items() if n not in {"_cache", "_opened"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the same files. Nothing is listed again."""
+        self.__dict__.update(state)
+        self._opened = open_loader_files(self._specs, self._paths)
+        self._process = os.getpid()
+        self._cache = _open_cache(self._cache_bytes)
+
+    def close(self) -> None:
+        """Free the memory of the loader. Other loaders keep what they have read."""
+        self._cache.close()
+
     def draw(self, seed: int, window: int, count: int) -> list[Page]:
         """Return the pages of a window, see `PageTable.draw`."""
         return self.table.draw(seed, window, count)
+
+    def describe(self, page: Page) -> str:
+        """Return the URL of the file of a page, and the rows of the page."""
+        url = self._files.make_url(self._refs[page.file].path)
+        return f"{url}, rows {page.start} to {page.end - 1}"
 
     def make_mirror_report(self) -> MirrorReport | None:
         """Return the work of each location; None if the source has one location."""
@@ -117,52 +183,151 @@ class PageLoader:
         Raises:
             ChangedError: A file was written again after the loader was opened, or is gone.
             CorruptError: A page does not have its checksum, or a file is damaged.
-            ConfigurationError: The process was forked after the loader was opened.
+            ConfigurationError: The loader was closed, or the process was forked during the call.
         """
-        self._check_process()
-        sized = ((page, self._estimate_size(page)) for page in pages)
-        for _, values in fetch_ahead(self._read_page, sized, self._concurrency):
-            yield values
+        return self._fetch_ahead(self._get_page, pages)
 
-    def _read_page(self, page: Page) -> Any:
+    def map(
+        self,
+        function: Callable[[Page, Any], T],
+        pages: Iterable[Page],
+        *,
+        key: Hashable,
+        measure: Callable[[T], int],
+    ) -> Iterator[T]:
+        """Yield the results of a function for each page, in the order of the pages.
+
+        The thread that fetches a page calls the function. Results are cached instead of the pages.
+
+        Args:
+            function: Function of a page and its values, a ``pyarrow.ChunkedArray``.
+            pages: The pages.
+            key: Key of the function among all functions of this process.
+            measure: Function that returns the bytes of a result.
+
+        Raises:
+            MillraceError: A page cannot be read, with the errors of `read`.
+        """
+
+        def get(page: Page) -> T:
+            return self._get(
+                CacheKind.TOKENS, page, key, lambda: function(page, self._fetch_page(page)), measure
+            )
+
+        return self._fetch_ahead(get, pages)
+
+    def _fetch_ahead(self, fetch: Callable[[Page], T], pages: Iterable[Page]) -> Iterator[T]:
+        process = os.getpid()
+        sized = ((page, self._estimate_size(page)) for page in pages)
+        for _, found in fetch_ahead(fetch, sized, self._concurrency):
+            yield found
+            if os.getpid() != process:
+                raise errors.ConfigurationError(
+                    "This process was forked while it read pages, and has no threads that fetch "
+                    "the others. Begin to read after the fork."
+                )
+
+    def _get_page(self, page: Page) -> Any:
+        return self._get(
+            CacheKind.PAGE, page, None, lambda: self._fetch_page(page), _measure_values
+        )
+
+    def _get(
+        self,
+        kind: CacheKind,
+        page: Page,
+        key: Hashable,
+        make: Callable[[], T],
+        measure: Callable[[T], int],
+    ) -> T:
+        is_cached = True
+
+        def make_sized() -> tuple[T, int]:
+            nonlocal is_cached
+            is_cached = False
+            value = make()
+            return value, measure(value)
+
+        full_key = (self._identify(page.file), page.start, page.end, key)
+        value = self._cache.get(kind, full_key, make_sized)
+        with get_cache_lock():
+            self.counts.pages += 1
+            self.counts.cached += is_cached
+        return value
+
+    def _fetch_page(self, page: Page) -> Any:
         file = self._refs[page.file]
         try:
-            found = read_rows(self._files, file, self._read_layout(page.file), page.start, page.end)
+            layout = self._read_layout(page.file)
+            found = read_rows(self._files, file, layout, page.start, page.end)
         except errors.ChangedError as error:
             raise errors.ChangedError(
                 f"{self._files.make_url(file.path)} was replaced or deleted after the loader was "
                 "opened. Open the loader again for the new version."
             ) from error
-        with self._lock:
-            self.counts.pages += 1
+        with get_cache_lock():
             self.counts.fetched += found.fetched
             self.counts.whole_groups += not found.is_exact
         return found.values
 
     def _read_row_groups(self, number: int) -> list[int]:
+        if (entry := self._entries[number]) is not None:
+            return expand_row_groups(entry.row_groups)
         return np.diff(self._read_layout(number).starts).tolist()
 
     def _read_layout(self, number: int) -> ColumnLayout:
         def read() -> tuple[ColumnLayout, int]:
-            layout = read_layout(self._files, self._refs[number], self._column)
+            layout = self._read_indexed_layout(number)
+            if layout is None:
+                layout = read_layout(self._files, self._refs[number], self._column)
             return layout, layout.size
 
-        return self._layouts.get(number, read)
+        return self._cache.get(CacheKind.LAYOUT, self._identify(number), read)
+
+    def _read_indexed_layout(self, number: int) -> ColumnLayout | None:
+        """Return the layout of a file from the index; None if the index cannot be used."""
+        index, entry = self._index, self._entries[number]
+        if index is None or entry is None:
+            return None
+
+        def read_all() -> tuple[bytes, int]:
+            body = index.read_all(self._files)
+            return body, len(body)
+
+        try:
+            whole = None
+            if index.is_small:
+                whole = self._cache.get(CacheKind.LAYOUT, index.digest, read_all)
+            return index.read_layout(self._files, entry, whole)
+        except (errors.CorruptError, errors.ChangedError) as error:
+            self._index = None  # so the warning comes once
+            _log.warning("The index of the pages is not used: %s", error)
+            return None
+
+    def _identify(self, number: int) -> Hashable:
+        """Return the version of a file and the column, by which loaders share what they read."""
+        file = self._refs[number]
+        locations = tuple((spec.url, spec.endpoint) for spec in self._specs)
+        return locations, file.path, file.size, file.etag, self._column
+
+    @property
+    def _files(self) -> SourceFiles:
+        """Files of the dataset. A process that was forked opens them again."""
+        if os.getpid() != self._process:
+            self._opened = open_loader_files(self._specs, self._paths)
+            self._process = os.getpid()
+        return self._opened
 
     def _estimate_size(self, page: Page) -> int:
         """Return about the bytes of a page, as if all rows of the file were equal."""
-        rows = self._read_layout(page.file).rows
+        rows = self.table.count_rows(page.file)
         return self._refs[page.file].size * (page.end - page.start) // rows
 
-    def _check_process(self) -> None:
-        """Check that this process has opened the loader. The client of stores hangs after a fork.
 
-        Raises:
-            ConfigurationError: The process was forked afterwards.
-        """
-        if os.getpid() != self._process and not self._files.is_local:
-            raise errors.ConfigurationError(
-                "This process was forked after the loader was opened, and its client of the store "
-                "would hang. Open the loader in the process that reads, or start processes by "
-                "`spawn`: `DataLoader(..., multiprocessing_context='spawn')`."
-            )
+def _open_cache(cache_bytes: int | None) -> CacheReference:
+    cache = get_shared_cache() if cache_bytes is None else ByteCache(cache_bytes)
+    return cache.open()
+
+
+def _measure_values(values: Any) -> int:
+    return values.get_total_buffer_size()

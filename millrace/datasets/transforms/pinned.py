@@ -146,6 +146,25 @@ def bundle_files(
     return steps, texts
 
 
+def read_tokenizer(
+    location: str, *, digest: str | None = None, allow_private: bool = False
+) -> bytes:
+    """Return the bytes of a ``tokenizer.json``.
+
+    Args:
+        location: Path, or URL of a store or of a web server.
+        digest: Digest that the file must have; None accepts any file.
+        allow_private: Whether a web server may be in a private network.
+
+    Raises:
+        ConfigurationError: The file has another digest, or is too large.
+        NotFoundError: There is no such file.
+    """
+    body = _read_location(location, _MAX_TOKENIZER_BYTES, allow_private=allow_private)
+    _check_digest(location, compute_digest(body), digest)
+    return body
+
+
 def open_transforms(record: JsonObject, dataset_store: Store) -> TransformChain:
     """Return the transforms that a plan describes, with the bytes that the dataset has.
 

@@ -16,8 +16,8 @@ TOKENS = "tokens"
 """Name of the field with the tokens."""
 LIBRARY_VERSION: str = __version__
 """Version of the library, which decides the tokens beside the file of the tokenizer."""
-# Longest text. The library takes about 120 bytes of memory for each byte of a text.
-_MAX_TEXT_BYTES = 16 << 20
+MAX_TEXT_BYTES = 16 << 20
+"""Longest text. The library takes about 120 bytes of memory for each byte of a text."""
 
 
 class TokenizeTransform:
@@ -38,8 +38,8 @@ class TokenizeTransform:
 
     def __init__(self, settings: TokenizeSettings, tokenizer: bytes) -> None:
         self._settings = settings
-        self._tokenizer = _load_tokenizer(tokenizer)
-        self._end = _find_token(self._tokenizer, settings.end_token)
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._end = find_token(self._tokenizer, settings.end_token)
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.dtype = "uint16" if largest < 1 << 16 else "uint32"
         self._array_type = np.dtype(self.dtype).newbyteorder("<")
@@ -78,9 +78,9 @@ class TokenizeTransform:
         if field != TOKENS and TOKENS in sample.fields:
             raise ValueError(f"the field {TOKENS!r} is there already: rename it before")
         data = sample.fields[field]
-        if len(data) > _MAX_TEXT_BYTES:
+        if len(data) > MAX_TEXT_BYTES:
             raise ValueError(
-                f"a text of more than {_MAX_TEXT_BYTES >> 20} MiB takes too much memory to "
+                f"a text of more than {MAX_TEXT_BYTES >> 20} MiB takes too much memory to "
                 "tokenize: divide it before"
             )
         try:
@@ -99,7 +99,12 @@ class TokenizeTransform:
 
 
 @lru_cache(maxsize=4)
-def _load_tokenizer(body: bytes) -> Tokenizer:
+def load_tokenizer(body: bytes) -> Tokenizer:
+    """Return the tokenizer of a ``tokenizer.json``, without truncation and padding.
+
+    Raises:
+        ConfigurationError: The bytes are no tokenizer.
+    """
     try:
         tokenizer = Tokenizer.from_buffer(body)
     except Exception as error:
@@ -113,7 +118,12 @@ def _load_tokenizer(body: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _find_token(tokenizer: Tokenizer, token: str | None) -> int | None:
+def find_token(tokenizer: Tokenizer, token: str | None) -> int | None:
+    """Return the id of a token; None without a token.
+
+    Raises:
+        ConfigurationError: The tokenizer has no such token. The message suggests another one.
+    """
     if token is None:
         return None
     number = tokenizer.token_to_id(token)

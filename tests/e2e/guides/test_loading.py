@@ -1,5 +1,6 @@
 """The guide to loading, block by block."""
 
+import re
 from pathlib import Path
 from typing import cast
 
@@ -7,10 +8,13 @@ import pytest
 
 from millrace import PipelineSettings, shard_dataset
 from millrace.datasets.loader import PageLoader
+from millrace.datasets.loader.templar import R2DatasetLoader
 from millrace.testing.rgw import RGW
+from tests.support.byte_pairs import encode_json, make_tokenizer
 from tests.support.guides import follow
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_every_block_of_the_guide_to_loading(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -26,7 +30,9 @@ def test_every_block_of_the_guide_to_loading(
         "AWS_SECRET_ACCESS_KEY": rgw.full.secret_access_key,
         "AWS_REGION": "us-east-1",
     }
-    values = {"s3://BUCKET": f"s3://{bucket}"}
+    tokenizer = tmp_path / "own-tokenizer.json"
+    tokenizer.write_bytes(encode_json(make_tokenizer()))
+    values = {"s3://BUCKET": f"s3://{bucket}", '"tokenizer.json"': f'"{tokenizer}"'}
     folder = tmp_path / "loading"
     with follow("loading", folder, monkeypatch, values=values, environment=environment) as guide:
         for name, value in environment.items():
@@ -44,7 +50,23 @@ def test_every_block_of_the_guide_to_loading(
         capsys.readouterr()
         names: dict[str, object] = {}
         guide.execute(names)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
-    assert all("rows, the first begins with row " in line for line in lines)
-    assert cast("PageLoader", names["loader"]).counts.pages == 6
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 6
+        assert all("rows, the first begins with row " in line for line in lines)
+        assert cast("PageLoader", names["loader"]).counts.pages == 6
+        guide.execute(names)
+        lines = capsys.readouterr().out.splitlines()
+        packed = r"\([1-9], 128\) of uint16 and ([0-9]+) documents end here"
+        ended = [re.fullmatch(packed, line) for line in lines[:-1]]
+        assert all(ended)
+        assert sum(int(found[1]) for found in ended if found) > 300
+        assert "tokens wait for the next pages" in lines[-1]
+        assert "was made: 1 file, 1,500 rows" in guide.run()
+        guide.execute(names)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines
+        assert set(lines) <= {f"({rows}, 128) torch.int64" for rows in range(1, 5)}
+        guide.execute(names)
+        assert set(capsys.readouterr().out.splitlines()) == {"(4, 128) int64"}
+    R2DatasetLoader.source = None
+    R2DatasetLoader.close_all()

@@ -1,10 +1,7 @@
 """Pages of a dataset of Millrace in a store: the rows of the samples, by few and small requests."""
 
-import os
 import random
 from collections.abc import Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +12,7 @@ from millrace import errors
 from millrace.datasets.formats.base import FieldType
 from millrace.datasets.formats.parquet import PagesFormat
 from millrace.datasets.loader import Page, PageLoader
+from millrace.datasets.loader.page_index import index_pages
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, list_objects, open_store, put
@@ -80,6 +78,41 @@ def test_a_page_is_one_request(dataset: StoreSpec, r2: R2Proxy) -> None:
     assert len(r2.list_requests()) == 6
 
 
+def test_200_files_with_an_index_are_opened_by_two_requests(
+    rgw: RGW, r2: R2Proxy, bucket: str, texts: list[str]
+) -> None:
+    """The listing and the index. The places of all pages are one more, when a page is read."""
+    spec = StoreSpec.model_validate(make_r2_store(rgw, r2, bucket).make_spec(""))
+    store = open_store(spec)
+    parts = [[Sample("k", {"txt": text.encode()}, 0)] for text in texts[:200]]
+    for key, body in make_objects(PagesFormat(), KEYS, {"txt": FieldType.STR}, parts).items():
+        put(store, key, body)
+    report = index_pages(spec)
+    assert (report.files, report.rows, report.differing) == (200, 200, ())
+    r2.reset()
+    loader = PageLoader(spec)
+    assert len(r2.list_requests()) == 2
+    pages = loader.draw(7, 0, 6)
+    found = [values.to_pylist() for values in loader.read(pages)]
+    assert found == [[texts[page.file]] for page in pages]
+    assert len(r2.list_requests()) == 2 + 1 + 6
+
+
+def test_a_cached_page_is_no_request(dataset: StoreSpec, r2: R2Proxy) -> None:
+    loader, other = PageLoader(dataset), PageLoader(dataset)
+    pages = loader.draw(7, 0, 6)
+    list(loader.read(pages))
+    r2.reset()
+    loader.close()
+    list(other.read(pages))
+    assert len(r2.list_requests()) == 6  # the pages of a loader go with it
+    list(other.read(pages))
+    assert len(r2.list_requests()) == 6
+    assert (other.counts.pages, other.counts.cached) == (12, 6)
+    with pytest.raises(errors.ConfigurationError, match="was closed"):
+        list(loader.read(pages))
+
+
 def test_a_file_that_is_written_again_is_an_error_that_names_it(
     dataset: StoreSpec, texts: list[str]
 ) -> None:
@@ -101,29 +134,6 @@ def test_two_loaders_with_small_caches_read_in_several_threads(
     for loader in loaders:
         pages = loader.draw(1, 0, len(loader))
         assert [values.to_pylist() for values in loader.read(pages)] == expect(texts, pages)
-
-
-def read_in_child(loader: PageLoader, answers: Connection) -> None:
-    try:
-        list(loader.read([Page(0, 0, 10)]))
-        answers.send("read")
-    except errors.ConfigurationError as error:
-        answers.send(str(error))
-    finally:
-        answers.close()
-        os._exit(0)
-
-
-def test_a_fork_after_use_does_not_hang(dataset: StoreSpec) -> None:
-    loader = PageLoader(dataset)
-    list(loader.read([Page(0, 0, 10)]))
-    context = get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=read_in_child, args=(loader, theirs))
-    child.start()
-    theirs.close()
-    assert "was forked after the loader was opened" in ours.recv()
-    child.join()
 
 
 def test_files_of_others_are_read_by_row_groups_where_they_have_no_index(tmp_path: Path) -> None:

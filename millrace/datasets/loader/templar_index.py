@@ -1,0 +1,159 @@
+"""Read the indexes that Templar's datasets have: configs, their files, and the rows of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+
+from millrace import errors
+from millrace.datasets.loader.draw import Page, PageTable
+from millrace.storage import Store, read
+
+SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TemplarConfig:
+    """Config of a dataset: a row of files.
+
+    Attributes:
+        name: Name of the config.
+        split: Split of its rows.
+        files: Path and number of rows of each file, in order.
+    """
+
+    name: str
+    split: str
+    files: tuple[tuple[str, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(rows for _, rows in self.files)
+
+    def locate(self, start: int, end: int) -> list[tuple[str, int, int]]:
+        """Return the files and the rows in each of them that are some rows of the config.
+
+        Args:
+            start: First row in the config.
+            end: Row after the last one.
+
+        Raises:
+            ConfigurationError: The config has no such rows.
+        """
+        if not 0 <= start < end <= self.rows:
+            raise errors.ConfigurationError(
+                f"The config {self.name!r} has no rows from {start} to {end - 1} in {self.rows}. "
+                "Draw the pages with the index of this dataset."
+            )
+        ends = np.cumsum([rows for _, rows in self.files])
+        found: list[tuple[str, int, int]] = []
+        for number in range(int(np.searchsorted(ends, start, "right")), len(ends)):
+            path, rows = self.files[number]
+            before = int(ends[number]) - rows
+            if before >= end:
+                break
+            lower, upper = max(start, before) - before, min(end, int(ends[number])) - before
+            if lower < upper:
+                found.append((path, lower, upper))
+        return found
+
+
+def read_templar_index(store: Store) -> dict[str, TemplarConfig]:
+    """Return the configs of a dataset by their names; empty if it has no index. Two requests.
+
+    Args:
+        store: Store of the dataset, below whose URL the index objects are.
+
+    Raises:
+        CorruptError: An index object cannot be read.
+    """
+    try:
+        sizes = _read_object(store, SHARD_SIZES)
+        metadata = _read_object(store, METADATA)
+    except errors.NotFoundError:
+        return {}
+    try:
+        listed: list[dict[str, Any]] = metadata.get("configs") or []
+        names = [str(one["config_name"]) for one in listed]
+        return {
+            name: TemplarConfig(
+                name,
+                str(sizes[name].get("split", "train")),
+                tuple((str(one["path"]), int(one["num_rows"])) for one in sizes[name]["shards"]),
+            )
+            for name in names
+            if name != "default" and sizes.get(name)
+        }
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _make_error(store, SHARD_SIZES, error) from error
+
+
+def group_by_folder(paths: Sequence[str], table: PageTable) -> dict[str, TemplarConfig]:
+    """Return a config for each folder of files, for a dataset without an index.
+
+    Args:
+        paths: Paths of the listed files.
+        table: Pages of the files.
+    """
+    grouped: dict[str, list[tuple[str, int]]] = {}
+    for number, path in enumerate(paths):
+        name = path.rpartition("/")[0] or "default"
+        grouped.setdefault(name, []).append((path, table.count_rows(number)))
+    return {name: TemplarConfig(name, "train", tuple(files)) for name, files in grouped.items()}
+
+
+def match_files(configs: Sequence[TemplarConfig], paths: Sequence[str]) -> dict[str, int]:
+    """Return the number of the listed file of each path of configs.
+
+    A path in an index begins with the name of a bucket, and perhaps with a prefix. So the longest
+    ending that is the path of a file counts.
+
+    Args:
+        configs: Configs of a dataset.
+        paths: Paths of the listed files.
+
+    Raises:
+        NotFoundError: A file of the index is not there.
+    """
+    numbers = {path: number for number, path in enumerate(paths)}
+    found: dict[str, int] = {}
+    for path in (path for config in configs for path, _ in config.files):
+        words = path.split("/")
+        endings = ("/".join(words[first:]) for first in range(len(words)))
+        number = next((numbers[one] for one in endings if one in numbers), None)
+        if number is None:
+            raise errors.NotFoundError(
+                f"{SHARD_SIZES} names {path}, and there is no such file. Restore the file, or make "
+                "the index again."
+            )
+        found[path] = number
+    return found
+
+
+def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: int) -> list[Page]:
+    """Return the pages of a loader that have some rows of a config.
+
+    Raises:
+        ConfigurationError: The config has no such rows.
+    """
+    return [Page(numbers[path], lower, upper) for path, lower, upper in config.locate(start, end)]
+
+
+def _read_object(store: Store, key: str) -> Any:
+    body = read(store, key, max_size=_MAX_BYTES)
+    try:
+        return orjson.loads(body) if key.endswith(".json") else yaml.safe_load(body)
+    except (orjson.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _make_error(store, key, error) from error
+
+
+def _make_error(store: Store, key: str, error: Exception) -> errors.CorruptError:
+    return errors.CorruptError(
+        f"{store.make_url(key)} is no index of a dataset ({type(error).__name__}: "
+        f"{str(error)[:200]}). Make the index again."
+    )

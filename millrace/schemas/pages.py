@@ -1,0 +1,50 @@
+"""Records of the pages of parquet files, for loaders."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from millrace.digest import OwnDigest
+from millrace.records import Record, RecordPart
+from millrace.schemas.dataset import ObjectKey
+
+
+class IndexedFile(RecordPart):
+    """A file with the place of its layout.
+
+    Attributes:
+        path: Path below the URL of the files.
+        size: Bytes of the file.
+        etag: ETag of the file when its layout was read.
+        row_groups: Runs of equal row groups: the rows of a group, and the number of groups, in
+            turn.
+        start: Offset of its layout in the object with all layouts.
+        end: Offset after its layout.
+    """
+
+    path: str
+    size: int = Field(ge=0)
+    etag: str
+    row_groups: tuple[int, ...]
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class PageIndex(Record):
+    """Index of the pages of a column in all files below a URL.
+
+    Attributes:
+        column: Column of the pages.
+        layouts: Key of the object with all layouts, below the URL of the files.
+        size: Bytes of this object.
+        digest: Digest of this object.
+        files: Files in the order of their paths.
+    """
+
+    record_kind: ClassVar[str] = "page-index"
+    record_bytes: ClassVar[int] = 64 << 20
+    column: str
+    layouts: ObjectKey
+    size: int = Field(ge=0)
+    digest: OwnDigest
+    files: tuple[IndexedFile, ...]

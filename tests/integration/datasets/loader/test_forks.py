@@ -1,0 +1,253 @@
+"""Workers of a `DataLoader`, which are forked after their parent has used the store."""
+
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import errors
+from millrace.datasets.formats.base import FieldType
+from millrace.datasets.formats.parquet import PagesFormat
+from millrace.datasets.loader import Page, PageLoader, TokenLoader
+from millrace.datasets.loader.page_index import index_pages
+from millrace.datasets.sample import Sample
+from millrace.keys.datasets import DatasetKeys
+from millrace.storage import (
+    StoreSpec,
+    exists,
+    head,
+    list_folders,
+    list_objects,
+    open_store,
+    put,
+    read,
+    read_range,
+    stream,
+)
+from millrace.storage.signed import can_sign
+from millrace.testing.gcs import GCSServer
+from millrace.testing.r2 import R2Proxy
+from millrace.testing.rgw import RGW
+from tests.soak.faults import make_faults, make_r2_store
+from tests.stores import make_spec
+from tests.support.byte_pairs import encode_json, make_tokenizer
+from tests.support.formats import make_objects
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+SIZES = (1200, 349)
+
+
+@pytest.fixture
+def texts() -> list[str]:
+    rng = random.Random(1)
+    return [rng.randbytes(rng.randrange(1, 90)).hex() for _ in range(sum(SIZES))]
+
+
+def upload(spec: StoreSpec, texts: list[str]) -> None:
+    samples = [Sample(f"k{n}", {"txt": text.encode()}, n) for n, text in enumerate(texts)]
+    parts = [samples[: SIZES[0]], samples[SIZES[0] :]]
+    store = open_store(spec)
+    objects = make_objects(PagesFormat(), DatasetKeys("d"), {"txt": FieldType.STR}, parts)
+    for key, body in objects.items():
+        put(store, key, body)
+
+
+@pytest.fixture(params=["key pair", "environment"])
+def dataset(
+    request: pytest.FixtureRequest, rgw: RGW, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> StoreSpec:
+    """A dataset by a key pair, whose requests are signed here, and by boto3 with others."""
+    spec = make_spec("rgw", request)
+    upload(spec, texts)
+    if request.param == "environment":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", rgw.full.access_key_id)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rgw.full.secret_access_key)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        spec = spec.model_copy(update={"credentials": None})
+    assert can_sign(open_store(spec)) == (request.param == "key pair")
+    return spec
+
+
+def call_in_fork(function: Callable[[], Any]) -> Any:
+    """Return the result of a function in a forked process, or raise its error here."""
+
+    def run(answers: Connection) -> None:
+        try:
+            answers.send((function(), None))
+        except Exception as error:  # noqa: BLE001 - raised in the parent
+            answers.send((None, error))
+        finally:
+            answers.close()
+            os._exit(0)
+
+    ours, theirs = get_context("fork").Pipe()
+    child = get_context("fork").Process(target=run, args=(theirs,))
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the forked process hangs"
+        value, error = ours.recv()
+    finally:
+        child.kill()
+        child.join()
+    if error is not None:
+        raise error
+    return value
+
+
+def read_texts(loader: PageLoader, pages: list[Page]) -> list[str]:
+    return [text for values in loader.read(pages) for text in values.to_pylist()]
+
+
+def expect(texts: list[str], pages: list[Page]) -> list[str]:
+    starts = (0, SIZES[0])
+    return [text for page in pages for text in texts[starts[page.file] :][page.start : page.end]]
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_a_forked_process_reads_as_its_parent(
+    is_indexed: bool, dataset: StoreSpec, texts: list[str]
+) -> None:
+    """By the same loader, and by one of its own."""
+    if is_indexed:
+        index_pages(dataset)
+    loader = PageLoader(dataset, cache_bytes=1)
+    pages = loader.draw(7, 0, len(loader))
+    assert read_texts(loader, pages[:3]) == expect(texts, pages[:3])
+    assert call_in_fork(lambda: read_texts(loader, pages)) == expect(texts, pages)
+    opened = call_in_fork(lambda: read_texts(PageLoader(dataset), pages))
+    assert opened == expect(texts, pages)
+    assert read_texts(loader, pages) == expect(texts, pages)
+
+
+def test_a_file_that_is_written_again_is_noticed_in_a_forked_process(
+    dataset: StoreSpec,
+) -> None:
+    loader = PageLoader(dataset, cache_bytes=1)
+    put(open_store(dataset), loader.paths[0], b"other")
+    with pytest.raises(errors.ChangedError, match="was replaced or deleted"):
+        call_in_fork(lambda: read_texts(loader, [Page(0, 0, 10)]))
+
+
+def test_the_verbs_that_read_work_in_a_forked_process(dataset: StoreSpec) -> None:
+    store = open_store(dataset)
+    put(store, "a/b c+d", b"0123456789")
+    etag = head(store, "a/b c+d").etag
+
+    def check() -> list[Any]:
+        return [
+            read(store, "a/b c+d"),
+            read(store, "a/b c+d", etag=etag),
+            read_range(store, "a/b c+d", 3, 7, etag=etag),
+            b"".join(stream(store, "a/b c+d", block_size=4)),
+            head(store, "a/b c+d"),
+            exists(store, "a/none"),
+            [stat.key for stat in list_objects(store, "a/")],
+            list_folders(store),
+        ]
+
+    expected = check()
+    assert call_in_fork(check) == expected
+    for act, kind in (
+        (lambda: read(store, "a/none"), errors.NotFoundError),
+        (lambda: head(store, "a/none"), errors.NotFoundError),
+        (lambda: read(store, "a/b c+d", etag='"0"'), errors.ChangedError),
+        (lambda: read(store, "a/b c+d", max_size=9), errors.CorruptError),
+        (lambda: read_range(store, "a/b c+d", 30, 40), errors.CorruptError),
+    ):
+        with pytest.raises(kind):
+            act()
+        with pytest.raises(kind):
+            call_in_fork(act)
+
+
+def test_a_forked_process_reads_while_the_store_fails(
+    rgw: RGW, r2: R2Proxy, bucket: str, texts: list[str]
+) -> None:
+    spec = StoreSpec.model_validate(make_r2_store(rgw, r2, bucket).make_spec(""))
+    upload(spec, texts)
+    loader = PageLoader(spec, cache_bytes=1)
+    r2.reset()
+    r2.set_faults(make_faults(3, stall_seconds=0.2))
+    pages = [page for window in range(10) for page in loader.draw(7, window, 6)]
+    assert call_in_fork(lambda: read_texts(loader, pages)) == expect(texts, pages)
+    assert sum(r2.count_fired().values()) > 5
+
+
+def test_what_cannot_be_read_after_a_fork_says_so(gcs: GCSServer, request: Any) -> None:
+    """Instead of hanging: objects of GCS, and writes."""
+    google = open_store(make_spec("gcs", request))
+    put(google, "a", b"1")
+    with pytest.raises(errors.ConfigurationError, match=r"forked after gs://.*spawn"):
+        call_in_fork(lambda: read(google, "a"))
+    store = open_store(make_spec("rgw", request))
+    with pytest.raises(errors.ConfigurationError, match=r"forked after s3://.*spawn"):
+        call_in_fork(lambda: put(store, "a", b"1"))
+
+
+def test_reading_that_began_before_a_fork_ends_with_a_sentence_in_the_child(
+    dataset: StoreSpec,
+) -> None:
+    loader = PageLoader(dataset, cache_bytes=1)
+    pages = loader.read(loader.draw(1, 0, 12))
+    next(pages)
+    with pytest.raises(errors.ConfigurationError, match="Begin to read after the fork"):
+        call_in_fork(lambda: next(pages))
+
+
+def make_torch_dataset(loader: TokenLoader, pages: list[Page]) -> Any:
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    class Pages(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            info = get_worker_info()
+            assert info is not None
+            own = pages[info.id :: info.num_workers]
+            for page, tokens in zip(own, loader.read(own), strict=True):
+                yield os.getpid(), pages.index(page), tokens.tokens.tolist()
+
+    return Pages()
+
+
+def test_forked_workers_of_torch_read_all_pages(dataset: StoreSpec) -> None:
+    """Twice, as in two epochs, with requests of the parent between them."""
+    from torch.utils.data import DataLoader
+
+    loader = TokenLoader(PageLoader(dataset, cache_bytes=1), encode_json(make_tokenizer()))
+    pages = loader.pages.draw(7, 0, len(loader.pages))
+    expected = [tokens.tokens.tolist() for tokens in loader.read(pages)]
+    for _ in range(2):
+        data = DataLoader(
+            make_torch_dataset(loader, pages), batch_size=None, num_workers=2, timeout=120,
+            multiprocessing_context="fork",
+        )  # fmt: skip
+        found = list(data)
+        assert {number: tokens for _, number, tokens in found} == dict(enumerate(expected))
+        assert len({process for process, _, _ in found} - {os.getpid()}) == 2
+        assert len(list(loader.read(pages[:2]))) == 2
+
+
+def test_a_loader_is_pickled_for_a_process_that_is_spawned(
+    dataset: StoreSpec, texts: list[str]
+) -> None:
+    """Without another listing: a file that came later is not among its files."""
+    loader = PageLoader(dataset)
+    pages = loader.draw(7, 0, 5)
+    put(open_store(dataset), "later.parquet", b"junk")
+    again = pickle.loads(pickle.dumps(loader))
+    assert again.draw(7, 0, 5) == pages
+    assert read_texts(again, pages) == expect(texts, pages)
+
+
+def test_a_folder_is_read_in_a_forked_process(tmp_path: Path, texts: list[str]) -> None:
+    upload(StoreSpec(url=tmp_path.as_uri()), texts)
+    loader = PageLoader(str(tmp_path))
+    pages = loader.draw(7, 0, len(loader))
+    assert read_texts(loader, pages[:1]) == expect(texts, pages[:1])
+    assert call_in_fork(lambda: read_texts(loader, pages)) == expect(texts, pages)

@@ -1,0 +1,274 @@
+"""Index of the pages: the same layouts as in the files, and stale or damaged ones are noticed."""
+
+import json
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace import errors
+from millrace.datasets.loader import PageLoader
+from millrace.datasets.loader.column import ColumnLayout, read_layout
+from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
+from millrace.datasets.loader.page_index import (
+    compress_row_groups,
+    expand_row_groups,
+    index_pages,
+)
+from millrace.datasets.sources.files import Patterns
+from millrace.datasets.sources.local_files import LocalFiles
+from millrace.datasets.sources.table import iterate_files
+from millrace.keys.datasets import (
+    DatasetKeys,
+    is_page_index,
+    make_page_index_key,
+    make_page_layouts_key,
+    parse_page_index,
+)
+from millrace.keys.kinds import ObjectKind, classify_key
+
+ROWS = (1250, 1, 300)
+
+
+def write(path: Path, rows: int, *, page_rows: int = 100, seed: int = 1, **options: Any) -> None:
+    rng = random.Random(seed)
+    texts = [rng.randbytes(rng.randrange(60)).hex() for _ in range(rows)]
+    table = pa.table(
+        {"text": texts, "struct": [{"a": row, "b": "x"} for row in range(rows)], "n": range(rows)}
+    )
+    defaults = {"write_page_index": True, "use_dictionary": False, "row_group_size": 500}
+    cast("Any", pq).write_table(
+        table, path, max_rows_per_page=page_rows, write_batch_size=page_rows,
+        write_page_checksum=True, **(defaults | options),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    for number, rows in enumerate(ROWS):
+        write(tmp_path / f"{'deep/' * (number == 2)}{number}.parquet", rows, seed=number)
+    return tmp_path
+
+
+def read_all(loader: PageLoader) -> list[list[Any]]:
+    pages = [loader.table[number] for number in range(len(loader))]
+    return [values.to_pylist() for values in loader.read(pages)]
+
+
+def describe(layout: ColumnLayout) -> Any:
+    return (
+        layout.schema,
+        layout.starts.tolist(),
+        layout.size,
+        [
+            [
+                (
+                    (part.metadata, part.start, part.data, part.end),
+                    part.pages and [one.tolist() for one in part.pages],
+                )
+                for part in group
+            ]
+            for group in layout.groups
+        ],
+    )
+
+
+@pytest.mark.parametrize("column", ["text", "struct", "n"])
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_layout_is_decoded_as_it_was_encoded(
+    column: str, index: bool, dictionary: bool, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.parquet", 1234, write_page_index=index, use_dictionary=dictionary)
+    ((_, file, _),) = iterate_files(LocalFiles(tmp_path).collect(Patterns()), local=True)
+    layout = read_layout(LocalFiles(tmp_path), file, column)
+    assert describe(decode_layout(encode_layout(layout))) == describe(layout)
+
+
+def test_a_layout_takes_few_bytes_a_page(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 20_000, page_rows=10)
+    ((_, file, _),) = iterate_files(LocalFiles(tmp_path).collect(Patterns()), local=True)
+    layout = read_layout(LocalFiles(tmp_path), file, "text")
+    assert len(encode_layout(layout)) < 3.2 * 2000
+
+
+@given(data=st.binary(max_size=200))
+def test_junk_is_no_layout(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"layout|zstd|frame"):
+        decode_layout(data)
+
+
+def test_no_flipped_bit_of_a_layout_goes_unnoticed(folder: Path) -> None:
+    files = LocalFiles(folder)
+    _, file, _ = next(iter(iterate_files(files.collect(Patterns(["0.parquet"])), local=True)))
+    data, rng = encode_layout(read_layout(files, file, "text")), random.Random(1)
+    good = describe(decode_layout(data))
+    refused = 0
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << rng.randrange(8)
+        try:
+            assert describe(decode_layout(bytes(changed))) == good
+        except ValueError:
+            refused += 1
+    assert refused >= len(data) - 8
+
+
+@given(rows=st.lists(st.integers(0, 5)))
+def test_runs_of_row_groups_are_expanded_again(rows: list[int]) -> None:
+    assert expand_row_groups(compress_row_groups(rows)) == rows
+
+
+def test_keys_of_indexes_are_those_of_the_dataset() -> None:
+    """So garbage collection keeps them, and a deletion of the dataset deletes them."""
+    prefix = DatasetKeys("a/b").make_shards_prefix("pages", "train")
+    for column in ("text", "a column", "x" * 70, "é"):
+        digest = f"blake3:{'0' * 64}"
+        for key in (make_page_index_key(column, 3), make_page_layouts_key(column, digest)):
+            assert is_page_index(key)
+            found = classify_key(prefix + key)
+            assert found is not None
+            assert (found.kind, found.scope) == (ObjectKind.DATASET, "a/b")
+            assert DatasetKeys("a/b").is_index(prefix + key)
+        assert parse_page_index(column, make_page_index_key(column, 3)) == 3
+    assert parse_page_index("text", make_page_index_key("other", 3)) is None
+    assert not is_page_index("_pages/text.json")
+
+
+def test_a_loader_with_an_index_reads_no_end_of_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_all(PageLoader(str(folder), cache_bytes=1 << 20))
+    report = index_pages(str(folder))
+    assert (report.is_new, report.number, report.files, report.rows) == (True, 1, 3, sum(ROWS))
+    assert len(report.missing) == 3
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError(given)
+
+    monkeypatch.setattr("millrace.datasets.loader.pages.read_layout", refuse)
+    for limit in (1 << 20, 1):
+        assert read_all(PageLoader(str(folder), cache_bytes=limit)) == expected
+    monkeypatch.setattr("millrace.datasets.loader.page_index._WHOLE_BYTES", 0)
+    assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
+
+
+def test_stale_entries_are_noticed_named_and_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index_pages(str(folder))
+    write(folder / "0.parquet", 777, seed=9)
+    write(folder / "3.parquet", 20)
+    (folder / "1.parquet").unlink()
+    with caplog.at_level(logging.WARNING):
+        loader = PageLoader(str(folder))
+    assert loader.stale == ("0.parquet",)
+    assert "stale: 0.parquet was written since" in caplog.text
+    assert sum(map(len, read_all(loader))) == 777 + 20 + ROWS[2]
+    checked = index_pages(str(folder), is_check=True)
+    assert (checked.is_current, checked.is_new) == (False, False)
+    assert (checked.stale, checked.missing, checked.gone) == (
+        ("0.parquet",), ("3.parquet",), ("1.parquet",),
+    )  # fmt: skip
+    assert not index_pages(str(folder), is_check=True).is_current
+    again = index_pages(str(folder))
+    assert (again.is_new, again.number, again.rows) == (True, 2, 777 + 20 + ROWS[2])
+    current = index_pages(str(folder))
+    assert (current.is_new, current.is_current, current.number) == (False, True, 2)
+    caplog.clear()
+    assert PageLoader(str(folder)).stale == ()
+    assert not caplog.records
+
+
+def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index_pages(str(folder))
+    write(folder / "1.parquet", 5, seed=9)
+    read: list[str] = []
+
+    def count(files: Any, file: Any, column: str) -> Any:
+        read.append(file.path)
+        return read_layout(files, file, column)
+
+    monkeypatch.setattr("millrace.datasets.loader.page_index.read_layout", count)
+    index_pages(str(folder))
+    assert read == ["1.parquet"]
+    assert sum(map(len, read_all(PageLoader(str(folder))))) == ROWS[0] + 5 + ROWS[2]
+
+
+@pytest.mark.parametrize("damage", ["record", "layouts", "cut"])
+def test_a_damaged_index_is_left_out_with_a_warning(
+    damage: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = read_all(PageLoader(str(folder), cache_bytes=1 << 20))
+    index_pages(str(folder))
+    (path,) = (folder / "_pages").glob("*.json" if damage == "record" else "*.bin")
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 0xFF
+    path.write_bytes(body[: len(body) // 2] if damage == "cut" else body)
+    with caplog.at_level(logging.WARNING):
+        assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
+    assert "index of the pages is not used" in caplog.text
+
+
+def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        reports = list(pool.map(lambda _: index_pages(str(folder)), range(6)))
+    assert {report.number for report in reports} == {1}
+    assert sorted(path.name for path in (folder / "_pages").iterdir()) == [
+        "text-000001.json",
+        next((folder / "_pages").glob("*.bin")).name,
+    ]
+
+
+def test_each_column_has_its_own_index(folder: Path) -> None:
+    for column in ("text", "n"):
+        assert index_pages(str(folder), column).number == 1
+    assert [row for page in read_all(PageLoader(str(folder), "n")) for row in page] == [
+        row for rows in ROWS for row in range(rows)
+    ]
+
+
+def test_an_index_says_where_templars_has_other_rows(folder: Path) -> None:
+    paths = ("0.parquet", "1.parquet", "deep/2.parquet")
+    shards = [
+        {"path": f"bucket/{path}", "num_rows": rows + (path == "1.parquet")}
+        for path, rows in zip(paths, ROWS, strict=True)
+    ]
+    sizes = {"a": {"split": "train", "total_rows": 1, "shards": shards}}
+    (folder / "_shard_sizes.json").write_text(json.dumps(sizes))
+    (folder / "_metadata.yaml").write_text("configs: [{config_name: a}, {config_name: default}]")
+    assert index_pages(str(folder)).differing == (
+        "bucket/1.parquet has 1 rows, and _shard_sizes.json says 2.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "text"),
+    [
+        (lambda folder: index_pages(str(folder), "txt"), errors.NotFoundError, "no column 'txt'"),
+        (lambda folder: index_pages(str(folder / "_")), errors.NotFoundError, "no folder"),
+        (
+            lambda folder: index_pages(str(folder), include=["*.pq"]),
+            errors.NotFoundError,
+            "no files that match",
+        ),
+        (
+            lambda folder: index_pages("https://example.org/a.parquet"),
+            errors.ConfigurationError,
+            "does not write to",
+        ),
+    ],
+)
+def test_what_cannot_be_indexed_is_a_sentence(act, kind, text, folder: Path) -> None:
+    with pytest.raises(kind, match=text):
+        act(folder)
+    assert np.all([not path.name.endswith("json") for path in folder.rglob("*")])
