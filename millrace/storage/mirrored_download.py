@@ -34,7 +34,7 @@ def download(
     Args:
         reader: Reader of the locations.
         item: The object, with its digest.
-        file: Descriptor of the file. Its content is replaced.
+        file: Descriptor of the file, which gets the size and the bytes of the object.
         concurrency: Number of parts that are read at once.
 
     Raises:
@@ -42,7 +42,7 @@ def download(
         NoSpaceError, OSError: The file cannot be written.
         MillraceError: No location has the object.
     """
-    os.ftruncate(file, 0)
+    os.ftruncate(file, item.size)  # not to 0: its bytes may be reserved on the disk
     parts = _Download(reader, item, file, concurrency)
     if parts.run(()):
         return

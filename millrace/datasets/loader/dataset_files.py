@@ -1,0 +1,158 @@
+"""Files of a dataset by their keys: from the disk of the node, else from one of its stores."""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.datasets.loader.disk_cache import DiskCache, LentFile
+from millrace.datasets.loader.mirrored_files import FileLocations, list_specs, open_mirrors
+from millrace.storage import head
+from millrace.storage.mirrored import Check, MirroredReader, MirrorReport
+from millrace.storage.mirrored_download import download
+from millrace.storage.mirrored_objects import MirroredObject
+
+
+class DatasetFiles:
+    """Files of a dataset, verified by their digests. Threads may share the files.
+
+    A file that is in a warmed folder is read there, without a copy. Otherwise the cache of the node
+    has it or fetches it, from one of the stores.
+
+    Args:
+        source: URL of the store of the dataset, several that have the same files, or a bucket with
+            mirrors. Keys are relative to each.
+        cache: Cache on the disk of the node; None caches nothing.
+        warmed: Folders with files of the dataset below their keys, as a prewarm leaves them. They
+            need a cache, which remembers that the files were verified.
+
+    Raises:
+        ConfigurationError: A URL names no store.
+        NotFoundError: There is no such folder.
+    """
+
+    def __init__(
+        self,
+        source: FileLocations,
+        *,
+        cache: DiskCache | None = None,
+        warmed: Sequence[Path] = (),
+    ) -> None:
+        self._reader = MirroredReader(open_mirrors(list_specs(source)))
+        self._cache, self._warmed = cache, tuple(warmed)
+        self._lock = threading.Lock()
+        self._objects: dict[str, MirroredObject] = {}
+        self._lent: dict[Path, list[LentFile]] = {}
+
+    def register(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> None:
+        """Tell the size and the digest of a file, for `read_range`.
+
+        Args:
+            key: Key of the file.
+            size: Size in bytes.
+            digest: Digest of the file, from the manifest.
+            blocks: Joined digests of its blocks. With them, the first range of each copy is
+                verified alone, and otherwise by a whole read.
+        """
+        with self._lock:
+            self._objects[key] = MirroredObject(key, size, digest=digest, blocks=blocks)
+
+    def read_range(self, key: str, start: int, end: int, *, check: Check | None = None) -> bytes:
+        """Return the bytes of a file between two offsets.
+
+        A file that is not registered is read as its first location has it: one more request, once.
+
+        Args:
+            key: Key of the file.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+            check: Function that raises `CorruptError` for damaged bytes, which are then read
+                elsewhere.
+
+        Raises:
+            MillraceError: No location has the bytes.
+        """
+        item = self._find(key)
+        if item.digest and (found := self._find_warmed(key, item.size, item.digest)):
+            with found, found.path.open("rb") as file:
+                return os.pread(file.fileno(), end - start, start)
+        return self._reader.read_range(item, start, end, check=check)
+
+    def fetch_file(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> Path | None:
+        """Return the path of a verified file on the disk of the node. It is fetched if needed.
+
+        The file stays until `release` or `close`. Processes of the node fetch a file once.
+
+        Args:
+            key: Key of the file.
+            size: Size in bytes.
+            digest: Digest of the file.
+            blocks: Joined digests of its blocks, by which a damaged part is read again alone.
+
+        Returns:
+            Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
+
+        Raises:
+            MillraceError: No location has the file.
+        """
+        lent = self._find_warmed(key, size, digest)
+        if lent is None and self._cache is not None:
+            item = MirroredObject(key, size, digest=digest, blocks=blocks)
+            lent = self._cache.lend(digest, size, lambda file: download(self._reader, item, file))
+        if lent is None:
+            return None
+        with self._lock:
+            self._lent.setdefault(lent.path, []).append(lent)
+        return lent.path
+
+    def release(self, path: Path) -> None:
+        """Allow the removal of a file that `fetch_file` returned. Call it once for each."""
+        with self._lock:
+            found = self._lent.get(path)
+            if found:
+                found.pop().close()
+            if not found:
+                self._lent.pop(path, None)
+
+    def read_file(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> bytes:
+        """Return the verified bytes of a file, without the cache. Memory: its size.
+
+        Raises:
+            MillraceError: No location has the file.
+        """
+        item = MirroredObject(key, size, digest=digest, blocks=blocks)
+        descriptor = os.memfd_create("file")
+        with os.fdopen(descriptor, "r+b") as file:
+            download(self._reader, item, descriptor)
+            return file.read(size)
+
+    def make_report(self) -> MirrorReport:
+        """Return the work of each location so far."""
+        return self._reader.make_report()
+
+    def close(self) -> None:
+        """Release all files, and start no further requests."""
+        with self._lock:
+            lent = [one for each in self._lent.values() for one in each]
+            self._lent.clear()
+        for one in lent:
+            one.close()
+        self._reader.close()
+
+    def _find(self, key: str) -> MirroredObject:
+        with self._lock:
+            found = self._objects.get(key)
+        if found is None:
+            described = head(self._reader.stores[0], key)
+            found = MirroredObject(key, described.size, described.etag or "", 0)
+            with self._lock:
+                self._objects[key] = found
+        return found
+
+    def _find_warmed(self, key: str, size: int, digest: str) -> LentFile | None:
+        if self._cache is None:
+            return None
+        for folder in self._warmed:
+            if lent := self._cache.lend_from(folder / key, digest, size):
+                return lent
+        return None

@@ -1,0 +1,419 @@
+"""Cache of files on the disk of a node, which all processes of the node share.
+
+A file has its digest as its name. Each file has a lock: readers hold it shared, and a process that
+fetches or removes the file holds it alone. The kernel releases the locks of a process that is
+killed. So one of several processes fetches a file, and no file is removed under a reader.
+
+The lock file has a mark: the boot of the machine in which the file was verified, and the file's
+size, inode and time. Without a mark of this boot, as after a crash, the file is hashed before it is
+used. The lock's time of modification is the last use. So there is no index, and no flush to disk.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from millrace.digest import check_digest, compute_digest, compute_file_digest, get_algorithm
+from millrace.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+Download = Callable[[int], object]
+"""Function that writes a file through a descriptor, and verifies its digest."""
+
+_MAX_MARK = 4096  # bytes
+_MAX_TRIES = 8  # of a file that others remove again and again
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class LentFile:
+    """A file that is not removed until it is closed.
+
+    Args:
+        path: Path of the file.
+        lock: Descriptor of its lock.
+
+    Attributes:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._close = weakref.finalize(self, os.close, lock)
+
+    def close(self) -> None:
+        """Allow the removal of the file. A file that is open elsewhere can be read to its end."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedFile:
+    """A file in the cache.
+
+    Attributes:
+        name: Name of the file, and of its lock.
+        size: Size in bytes.
+        used_at: Time of the last use.
+    """
+
+    name: str
+    size: int
+    used_at: int
+
+
+class DiskCache:
+    """Files in a folder up to a number of bytes. Those that were used last are kept.
+
+    Only files that the cache has fetched are removed, and none that is lent to a process. Processes
+    and threads share a folder. If the disk is full, files are not cached, after one warning.
+
+    Args:
+        folder: Folder on a local disk. Nothing else may be in the folder.
+        max_bytes: Largest size of all files, with those that are being fetched.
+
+    Raises:
+        ConfigurationError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+        self._files, self._locks, self._parts = (
+            folder / name for name in ("files", "locks", "parts")
+        )
+        self._has_warned = False
+        self._rejected: set[str] = set()  # descriptions of files of other folders
+        self._lock = threading.Lock()
+        try:
+            for each in (self._files, self._locks, self._parts):
+                each.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The folder {folder} of the cache cannot be made ({error.strerror}). Choose a "
+                "folder on a local disk."
+            ) from error
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all files, with those that are being fetched."""
+        return sum(_measure(entry.path) for entry in self._iterate_entries())
+
+    def lend(self, digest: str, size: int, download: Download) -> LentFile | None:
+        """Return a file, which is fetched if it is not there.
+
+        Args:
+            digest: Digest of the file.
+            size: Size of the file in bytes.
+            download: Function that fetches the file. One process calls it; the others wait.
+
+        Returns:
+            The file; None if it cannot be cached, since the disk is full or the other files are in
+            use.
+
+        Raises:
+            MillraceError: The download failed.
+        """
+        name = _make_name(digest)
+        path = self._files / name
+        try:
+            for _ in range(_MAX_TRIES):
+                lock = self._take_lock(name, fcntl.LOCK_SH)
+                if self._lends(lock, path, size):
+                    return LentFile(path, lock)
+                os.close(lock)
+                lock = self._take_lock(name, fcntl.LOCK_EX)
+                try:
+                    if not (
+                        _is_checked(lock, path, size)
+                        or _check_file(lock, path, digest, size)
+                        or self._fetch(lock, name, size, download)
+                    ):
+                        os.close(lock)
+                        return None
+                    # The kernel gives the lock away for a moment, so the file is looked at again.
+                    fcntl.flock(lock, fcntl.LOCK_SH)
+                    if self._lends(lock, path, size):
+                        return LentFile(path, lock)
+                except BaseException:
+                    with suppress(OSError):
+                        os.close(lock)
+                    raise
+                os.close(lock)
+        except OSError as error:
+            self._warn(error)
+        return None
+
+    def lend_from(self, path: Path, digest: str, size: int) -> LentFile | None:
+        """Return a file of another folder, which is verified once in each boot of the machine.
+
+        The file is neither copied nor removed.
+
+        Returns:
+            The file; None if there is none, or if it has other bytes.
+        """
+        if _measure(path) != size:
+            return None
+        if (described := f"{path} {digest} {_describe_file(path)}") in self._rejected:
+            return None
+        place = compute_digest(os.fsencode(path.absolute())).rpartition(":")[2][:16]
+        name = f"{_make_name(digest)}-{place}"
+        try:
+            lock = self._take_lock(name, fcntl.LOCK_SH)
+            if self._lends(lock, path, size):
+                return LentFile(path, lock)
+            os.close(lock)
+            lock = self._take_lock(name, fcntl.LOCK_EX)
+            if _is_checked(lock, path, size) or _check_file(lock, path, digest, size, keep=True):
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                return LentFile(path, lock)
+            os.close(lock)
+        except OSError as error:
+            self._warn(error)
+            return None
+        self._rejected.add(described)
+        logger.warning(
+            "%s does not have the digest %s, and is not used. Replace or delete it.", path, digest
+        )
+        return None
+
+    def _lends(self, lock: int, path: Path, size: int) -> bool:
+        """Decide whether a file may be used, and note its use."""
+        if not _is_checked(lock, path, size):
+            return False
+        now = time.time_ns()  # the clock of the file system has steps of 4 ms
+        os.utime(lock, ns=(now, now))
+        return True
+
+    def _fetch(self, lock: int, name: str, size: int, download: Download) -> bool:
+        """Fetch a file while its lock is held; return False if there is no room for it."""
+        part = self._parts / name
+        with self._hold_all():
+            file = self._reserve(part, size)
+        if file is None:
+            return False
+        try:
+            download(file)
+            part.rename(self._files / name)
+            _write_mark(lock, self._files / name)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                self._warn(error)
+                return False
+            raise
+        finally:
+            os.close(file)
+        return True
+
+    def _reserve(self, part: Path, size: int) -> int | None:
+        """Make room, and return the open file whose bytes are reserved; None without room.
+
+        The caller holds the lock of the cache.
+        """
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            entries = sorted(self._list_files(), key=lambda one: one.used_at)
+            held = sum(one.size for one in entries) + self._measure_parts(part.name)
+            while True:
+                if held + size <= self._max_bytes:
+                    try:
+                        if size:
+                            os.posix_fallocate(file, 0, size)
+                    except OSError as error:
+                        if error.errno not in _FULL or not entries:
+                            raise
+                    else:
+                        return file
+                elif not entries:
+                    self._warn(None)
+                    break
+                oldest = entries.pop(0)
+                held -= oldest.size if self._remove(oldest.name) else 0
+        except BaseException:
+            os.close(file)
+            part.unlink(missing_ok=True)
+            raise
+        os.close(file)
+        part.unlink(missing_ok=True)
+        return None
+
+    def _remove(self, name: str) -> bool:
+        """Remove a file that no process uses; return False if one does."""
+        try:
+            lock = self._take_lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            (self._files / name).unlink(missing_ok=True)
+            (self._locks / name).unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+        return True
+
+    def _list_files(self) -> list[_CachedFile]:
+        found: list[_CachedFile] = []
+        for entry in os.scandir(self._files):
+            with suppress(FileNotFoundError):
+                size = entry.stat().st_size
+                found.append(_CachedFile(entry.name, size, _find_use(self._locks / entry.name)))
+        return found
+
+    def _measure_parts(self, own: str) -> int:
+        """Return the bytes of files that are being fetched; remove those of killed processes."""
+        size = 0
+        for entry in os.scandir(self._parts):
+            if entry.name == own:
+                continue
+            try:
+                lock = self._take_lock(entry.name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                size += _measure(entry.path)
+                continue
+            try:
+                Path(entry.path).unlink(missing_ok=True)
+            finally:
+                os.close(lock)
+        return size
+
+    def _iterate_entries(self) -> "Iterator[os.DirEntry[str]]":
+        yield from os.scandir(self._files)
+        yield from os.scandir(self._parts)
+
+    def _take_lock(self, name: str, mode: int) -> int:
+        """Return the descriptor of a lock that is held.
+
+        Raises:
+            BlockingIOError: Another one holds the lock, and the mode does not wait.
+        """
+        return _lock_file(self._locks / name, mode)
+
+    @contextmanager
+    def _hold_all(self) -> Generator[None]:
+        """Hold the lock of the cache, with which room is made for one file at a time."""
+        lock = _lock_file(self.folder / "lock", fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def _warn(self, error: OSError | None) -> None:
+        """Warn once that files are not cached."""
+        with self._lock:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        why = "all files in it are in use" if error is None else error.strerror
+        logger.warning(
+            "Files are read without the cache in %s: %s. Make more room, or allow more bytes than "
+            "%d.", self.folder, why, self._max_bytes,
+        )  # fmt: skip
+
+
+def _make_name(digest: str) -> str:
+    """Return the name of a file with a digest.
+
+    Raises:
+        DigestError: The text is no digest, which could name any file.
+    """
+    return check_digest(digest).replace(":", "-")
+
+
+def _lock_file(path: Path, mode: int) -> int:
+    """Open and lock a file, which another process may remove meanwhile."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, mode)
+            found = os.fstat(lock)
+            with suppress(FileNotFoundError):
+                now = path.stat()
+                if (now.st_ino, now.st_dev) == (found.st_ino, found.st_dev):
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _measure(path: Path | str) -> int:
+    """Return the size of a file; -1 if there is none, and 0 for a folder of files."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - of both types
+    except OSError:
+        return -1
+
+
+def _find_use(lock: Path) -> int:
+    try:
+        return lock.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+@cache
+def _read_boot() -> str:
+    """Return the name of the present boot of the machine; a name of its own if it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.urandom(16).hex()
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    found = path.stat()
+    return {
+        "boot": _read_boot(),
+        "size": found.st_size,
+        "inode": found.st_ino,
+        "modified": found.st_mtime_ns,
+    }
+
+
+def _is_checked(lock: int, path: Path, size: int) -> bool:
+    """Decide whether a file has its size, and was verified in this boot of the machine."""
+    try:
+        mark = json.loads(os.pread(lock, _MAX_MARK, 0))
+        found = _describe_file(path)
+    except (ValueError, OSError):
+        return False
+    return mark == found and found["size"] == size
+
+
+def _write_mark(lock: int, path: Path) -> None:
+    """Note that a file is verified. The mark of a killed process is no JSON, and so none."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps(_describe_file(path)).encode(), 0)
+
+
+def _check_file(lock: int, path: Path, digest: str, size: int, *, keep: bool = False) -> bool:
+    """Hash a file without a mark, and mark or remove it."""
+    if _measure(path) == size and compute_file_digest(path, get_algorithm(digest)) == digest:
+        _write_mark(lock, path)
+        return True
+    if not keep:
+        path.unlink(missing_ok=True)
+    return False

@@ -1,0 +1,112 @@
+"""Files of a dataset come from the disk of the node, or from one of several stores."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace import errors
+from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.disk_cache import DiskCache
+from millrace.digest import BLOCK_SIZE, compute_digest, hash_blocks
+from millrace.storage import delete_one
+from millrace.testing.faults import Faults
+from millrace.testing.r2 import R2Proxy
+from millrace.testing.rgw import RGW
+from tests.support.mirrors import Mirrors, start_mirrors
+
+BODY = random.Random(3).randbytes(3 * BLOCK_SIZE + 500)
+DIGEST, BLOCKS = compute_digest(BODY), hash_blocks(BODY)
+WRONG = BODY[:-1] + bytes([BODY[-1] ^ 1])
+KEY = "data/shards/tar/train/train-00000-000000.tar"
+
+
+@pytest.fixture(scope="module")
+def proxies(rgw: RGW, server_folder: Path) -> Iterator[list[R2Proxy]]:
+    with start_mirrors(rgw, server_folder / "file-mirrors", 2) as started:
+        yield started
+
+
+@pytest.fixture
+def world(rgw: RGW, proxies: list[R2Proxy]) -> Mirrors:
+    made = Mirrors.make(rgw, proxies)
+    made.put(KEY, BODY, BODY)
+    return made
+
+
+def test_a_file_is_fetched_once_for_the_node(world: Mirrors, tmp_path: Path):
+    world.proxies[0].set_faults(Faults(error500=1.0))
+    for _ in range(2):
+        files = DatasetFiles(world.specs, cache=DiskCache(tmp_path, 10 << 20))
+        for _ in range(2):
+            path = files.fetch_file(KEY, len(BODY), DIGEST)
+            assert path is not None
+            assert path.read_bytes() == BODY
+        files.close()
+    served = [each["sent"] for each in world.proxies[1].list_requests() if each["status"] == 206]
+    assert sum(served) == len(BODY)
+
+
+def test_a_file_stays_until_it_is_released_as_often_as_it_was_fetched(
+    world: Mirrors, tmp_path: Path
+):
+    cache = DiskCache(tmp_path, len(BODY))
+    files = DatasetFiles(world.specs, cache=cache)
+    world.put("other", WRONG, WRONG)
+    first, again = (files.fetch_file(KEY, len(BODY), DIGEST) for _ in range(2))
+    assert first == again
+    assert first is not None
+    other = "other", len(WRONG), compute_digest(WRONG)
+    assert files.fetch_file(*other) is None
+    files.release(first)
+    assert files.fetch_file(*other) is None
+    assert files.read_file(*other) == WRONG
+    files.release(first)
+    assert files.fetch_file(*other) is not None
+
+
+def test_without_a_cache_there_is_no_path_but_the_bytes(world: Mirrors):
+    files = DatasetFiles(world.specs)
+    assert files.fetch_file(KEY, len(BODY), DIGEST) is None
+    assert files.read_file(KEY, len(BODY), DIGEST, blocks=BLOCKS) == BODY
+
+
+def test_a_warmed_node_asks_no_store(world: Mirrors, tmp_path: Path):
+    warmed = tmp_path / "warmed"
+    (warmed / KEY).parent.mkdir(parents=True)
+    (warmed / KEY).write_bytes(BODY)
+    files = DatasetFiles(world.specs, cache=DiskCache(tmp_path / "c", 10 << 20), warmed=[warmed])
+    files.register(KEY, len(BODY), DIGEST)
+    assert files.fetch_file(KEY, len(BODY), DIGEST) == warmed / KEY
+    assert files.read_range(KEY, 5, 5000) == BODY[5:5000]
+    assert world.count() == [0, 0]
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, b""])
+def test_a_range_of_a_registered_file_is_proven_by_its_digest(world: Mirrors, blocks: bytes):
+    world.put(KEY, WRONG, BODY)
+    files = DatasetFiles(world.specs)
+    files.register(KEY, len(BODY), DIGEST, blocks=blocks)
+    for start in (len(BODY) - 600, 0, BLOCK_SIZE - 5):
+        for _ in range(3):
+            assert files.read_range(KEY, start, start + 600) == BODY[start : start + 600]
+    if not blocks:  # its first blocks are right
+        assert files.make_report().locations[0].served_bytes == 0
+
+
+def test_a_range_of_another_file_is_read_as_the_first_location_has_it(world: Mirrors):
+    files = DatasetFiles(world.specs)
+    for start in range(20):
+        assert files.read_range(KEY, start, start + 9) == BODY[start : start + 9]
+    assert sum(world.count()) == 21
+    assert files.make_report().locations[1].served_bytes > 0
+
+
+def test_a_file_that_no_location_has_is_an_error(world: Mirrors, tmp_path: Path):
+    for store in world.stores:
+        delete_one(store, KEY)
+    files = DatasetFiles(world.specs, cache=DiskCache(tmp_path, 10 << 20))
+    with pytest.raises(errors.NotFoundError, match="cannot be read from any of 2 locations"):
+        files.fetch_file(KEY, len(BODY), DIGEST)
+    assert list((tmp_path / "parts").iterdir()) == []
