@@ -83,7 +83,8 @@ store = bucket.open("read")
     mirrors: list[str] = Field(
         default_factory=list,
         description="Mirrors with the same objects: URLs that the read credentials reach too, "
-        "or names of other Millrace Bucket blocks.",
+        "or names of other Millrace Bucket blocks. Loaders and `prewarm` read them too. "
+        "`verify-datasets` verifies them. Sharding, merging and checkpoints do not use them.",
     )
 
     @field_validator("url")
@@ -110,7 +111,7 @@ store = bucket.open("read")
             ConfigurationError: The block has no such credentials, or their kind does not work
                 outside of this process.
         """
-        return self._make_spec_for_url(self.url, Right(right))
+        return self.make_url_spec(self.url, Right(right))
 
     def open(self, right: Right | Literal["read", "write"]) -> Store:
         """Return the bucket's store, with only this right. Nothing is sent yet.
@@ -147,18 +148,35 @@ store = bucket.open("read")
             ValueError: A mirror is the name of a block that does not exist.
         """
         return [
-            self._make_spec_for_url(mirror, Right.READ)
+            self.make_url_spec(mirror, Right.READ)
             if "://" in mirror
             else _load_bucket(mirror).make_spec(Right.READ)
             for mirror in self.mirrors
         ]
+
+    def make_read_specs(self, prefix: str = "") -> list[StoreSpec]:
+        """Return the bucket and its mirrors, for a loader: `PageLoader(bucket.make_read_specs())`.
+
+        Args:
+            prefix: Folder of the files, which is the same in the bucket and in each mirror.
+
+        Raises:
+            ConfigurationError, ValueError: As for `make_mirror_specs`.
+        """
+        specs = [self.make_spec(Right.READ), *self.make_mirror_specs()]
+        return [spec.with_prefix(prefix) for spec in specs]
 
     @property
     def _display_name(self) -> str:
         name = self._block_document_name
         return f"the Millrace Bucket block {name!r}" if name else f"the bucket {self.url}"
 
-    def _make_spec_for_url(self, url: str, right: Right) -> StoreSpec:
+    def make_url_spec(self, url: str, right: Right) -> StoreSpec:
+        """Return the store of a URL that the credentials of the bucket reach too.
+
+        Raises:
+            ConfigurationError: As for `make_spec`.
+        """
         spec = StoreSpec(url=url, account_id=self.account_id)
         backend = Location.parse(url, account_id=self.account_id).backend
         if backend not in {Backend.S3, Backend.R2}:

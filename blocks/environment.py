@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from blocks.bucket import Bucket, BucketRole
 from millrace.errors import ConfigurationError
-from millrace.storage import Backend, Location, Right
+from millrace.storage import Backend, Location, Right, StoreSpec
 
 BUCKET_LIST_VARIABLE = "R2_DATASET_BUCKET_LIST"
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
@@ -38,6 +38,11 @@ class BucketSettings:
     bucket: str
     key_pairs: Mapping[Right, AwsCredentials] = field(repr=False)
     mirrors: tuple[str, ...] = ()
+
+    @property
+    def location(self) -> tuple[str, str]:
+        """Account and name of the bucket."""
+        return self.account_id, self.bucket
 
     @property
     def is_mirror(self) -> bool:
@@ -114,6 +119,31 @@ def read_buckets(
     return found
 
 
+def read_dataset_specs(environ: Mapping[str, str], prefix: str = "") -> list[StoreSpec]:
+    """Return the dataset bucket and its mirrors from the environment, without a Prefect server.
+
+    A training script passes them to a loader:
+    `PageLoader(read_dataset_specs(os.environ, "my-dataset/shards/pages/train"))`.
+
+    Args:
+        environ: The environment, with `R2_DATASET_*` or `R2_DATASET_BUCKET_LIST`.
+        prefix: Folder of the files, which is the same in each bucket.
+
+    Raises:
+        ConfigurationError: Variables are missing, or one is invalid.
+    """
+    *mirrors, bucket = read_buckets(environ, [BucketRole.DATASET], [Right.READ])
+    block = bucket.make_block(bucket.key_pairs)
+    named = {mirror.name: mirror.make_block(mirror.key_pairs) for mirror in mirrors}
+    specs = [
+        named[mirror].make_spec(Right.READ)
+        if mirror in named
+        else block.make_url_spec(mirror, Right.READ)
+        for mirror in bucket.mirrors
+    ]
+    return [spec.with_prefix(prefix) for spec in (block.make_spec(Right.READ), *specs)]
+
+
 def _read_bucket(
     environ: Mapping[str, str],
     role: BucketRole,
@@ -166,7 +196,8 @@ def _read_dataset_buckets(
 ) -> list[BucketSettings]:
     """Return the dataset bucket and its mirrors.
 
-    If only the list is set, its first entry is the bucket itself, as in Templar.
+    If only the list is set, its first entry is the bucket itself, as in Templar. Templar's list has
+    all buckets, so an entry may be the bucket of the other variables. That entry is no mirror.
     """
     entries = list(enumerate(_read_entries(environ.get(BUCKET_LIST_VARIABLE, "").strip()), start=1))
     own = any(
@@ -177,20 +208,32 @@ def _read_dataset_buckets(
     if entries and not own and isinstance(entries[0][1], dict):
         number, entry = entries.pop(0)
         bucket = _parse_entry(entry, number, BucketRole.DATASET.value, endpoint)
+    known = {bucket.location if bucket else _read_own_location(environ)}
     names: list[str] = []
     mirrors: list[BucketSettings] = []
     for number, entry in entries:
         if isinstance(entry, str):
-            names.append(entry)
-        else:
-            mirrors.append(
-                _parse_entry(entry, number, f"{BucketRole.DATASET}-mirror-{number}", endpoint)
-            )
-            names.append(mirrors[-1].name)
+            if entry not in names and entry.rstrip("/") not in {f"r2://{a}/{b}" for a, b in known}:
+                names.append(entry)
+            continue
+        mirror = _parse_entry(entry, number, f"{BucketRole.DATASET}-mirror-{number}", endpoint)
+        if mirror.location not in known:
+            known.add(mirror.location)
+            mirrors.append(mirror)
+            names.append(mirror.name)
     if bucket:
         return [*mirrors, replace(bucket, mirrors=tuple(names))]
     return mirrors + _read_bucket(
         environ, BucketRole.DATASET, rights, endpoint, missing, tuple(names)
+    )
+
+
+def _read_own_location(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the account and the name of the dataset bucket, as its own variables have them."""
+    prefix = f"R2_{BucketRole.DATASET.upper()}"
+    return (
+        environ.get(f"{prefix}_ACCOUNT_ID", "").strip(),
+        environ.get(f"{prefix}_BUCKET_NAME", "").strip(),
     )
 
 
@@ -228,7 +271,7 @@ def _parse_entry(entry: Any, number: int, name: str, endpoint: str | None) -> Bu
                 entry.get("endpoint", endpoint),
             )
             for right in Right
-            if right is Right.READ or right.value in given
+            if right is Right.READ or _has_pair(given.get(right.value))
         }
         account = _check_account_id(
             entry["account_id"], f"account_id of entry {number} of {BUCKET_LIST_VARIABLE}"
@@ -242,6 +285,11 @@ def _parse_entry(entry: Any, number: int, name: str, endpoint: str | None) -> Bu
             '"secret_access_key": ...}}}.'
         ) from None
     return BucketSettings(name, BucketRole.DATASET, account, bucket, pairs)
+
+
+def _has_pair(pair: Any) -> bool:
+    """Decide whether an entry has a key pair. Templar's entries may have one without values."""
+    return isinstance(pair, dict) and any(cast("dict[str, Any]", pair).values())
 
 
 def _check_account_id(value: str, source: str) -> str:

@@ -185,6 +185,7 @@ def prewarm(
     settings = PrewarmSettings(
         requests=tuple(each.make_request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.make_spec() for i, each in enumerate(files)},
+        mirrors={str(i): each.make_mirror_specs() for i, each in enumerate(files)},
         root=None if root is None else Path(root),
         nodes=cluster if isinstance(cluster, RayNodes) else cluster.find_hosts(),
         check=options.cache_check,

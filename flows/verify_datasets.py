@@ -13,11 +13,17 @@ from tasks.locations import (
     check_right,
     describe_bucket,
     find_location,
+    make_mirror_specs,
     make_store_spec,
     skip_run,
 )
 from tasks.run_names import make_name
-from tasks.verifying import list_complete_datasets, report_verifications, verify_shards
+from tasks.verifying import (
+    list_complete_datasets,
+    report_verifications,
+    verify_mirror,
+    verify_shards,
+)
 
 
 @draw_form
@@ -29,6 +35,8 @@ def verify_datasets(
 ) -> dict[str, Verification] | None:
     """Check that every shard of complete datasets exists, and has the bytes that were written.
 
+    The mirrors of a block are verified too, against the manifests in the bucket.
+
     Args:
         bucket: A Millrace Bucket block with read credentials, its name, or a URL.
         datasets: Datasets to verify. By default all complete datasets below the bucket's URL.
@@ -39,10 +47,15 @@ def verify_datasets(
         return skip_run([describe_bucket(bucket)], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
     spec = make_store_spec(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
-    found = {
-        dataset: verify_shards(spec, dataset, with_digests=depth is VerifyDepth.DIGESTS)
-        for dataset in datasets or list_complete_datasets(spec)
-    }
+    with_digests = depth is VerifyDepth.DIGESTS
+    mirrors = make_mirror_specs(found_bucket)
+    found: dict[str, Verification] = {}
+    for dataset in datasets or list_complete_datasets(spec):
+        found[dataset] = verify_shards(spec, dataset, with_digests=with_digests)
+        for mirror in mirrors:
+            found[f"{dataset} in {mirror.url}"] = verify_mirror(
+                spec, mirror, dataset, with_digests=with_digests
+            )
     report_verifications(spec.url, found)
     faults = sum(len(seen.all_faults) for seen in found.values())
     if faults:

@@ -101,6 +101,26 @@ def make_store_spec(location: Bucket | str, right: Right) -> StoreSpec:
     return spec
 
 
+def make_mirror_specs(location: Bucket | str) -> list[StoreSpec]:
+    """Return the mirrors of a location, with credentials to read. Only a block has mirrors.
+
+    Raises:
+        ConfigurationError: A mirror, its block or its credentials do not exist.
+    """
+    found = require_location(location)
+    if not isinstance(found, Bucket):
+        return []
+    try:
+        return found.make_mirror_specs()
+    except ValidationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(
+            f"A mirror of {found.url} is no URL and no Millrace Bucket block: {error} Correct "
+            "`mirrors` of the block."
+        ) from error
+
+
 def refuse_temporary(folder: Path) -> None:
     """Refuse a folder below the temporary folder that a Prefect worker starts a flow run in.
 
@@ -238,11 +258,11 @@ class InputLocation(BaseModel):
 
     def make_spec(self) -> StoreSpec:
         """Return the store of the files, with the credentials to read them."""
-        spec = make_store_spec(self.location, Right.READ)
-        prefix = self.prefix.strip("/")
-        return (
-            spec.model_copy(update={"url": f"{spec.url.rstrip('/')}/{prefix}"}) if prefix else spec
-        )
+        return make_store_spec(self.location, Right.READ).with_prefix(self.prefix)
+
+    def make_mirror_specs(self) -> list[StoreSpec]:
+        """Return the mirrors of a block with the same prefix; empty for a URL."""
+        return [spec.with_prefix(self.prefix) for spec in make_mirror_specs(self.location)]
 
 
 class SourceInput(SourceSettings, InputLocation):

@@ -3,7 +3,7 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import datasets
+from millrace import datasets, errors
 from millrace.datasets import Verification
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, exists, open_store
@@ -39,6 +39,27 @@ def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verif
         "%s: %s, %d of them faulty", dataset, format_count(found.shards, "shard"), len(found.faults)
     )
     return found
+
+
+@retried_task
+def verify_mirror(
+    spec: StoreSpec, mirror: StoreSpec, dataset: str, *, with_digests: bool
+) -> Verification:
+    """Verify the copies of a dataset in a mirror against the manifest of the bucket.
+
+    A mirror that cannot be read is a fault of the mirror, and not of the run.
+    """
+    store = open_store(spec, make_folder=False)
+    manifest = datasets.read_manifest(store, DatasetKeys(dataset))
+    try:
+        return datasets.verify_dataset(
+            open_store(mirror, make_folder=False), dataset, digests=with_digests, manifest=manifest
+        )
+    except errors.MillraceError as error:
+        fault = datasets.ShardFault(mirror.url, str(error))
+        return Verification(
+            len(manifest.shards), manifest.size, (), with_digests, other_faults=(fault,)
+        )
 
 
 @task(cache_policy=NO_CACHE)

@@ -67,6 +67,7 @@ def verify_dataset(
     digests: bool = True,
     concurrency: int = 4,
     progress: Progress = ignore_event,
+    manifest: Manifest | None = None,
 ) -> Verification:
     """Check every shard of a complete dataset, the digests of all blocks, indexes, and the card.
 
@@ -77,12 +78,18 @@ def verify_dataset(
             compares sizes.
         concurrency: Number of shards that are read concurrently. Each needs 24 MiB of memory.
         progress: Called for every shard.
+        manifest: Manifest of the dataset elsewhere, of which this store is a mirror. By default the
+            store's own.
 
     Raises:
         NotFoundError: The dataset is not complete.
     """
     keys = DatasetKeys(dataset)
-    manifest = read_manifest(store, keys)
+    others: list[ShardFault] = []
+    if manifest is None:
+        manifest = read_manifest(store, keys)
+    elif reason := _describe_manifest(store, keys, manifest):
+        others.append(ShardFault(keys.manifest, reason))
     blocks = read_shard_blocks(store, manifest)
     faults: list[ShardFault] = []
     with ThreadPoolExecutor(concurrency, thread_name_prefix="verify") as pool:
@@ -91,7 +98,8 @@ def verify_dataset(
             if fault:
                 faults.append(ShardFault(shard.key, fault))
     reason = describe_block_digests(store, manifest, blocks)
-    others = [ShardFault(keys.block_digests, reason)] if reason else []
+    if reason:
+        others.append(ShardFault(keys.block_digests, reason))
     for key, expected in make_indexes(manifest).items():
         if reason := describe_index(store, key, expected):
             others.append(ShardFault(key, reason))
@@ -112,6 +120,17 @@ def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
             f"{store.make_url(keys.dataset)} has no manifest: the dataset is not complete, or the "
             "name is wrong. `millrace status` shows its progress, `millrace run` completes it."
         ) from None
+
+
+def _describe_manifest(store: Store, keys: DatasetKeys, expected: Manifest) -> str:
+    """Describe the difference of a mirror's manifest; empty if there is none."""
+    try:
+        found = fetch(store, keys.manifest, Manifest)
+    except errors.NotFoundError:
+        return "missing"
+    except errors.CorruptError as error:
+        return str(error)
+    return "" if found == expected else "another one than in the bucket"
 
 
 def _check_shards(

@@ -52,6 +52,7 @@ Check = Callable[[bytes], object]
 """Function that receives the bytes of a range, and raises `CorruptError` if they are damaged."""
 
 _PROBE_BYTES = 64 << 10
+_MAX_KEYS = 10_000  # keys of missing objects that are counted
 _SHORTEST_WAIT = 0.002  # seconds between two tries to take a further request from the budget
 _OBJECT_ERRORS = (errors.NotFoundError, errors.ChangedError, errors.CorruptError)
 
@@ -128,7 +129,8 @@ class _Location:
         breaker: Breaker of its requests.
         pool: Threads of its requests.
         rate: Measured rate.
-        reported: Kinds of faults that were logged.
+        differing: Keys of the objects whose copies differ.
+        missing: Keys of the objects that have no copy, up to a number.
     """
 
     number: int
@@ -137,7 +139,6 @@ class _Location:
     breaker: CircuitBreaker
     pool: DaemonThreadPool
     rate: RelativeRate = field(default_factory=RelativeRate)
-    reported: set[str] = field(default_factory=set[str])
     lock: threading.Lock = field(default_factory=threading.Lock)
     requests: int = 0
     served: int = 0
@@ -145,8 +146,8 @@ class _Location:
     failures: int = 0
     hedges: int = 0
     won_hedges: int = 0
-    differing: int = 0
-    missing: int = 0
+    differing: set[str] = field(default_factory=set[str])
+    missing: set[str] = field(default_factory=set[str])
     is_dropped: bool = False
 
     @property
@@ -169,7 +170,8 @@ class _Location:
         with self.lock:
             return LocationReport(
                 self.name, self.requests, self.served, self.received - self.served, self.failures,
-                self.hedges, self.won_hedges, self.differing, self.missing, self.is_dropped,
+                self.hedges, self.won_hedges, len(self.differing), len(self.missing),
+                self.is_dropped,
             )  # fmt: skip
 
 
@@ -338,6 +340,7 @@ class MirroredReader:
                 isinstance(error, errors.UnavailableError) for error in race.faults.values()
             )
             if not is_transient or self._clock() + pause >= deadline:
+                self._objects.forget(item)  # a later read tries again
                 raise self._make_error(race)
             time.sleep(pause)
 
@@ -676,14 +679,22 @@ class MirroredReader:
     ) -> None:
         """Read no more of the copy of an object, and say why."""
         is_missing = isinstance(error, errors.NotFoundError)
+        is_last = all(one.is_dropped for one in self._locations if one is not location)
         with location.lock:
             if location.number in state.faults:
                 return
             state.faults[location.number] = error
-            location.missing += is_missing
-            location.differing += not is_missing
-            is_first_missing = is_missing and location.missing == 1
-            drops = location.differing == self._policy.differing_objects and not is_missing
+            kind = location.missing if is_missing else location.differing
+            is_new = item.key not in kind
+            if is_new and len(kind) < _MAX_KEYS:
+                kind.add(item.key)
+            is_first_missing = is_missing and is_new and len(kind) == 1
+            drops = (
+                not is_missing
+                and not is_last
+                and not location.is_dropped
+                and len(kind) >= self._policy.differing_objects
+            )
             location.is_dropped |= drops
         if is_missing and location.served == 0:
             location.breaker.record_failure()  # the bucket may be missing
@@ -693,7 +704,7 @@ class MirroredReader:
         if drops:
             logger.warning(
                 "%s is not used any more: %d of its objects differ.",
-                location.name, location.differing,
+                location.name, len(location.differing),
             )  # fmt: skip
 
     def _make_error(self, race: _Race) -> errors.MillraceError:

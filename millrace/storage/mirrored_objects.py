@@ -115,3 +115,8 @@ class ObjectTable:
             else:
                 self._states.move_to_end(item)
             return state
+
+    def forget(self, item: MirroredObject) -> None:
+        """Forget the state of an object, so that its copies are tried and proven again."""
+        with self._lock:
+            self._states.pop(item, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import unquote, urlsplit
 
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
@@ -98,6 +98,13 @@ class StoreSpec(BaseModel):
         default=timedelta(minutes=2),
         description="Longest time that a request is retried before its error is raised.",
     )
+
+    def with_prefix(self, prefix: str) -> Self:
+        """Return the same store with its keys below a prefix."""
+        inner = prefix.strip("/")
+        if not inner:
+            return self
+        return self.model_copy(update={"url": f"{self.url.rstrip('/')}/{inner}"})
 
     def reveal_secrets(self) -> dict[str, Any]:
         """Return the spec as plain JSON values, secrets included, for the pipe to a process."""

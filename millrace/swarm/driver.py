@@ -4,6 +4,7 @@ The parts in `millrace.swarm.driving` own the state. This module connects them, 
 """
 
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 from millrace import errors
@@ -27,6 +28,7 @@ from millrace.swarm.driving.run_setup import (
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.event_checker import EventChecker
+from millrace.swarm.mirrors import find_mirrors
 from millrace.swarm.nodes import connect_agents
 from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
 from millrace.swarm.settings import PrewarmSettings
@@ -60,7 +62,8 @@ def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> 
     stores = {name: open_store(spec) for name, spec in settings.stores.items()}
     resolved = resolve_requests(settings, stores)
     known = find_known_digests(resolved)
-    return _PrewarmDriver(settings, resolved, known, progress, began).run()
+    mirrors = find_mirrors(settings.mirrors, stores, resolved, _URL_TTL)
+    return _PrewarmDriver(settings, resolved, known, mirrors, progress, began).run()
 
 
 class _PrewarmDriver:
@@ -69,6 +72,7 @@ class _PrewarmDriver:
         settings: PrewarmSettings,
         resolved: ResolvedCatalogue,
         known: KnownDigests,
+        mirrors: Mapping[int, list[str]],
         progress: Progress,
         began: float,
     ) -> None:
@@ -85,12 +89,14 @@ class _PrewarmDriver:
             self._state, catalogue, self._request_file, known=known.files
         )
         secrets = RunSecrets()
-        spec = make_run_spec(settings, catalogue, resolved.make_sources(_URL_TTL), secrets.key)
+        sources = resolved.make_sources(_URL_TTL)
+        spec = make_run_spec(settings, catalogue, sources, secrets.key, mirrors)
         encoded = encode_run_spec(spec)
         self._reader = DriverReader(
             catalogue,
             spec.sources,
             spec.ca,
+            mirrors=spec.mirrors,
             pieces=self._piece_checks,
             files=self._file_checks,
             on_fault=self._handle_fault,

@@ -56,7 +56,11 @@ class PieceFetcher:
         self._store_pool = ConnectionPool(_STALL_TIMEOUT, ca=spec.ca)
         self._peer_pool = ConnectionPool(_STALL_TIMEOUT)
         self._store = StoreReader(
-            spec.catalogue, spec.sources, self._store_pool, on_retry=self._report_retry
+            spec.catalogue,
+            spec.sources,
+            self._store_pool,
+            on_retry=self._report_retry,
+            mirrors=spec.mirrors,
         )
         self._peers = PeerReader(run, spec.key, peers, self._peer_pool)
         self._threads = [

@@ -8,7 +8,7 @@ neither the settings nor a client of a store.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue
@@ -28,6 +28,7 @@ class RunSpec:
         slots: Number of orders that a node carries out at once.
         ca: Certificate authorities of the stores, PEM; None for those of the system.
         unpacked: Limits of one archive: ``bytes`` and ``members``.
+        mirrors: Signed URLs of further copies with the same ETag, by the number of the file.
     """
 
     catalogue: Catalogue
@@ -37,6 +38,7 @@ class RunSpec:
     slots: int
     ca: str | None
     unpacked: dict[str, int]
+    mirrors: Mapping[int, list[str]] = field(default_factory=dict[int, list[str]])
 
     def encode(self) -> bytes:
         """Return the second line of the body."""
@@ -50,6 +52,7 @@ class RunSpec:
                 "slots": self.slots,
                 "ca": self.ca,
                 "unpacked": self.unpacked,
+                "mirrors": self.mirrors,
             }
         ).encode()
 
@@ -84,5 +87,6 @@ def decode_start_body(body: bytes) -> tuple[RunSpec, dict[str, Endpoint]]:
         slots=data["slots"],
         ca=data["ca"],
         unpacked=data["unpacked"],
+        mirrors={int(number): urls for number, urls in data["mirrors"].items()},
     )
     return decoded, {node: Endpoint(**fields) for node, fields in json.loads(agents).items()}

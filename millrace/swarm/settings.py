@@ -229,6 +229,11 @@ class PrewarmSettings(_Settings):
     stores: dict[str, StoreSpec] = Field(
         min_length=1, description="Stores by the names that requests use."
     )
+    mirrors: dict[str, list[StoreSpec]] = Field(
+        default_factory=dict[str, list[StoreSpec]],
+        description="Mirrors by the names of their stores. Nodes read an object also from mirrors "
+        "where it has the same ETag. The store itself must answer when the run starts.",
+    )
     root: Path | None = Field(
         default=None,
         description="Folder on every node of a Ray cluster. Nothing is written outside of it. "
@@ -270,6 +275,15 @@ class PrewarmSettings(_Settings):
     unpacked_members: int = Field(
         default=1_000_000, ge=1, description="Largest number of files in an archive."
     )
+
+    @model_validator(mode="after")
+    def _check_mirrors(self) -> "PrewarmSettings":
+        if unknown := self.mirrors.keys() - self.stores.keys():
+            raise ValueError(
+                f"mirrors of {min(unknown)!r} are named, which is none of the stores: "
+                f"{', '.join(sorted(self.stores))}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_root(self) -> "PrewarmSettings":

@@ -4,19 +4,21 @@ import http.client
 import os
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
 from millrace.digest import hash_blocks, make_local_etag
-from millrace.swarm.catalogue import Catalogue, Segment
+from millrace.swarm.catalogue import MIN_PIECE_SIZE, Catalogue, Segment
 from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 
 _CONCURRENCY = 16  # concurrent reads from the store for the small files of one piece
 _TRIES = 4
+_REST = 30.0  # seconds for which a server comes last after a failed read
 _PAUSE = 0.1  # longest pause before the second try, in seconds; it doubles with each try
 FINAL_STATUSES = {http.client.NOT_FOUND, http.client.GONE, http.client.PRECONDITION_FAILED}
 """Statuses with which a store refuses a changed object. A retry would get the same answer."""
@@ -42,6 +44,8 @@ class StoreReader:
         sources: Signed URL of each file, or its path in a folder.
         connections: Connections to the store.
         on_retry: Called with the reason of each failed read that is tried again.
+        mirrors: Signed URLs of further copies with the same ETag, by the number of the file. Reads
+            take turns. After a failed read, its server comes last for a while.
     """
 
     def __init__(
@@ -50,9 +54,12 @@ class StoreReader:
         sources: list[str],
         connections: ConnectionPool,
         on_retry: Callable[[str], None],
+        mirrors: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self._catalogue, self._sources = catalogue, sources
         self._connections, self._on_retry = connections, on_retry
+        self._mirrors = {number: tuple(urls) for number, urls in (mirrors or {}).items()}
+        self._resting_until: dict[Endpoint, float] = {}
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="small")
 
@@ -109,21 +116,55 @@ class StoreReader:
     def _read_segment(self, segment: Segment, into: memoryview) -> None:
         """Read a segment, with retries: else one of many segments would often fail the piece."""
         for failed in range(_TRIES):
+            source = self._choose_source(segment, failed)
             try:
-                self._read_once(segment, into)
+                self._read_once(source, segment, into)
             except FetchError as error:
                 last = failed == _TRIES - 1
-                if last or error.status in FINAL_STATUSES or self._closing.is_set():
+                is_final = error.status in FINAL_STATUSES
+                if segment.file in self._mirrors:
+                    is_final = self._note_failure(source, segment.file, is_final=is_final)
+                if last or is_final or self._closing.is_set():
+                    # A mirror that lacks an object does not mean that the object has changed.
+                    if source != self._sources[segment.file]:
+                        raise FetchError(str(error)) from error
                     raise
                 self._on_retry(str(error))
                 self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
             else:
                 return
 
-    def _read_once(self, segment: Segment, into: memoryview) -> None:
+    def _choose_source(self, segment: Segment, failed: int) -> str:
+        """Return the URL for a try to read a segment: in turns, and those that rest last."""
+        primary, mirrors = self._sources[segment.file], self._mirrors.get(segment.file)
+        if not mirrors:
+            return primary
+        urls = (primary, *mirrors)
+        first = segment.file + segment.start // MIN_PIECE_SIZE + failed
+        turns = [urls[(first + n) % len(urls)] for n in range(len(urls))]
+        now = time.monotonic()
+        return min(turns, key=lambda url: max(now, self._find_rest(url)))
+
+    def _find_rest(self, url: str) -> float:
+        return self._resting_until.get(Endpoint.parse_url(url)[0], 0.0)
+
+    def _note_failure(self, source: str, file: int, *, is_final: bool) -> bool:
+        """Let the server of a source rest, or forget the copy of a mirror that has changed.
+
+        Returns:
+            Whether the object itself has changed or is gone.
+        """
+        if not is_final:
+            self._resting_until[Endpoint.parse_url(source)[0]] = time.monotonic() + _REST
+            return False
+        if source == self._sources[file]:
+            return True
+        self._mirrors[file] = tuple(url for url in self._mirrors[file] if url != source)
+        return False
+
+    def _read_once(self, source: str, segment: Segment, into: memoryview) -> None:
         if not segment.size:
             return
-        source = self._sources[segment.file]
         try:
             if source.startswith("/"):
                 self._read_local(Path(source), segment, into)

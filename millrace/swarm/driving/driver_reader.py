@@ -5,7 +5,7 @@ disagree, and checks reports that no other node can confirm.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,6 +77,7 @@ class RetryingReader:
         sources: Signed URL of each file, or its path in a folder.
         ca: Certificate authorities to trust for TLS, PEM; None for those of the system.
         on_failure: Called with a piece and the error of a read that is tried again.
+        mirrors: Signed URLs of further copies, by the number of the file.
 
     Attributes:
         received: Bytes of all pieces that were read.
@@ -88,10 +89,13 @@ class RetryingReader:
         sources: list[str],
         ca: str | None,
         on_failure: Callable[[int, FetchError], None],
+        mirrors: Mapping[int, list[str]],
     ) -> None:
         self._on_failure = on_failure
         self._connections = ConnectionPool(_STALL_TIMEOUT, ca=ca)
-        self._reader = StoreReader(catalogue, sources, self._connections, lambda _: None)
+        self._reader = StoreReader(
+            catalogue, sources, self._connections, lambda _: None, mirrors=mirrors
+        )
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self.received = 0
@@ -136,6 +140,7 @@ class DriverReader:
         pieces: Owner of the requests for pieces.
         files: Owner of the requests for files.
         on_fault: Called with an unexpected error, which ends the run.
+        mirrors: Signed URLs of further copies, by the number of the file.
     """
 
     def __init__(
@@ -147,10 +152,11 @@ class DriverReader:
         pieces: PieceRequester,
         files: FileRequester,
         on_fault: Callable[[BaseException], None],
+        mirrors: Mapping[int, list[str]],
     ) -> None:
         self._catalogue = catalogue
         self._pieces, self._files, self._on_fault = pieces, files, on_fault
-        self._reader = RetryingReader(catalogue, sources, ca, pieces.handle_failure)
+        self._reader = RetryingReader(catalogue, sources, ca, pieces.handle_failure, mirrors)
         self._sizes = catalogue.list_piece_sizes()
         self._buffers = BufferPool(max(self._sizes, default=0))
         self._lock = threading.Lock()

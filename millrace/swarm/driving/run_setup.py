@@ -1,6 +1,7 @@
 """Name, key and specification of a new run, made from its settings."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace import errors
@@ -32,7 +33,9 @@ class RunSecrets:
 
 def read_authorities(settings: PrewarmSettings) -> str | None:
     """Return the certificate authorities of the stores, PEM; None if no store names any."""
-    files = [spec.ca_file for spec in settings.stores.values() if spec.ca_file]
+    mirrors = (spec for specs in settings.mirrors.values() for spec in specs)
+    specs = (*settings.stores.values(), *mirrors)
+    files = [spec.ca_file for spec in specs if spec.ca_file]
     return "\n".join(file.read_text() for file in files) or None
 
 
@@ -55,7 +58,11 @@ def encode_run_spec(spec: RunSpec) -> bytes:
 
 
 def make_run_spec(
-    settings: PrewarmSettings, catalogue: Catalogue, sources: list[str], key: bytes
+    settings: PrewarmSettings,
+    catalogue: Catalogue,
+    sources: list[str],
+    key: bytes,
+    mirrors: Mapping[int, list[str]] | None = None,
 ) -> RunSpec:
     """Return the specification of a run.
 
@@ -64,6 +71,7 @@ def make_run_spec(
         catalogue: Files of the run.
         sources: Signed URL, or path in a folder, of each file.
         key: Key of the run.
+        mirrors: Signed URLs of further copies, by the number of the file; None without any.
     """
     limits = settings.limits
     return RunSpec(
@@ -74,4 +82,5 @@ def make_run_spec(
         slots=limits.store_reads_per_node + limits.downloads_per_node + _FURTHER_SLOTS,
         ca=read_authorities(settings),
         unpacked={"bytes": settings.unpacked_bytes, "members": settings.unpacked_members},
+        mirrors=mirrors or {},
     )

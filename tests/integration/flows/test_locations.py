@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import shutil
 import types
 import typing
 from collections import Counter
@@ -26,8 +27,8 @@ from flows.release_machines import release_machines
 from flows.save_checkpoint import save_checkpoint
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
-from millrace.checkpoints import Saver, find_newest
-from millrace.errors import ConfigurationError
+from millrace.checkpoints import Saver, VerifyDepth, find_newest
+from millrace.errors import ConfigurationError, CorruptError
 from millrace.storage import Right, open_store
 from millrace.testing.process import REPOSITORY
 from tasks.locations import BucketLocation, make_store_spec, refuse_temporary
@@ -65,6 +66,34 @@ def test_a_name_is_a_blocks_name_wherever_a_dataset_goes(
     assert read_texts(Folder(folder)) == Counter(make_texts())
     assert list(elsewhere.iterdir()) == []
     assert list(verify_datasets(name) or ()) == ["words"]
+
+
+def test_the_mirrors_of_a_block_are_verified_too(
+    named: tuple[str, Path], elsewhere: Path, folder_source: dict[str, Any], tmp_path: Path
+) -> None:
+    name, folder = named
+    copy = tmp_path / "copy"
+    Bucket(role=BucketRole.DATASET, url=folder.as_uri(), mirrors=[copy.as_uri()]).save(
+        name, overwrite=True
+    )
+    shard_dataset("words", folder_source, name, SHARDING, HERE)  # pyright: ignore[reportArgumentType]
+    shutil.copytree(folder, copy)
+    found = verify_datasets(name, depth=VerifyDepth.DIGESTS)
+    assert found is not None
+    assert list(found) == ["words", f"words in {copy.as_uri()}"]
+    assert all(one.is_intact and one.shards > 1 for one in found.values())
+
+    lost = next(copy.rglob("*.tar"))
+    lost.unlink()
+    with pytest.raises(CorruptError, match=r"Missing or different .*: 1 object"):
+        verify_datasets(name)
+    manifest = copy / "words/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"quarantined":0', '"quarantined":1'))
+    with pytest.raises(CorruptError, match="2 objects"):
+        verify_datasets(name)
+    shutil.rmtree(copy)
+    with pytest.raises(CorruptError, match="1 object"):
+        verify_datasets(name)
 
 
 def test_a_checkpoint_goes_to_the_block_that_is_named(

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from blocks import BucketRole
-from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
+from blocks.environment import (
+    BUCKET_LIST_VARIABLE,
+    BucketSettings,
+    read_buckets,
+    read_dataset_specs,
+)
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 
@@ -103,6 +108,38 @@ def test_alone_the_bucket_list_begins_with_the_bucket_itself() -> None:
     second, first = dataset(json.dumps(entries), own=False)
     assert (first.name, first.bucket, first.mirrors) == ("dataset", "first", ("dataset-mirror-2",))
     assert (second.name, second.bucket) == ("dataset-mirror-2", "second")
+
+
+def test_the_bucket_itself_may_be_in_the_list_as_in_templar() -> None:
+    own = {"account_id": ACCOUNT, "name": "dataset-bucket", "credentials": {"read": PAIR}}
+    nothing = {"access_key_id": None, "secret_access_key": None}
+    other = {
+        "account_id": OTHER, "name": "one", "credentials": {"read": PAIR, "write": nothing},
+    }  # fmt: skip
+    url = f"r2://{ACCOUNT}/dataset-bucket"
+    given = {**variables(BucketRole.DATASET), "R2_DATASET_BUCKET_NAME": "dataset-bucket"}
+    entries = [own, other, url, own, other, "s3://x", "s3://x"]
+    given[BUCKET_LIST_VARIABLE] = json.dumps(entries)
+    mirror, bucket = read_buckets(given, [BucketRole.DATASET], RIGHTS)
+    assert bucket.mirrors == ("dataset-mirror-2", "s3://x")
+    assert (mirror.bucket, list(mirror.key_pairs)) == ("one", [Right.READ])
+
+
+def test_a_loader_gets_the_bucket_and_its_mirrors_without_a_server() -> None:
+    entries = [
+        {"account_id": ACCOUNT, "name": "first", "credentials": {"read": PAIR}},
+        {"account_id": OTHER, "name": "second", "credentials": {"read": PAIR}},
+        f"r2://{OTHER}/third",
+    ]
+    given = {BUCKET_LIST_VARIABLE: json.dumps(entries), "R2_ENDPOINT": "http://127.0.0.1:9"}
+    specs = read_dataset_specs(given, "data/shards/pages/train/")
+    assert [spec.url for spec in specs] == [
+        f"r2://{ACCOUNT}/first/data/shards/pages/train",
+        f"r2://{OTHER}/second/data/shards/pages/train",
+        f"r2://{OTHER}/third/data/shards/pages/train",
+    ]
+    assert {spec.endpoint for spec in specs} == {"http://127.0.0.1:9"}
+    assert all(spec.credentials for spec in specs)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ SPEC = RunSpec(
     slots=20,
     ca=None,
     unpacked={"bytes": 10, "members": 2},
+    mirrors={0: ["https://c/a?signature"]},
 )
 AGENTS = {"node-b": Endpoint("https", "10.0.0.2", 7000, "node-b", "f" * 64)}
 
@@ -25,9 +26,9 @@ def test_a_node_decodes_what_the_driver_has_encoded():
     assert decode_start_body(encode_start_body(AGENTS, SPEC.encode())) == (SPEC, AGENTS)
 
 
-def test_the_fields_of_the_body_are_those_of_version_four():
+def test_the_fields_of_the_body_are_those_of_version_five():
     agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()).split(b"\n"))
-    assert VERSION == 4
+    assert VERSION == 5
     assert agents == {
         "node-b": {
             "scheme": "https",
@@ -39,7 +40,7 @@ def test_the_fields_of_the_body_are_those_of_version_four():
     }
     row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", ""]
     assert spec == {
-        "version": 4,
+        "version": 5,
         "catalogue": {"piece_size": 1 << 20, "files": [row]},
         "sources": ["https://b/a?signature"],
         "key": b"key".hex(),
@@ -47,6 +48,7 @@ def test_the_fields_of_the_body_are_those_of_version_four():
         "slots": 20,
         "ca": None,
         "unpacked": {"bytes": 10, "members": 2},
+        "mirrors": {"0": ["https://c/a?signature"]},
     }
 
 
