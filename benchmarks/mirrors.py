@@ -40,7 +40,7 @@ def main() -> int:
     """Measure, print the table, and write the rows if asked."""
     asked = parse_options("mirrors", __doc__)
     results = Results("mirrors")
-    reads, repeats = (1000, 1) if asked.quick else (4000, 3)
+    reads, repeats = (1000, 1) if asked.quick else (2000, 3)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-bench-")))
         rigs = [stack.enter_context(Rig.start(folder / name)) for name in ("slow", "dead", "good")]

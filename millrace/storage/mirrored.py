@@ -39,7 +39,7 @@ from millrace.storage.mirrored_objects import (
     FetchedRange,
     MirroredObject,
     ObjectTable,
-    Sample,
+    SampledRange,
 )
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import head, read_range, stream
@@ -592,7 +592,7 @@ class MirroredReader:
         return data[race.start - first : race.end - first]
 
     def _compare_sample(
-        self, location: _Location, item: MirroredObject, sample: Sample, etag: str
+        self, location: _Location, item: MirroredObject, sample: SampledRange, etag: str
     ) -> None:
         """Compare a range of a copy with that of a proven one. One request."""
         self._budget.spend()

@@ -48,7 +48,7 @@ class FetchedRange(NamedTuple):
     is_proven: bool
 
 
-class Sample(NamedTuple):
+class SampledRange(NamedTuple):
     """A range of a proven copy, which other copies are compared with.
 
     Attributes:
@@ -79,7 +79,7 @@ class CopyStates:
         self.described: dict[int, str] = {}
         self.unequal: set[int] = set()
         self.faults: dict[int, errors.MillraceError] = {}
-        self.sample: Sample | None = None
+        self.sample: SampledRange | None = None
         self.lock = threading.Lock()
 
     def pin(self, location: int, etag: str) -> None:
@@ -89,7 +89,7 @@ class CopyStates:
     def keep_sample(self, start: int, data: bytes) -> None:
         """Keep the digest of a range of a proven copy, if there is none yet."""
         if self.sample is None and 0 < len(data) <= _MAX_SAMPLE:
-            self.sample = Sample(start, start + len(data), compute_digest(data))
+            self.sample = SampledRange(start, start + len(data), compute_digest(data))
 
 
 class ObjectTable:

@@ -9,6 +9,7 @@ import pytest
 from millrace import PipelineSettings, shard_dataset
 from millrace.datasets.loader import PageLoader
 from millrace.datasets.loader.templar import R2DatasetLoader
+from millrace.storage import list_objects, open_store, put, read
 from millrace.testing.rgw import RGW
 from tests.support.byte_pairs import encode_json, make_tokenizer
 from tests.support.guides import follow
@@ -32,7 +33,13 @@ def test_every_block_of_the_guide_to_loading(
     }
     tokenizer = tmp_path / "own-tokenizer.json"
     tokenizer.write_bytes(encode_json(make_tokenizer()))
-    values = {"s3://BUCKET": f"s3://{bucket}", '"tokenizer.json"': f'"{tokenizer}"'}
+    mirror = rgw.create_bucket(f"{bucket}-mirror")
+    values = {
+        "s3://BUCKET": f"s3://{bucket}",
+        "s3://MIRROR": f"s3://{mirror}",
+        "/var/cache/millrace": str(tmp_path / "cache"),
+        '"tokenizer.json"': f'"{tokenizer}"',
+    }
     folder = tmp_path / "loading"
     with follow("loading", folder, monkeypatch, values=values, environment=environment) as guide:
         for name, value in environment.items():
@@ -47,6 +54,9 @@ def test_every_block_of_the_guide_to_loading(
             }
         )
         shard_dataset(settings)
+        store, copy = open_store(f"s3://{bucket}"), open_store(f"s3://{mirror}")
+        for stat in list_objects(store):
+            put(copy, stat.key, read(store, stat.key))
         capsys.readouterr()
         names: dict[str, object] = {}
         guide.execute(names)
@@ -68,5 +78,16 @@ def test_every_block_of_the_guide_to_loading(
         assert set(lines) <= {f"({rows}, 128) torch.int64" for rows in range(1, 5)}
         guide.execute(names)
         assert set(capsys.readouterr().out.splitlines()) == {"(4, 128) int64"}
+        guide.execute(names)
+        *lines, first, second = capsys.readouterr().out.splitlines()
+        assert len(lines) == 6
+        assert f"s3://{bucket}/my-dataset/shards/pages/train" in first
+        assert f"s3://{mirror}/my-dataset/shards/pages/train" in second
+        guide.execute(names)
+        sizes = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+        assert sizes
+        assert sum(sizes) == sum(
+            file.stat().st_size for file in (tmp_path / "cache/files").iterdir()
+        )
     R2DatasetLoader.source = None
     R2DatasetLoader.close_all()

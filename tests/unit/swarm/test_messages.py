@@ -137,7 +137,7 @@ def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     body = make_body()
     monkeypatch.undo()
     with pytest.raises(
-        ProtocolVersionError, match=r"driver speaks version 5 .* and this Millrace version"
+        ProtocolVersionError, match=r"driver speaks version 6 .* and this Millrace version"
     ):
         decode_start_body(body)
 
