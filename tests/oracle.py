@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -188,6 +188,30 @@ def judge(
     if abs(share - val_share) > _SHARE_TOLERANCE * val_share:
         verdict.problems.append(f"{share:.3f} of the samples are in val, not {val_share}")
     return verdict
+
+
+def judge_epoch(
+    bucket: Bucket, dataset: str, received: Iterable[tuple[str, str]], split: str = "train"
+) -> Verdict:
+    """Judge the samples that a training loop received in one epoch.
+
+    The tar shards that the manifest names are read by webdataset.
+
+    Args:
+        bucket: Bucket of the dataset.
+        dataset: Name of the dataset.
+        received: Key and text of each sample that was received, by all ranks together.
+        split: Split of the samples.
+    """
+    manifest = _parse_record(bucket.read(f"{dataset}/manifest.json"))
+    stored = Counter[tuple[str, str]]()
+    for shard in manifest["shards"]:
+        if shard["format"] == "webdataset" and shard["split"] == split:
+            stream = io.BytesIO(bucket.read(shard["key"]))
+            members = tar_file_expander([{"url": shard["key"], "stream": stream}])
+            stored.update((one["__key__"], one["txt"].decode()) for one in group_by_keys(members))
+    found = Counter(received)
+    return Verdict(lost=(stored - found).total(), duplicated=(found - stored).total())
 
 
 def _iterate_row_tokens(name: str, body: bytes) -> Iterator[str]:

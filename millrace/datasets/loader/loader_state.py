@@ -39,6 +39,7 @@ class LoaderShare(BaseModel):
         workers: Number of worker processes of each rank.
         remainder: Rule for the end of the epoch.
         received: Number of samples that the process has received since the position.
+        is_ended: Whether the process has reached the end of the epoch.
         streams: Position of each stream of the process, if samples are transformed or packed.
     """
 
@@ -50,6 +51,7 @@ class LoaderShare(BaseModel):
     workers: int = Field(ge=1)
     remainder: Remainder
     received: int = Field(ge=0)
+    is_ended: bool
     streams: dict[int, Numbers] | None = None
 
     @property
@@ -177,19 +179,11 @@ def read_positions(state: LoaderState, lengths: Counts) -> list[StreamPosition]:
     return [StreamPosition(count, count) for count in counts.tolist()]
 
 
-def list_ends(
-    counts: Counts, lengths: Counts, dealt: Sequence[Sequence[Sequence[int]]], remainder: Remainder
-) -> Counts:
-    """Return the number of samples of each stream with which the epoch ends."""
-    ranks = [[stream for own in rank for stream in own] for rank in dealt]
-    return compute_ends(counts, lengths, ranks, remainder)
-
-
 def combine_states(states: Sequence[LoaderState], lengths: Counts) -> LoaderState:
     """Return the one state of the states of several processes.
 
-    Ranks take equally many samples, unless samples are transformed or packed. So without that, the
-    states of the workers of one rank are enough.
+    Ranks take equally many samples, unless the rule for the end of the epoch is ``keep``. So the
+    states of the workers of one rank are enough otherwise.
 
     Raises:
         ConfigurationError: The states do not belong together, or some are missing.
@@ -233,6 +227,8 @@ def _combine_positions(
                 if not 0 <= stream < len(positions):
                     raise ConfigurationError("The state of the loader has an unknown stream.")
                 positions[stream] = list(numbers)
+    if all(share.is_ended for share in known.values()):
+        return state.start_epoch(state.epoch + 1)
     return LoaderState.model_validate({**state.model_dump(), "positions": positions, "ahead": {}})
 
 
@@ -243,10 +239,11 @@ def _combine_counts(
     counts = read_counts(state, lengths)
     dealt = deal_streams(counts, world_size, workers)
     remainder = next(iter(known.values())).remainder
-    ends = list_ends(counts, lengths, dealt, remainder)
+    ends = compute_ends(counts, lengths, dealt, remainder)
     reached = counts.copy()
     for rank, own in enumerate(dealt):
-        like = rank if (rank, 0, world_size, workers) in known else some
+        is_known = remainder is Remainder.KEEP or (rank, 0, world_size, workers) in known
+        like = rank if is_known else some
         for worker, streams in enumerate(own):
             share = known.get((like, worker, world_size, workers))
             if share is None:

@@ -17,7 +17,6 @@ from millrace.datasets.loader.loader_state import (
     LoaderState,
     combine_states,
     find_states,
-    list_ends,
     read_counts,
     read_positions,
 )
@@ -33,6 +32,7 @@ from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.loader.stream_counts import (
     Remainder,
     advance_counts,
+    compute_ends,
     deal_streams,
     encode_counts,
 )
@@ -142,11 +142,17 @@ class ShardLoader:
                 f"The split {split!r} has {self._order.total} samples, fewer than the {world_size} "
                 "ranks. Use fewer ranks."
             )
+        if self._remainder is Remainder.PAD and self._order.total < self._streams:
+            raise errors.ConfigurationError(
+                f"The split {split!r} has {self._order.total} samples, fewer than the "
+                f"{self._streams} streams, and a stream without samples has none to repeat. Use "
+                "fewer streams, or another `remainder`."
+            )
 
     @property
     def epoch(self) -> int:
         """Number of the current epoch. After its end, that of the next one."""
-        return self._start.epoch
+        return self._start.epoch + self._is_ended
 
     @property
     def samples(self) -> int:
@@ -165,7 +171,7 @@ class ShardLoader:
         """
         self._check_process()
         if self._is_ended:
-            self._begin(self._start.start_epoch(self._start.epoch + 1))
+            self._begin(self._start.start_epoch(self.epoch))
         self._iteration += 1
         samples = self._iterate(self._iteration)
         return samples if self._batch_size is None else self._batch(samples, self._batch_size)
@@ -179,8 +185,8 @@ class ShardLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.
 
-        Ranks that have received equally many samples have equal states. With `transform` or `pack`,
-        the state of each rank is needed to resume with another number of ranks.
+        Ranks that have received equally many samples have equal states. Where `remainder` is
+        ``keep``, the states of all ranks are needed to resume with another number of ranks.
         """
         return self._make_state().model_dump(mode="json")
 
@@ -276,7 +282,7 @@ class ShardLoader:
         self._start = state.model_copy(update={"share": None})
         self._counts = counts
         self._dealt = deal_streams(counts, self._world_size, self._workers)
-        self._ends = list_ends(counts, lengths, self._dealt, self._remainder)
+        self._ends = compute_ends(counts, lengths, self._dealt, self._remainder)
         own = self._dealt[self._rank][self._worker]
         positions = read_positions(state, lengths)
         self._positions = {stream: positions[stream] for stream in own}
@@ -300,32 +306,37 @@ class ShardLoader:
 
     def _make_state(self) -> LoaderState:
         is_alone = self._world_size == self._workers == 1
-        if self._steps and is_alone:
+        is_share = not is_alone and (self._workers > 1 or self._remainder is Remainder.KEEP)
+        if self._is_ended and not is_share:
+            return self._start.start_epoch(self.epoch)
+        if is_alone and self._steps:
             numbers = [self._positions[one].list_numbers() for one in range(self._streams)]
             changed = {"positions": numbers, "position": 0, "ahead": {}}
             return LoaderState.model_validate({**self._start.model_dump(), **changed})
-        share = LoaderShare(
+        if is_alone:
+            reached = np.array([self._positions[one].row for one in range(self._streams)])
+            position, ahead = encode_counts(reached, self._order.lengths)
+            return self._start.model_copy(update={"position": position, "ahead": ahead})
+        state = self._start.model_copy(update={"share": self._make_share()})
+        return state if is_share else combine_states([state], self._order.lengths)
+
+    def _make_share(self) -> LoaderShare:
+        streams = None
+        if self._steps:
+            streams = {
+                stream: (one.outputs, one.row, one.part, one.token)
+                for stream, one in self._positions.items()
+            }
+        return LoaderShare(
             rank=self._rank,
             world_size=self._world_size,
             worker=self._worker,
             workers=self._workers,
             remainder=self._remainder,
             received=self._received,
-            streams={
-                stream: (one.outputs, one.row, one.part, one.token)
-                for stream, one in self._positions.items()
-            }
-            if self._steps
-            else None,
+            is_ended=self._is_ended,
+            streams=streams,
         )
-        state = self._start.model_copy(update={"share": share})
-        if self._steps or self._workers > 1:
-            return state
-        if is_alone:
-            reached = np.array([self._positions[one].row for one in range(self._streams)])
-            position, ahead = encode_counts(reached, self._order.lengths)
-            return state.model_copy(update={"share": None, "position": position, "ahead": ahead})
-        return combine_states([state], self._order.lengths)
 
     def _check_state(self, state: LoaderState) -> None:
         own = self._make_settings()
@@ -404,8 +415,6 @@ class ShardLoader:
                 self._received += 1
                 yield sample
             self._is_ended = True
-            if self._workers == 1:
-                self._begin(self._start.start_epoch(self._start.epoch + 1))
         finally:
             pool.shutdown()
             fetcher.close()

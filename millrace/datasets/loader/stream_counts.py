@@ -60,28 +60,35 @@ def advance_counts(counts: Counts, ends: Counts, number: int) -> Counts:
 
 
 def compute_ends(
-    counts: Counts, lengths: Counts, ranks: Sequence[Sequence[int]], remainder: Remainder
+    counts: Counts,
+    lengths: Counts,
+    dealt: Sequence[Sequence[Sequence[int]]],
+    remainder: Remainder,
 ) -> Counts:
     """Return the number of samples of each stream with which the epoch ends.
+
+    Workers with the same number end together on all ranks, so that all ranks have equally many
+    batches of the same sizes.
 
     Args:
         counts: Samples that were received of each stream before the streams were dealt.
         lengths: Samples of each stream.
-        ranks: Streams of each rank.
+        dealt: Streams of each worker of each rank.
         remainder: Rule for ranks that would have different numbers of samples. ``drop`` leaves out
             the last samples of the longer ranks. ``pad`` lets the shorter ranks have their last
             sample several times: the end is then beyond the length of a stream.
     """
     ends = lengths.copy()
-    rest = [int((lengths[own] - counts[own]).sum()) for own in map(list, ranks)]
     if remainder is Remainder.KEEP:
         return ends
-    for own, left in zip(map(list, ranks), rest, strict=True):
-        if remainder is Remainder.DROP:
-            ends[own] = advance_counts(counts[own], lengths[own], min(rest))
-        else:
-            last = max(own, key=lambda stream: (int(lengths[stream]), stream))
-            ends[last] += max(rest) - left
+    for workers in zip(*dealt, strict=True):
+        rest = [int((lengths[own] - counts[own]).sum()) for own in map(list, workers)]
+        for own, left in zip(map(list, workers), rest, strict=True):
+            if remainder is Remainder.DROP:
+                ends[own] = advance_counts(counts[own], lengths[own], min(rest))
+            elif left < max(rest):
+                last = max(own, key=lambda stream: (int(lengths[stream]), stream))
+                ends[last] += max(rest) - left
     return ends
 
 

@@ -63,18 +63,17 @@ class WindowQueue:
             self._pool.submit(self._run)
 
     def _run(self) -> None:
-        """Load one window. The next one is another call, so that the streams take turns."""
-        with self._lock:
-            window, future = self._waiting.popleft()
-        try:
-            future.set_result(self._load(window))
-        except BaseException as error:  # noqa: BLE001 - `take` raises it
-            future.set_exception(error)
-        with self._lock:
-            self._is_running = bool(self._waiting)
-            go_on = self._is_running
-        if go_on:
-            self._pool.submit(self._run)
+        """Load windows until none waits."""
+        while True:
+            with self._lock:
+                self._is_running = bool(self._waiting)
+                if not self._waiting:
+                    return
+                window, future = self._waiting.popleft()
+            try:
+                future.set_result(self._load(window))
+            except BaseException as error:  # noqa: BLE001 - `take` raises it
+                future.set_exception(error)
 
 
 class StreamWindows:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from millrace.datasets.loader.stream_counts import (
@@ -85,28 +85,47 @@ def test_streams_that_are_ahead_are_dealt_to_all_ranks() -> None:
 @given(
     state=partly_received(),
     world_size=st.integers(1, 4),
+    workers=st.integers(1, 3),
     remainder=st.sampled_from(Remainder),
 )
-def test_ranks_end_by_the_rule(
-    state: tuple[Counts, Counts], world_size: int, remainder: Remainder
+def test_workers_with_the_same_number_end_together_on_all_ranks(
+    state: tuple[Counts, Counts], world_size: int, workers: int, remainder: Remainder
 ) -> None:
     counts, lengths = state
-    ranks = [sorted(s for own in rank for s in own) for rank in deal_streams(counts, world_size)]
-    if not all(ranks):
-        return
-    ends = compute_ends(counts, lengths, ranks, remainder)
-    rest = [int((lengths - counts)[own].sum()) for own in ranks]
-    found = [int((ends - counts)[own].sum()) for own in ranks]
-    if remainder is Remainder.KEEP:
-        assert ends.tolist() == lengths.tolist()
-    elif remainder is Remainder.DROP:
-        assert found == [min(rest)] * world_size
-        for own in ranks:  # the last positions are left out
-            kept = list_positions(counts[own], ends[own])
-            assert kept == list_positions(counts[own], lengths[own])[: min(rest)]
-    else:
-        assert found == [max(rest)] * world_size
-        assert (ends >= lengths).all()
+    dealt = deal_streams(counts, world_size, workers)
+    assume(len(counts) % world_size == 0)
+    ends = compute_ends(counts, lengths, dealt, remainder)
+    for own in zip(*dealt, strict=True):
+        rest = [int((lengths - counts)[one].sum()) for one in own]
+        found = [int((ends - counts)[one].sum()) for one in own]
+        if remainder is Remainder.KEEP:
+            assert found == rest
+        elif remainder is Remainder.PAD:
+            assert found == [max(rest)] * world_size
+            assert (ends >= lengths).all()
+        else:
+            assert found == [min(rest)] * world_size
+            for one in own:  # the last positions are left out
+                kept = list_positions(counts[one], ends[one])
+                assert kept == list_positions(counts[one], lengths[one])[: min(rest)]
+
+
+@given(
+    total=st.integers(1, 200),
+    groups=st.integers(1, 6),
+    world_size=st.integers(1, 4),
+    workers=st.integers(1, 3),
+)
+def test_a_whole_epoch_leaves_out_fewer_samples_than_there_are_ranks(
+    total: int, groups: int, world_size: int, workers: int
+) -> None:
+    streams = groups * world_size
+    lengths = np.array([total // streams + (n < total % streams) for n in range(streams)])
+    none = np.zeros_like(lengths)
+    dealt = deal_streams(none, world_size, workers)
+    assert compute_ends(none, lengths, dealt, Remainder.DROP).sum() == total - total % world_size
+    padded = compute_ends(none, lengths, dealt, Remainder.PAD).sum()
+    assert padded == -(-total // world_size) * world_size
 
 
 @pytest.mark.parametrize(
