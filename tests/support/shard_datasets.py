@@ -1,6 +1,6 @@
 """Small complete datasets in a store, with a manifest and the digests of all blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from millrace.block_lists import join_shard_blocks
 from millrace.datasets.formats import Fields, open_format
@@ -41,7 +41,7 @@ def write_dataset(
     for number, samples in enumerate(shards):
         for one, encoder in encoders.items():
             for sample in samples:
-                encoder.prepare(_take_fields(sample, one))
+                encoder.prepare(sample)
                 encoder.append()
             body = bytes(encoder.close())
             shard = describe_shard(open_format(one), keys, body, len(samples), split, number)
@@ -66,12 +66,3 @@ def write_dataset(
         put(store, keys.block_digests, join_shard_blocks(manifest, committed))
     commit_once(store, keys.manifest, manifest)
     return manifest
-
-
-def _take_fields(sample: Sample, shard_format: str) -> Sample:
-    return sample
-
-
-def get_texts(samples: Sequence[Mapping[str, object]]) -> list[object]:
-    """Return the texts of loaded samples."""
-    return [sample["txt"] for sample in samples]

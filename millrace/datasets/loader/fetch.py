@@ -119,7 +119,7 @@ class ShardFetcher:
         shard = self._table.shards[number]
         if self._cache is not None:
             path = self._request_file(shard).result()
-            return _ShardFile(self._name(shard), path.open("rb", buffering=0).detach(), shard.size)
+            return _ShardFile(self._name(shard), os.open(path, os.O_RDONLY), shard.size)
         if blocks := self._read_blocks(shard):
             return _ShardParts(
                 self._name(shard),
@@ -174,7 +174,7 @@ class ShardFetcher:
 
     def _read(self, shard: ListedShard, start: int, end: int) -> tuple[memoryview, bytes]:
         """Return bytes of a shard, up to its end, and the digests of their blocks."""
-        body = memoryview(np.empty(min(end, shard.size) - start, np.uint8))
+        body = _allocate(min(end, shard.size) - start)
         try:
             found = read_and_hash(self._store, shard.key, [body], size=shard.size, start=start)
         except errors.NotFoundError as error:
@@ -209,13 +209,11 @@ class ShardFetcher:
         """Return the path of a shard in the cache, whose bytes were verified by this fetcher."""
         assert self._cache is not None
         path = self._cache / get_hex(shard.digest)
-        with suppress(FileNotFoundError):
-            if compute_file_digest(path) == shard.digest:
-                return path
-            path.unlink()
         part = self._cache / f".{path.name}-{secrets.token_hex(4)}"
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
+            if path.exists() and compute_file_digest(path) == shard.digest:
+                return path
             with part.open("wb", buffering=0) as file:
                 self._copy(shard, file.fileno())
             part.replace(path)
@@ -273,7 +271,7 @@ class _ShardParts:
 
     def read(self, start: int, end: int) -> memoryview:
         if start >= end:
-            return memoryview(b"")
+            return memoryview(bytearray())
         first, last = start // self._part_bytes, (end - 1) // self._part_bytes
         count = -(-self.size // self._part_bytes)
         for number in range(first, min(last + 1 + self._parts_ahead, count)):
@@ -285,7 +283,7 @@ class _ShardParts:
             return bodies[0][start - at : end - at]
         bodies[0] = bodies[0][start - at :]
         bodies[-1] = bodies[-1][: end - last * self._part_bytes]
-        joined = memoryview(np.empty(end - start, np.uint8))
+        joined = _allocate(end - start)
         at = 0
         for body in bodies:
             joined[at : at + len(body)] = body
@@ -294,7 +292,7 @@ class _ShardParts:
 
     def read_once(self, start: int, end: int) -> memoryview:
         if start >= end:
-            return memoryview(b"")
+            return memoryview(bytearray())
         first = start // BLOCK_SIZE
         fetched = self._pool.submit(self._fetch, first, -(-end // BLOCK_SIZE)).result()
         return fetched[start - first * BLOCK_SIZE : end - first * BLOCK_SIZE]
@@ -321,8 +319,7 @@ class _ShardFile:
         self._file = file
 
     def read(self, start: int, end: int) -> memoryview:
-        body = np.empty(max(0, end - start), np.uint8)
-        view = memoryview(body)
+        body = view = _allocate(max(0, end - start))
         while view:
             count = os.preadv(self._file, [view], start)
             if not count:
@@ -331,7 +328,7 @@ class _ShardFile:
                     "again, and let no other program write into the cache."
                 )
             view, start = view[count:], start + count
-        return memoryview(body)
+        return body
 
     read_once = read
 
@@ -343,3 +340,8 @@ class _ShardFile:
 
     def __del__(self) -> None:
         os.close(self._file)
+
+
+def _allocate(size: int) -> memoryview:
+    """Return memory that is not written first, unlike that of a `bytearray`."""
+    return np.empty(size, np.uint8).data

@@ -105,7 +105,7 @@ class LoaderState(BaseModel):
 
     def start_epoch(self, epoch: int) -> "LoaderState":
         """Return the state of the beginning of an epoch."""
-        none = {"position": 0, "ahead": {}, "positions": None, "share": None}
+        none: dict[str, Any] = {"position": 0, "ahead": {}, "positions": None, "share": None}
         return self.model_copy(update={**none, "epoch": epoch})
 
 

@@ -311,7 +311,7 @@ class ShardLoader:
             return self._start.start_epoch(self.epoch)
         if is_alone and self._steps:
             numbers = [self._positions[one].list_numbers() for one in range(self._streams)]
-            changed = {"positions": numbers, "position": 0, "ahead": {}}
+            changed: dict[str, Any] = {"positions": numbers, "position": 0, "ahead": {}}
             return LoaderState.model_validate({**self._start.model_dump(), **changed})
         if is_alone:
             reached = np.array([self._positions[one].row for one in range(self._streams)])
