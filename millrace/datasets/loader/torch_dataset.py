@@ -55,9 +55,8 @@ class TorchShards(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a worker process."""
-        values = dict(vars(self))
         self._is_elsewhere = True
-        return values
+        return {**vars(self), "_is_elsewhere": False}
 
     def _take_share(self) -> None:
         worker = get_worker_info()
