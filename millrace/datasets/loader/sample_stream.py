@@ -105,7 +105,7 @@ def iterate_transformed(
         yield output.sample
 
 
-class _Output(NamedTuple):
+class _RowOutput(NamedTuple):
     """One output of a row.
 
     Attributes:
@@ -125,14 +125,14 @@ class _Output(NamedTuple):
 
 def _transform_rows(
     rows: Iterator[LoadedSample], position: StreamPosition, transform: Transform | None
-) -> Iterator[_Output]:
+) -> Iterator[_RowOutput]:
     skipped = position.part
     for number, row in enumerate(rows, position.row):
         outputs = [row] if transform is None else _apply(transform, row)
         last = len(outputs) - 1
         for part in range(skipped, len(outputs)):
             after = (number, part + 1) if part < last else (number + 1, 0)
-            yield _Output(outputs[part], number, part, *after)
+            yield _RowOutput(outputs[part], number, part, *after)
         skipped = 0
 
 
@@ -150,10 +150,10 @@ def _apply(transform: Transform, row: LoadedSample) -> list[LoadedSample]:
 
 
 def _pack_outputs(
-    outputs: Iterator[_Output], position: StreamPosition, field: str, length: int
+    outputs: Iterator[_RowOutput], position: StreamPosition, field: str, length: int
 ) -> Iterator[LoadedSample]:
     """Yield sequences of equal length. Tokens at the end that make no sequence are left out."""
-    pieces: deque[tuple[_Output, npt.NDArray[Any]]] = deque()
+    pieces: deque[tuple[_RowOutput, npt.NDArray[Any]]] = deque()
     offset, available = position.token, -position.token
     for output in outputs:
         tokens = _get_tokens(output.sample, field)
@@ -173,7 +173,7 @@ def _pack_outputs(
 
 
 def _take_sequence(
-    pieces: deque[tuple[_Output, npt.NDArray[Any]]], offset: int, length: int
+    pieces: deque[tuple[_RowOutput, npt.NDArray[Any]]], offset: int, length: int
 ) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[np.int64]], int]:
     """Remove a sequence from the front of pieces.
 

@@ -12,10 +12,11 @@ from millrace.datasets.loader.templar import R2DatasetLoader
 from millrace.storage import list_objects, open_store, put, read
 from millrace.testing.rgw import RGW
 from tests.support.byte_pairs import encode_json, make_tokenizer
-from tests.support.guides import follow
+from tests.support.guides import Guide, follow
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_every_block_of_the_guide_to_loading(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -49,7 +50,7 @@ def test_every_block_of_the_guide_to_loading(
                 "source": {"url": tmp_path.as_uri(), "kind": "jsonl", "columns": {"txt": "text"}},
                 "store": {"url": f"s3://{bucket}"},
                 "dataset": "my-dataset",
-                "sharding": {"formats": ["pages"], "types": {"txt": "str"}},
+                "sharding": {"formats": ["pages", "webdataset"], "types": {"txt": "str"}},
                 "execution": {"workers": 1},
             }
         )
@@ -89,5 +90,23 @@ def test_every_block_of_the_guide_to_loading(
         assert sum(sizes) == sum(
             file.stat().st_size for file in (tmp_path / "cache/files").iterdir()
         )
+        follow_samples(guide, capsys)
     R2DatasetLoader.source = None
     R2DatasetLoader.close_all()
+
+
+def follow_samples(guide: Guide, capsys: pytest.CaptureFixture[str]) -> None:
+    """Follow the part of the guide about samples of shards."""
+    names: dict[str, object] = {}
+    guide.execute(names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(set(lines)) == 5
+    assert all(line.endswith(" characters") for line in lines)
+    assert cast("dict[str, int]", names["state"])["position"] == 5
+    guide.execute(names)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["rank 0 has 500 of 1500", "rank 1 has 500 of 1500", "1500 different samples"]
+    guide.execute(names)
+    assert capsys.readouterr().out == "750 odd rows\n"
+    guide.execute(names)
+    assert capsys.readouterr().out == "1500 samples\n"
