@@ -10,11 +10,11 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 import orjson
 
@@ -32,7 +32,7 @@ from millrace.datasets.progress_events import (
     ShardHalfEncoded,
     ShardUploaded,
 )
-from millrace.datasets.sources import BadRow, Row, Sample
+from millrace.datasets.sample import BadRow, Row, RowBatch
 from millrace.datasets.transforms import TransformedSource
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
@@ -48,10 +48,6 @@ from millrace.schemas.dataset import (
 from millrace.storage import Store, create, exists, list_objects, stream
 
 logger = logging.getLogger(__name__)
-
-_BATCH_ROWS = 256
-_BATCH_BYTES = 256 << 10  # bytes of the rows of a batch
-_LARGE_ROW = 64 << 10  # bytes of a row that is a batch of its own
 
 
 class _SupersededError(Exception):
@@ -128,80 +124,41 @@ def _add_rows(
 ) -> None:
     """Add the rows of a partition from a position on."""
     pending = uploader.begin_commit(position)
-    rows = iter(source.iterate_rows(uploader.partition.source_range, *position))
+    takes_batches = pending.shards.takes_batches and uploader.is_reproducible
+    iterate = source.iterate_batches if takes_batches else source.iterate_rows
+    rows = iterate(uploader.partition.source_range, *position)
     try:
-        if pending.shards.takes_batches and uploader.is_reproducible:
-            for batch in _batch_rows(rows):
-                pending = _add_batch(pending, batch, uploader)
-                del batch
-        else:
-            for row in rows:
+        for row in rows:
+            if isinstance(row, RowBatch):
+                pending = _add_batch(pending, row, uploader)
+            else:
                 pending = _add_row(pending, row, uploader)
-                del row  # a large row is not held while the next is read
+            del row  # a large row is not held while the next is read
     finally:
         if isinstance(rows, Generator):
             rows.close()  # ends downloads, also if an error holds this frame
     uploader.finish(pending)
 
 
-def _batch_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield the rows in batches. A bad row or a large one is a batch of its own.
-
-    The rows before an error are yielded before the error is raised.
-    """
-    batch: list[Row] = []
-    held = 0
-    try:
-        for row in rows:
-            if (
-                isinstance(row, BadRow)
-                or (size := sum(map(len, row.fields.values()))) >= _LARGE_ROW
-            ):
-                if batch:
-                    yield batch
-                batch, held = [], 0
-                alone: list[Row] = [row]
-                del row  # a large row is not held while the next is read
-                yield alone
-                del alone
-                continue
-            batch.append(row)
-            held += size
-            if len(batch) >= _BATCH_ROWS or held >= _BATCH_BYTES:
-                yield batch
-                batch, held = [], 0
-    except Exception:
-        if batch:
-            yield batch
-        raise
-    if batch:
-        yield batch
-
-
 def _add_batch(
-    pending: "_PendingCommit", batch: list[Row], uploader: "_ShardUploader"
+    pending: "_PendingCommit", batch: RowBatch, uploader: "_ShardUploader"
 ) -> "_PendingCommit":
-    """Add the rows of `_batch_rows`; return the pending commit for the next row.
+    """Add samples, and return the pending commit for the next row.
 
-    The commits are the same as those of `_add_row` for each row. Bad samples are rare, so the rows
-    of their batch are added one by one.
+    The commits are the same as those of `_add_row` for each sample. Bad samples are rare, so the
+    samples of their batch are added one by one.
     """
-    if len(batch) == 1:
-        return _add_row(pending, batch.pop(), uploader)
     layout = uploader.layout
-    samples = cast("list[Sample]", batch)  # a bad row is a batch of its own
-    while samples:
+    while batch:
         try:
-            added = pending.shards.add_batch(samples, layout.shard_bytes, layout.shard_samples)
+            added = pending.shards.add_batch(batch, layout.shard_bytes, layout.shard_samples)
         except BadSampleError:
-            for row in samples:
-                pending = _add_row(pending, row, uploader)
+            for sample in batch.iterate_samples():
+                pending = _add_row(pending, sample, uploader)
             return pending
         if added:
-            last = samples[added - 1]
-            position = last.next_cursor, last.next_skip
-            pending = _move_on(pending, position, uploader)
-            del samples[:added]
+            pending = _move_on(pending, batch.get_position(added - 1), uploader)
+            batch = batch.slice(added, len(batch))
         else:
             pending = uploader.upload(pending)
     return pending

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from millrace.datasets.sample import LargeFile, Sample
+from millrace.datasets.sample import LargeFile, RowBatch, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 
@@ -94,13 +94,10 @@ class ShardEncoder(Protocol):
 class BatchEncoder(ShardEncoder, Protocol):
     """Encoder that also takes many samples at once, at a fraction of the cost."""
 
-    def prepare_batch(self, samples: Sequence[Sample]) -> Sequence[int]:
+    def prepare_batch(self, batch: RowBatch) -> Sequence[int]:
         """Prepare samples, and return the size that the shard would have after each of them.
 
         The shard is not changed. A later call of this method or of `prepare` replaces the samples.
-
-        Args:
-            samples: The samples. None of them has a `LargeFile`.
 
         Raises:
             BadSampleError: The format cannot hold one of the samples. `prepare` finds which one.

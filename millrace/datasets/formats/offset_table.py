@@ -6,10 +6,9 @@ unsigned and little-endian, of 32 bits.
 """
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, compress, repeat
-from operator import add, itemgetter
+from itertools import compress
 from typing import cast
 
 import numpy as np
@@ -17,12 +16,13 @@ import numpy as np
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
 from millrace.datasets.formats.typed_fields import FieldData, FieldEncoder, encode_all
-from millrace.datasets.formats.values import encode_key
-from millrace.datasets.sample import LargeFile, Sample
+from millrace.datasets.formats.values import encode_key, encode_keys
+from millrace.datasets.sample import LargeFile, RowBatch, Sample
 from millrace.errors import ConfigurationError
 from millrace.memory import map_anonymous
 
 _MAX_SIZE = (1 << 32) - 1  # bytes of a shard, and the largest offset
+_MAX_JOINED = 512 << 10  # bytes that are joined, which is faster than a copy of each part
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,46 +125,35 @@ class OffsetTableEncoder:
         self._prepared = []
         self.samples += 1
 
-    def prepare_batch(self, samples: Sequence[Sample]) -> Sequence[int]:
+    def prepare_batch(self, batch: RowBatch) -> Sequence[int]:
         """Check and encode the fields of samples, and return the size of the shard after each.
 
         Only functions of C run for each sample, where the columns are bytes or texts of ASCII.
-
-        Args:
-            samples: The samples. None of them has a `LargeFile`.
 
         Raises:
             BadSampleError: A field of a sample is missing, unknown or not of its type.
         """
         self._batch, self._batch_ends = [], []
-        all_fields = cast("list[Mapping[str, bytes]]", [sample.fields for sample in samples])
-        if set(map(len, all_fields)) != {len(self._names)}:
+        if batch.columns.keys() != self._names:
             raise BadSampleError("the fields of a sample are not those of the dataset")
-        totals: Iterable[int] = repeat(self._sizes.size, len(samples))
-        sized: list[Iterable[int]] = []
         step = 1 + len(self._encoders)
-        batch: list[FieldData] = [b""] * (step * len(samples))
+        parts: list[FieldData] = [b""] * (step * len(batch))
+        totals = np.full(len(batch), self._sizes.size)
+        sized: list[list[int]] = []
         for number, (name, encode) in enumerate(self._encoders):
-            try:
-                values = (
-                    [sample.key.encode() for sample in samples]
-                    if name == KEY
-                    else [*map(itemgetter(name), all_fields)]
-                )
-            except (KeyError, UnicodeEncodeError) as error:
-                raise BadSampleError(f"a sample has no {name!r}: {error}") from error
-            parts = encode_all(encode, values)
-            batch[1 + number :: step] = parts
-            sizes = [*map(len, parts)]
-            totals = [*map(add, totals, sizes)]
+            values = encode_keys(batch.keys) if name == KEY else batch.columns[name]
+            encoded = encode_all(encode, values)
+            parts[1 + number :: step] = encoded
+            sizes = [*map(len, encoded)]
+            totals += sizes
             if self._has_size[number]:
                 sized.append(sizes)
         if sized:
-            batch[::step] = map(self._sizes.pack, *sized)
-        ends = [*accumulate(totals, initial=self._end)][1:]
-        self._batch, self._batch_ends = batch, ends
-        fronts = range(self._measure_front(self.samples + 1), 1 << 62, 4)
-        return [*map(add, ends, fronts)]
+            parts[::step] = map(self._sizes.pack, *sized)
+        ends = self._end + np.cumsum(totals)
+        self._batch, self._batch_ends = parts, ends.tolist()
+        front = self._measure_front(self.samples + 1)
+        return (ends + np.arange(front, front + 4 * len(batch), 4)).tolist()
 
     def append_batch(self, count: int) -> None:
         """Append the first samples of the prepared batch.
@@ -179,6 +168,8 @@ class OffsetTableEncoder:
         self._reserve(self.samples + count, ends[-1])
         self._buffer.seek(self._front + self._end)
         parts = cast("list[bytes]", self._batch[: count * (1 + len(self._encoders))])
+        if ends[-1] - self._end <= _MAX_JOINED:
+            parts = [b"".join(parts)]
         written = sum(map(self._buffer.write, parts))
         assert self._end + written == ends[-1], "the parts of a batch have other sizes"
         self._ends += ends

@@ -1,10 +1,9 @@
 """Shards of several formats that are encoded side by side."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from millrace.datasets.formats import BatchEncoder, FieldType, open_format
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import RowBatch, Sample
 from millrace.schemas.dataset import ShardLayout
 
 
@@ -55,11 +54,11 @@ class ShardSet:
         self.size = largest
         return True
 
-    def add_batch(self, samples: Sequence[Sample], limit: int, max_samples: int) -> int:
+    def add_batch(self, batch: RowBatch, limit: int, max_samples: int) -> int:
         """Append the first samples of several, as `add` would, until a shard is full.
 
         Args:
-            samples: The samples. None of them has a `LargeFile`.
+            batch: The samples.
             limit: Largest size of a shard. Empty shards take a first sample of any size.
             max_samples: Largest number of samples in a shard.
 
@@ -69,8 +68,9 @@ class ShardSet:
         Raises:
             BadSampleError: A format cannot hold one of the samples. No sample was added.
         """
-        samples = samples[: max_samples - self.samples]
-        sizes = [one.prepare_batch(samples) for one in self._batch_encoders]
+        if len(batch) > max_samples - self.samples:
+            batch = batch.slice(0, max_samples - self.samples)
+        sizes = [one.prepare_batch(batch) for one in self._batch_encoders]
         count = min(bisect_right(one, limit) for one in sizes)
         if not self.samples:
             count = max(1, count)

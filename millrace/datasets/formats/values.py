@@ -5,6 +5,7 @@ field, as in ``the field 'cls' is no integer of 64 bits``.
 """
 
 import re
+from collections.abc import Sequence
 
 from millrace.datasets.formats.base import BadSampleError, Fields
 from millrace.datasets.sample import Sample
@@ -37,6 +38,18 @@ def encode_key(sample: Sample) -> bytes:
         return sample.key.encode()
     except UnicodeEncodeError as error:
         raise BadSampleError(f"the key is no UTF-8 text: {error}") from error
+
+
+def encode_keys(keys: Sequence[str]) -> Sequence[bytes]:
+    """Return the keys of samples in UTF-8.
+
+    Raises:
+        BadSampleError: A key has characters that UTF-8 cannot hold.
+    """
+    try:
+        return [*map(str.encode, keys)]
+    except UnicodeEncodeError as error:
+        raise BadSampleError(f"a key is no UTF-8 text: {error}") from error
 
 
 def check_text(data: bytes) -> bytes:

@@ -3,62 +3,72 @@
 Text and bytes are written unchanged, and other values as JSON.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from itertools import pairwise
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace import errors
+from millrace.datasets.sample import BadRow, Row, RowBatch, Sample
 
 Array = Any  # `pa.Array` of any type; its stubs do not type the elements
 Values = list[Any]
 """Values of a column: bytes, None for null, or the reason (an exception) why one has no bytes."""
-
-
-Fields = dict[str, bytes]
+Columns = dict[str, Values]
+"""Values of each field, by the field's extension."""
 
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
-def encode_batch(
-    batch: pa.RecordBatch, columns: Mapping[str, str] | None
-) -> Sequence[Fields | str]:
-    """Return the fields of each row of a batch, or the reason why the row makes no sample.
+def make_rows(
+    batch: pa.RecordBatch,
+    columns: Mapping[str, str] | None,
+    *,
+    file_index: int,
+    first: int,
+    cursor: int,
+    where: str,
+) -> Iterator[RowBatch | Row]:
+    """Yield the rows of a batch: at once, or one by one if a row makes no sample.
 
     Args:
         batch: The rows.
         columns: Column of each field, by the field's extension. None writes each row whole, as
             ``json``.
+        file_index: Number of the file or the shard, for the keys of the samples.
+        first: Number of the first row in the file or the shard.
+        cursor: Cursor of the first row. That of each further row is larger by one.
+        where: Location of the file or the shard, for bad rows.
     """
     if columns is None:
-        values = {"json": _encode_rows(batch)}
+        values: Columns = {"json": _encode_rows(batch)}
     else:
         values = {
             extension: encode_column(follow_path(batch, column))
             for extension, column in columns.items()
         }
+    keys = [*map(f"{file_index:05d}-%010d".__mod__, range(first, first + batch.num_rows))]
+    next_cursors = range(cursor + 1, cursor + 1 + batch.num_rows)
     if all(set(map(type, one)) <= {bytes} for one in values.values()):
-        if len(values) == 1:
-            [(extension, column_values)] = values.items()
-            return [{extension: value} for value in column_values]
-        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-    return [_make_fields(values, index, columns) for index in range(batch.num_rows)]
-
-
-def is_whole(encoded: Sequence[Fields | str]) -> TypeGuard[Sequence[Fields]]:
-    """Decide whether every row of a batch makes a sample."""
-    return str not in map(type, encoded)
+        yield RowBatch(keys, values, next_cursors)
+        return
+    for index, (key, after) in enumerate(zip(keys, next_cursors, strict=True)):
+        fields = _make_fields(values, index, columns)
+        if isinstance(fields, str):
+            yield BadRow(f"{where}, row {first + index}", fields, b"", after)
+        else:
+            yield Sample(key, fields, after)
 
 
 def _make_fields(
-    values: Mapping[str, Values], index: int, columns: Mapping[str, str] | None
-) -> Fields | str:
+    values: Columns, index: int, columns: Mapping[str, str] | None
+) -> dict[str, bytes] | str:
     """Return the fields of one row, or the reason why the row makes no sample."""
-    fields: Fields = {}
+    fields: dict[str, bytes] = {}
     for extension, column_values in values.items():
         value = column_values[index]
         if isinstance(value, bytes):

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from millrace.datasets.sample import Row
+from millrace.datasets.sample import Row, RowBatch
 from millrace.schemas.dataset import Partition, SourceRange, SourceRecord
 
 
@@ -16,6 +16,19 @@ class Source(Protocol):
 
         No byte of a file before the cursor is read, except for the rest of what the file only
         gives as a whole. A list of files may be read again.
+
+        Raises:
+            ChangedError: A file has changed since the plan was made.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchSource(Source, Protocol):
+    """Source that also gives its samples in batches, at a fraction of the cost."""
+
+    def iterate_batches(self, source_range: SourceRange, cursor: int) -> Iterator[RowBatch | Row]:
+        """Yield the rows of `iterate_rows`, with consecutive small samples in batches.
 
         Raises:
             ChangedError: A file has changed since the plan was made.

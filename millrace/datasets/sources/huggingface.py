@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, Sample
-from millrace.datasets.sources.arrow_rows import check_columns, encode_batch, guess_types
+from millrace.datasets.sample import Row, RowBatch, iterate_rows
+from millrace.datasets.sources.arrow_rows import check_columns, guess_types, make_rows
 from millrace.datasets.sources.base import Division, PartitionedSource
 from millrace.datasets.sources.files import ExactPaths, list_files
 from millrace.datasets.sources.http_files import RetryClock
@@ -145,6 +145,10 @@ class HubDatasetSource:
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows of a range of shards, from a cursor on."""
+        return iterate_rows(self.iterate_batches(source_range, cursor))
+
+    def iterate_batches(self, source_range: SourceRange, cursor: int) -> Iterator[RowBatch | Row]:
+        """Yield the same rows in batches, where all of them make samples."""
         if not isinstance(source_range, HubShardRange):
             raise errors.ConfigurationError(
                 f"Datasets of the Hub are divided by shards, not {source_range.kind}."
@@ -158,13 +162,11 @@ class HubDatasetSource:
             where = f"{self._files.url}, split {dataset.split}, shard {number}"
             try:
                 for batch in dataset.iterate_batches(number, row, self._columns):
-                    for fields in encode_batch(batch, self._columns):
-                        row += 1
-                        after = source_range.make_cursor(shard, row)
-                        if isinstance(fields, str):
-                            yield BadRow(f"{where}, row {row - 1}", fields, b"", after)
-                        else:
-                            yield Sample(f"{number:05d}-{row - 1:010d}", fields, after)
+                    yield from make_rows(
+                        batch, self._columns, file_index=number,
+                        first=row, cursor=source_range.make_cursor(shard, row), where=where,
+                    )  # fmt: skip
+                    row += batch.num_rows
                     clock.restart()
             except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds
                 failure = translate_error(spec, where, f"read it after row {row}", error)

@@ -8,15 +8,23 @@ range, in which a run seeks to a seek point.
 import json
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, Sample
+from millrace.datasets.sample import (
+    LARGE_ROW,
+    BadRow,
+    Row,
+    RowBatch,
+    Sample,
+    iterate_rows,
+)
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.ranges import iterate_unreadable
-from millrace.datasets.sources.text_files import TextFiles, TextRange
+from millrace.datasets.sources.text_files import TextFiles, TextRange, strip_lines
 from millrace.schemas.dataset import FileRef, SourceRange
 from millrace.storage import Store
 
@@ -50,6 +58,10 @@ class JsonLinesSource:
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin within a range of a file's bytes, from a cursor on."""
+        return iterate_rows(self.iterate_batches(source_range, cursor))
+
+    def iterate_batches(self, source_range: SourceRange, cursor: int) -> Iterator[RowBatch | Row]:
+        """Yield the same rows in batches, where this is possible."""
         if not isinstance(source_range, TextRange):
             raise errors.ConfigurationError(
                 f"JSON lines are divided by bytes, not {source_range.kind}."
@@ -57,8 +69,39 @@ class JsonLinesSource:
         if source_range.reason:
             yield from iterate_unreadable(source_range, cursor)
             return
-        for _, offset, after, held in self._files.iterate_lines(source_range, cursor):
-            yield self._parse_row(source_range, offset, after, held)
+        for lines in self._files.iterate_batches(source_range, cursor):
+            columns = self._parse_lines(lines.data)
+            if columns:
+                key = f"{source_range.file_index:05d}-%013d"
+                keys = [*map(key.__mod__, lines.offsets)]
+                yield RowBatch(keys, columns, lines.next_cursors)
+                continue
+            for _, offset, after, held in strip_lines(lines):
+                yield self._parse_row(source_range, offset, after, held)
+
+    def _parse_lines(self, lines: list[bytes]) -> dict[str, list[bytes]]:
+        """Return the columns of small lines, or nothing if a line must be looked at by itself."""
+        if max(map(len, lines)) >= LARGE_ROW:
+            return {}
+        columns: dict[str, list[bytes]] = {}
+        try:
+            rows: list[dict[str, Any]] = [*map(orjson.loads, lines)]
+            if set(map(type, rows)) != {dict}:
+                return {}
+            for extension, column in self._columns:
+                values = [*map(itemgetter(column), rows)]
+                if set(map(type, values)) == {str}:
+                    columns[extension] = [*map(str.encode, values)]
+                else:
+                    columns[extension] = [
+                        _encode_value(value, line, column)
+                        for value, line in zip(values, lines, strict=True)
+                    ]
+        except (KeyError, TypeError, ValueError, RecursionError):
+            return {}
+        if not self._columns:
+            columns["json"] = [one.removesuffix(b"\n").removesuffix(b"\r") for one in lines]
+        return columns
 
     def _parse_row(
         self, source_range: TextRange, offset: int, after: int, held: list[bytes]
@@ -106,20 +149,16 @@ def _select_columns(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -
 def _make_fields(
     row: dict[str, Any], line: bytes, columns: tuple[tuple[str, str], ...]
 ) -> dict[str, bytes]:
-    fields: dict[str, bytes] = {}
-    for extension, column in columns:
-        value = row[column]
-        fields[extension] = (
-            value.encode() if type(value) is str else _encode_column(value, line, column)
-        )
-    return fields
+    return {extension: _encode_value(row[column], line, column) for extension, column in columns}
 
 
-def _encode_column(value: object, line: bytes, column: str) -> bytes:
-    """Return a column's value as JSON.
+def _encode_value(value: object, line: bytes, column: str) -> bytes:
+    """Return a text as it is, and another value as JSON.
 
     orjson reads an integer of more than 64 bits as a float. Then `json` parses the line again.
     """
+    if isinstance(value, str):
+        return value.encode()
     if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
         exact = json.loads(line)[column]
         return json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode()

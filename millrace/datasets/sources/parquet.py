@@ -13,12 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, Sample, make_samples
+from millrace.datasets.sample import Row, RowBatch, iterate_rows
 from millrace.datasets.sources.arrow_rows import (
     check_columns,
-    encode_batch,
     find_path,
-    is_whole,
+    make_rows,
 )
 from millrace.datasets.sources.files import SourceFiles, drop_etag
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
@@ -171,6 +170,10 @@ class ParquetSource:
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows of a range, from a row of the file on."""
+        return iterate_rows(self.iterate_batches(source_range, cursor))
+
+    def iterate_batches(self, source_range: SourceRange, cursor: int) -> Iterator[RowBatch | Row]:
+        """Yield the same rows in batches, where all of them make samples."""
         if not isinstance(source_range, RowRange):
             raise errors.ConfigurationError(
                 f"Parquet files are divided by rows, not {source_range.kind}."
@@ -184,30 +187,15 @@ class ParquetSource:
         position = max(cursor, source_range.start)
         try:
             for batch in self._iterate_batches(file, position, source_range.end):
-                yield from self._make_rows(batch, source_range, position)
+                yield from make_rows(
+                    batch, self._columns, file_index=source_range.file_index,
+                    first=position, cursor=position, where=file.path,
+                )  # fmt: skip
                 position += batch.num_rows
         except MemoryError:  # Arrow's is an `ArrowException`, too
             raise
         except (pa.ArrowException, OSError) as error:
             raise _make_damage_error(self._files, file, error) from error
-
-    def _make_rows(
-        self, batch: pa.RecordBatch, source_range: RowRange, first: int
-    ) -> Iterator[Row]:
-        """Yield the rows of a batch, whose first one has this number in the file."""
-        encoded = encode_batch(batch, self._columns)
-        numbers = range(first, first + len(encoded))
-        cursors = range(first + 1, first + 1 + len(encoded))
-        keys = map(f"{source_range.file_index:05d}-%010d".__mod__, numbers)
-        if is_whole(encoded):
-            yield from make_samples(keys, encoded, cursors)
-            return
-        for key, fields, cursor in zip(keys, encoded, cursors, strict=True):
-            if isinstance(fields, str):
-                where = f"{source_range.file.path}, row {cursor - 1}"
-                yield BadRow(where, fields, b"", cursor)
-            else:
-                yield Sample(key, fields, cursor)
 
     def _iterate_batches(self, file: FileRef, start: int, end: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows from `start` to `end` of a file in batches.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from millrace.datasets.sources.compressed import find_compression, iterate_compressed_pieces
 from millrace.datasets.sources.files import SourceFiles, drop_etag
-from millrace.datasets.sources.pieces import Line, Piece, split_lines
+from millrace.datasets.sources.pieces import Line, Lines, Piece, split_lines
 from millrace.datasets.sources.ranges import FileRange
 from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.keys.datasets import DatasetKeys
@@ -80,26 +80,27 @@ class TextFiles:
             elif before < len(piece.data):
                 yield Piece(wanted, piece.offset + before, piece.data[before:])
 
+    def iterate_batches(self, source_range: TextRange, cursor: int) -> Iterator[Lines]:
+        """Yield the lines that begin within a range, from a cursor on, with all their bytes."""
+        start, end = source_range.start_cursor, source_range.end_cursor
+        if cursor >= end:
+            return
+        pieces = self.iterate_pieces(source_range, cursor)
+        for lines in split_lines(pieces, source_range.file.path, end):
+            is_last = lines.reach(end)
+            lines.keep(start, end)
+            if lines.data:
+                yield lines
+            if is_last:
+                return
+
     def iterate_lines(self, source_range: TextRange, cursor: int) -> Iterator[Line]:
         """Yield the lines that begin within a range, from a cursor on.
 
         Empty lines, a byte order mark, and a carriage return before a newline are left out.
         """
-        start, end = source_range.start_cursor, source_range.end_cursor
-        if cursor >= end:
-            return
-        pieces = self.iterate_pieces(source_range, cursor)
-        for line in split_lines(pieces, source_range.file.path):
-            first, offset, after, held = line
-            if first >= end:
-                return
-            if first >= start:
-                if offset == 0 or held[0].endswith(b"\r"):
-                    held[0] = _strip_line(held[0], offset)
-                if held[0] and not held[0].isspace():
-                    yield line
-            if after >= end:
-                return
+        for lines in self.iterate_batches(source_range, cursor):
+            yield from strip_lines(lines)
 
     def _iterate_plain_pieces(
         self, source_range: ByteRange, position: int, block: int | None
@@ -110,6 +111,19 @@ class TextFiles:
             for data in self._files.iterate_blocks(file, start, stop, block=most):
                 yield Piece(position, position, data)
                 position += len(data)
+
+
+def strip_lines(lines: Lines) -> Iterator[Line]:
+    """Yield each line, and remove its bytes from the lines.
+
+    Empty lines, a byte order mark, and a carriage return before a newline are left out.
+    """
+    for line in lines.take():
+        _, offset, _, held = line
+        if offset == 0 or held[0].endswith(b"\r"):
+            held[0] = _strip_line(held[0], offset)
+        if held[0] and not held[0].isspace():
+            yield line
 
 
 def _strip_line(line: bytes, offset: int) -> bytes:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from millrace.datasets.sample import Row
-from millrace.datasets.sources.base import Source
+from millrace.datasets.sample import Row, RowBatch, batch_rows
+from millrace.datasets.sources.base import BatchSource, Source
 from millrace.datasets.transforms.base import (
     Packing,
     RowGroup,
@@ -69,6 +69,14 @@ class TransformedSource:
 
             return pack_groups(groups, self._chain.packing, skip)
         return _number_rows(groups, skip)
+
+    def iterate_batches(
+        self, source_range: SourceRange, cursor: int, skip: int = 0
+    ) -> Iterator[RowBatch | Row]:
+        """Yield the rows of `iterate_rows`, with consecutive small samples in batches."""
+        if isinstance(self._source, BatchSource) and not self._chain.transforms:
+            return self._source.iterate_batches(source_range, cursor)
+        return batch_rows(self.iterate_rows(source_range, cursor, skip))
 
 
 def _group_rows(rows: Iterator[Row], cursor: int) -> Iterator[RowGroup]:

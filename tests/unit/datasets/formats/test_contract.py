@@ -16,7 +16,7 @@ from millrace.datasets.formats.base import (
 from millrace.datasets.formats.litdata import LitDataFormat
 from millrace.datasets.formats.mds import MDSFormat
 from millrace.datasets.formats.parquet import PagesFormat, ParquetFormat
-from millrace.datasets.sample import LargeFile, Sample
+from millrace.datasets.sample import LargeFile, RowBatch, Sample, batch_rows
 from tests.support.formats import ALL_TYPES
 
 CAPACITY = 1 << 14
@@ -228,9 +228,11 @@ def test_a_batch_gives_the_bytes_of_single_samples(table_case: Case) -> None:
     for sample in samples:
         sizes.append(single.prepare(sample))
         single.append()
-    assert batched.prepare_batch(samples[:20]) == sizes[:20]
+    [batch] = batch_rows(iter(samples))
+    assert isinstance(batch, RowBatch)
+    assert batched.prepare_batch(batch.slice(0, 20)) == sizes[:20]
     batched.append_batch(7)
-    assert batched.prepare_batch(samples[7:]) == sizes[7:]
+    assert batched.prepare_batch(batch.slice(7, 60)) == sizes[7:]
     batched.append_batch(53)
     assert (batched.samples, batched.size) == (60, single.size)
     assert bytes(batched.close()) == bytes(single.close())
@@ -258,6 +260,8 @@ def test_a_batch_with_a_bad_sample_is_refused_and_changes_nothing(
     with pytest.raises(BadSampleError):
         encoder.prepare(bad)
     assert isinstance(encoder, BatchEncoder)
-    with pytest.raises(BadSampleError):
-        encoder.prepare_batch([good[0], bad, good[2]])
+    for batch in batch_rows(iter([bad, bad])):
+        assert isinstance(batch, RowBatch)
+        with pytest.raises(BadSampleError):
+            encoder.prepare_batch(batch)
     assert encode(encoder, good[1:]) == encode(table_case.open(), good)

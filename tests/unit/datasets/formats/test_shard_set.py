@@ -5,7 +5,7 @@ import random
 import pytest
 
 from millrace.datasets.formats.shard_set import ShardSet
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import RowBatch, Sample, batch_rows
 from millrace.schemas.dataset import ShardLayout
 
 
@@ -44,10 +44,14 @@ def fill_by_batches(
         shards.reset()
 
     while samples:
-        batch, samples = samples[: (size := rng.randrange(1, 60))], samples[size:]
+        [batch], samples = (
+            [*batch_rows(iter(samples[: (size := rng.randrange(1, 60))]))],
+            samples[size:],
+        )
+        assert isinstance(batch, RowBatch)
         while batch:
             added = shards.add_batch(batch, layout.shard_bytes, layout.shard_samples)
-            del batch[:added]
+            batch = batch.slice(added, len(batch))
             if not added or shards.samples >= layout.shard_samples:
                 close()
     close()

@@ -7,8 +7,9 @@ import orjson
 import pyarrow as pa
 import pytest
 
+from millrace.datasets.sample import BadRow, Sample
 from millrace.datasets.sources import arrow_rows
-from millrace.datasets.sources.arrow_rows import encode_batch, encode_column
+from millrace.datasets.sources.arrow_rows import encode_column, make_rows
 
 TEXTS = [pa.string(), pa.large_string(), pa.string_view()]
 BYTES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)]
@@ -57,8 +58,10 @@ def test_integers_are_those_of_json(kind, nulls):
 
 def test_only_the_rows_with_a_null_text_make_no_sample():
     batch = pa.record_batch({"text": ["a", None, "c"], "n": [1, None, 3]})
-    assert list(encode_batch(batch, {"txt": "text", "cls": "n"})) == [
-        {"txt": b"a", "cls": b"1"},
-        "the column 'text' is null",
-        {"txt": b"c", "cls": b"3"},
+    columns = {"txt": "text", "cls": "n"}
+    rows = make_rows(batch, columns, file_index=2, first=7, cursor=70, where="a.parquet")
+    assert list(rows) == [
+        Sample("00002-0000000007", {"txt": b"a", "cls": b"1"}, 71),
+        BadRow("a.parquet, row 8", "the column 'text' is null", b"", 72),
+        Sample("00002-0000000009", {"txt": b"c", "cls": b"3"}, 73),
     ]
