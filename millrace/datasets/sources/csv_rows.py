@@ -6,15 +6,21 @@ seeks to the row.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from itertools import islice
-
-import orjson
+from itertools import islice, pairwise
+from typing import NamedTuple, cast
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, Sample
+from millrace.datasets.sample import BATCH_BYTES, BadRow, Row, RowBatch, Sample, iterate_rows
+from millrace.datasets.sources.csv_values import (
+    BadValuesError,
+    RowParser,
+    compile_row,
+    decode_row,
+    split_row,
+)
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.pieces import MAX_ROW_BYTES, Line, Piece, check_row_size
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
@@ -26,10 +32,6 @@ _CONCURRENCY = 16  # concurrent reads of headers
 _HEADER_BYTES = 64 << 10  # bytes of a file that are read at a time for its header
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
 _BOM = b"\xef\xbb\xbf"
-
-
-class _BadRowError(Exception):
-    """A row that cannot be read."""
 
 
 class CsvSource:
@@ -74,6 +76,10 @@ class CsvSource:
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin within a range of a file's bytes, from a cursor on."""
+        return iterate_rows(self.iterate_batches(source_range, cursor))
+
+    def iterate_batches(self, source_range: SourceRange, cursor: int) -> Iterator[RowBatch | Row]:
+        """Yield the same rows, with those of a block in batches."""
         if not isinstance(source_range, TextRange):
             raise errors.ConfigurationError(
                 f"CSV files are divided by bytes, not {source_range.kind}."
@@ -85,18 +91,27 @@ class CsvSource:
         if cursor >= end:
             return
         names = self._read_header(source_range)
-        parser = _RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
+        parser = RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
         pieces = self._text.iterate_pieces(source_range, cursor, from_start=True)
-        rows = self._iterate_lines(pieces, source_range.file.path)
         is_header = self._header is None and cursor <= source_range.start
-        for first, offset, after, held in rows:
-            if first >= end:
+        for rows in _split_rows(pieces, source_range.file.path, parser.delimiter, parser):
+            if isinstance(rows, _ParsedRows):
+                first, after = (bisect_left(rows.cursors, one) for one in (start, end))
+                first, is_header = max(first, is_header), False
+                if first < after:
+                    batch = _make_batch(source_range, rows)
+                    yield batch.slice(first, after) if after - first < len(batch) else batch
+                if after < len(rows.cursors):
+                    return
+                continue
+            cursor, offset, next_cursor, held = rows
+            if cursor >= end:
                 return
             row = held.pop()
             if is_header:
                 is_header = not row
-            elif row and first >= start:
-                yield _make_row(source_range, parser, offset, after, row)
+            elif row and cursor >= start:
+                yield _make_row(source_range, parser, offset, next_cursor, row)
 
     def _read_header(self, source_range: TextRange) -> list[str]:
         """Return the names of a file's columns.
@@ -109,11 +124,12 @@ class CsvSource:
         if names is None:
             first: TextRange = source_range.model_copy(update={"start": 0})
             pieces = self._text.iterate_pieces(first, 0, block=_HEADER_BYTES)
-            lines = self._iterate_lines(pieces, path)
+            delimiter = self._find_delimiter(path)
+            lines = cast("Iterator[Line]", _split_rows(pieces, path, delimiter))
             row = next((row for *_, [row] in lines if row), b"")
             try:
-                names = _split_row(_decode(row), self._find_delimiter(path), 1 << 20)
-            except _BadRowError as error:
+                names = split_row(decode_row(row), delimiter, 1 << 20)
+            except BadValuesError as error:
                 raise errors.ConfigurationError(
                     f"{url}: its first row cannot be read ({error}). Correct the file, or leave it "
                     "out with `exclude`."
@@ -139,21 +155,46 @@ class CsvSource:
         name = path.lower().removesuffix(".gz").removesuffix(".zst")
         return "\t" if name.endswith((".tsv", ".tab")) else ","
 
-    def _iterate_lines(self, pieces: Iterator[Piece], path: str) -> Iterator[Line]:
-        """Yield the rows of a file, each as one line, without the end of the row."""
-        return _split_rows(pieces, path, self._find_delimiter(path).encode())
+
+class _ParsedRows(NamedTuple):
+    """Consecutive rows with their values.
+
+    Attributes:
+        cursors: Cursors of the first bytes of the rows.
+        offsets: Offsets of the first bytes of the rows.
+        next_cursors: Cursors after the rows.
+        columns: Values of each field.
+    """
+
+    cursors: list[int]
+    offsets: list[int]
+    next_cursors: list[int]
+    columns: dict[str, list[bytes]]
 
 
-def _split_rows(pieces: Iterator[Piece], path: str, delimiter: bytes) -> Iterator[Line]:
+def _split_rows(
+    pieces: Iterator[Piece], path: str, delimiter: str, parser: RowParser | None = None
+) -> Iterator[Line | _ParsedRows]:
     """Yield the rows of consecutive pieces, which begin with a row.
 
-    A row ends at a newline that is not within quotes, or at the end of the file.
+    A row ends at a newline that is not within quotes, or at the end of the file. The rows before an
+    error are yielded before the error is raised.
+
+    Args:
+        pieces: Pieces of the file.
+        path: Path of the file, for messages.
+        delimiter: Character between two values.
+        parser: Parser of rows without faults; None to yield each row as a line.
     """
-    unread = _UnreadBytes(path, _compile_row(delimiter))
-    for piece in pieces:
-        unread.append(piece)
-        if unread.size >= unread.wanted:
-            yield from unread.split()
+    unread = _UnreadBytes(path, compile_row(delimiter.encode()), parser)
+    try:
+        for piece in pieces:
+            unread.append(piece)
+            if unread.size >= unread.wanted:
+                yield from unread.split()
+    except Exception:
+        yield from unread.split()
+        raise
     yield from unread.split()
     if unread.size:
         yield unread.take_rest()
@@ -168,20 +209,26 @@ class _UnreadBytes:
             search, so that a large row is not searched again for each piece.
     """
 
-    def __init__(self, path: str, pattern: re.Pattern[bytes]) -> None:
-        self.size = self.wanted = 0
-        self._path, self._pattern = path, pattern
+    def __init__(self, path: str, pattern: re.Pattern[bytes], parser: RowParser | None) -> None:
+        self._least = BATCH_BYTES if parser else 0
+        self.size, self.wanted = 0, self._least
+        self._path, self._pattern, self._parser = path, pattern, parser
         self._parts: list[bytes] = []
-        self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of each piece
+        self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of pieces
 
     def append(self, piece: Piece) -> None:
         """Add the next piece of the file."""
-        self._places.append((self.size, piece.cursor, piece.offset))
+        index, cursor, offset = self._places[-1] if self._places else (0, -1, -1)
+        ahead = self.size - index
+        if (cursor + ahead, offset + ahead) != (piece.cursor, piece.offset):
+            self._places.append((self.size, piece.cursor, piece.offset))
         self._parts.append(piece.data)
         self.size += len(piece.data)
 
-    def split(self) -> Iterator[Line]:
+    def split(self) -> Iterator[Line | _ParsedRows]:
         """Yield the rows that are complete, and keep the bytes after them.
+
+        Rows without faults are yielded with their values, and others as lines.
 
         Raises:
             ConfigurationError: An unfinished row is longer than 256 MiB.
@@ -191,6 +238,12 @@ class _UnreadBytes:
         # Rows within one piece are the most. Their cursors differ by their distance in the piece.
         first, limit, cursor, offset = 0, -1, 0, 0
         while at < len(data):
+            if self._parser is not None and begin == at:  # not after a byte order mark
+                edges, columns = self._parser.parse_block(data, begin)
+                if columns:
+                    yield self._locate_rows(edges, columns)
+                    begin = at = edges[-1]
+                    continue
             end = data.find(b"\n", at)
             if 0 <= quote < at:
                 quote = data.find(b'"', at)
@@ -208,7 +261,7 @@ class _UnreadBytes:
                 yield self._make_line(begin, end, held)
             begin = at = end + 1
         self.size = len(data) - begin
-        self.wanted = min(2 * self.size, MAX_ROW_BYTES + 1)
+        self.wanted = max(self._least, min(2 * self.size, MAX_ROW_BYTES + 1))
         if self.size:
             last = max(n for n, (index, _, _) in enumerate(self._places) if index <= begin)
             self._places = [(i - begin, cursor, at) for i, cursor, at in self._places[last:]]
@@ -238,6 +291,20 @@ class _UnreadBytes:
         cursor, offset = self._find_place(begin)
         return cursor, offset, self._find_place(end)[0] + 1, held
 
+    def _locate_rows(self, edges: list[int], columns: dict[str, list[bytes]]) -> _ParsedRows:
+        """Return rows with their positions, by the indices of the rows and the one after them."""
+        cursors: list[int] = []
+        offsets: list[int] = []
+        next_cursors: list[int] = []
+        places = [*self._places, (self.size, 0, 0)]
+        for (index, cursor, offset), (limit, _, _) in pairwise(places):
+            begins = edges[bisect_left(edges, index) : bisect_left(edges, limit, hi=len(edges) - 1)]
+            cursors += map((cursor - index).__add__, begins)
+            offsets += map((offset - index).__add__, begins)
+            ends = edges[max(1, bisect_right(edges, index)) : bisect_right(edges, limit)]
+            next_cursors += map((cursor - index).__add__, ends)
+        return _ParsedRows(cursors, offsets, next_cursors, columns)
+
     def _find_piece(self, at: int) -> tuple[int, int, int, int]:
         """Return the first index of a byte's piece, the index after it, its cursor and offset."""
         number = max(n for n, (index, _, _) in enumerate(self._places) if index <= at)
@@ -254,86 +321,17 @@ class _UnreadBytes:
         return cursor + at - index, offset + at - index
 
 
-def _compile_row(delimiter: bytes) -> re.Pattern[bytes]:
-    """Return the pattern of a row with its newline. A quote is special where a value begins."""
-    mark = re.escape(delimiter)
-    quoted = rb'"[^"]*+(?:""[^"]*+)*+"'
-    value = rb'(?:(?!")|%s)' % quoted
-    plain = rb"[^\n%s]++" % mark if len(delimiter) == 1 else rb"(?:(?!%s)[^\n])++" % mark
-    return re.compile(rb"%s(?:%s|%s%s)*+\n" % (value, plain, mark, value))
-
-
-class _RowParser:
-    """Parser of the rows of one file.
-
-    Args:
-        names: Names of the columns.
-        delimiter: Character between two values.
-        columns: Column of each field, by the field's extension; None for whole rows.
-    """
-
-    def __init__(self, names: list[str], delimiter: str, columns: Mapping[str, str] | None) -> None:
-        self._names, self._delimiter = names, delimiter
-        self._indices = {e: names.index(column) for e, column in (columns or {}).items()}
-
-    def parse(self, row: bytes) -> dict[str, bytes]:
-        """Return the fields of a row's sample.
-
-        Raises:
-            _BadRowError: The row cannot be read, or has another number of values than columns.
-        """
-        names = self._names
-        values = _split_row(_decode(row), self._delimiter, len(names))
-        if len(values) != len(names):
-            more = "more values" if len(values) > len(names) else f"{len(values)} values"
-            raise _BadRowError(f"{more} for {len(names)} columns")
-        if not self._indices:
-            return {"json": orjson.dumps(dict(zip(names, values, strict=True)))}
-        return {extension: values[i].encode() for extension, i in self._indices.items()}
+def _make_batch(source_range: TextRange, rows: _ParsedRows) -> RowBatch:
+    key = f"{source_range.file_index:05d}-%013d"
+    return RowBatch([*map(key.__mod__, rows.offsets)], rows.columns, rows.next_cursors)
 
 
 def _make_row(
-    source_range: TextRange, parser: _RowParser, offset: int, after: int, row: bytes
+    source_range: TextRange, parser: RowParser, offset: int, after: int, row: bytes
 ) -> Row:
     try:
         fields = parser.parse(row)
-    except _BadRowError as error:
+    except BadValuesError as error:
         where = f"{source_range.file.path}, byte {offset}"
         return BadRow(where, str(error), row[:_SHOWN], after)
     return Sample(f"{source_range.file_index:05d}-{offset:013d}", fields, after)
-
-
-def _decode(row: bytes) -> str:
-    try:
-        return row.decode()
-    except UnicodeDecodeError:
-        raise _BadRowError("not UTF-8") from None
-
-
-def _split_row(row: str, delimiter: str, most: int) -> list[str]:
-    """Return the values of a row. At most one more than `most` are read.
-
-    Raises:
-        _BadRowError: A quote is at a wrong position.
-    """
-    if '"' not in row:
-        return row.split(delimiter, most)
-    value = _compile_value(delimiter)
-    values: list[str] = []
-    at = 0
-    while len(values) <= most:
-        found = value.match(row, at)
-        if found is None:
-            raise _BadRowError("a quote is not closed, or is followed by other characters")
-        quoted, plain, end = found.groups()
-        values.append(plain if quoted is None else quoted.replace('""', '"'))
-        if not end:
-            break
-        at = found.end()
-    return values
-
-
-@lru_cache(maxsize=16)
-def _compile_value(delimiter: str) -> re.Pattern[str]:
-    mark = re.escape(delimiter)
-    return re.compile(rf'(?:"([^"]*+(?:""[^"]*+)*+)"|((?:[^"{mark}][^{mark}]*+)?))({mark}|\Z)')

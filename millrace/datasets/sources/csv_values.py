@@ -1,0 +1,163 @@
+"""Parse the rows of CSV files (RFC 4180), one by one and in blocks."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, repeat
+
+import orjson
+
+from millrace.datasets.sample import BATCH_BYTES
+
+_MAX_COLUMNS = 100  # of rows that are parsed in blocks, since their pattern has all columns
+
+
+class BadValuesError(Exception):
+    """A row that cannot be read."""
+
+
+class RowParser:
+    """Parser of the rows of one file.
+
+    Args:
+        names: Names of the columns.
+        delimiter: Character between two values.
+        columns: Column of each field, by the field's extension; None for whole rows.
+
+    Attributes:
+        delimiter: Character between two values.
+    """
+
+    def __init__(self, names: list[str], delimiter: str, columns: Mapping[str, str] | None) -> None:
+        self.delimiter = delimiter
+        self._names = names
+        self._indices = {e: names.index(column) for e, column in (columns or {}).items()}
+        # Columns of which the values are taken; all for whole rows.
+        self._taken = sorted({*self._indices.values()} or range(len(names)))
+        is_simple = len(names) <= _MAX_COLUMNS and len(delimiter.encode()) == 1
+        self._table = _compile_table(len(names), self._taken, delimiter) if is_simple else None
+
+    def parse_block(self, data: bytes, begin: int) -> tuple[list[int], dict[str, list[bytes]]]:
+        """Parse the rows from an index on, up to about 256 KiB or a row with a fault.
+
+        Returns:
+            Indices of the rows and the one after them, and the values of each field. There are no
+            fields if `parse` must parse the first row, or find its fault.
+        """
+        if self._table is None:
+            return [], {}
+        block = data[begin : begin + BATCH_BYTES]
+        if not block.isascii():
+            try:
+                block.decode()
+            except UnicodeDecodeError as error:
+                block = block[: error.start]
+        found: list[tuple[bytes, ...]] = self._table.findall(block)
+        if found and not found[-1][0]:
+            found.pop()  # the rest of the block
+        if not found:
+            return [], {}
+        rows, *groups = zip(*found, strict=True)
+        edges = [*accumulate(map(len, rows), initial=begin)]
+        values: dict[int, list[bytes]] = {}
+        for number, index in enumerate(self._taken):
+            quoted, plain = groups[2 * number], groups[2 * number + 1]
+            if index == len(self._names) - 1 and b"\r" in block:
+                plain = [one.removesuffix(b"\r") for one in plain]
+            values[index] = _unquote(quoted, plain)
+        if self._indices:
+            return edges, {extension: values[i] for extension, i in self._indices.items()}
+        texts = zip(*([*map(bytes.decode, column)] for column in values.values()), strict=True)
+        return edges, {
+            "json": [orjson.dumps(dict(zip(self._names, row, strict=True))) for row in texts]
+        }
+
+    def parse(self, row: bytes) -> dict[str, bytes]:
+        """Return the fields of a row's sample.
+
+        Raises:
+            BadValuesError: The row cannot be read, or has another number of values than columns.
+        """
+        names = self._names
+        values = split_row(decode_row(row), self.delimiter, len(names))
+        if len(values) != len(names):
+            more = "more values" if len(values) > len(names) else f"{len(values)} values"
+            raise BadValuesError(f"{more} for {len(names)} columns")
+        if not self._indices:
+            return {"json": orjson.dumps(dict(zip(names, values, strict=True)))}
+        return {extension: values[i].encode() for extension, i in self._indices.items()}
+
+
+def _compile_table(columns: int, taken: Sequence[int], delimiter: str) -> re.Pattern[bytes]:
+    """Return the pattern of a row without faults, or else of the rest of the bytes.
+
+    Its groups are the row with its newline, and two for each of the taken columns: the value of one
+    with quotes, and the value of one without. They are empty for the rest of the bytes.
+    """
+    mark = re.escape(delimiter.encode())
+    values = [
+        rb'(?:"(%s[^"]*+(?:""[^"]*+)*+)"|(%s(?:[^"\n%s][^\n%s]*+)?+))'
+        % (*((b"",) * 2 if index in taken else (b"?:",) * 2), mark, mark)
+        for index in range(columns)
+    ]
+    not_empty = rb"(?!\r?\n)" if columns == 1 else b""
+    return re.compile(rb"(%s%s\r?\n)|[\s\S]++" % (not_empty, mark.join(values)))
+
+
+def _unquote(quoted: Sequence[bytes], plain: Sequence[bytes]) -> list[bytes]:
+    """Return the values of a column, of which one of the two is empty."""
+    if all(quoted):
+        return [*map(bytes.replace, quoted, repeat(b'""'), repeat(b'"'))]
+    if not any(quoted):
+        return [*plain]
+    return [q.replace(b'""', b'"') if q else p for q, p in zip(quoted, plain, strict=True)]
+
+
+def compile_row(delimiter: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of a row with its newline. A quote is special where a value begins."""
+    mark = re.escape(delimiter)
+    quoted = rb'"[^"]*+(?:""[^"]*+)*+"'
+    value = rb'(?:(?!")|%s)' % quoted
+    plain = rb"[^\n%s]++" % mark if len(delimiter) == 1 else rb"(?:(?!%s)[^\n])++" % mark
+    return re.compile(rb"%s(?:%s|%s%s)*+\n" % (value, plain, mark, value))
+
+
+def decode_row(row: bytes) -> str:
+    """Return a row as text.
+
+    Raises:
+        BadValuesError: The row is not UTF-8.
+    """
+    try:
+        return row.decode()
+    except UnicodeDecodeError:
+        raise BadValuesError("not UTF-8") from None
+
+
+def split_row(row: str, delimiter: str, most: int) -> list[str]:
+    """Return the values of a row. At most one more than `most` are read.
+
+    Raises:
+        BadValuesError: A quote is at a wrong position.
+    """
+    if '"' not in row:
+        return row.split(delimiter, most)
+    value = _compile_value(delimiter)
+    values: list[str] = []
+    at = 0
+    while len(values) <= most:
+        found = value.match(row, at)
+        if found is None:
+            raise BadValuesError("a quote is not closed, or is followed by other characters")
+        quoted, plain, end = found.groups()
+        values.append(plain if quoted is None else quoted.replace('""', '"'))
+        if not end:
+            break
+        at = found.end()
+    return values
+
+
+@lru_cache(maxsize=16)
+def _compile_value(delimiter: str) -> re.Pattern[str]:
+    mark = re.escape(delimiter)
+    return re.compile(rf'(?:"([^"]*+(?:""[^"]*+)*+)"|((?:[^"{mark}][^{mark}]*+)?))({mark}|\Z)')
