@@ -4,7 +4,7 @@ Run it with ``python -m benchmarks.resume [--quick] [--json FILE]``. One file of
 partition, so that a run continues with a seek in the file. SIGKILL ends a run and its worker after
 10, 50 and 90 % of the rows are committed. Then it is started again.
 
-- ``millrace``: the time until the event ``shard.half_encoded``, after which 4 MiB of new samples
+- ``millrace``: the time until the event ``shard.halfway``, after which 4 MiB of new samples
   are encoded.
 - ``re-read and skip``: the time until the first new row is encoded by a reader without a cursor,
   which reads all lines before that row again.
@@ -155,7 +155,7 @@ class Bench:
 
 def measure_first_sample(system: str, place: Place, rows: int) -> tuple[float, float]:
     """Return the seconds until the first new sample, from the start of the process and the call."""
-    wanted = {"millrace": "shard.half_encoded", "re-read and skip": "sample"}[system]
+    wanted = {"millrace": "shard.halfway", "re-read and skip": "sample"}[system]
     with Run(system, place, rows) as run:
         for event in run.read_events():
             if event["event"] == wanted:

@@ -125,7 +125,7 @@ class ShardHalfEncoded(PartitionEvent):
         samples: Number of samples so far.
     """
 
-    kind: ClassVar[str] = "shard.half_encoded"
+    kind: ClassVar[str] = "shard.halfway"
 
     number: int
     samples: int
@@ -313,7 +313,7 @@ class BlockDigestsUploaded(Event):
         key: Key of the digests.
     """
 
-    kind: ClassVar[str] = "block_digests.uploaded"
+    kind: ClassVar[str] = "blocks.uploaded"
 
     key: str
 

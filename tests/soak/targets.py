@@ -15,7 +15,7 @@ ANY, BETWEEN = "any event", "between"
 DRIVERS_FIRST = ("plan.committed",)
 PARTITIONS = (
     "partition.opened",
-    "shard.half_encoded",
+    "shard.halfway",
     "shard.encoded",
     "shard.uploaded",
     "shard.committed",
@@ -83,7 +83,7 @@ def make_target(generator: Random, boundary: str, victim: Victim) -> Target:
     match boundary:
         case "partition.opened":
             return Target(boundary, victim, generator.randint(1, 2))
-        case "shard.half_encoded" | "shard.encoded" | "shard.uploaded" | "shard.committed":
+        case "shard.halfway" | "shard.encoded" | "shard.uploaded" | "shard.committed":
             return Target(boundary, victim, generator.randint(1, 5))
         case _ if boundary == ANY:
             return Target(boundary, victim, generator.randint(1, 12))

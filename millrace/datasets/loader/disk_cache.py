@@ -120,7 +120,8 @@ class DiskCache:
     @property
     def held_bytes(self) -> int:
         """Bytes of all files, with those that are being fetched."""
-        return sum(_measure(entry.path) for entry in self._iterate_entries())
+        with self._hold_all():  # no room is made meanwhile
+            return sum(max(0, _measure(entry.path)) for entry in self._iterate_entries())
 
     def lend(self, digest: str, size: int, download: Download) -> LentFile | None:
         """Return a file, which is fetched if it is not there.
@@ -236,8 +237,9 @@ class DiskCache:
         """
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
+            fetched = self._measure_parts(part.name)  # first: a file that is done then counts twice
             entries = sorted(self._list_files(), key=lambda one: one.used_at)
-            held = sum(one.size for one in entries) + self._measure_parts(part.name)
+            held = sum(one.size for one in entries) + fetched
             while True:
                 if held + size <= self._max_bytes:
                     try:
@@ -291,7 +293,7 @@ class DiskCache:
             try:
                 lock = self._take_lock(entry.name, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                size += _measure(entry.path)
+                size += max(0, _measure(entry.path))
                 continue
             try:
                 Path(entry.path).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from millrace.keys.cleanup import make_cleaning_outcome_key, make_cleaning_plan_
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.datasets import DatasetKeys, ShardName, make_seek_point_key
 from millrace.keys.gradients import ChainKeys, GradientKeys
-from millrace.keys.leases import LeaseKeys, make_clock_probe_key
+from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_clock_probe_key
 from millrace.keys.members import make_member_lease
 from millrace.keys.probes import make_audit_probe_key, make_write_probe_key
 from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
@@ -185,6 +185,8 @@ def build_names():
         dataset.make_quarantine_key(name, DIGEST),
     )
     yield from (lease.make_term_key(1), lease.make_beat_key(1), lease.make_end_key(1))
+    yield LeaseKeys(dataset.dataset, f"{RUNS}/0123").make_term_key(1)
+    yield LeaseKeys(dataset.dataset, COLLECTOR).make_term_key(1)
     job = CheckpointKeys("jobs/one")
     yield from (
         job.make_part_key(1, DIGEST),
