@@ -18,6 +18,31 @@ from millrace.storage import Store, head, read, read_range
 _MAX_SIZE = 1 << 30  # bytes of the object that readers hold in memory: 32 TiB of shards
 
 
+class ShardBlockList:
+    """Joined digests of the blocks of shards, in the order in which the shards are added.
+
+    Attributes:
+        content: The digests; empty for more than 32 TiB of shards, since readers hold all in
+            memory.
+    """
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self._size = 0
+
+    def add(self, shard: CommittedShard) -> None:
+        """Add the digests of a shard.
+
+        Raises:
+            CorruptError: The digests of the blocks do not fit the shard.
+        """
+        self._size += BLOCK_DIGEST_SIZE * count_blocks(shard.size)
+        if self._size > _MAX_SIZE:
+            self.content = bytearray()
+        else:
+            self.content += shard.decode_blocks()
+
+
 def join_shard_blocks(manifest: Manifest, committed: Mapping[str, CommittedShard]) -> bytes:
     """Return the content of the object with the digests of all blocks, from the ledger.
 
@@ -26,14 +51,12 @@ def join_shard_blocks(manifest: Manifest, committed: Mapping[str, CommittedShard
         committed: Shards of the ledger, by their keys.
 
     Returns:
-        Joined digests; nothing for more than 32 TiB of shards, since readers hold all in memory.
+        Content of a `ShardBlockList`.
 
     Raises:
         CorruptError: The ledger lacks the commit of a shard, or has another shard in it.
     """
-    if _is_too_large(manifest):
-        return b""
-    lists: list[bytes] = []
+    blocks = ShardBlockList()
     for shard in manifest.shards:
         own = committed.get(shard.key)
         if own is None or (own.digest, own.size) != (shard.digest, shard.size):
@@ -41,8 +64,8 @@ def join_shard_blocks(manifest: Manifest, committed: Mapping[str, CommittedShard
                 f"The ledger has no commit of {shard.key} as the manifest names it, so the block "
                 "digests of the dataset cannot be made."
             )
-        lists.append(own.decode_blocks())
-    return b"".join(lists)
+        blocks.add(own)
+    return bytes(blocks.content)
 
 
 def read_shard_blocks(store: Store, manifest: Manifest) -> dict[str, bytes]:

@@ -5,12 +5,34 @@ The ledger is the list of all commits of shards. Sharding and cleanup both use t
 
 import contextlib
 from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
 
 from millrace import errors
 from millrace.keys.datasets import DatasetKeys
-from millrace.records import fetch, iterate_records, require_intact
-from millrace.schemas.dataset import DatasetPlan, Manifest, SampleList, ShardCommit
-from millrace.storage import Store
+from millrace.records import fetch, iterate_records, read_records, require_intact
+from millrace.schemas.dataset import (
+    DatasetPlan,
+    Manifest,
+    PartitionEnd,
+    SampleList,
+    ShardCommit,
+)
+from millrace.storage import Store, list_sorted_keys
+
+
+class PartitionLedger(NamedTuple):
+    """Records of one partition in the ledger.
+
+    Attributes:
+        partition: Name of the partition.
+        commits: Commits of the partition, in the order of their numbers.
+        end: End of the partition; None if the partition has not ended.
+    """
+
+    partition: str
+    commits: list[ShardCommit]
+    end: PartitionEnd | None
 
 
 def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Iterator[ShardCommit]:
@@ -24,6 +46,35 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
         store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
     )
     return require_intact(store.make_url(prefix), found)
+
+
+def iterate_partition_ledgers(store: Store, keys: DatasetKeys) -> Iterator[PartitionLedger]:
+    """Yield the records of each partition, in the order of the partitions' names.
+
+    One listing of the ledger. Only the records of one partition, and those that are read ahead, are
+    in memory.
+
+    Raises:
+        CorruptError: Records are damaged. Raised after all intact records were yielded.
+    """
+
+    def iterate_wanted() -> Iterator[tuple[None, str, type[ShardCommit | PartitionEnd]]]:
+        for key in list_sorted_keys(store, keys.commits):
+            if keys.parse_commit(key):
+                yield None, key, ShardCommit
+            elif keys.parse_end(key):
+                yield None, key, PartitionEnd
+
+    found = require_intact(store.make_url(keys.commits), read_records(store, iterate_wanted()))
+    for partition, records in groupby(found, key=lambda record: record.partition):
+        commits: list[ShardCommit] = []
+        end = None
+        for record in records:
+            if isinstance(record, PartitionEnd):
+                end = record
+            else:
+                commits.append(record)
+        yield PartitionLedger(partition, sorted(commits, key=lambda one: one.number), end)
 
 
 def find_referenced_keys(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> set[str]:

@@ -4,15 +4,24 @@
 stores have. The body has a nonce. After a lost answer, the nonce shows whose record is stored.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from millrace import errors
 from millrace.digest import DigestError, dump_canonical_json
@@ -28,7 +37,9 @@ _BYTES_PER_COLON = 20
 _BYTES_PER_COMMA = 12
 _MAX_DEPTH = 100  # of nested dicts and lists
 _MAX_ERRORS = 1000  # refused values among which a digest is looked for
-_BATCH_SIZE = 1000  # values of a dict
+_BATCH_SIZE = 1000  # values of a dict, and items of a record that are encoded at once
+_BATCH_BYTES = 256 << 10  # bytes of the items of a record that are decoded at once
+_NONCE = re.compile(rb'\{"kind":"[^"]*","nonce":"([0-9a-f]*)"')
 
 JsonInt = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """Integer that can be encoded again. In a record of others, a text may have more digits."""
@@ -99,6 +110,13 @@ def explain_excess(body: bytes, max_size: int) -> str:
     return ""
 
 
+PART_CONFIG = ConfigDict(extra="forbid")
+"""Configuration of the dataclasses within records, for parts of which a record has very many.
+
+A dataclass with slots takes an eighth of the memory of a `RecordPart`, and is parsed four times as
+fast."""
+
+
 class RecordPart(BaseModel):
     """Base of the models within records. Instances are frozen, and unknown fields are errors."""
 
@@ -114,14 +132,18 @@ class Record(RecordPart):
         record_version: Version of the format. Readers refuse other versions.
         record_bytes: Largest stored size that readers accept, in bytes. Readers and writers also
             refuse more small values than `explain_excess` allows for this size.
+        record_items: Name of the field with a tuple of very many objects; empty if there is none.
+            These are encoded and decoded in batches, since they take many times their bytes.
     """
 
     record_kind: ClassVar[str]
     record_version: ClassVar[int] = 1
     record_bytes: ClassVar[int] = 1 << 20
+    record_items: ClassVar[str] = ""
 
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +244,32 @@ def fetch(store: Store, key: str, kind: type[R]) -> R:
     return _read_record(store, key, kind)[0]
 
 
+def is_stored(store: Store, key: str, record: Record) -> bool:
+    """Decide whether the record under a key is equal to a given one.
+
+    The bytes are compared first, so that most records are not parsed.
+
+    Raises:
+        NotFoundError: There is no object under the key.
+        CorruptError: The object is not a record of this kind and version.
+    """
+    kind = type(record)
+    body = read(store, key, max_size=kind.record_bytes)
+    nonce = _NONCE.match(body)
+    if nonce and _has_bytes(body, _iterate_stored(record, nonce[1].decode())):
+        return True
+    return decode_record(store.make_url(key), kind, body)[0] == record
+
+
+def _has_bytes(body: bytes, chunks: Iterable[bytes]) -> bool:
+    position = 0
+    for chunk in chunks:
+        if not body.startswith(chunk, position):
+            return False
+        position += len(chunk)
+    return position == len(body)
+
+
 def _read_record(store: Store, key: str, kind: type[R]) -> tuple[R, str]:
     return decode_record(store.make_url(key), kind, read(store, key, max_size=kind.record_bytes))
 
@@ -244,29 +292,48 @@ def iterate_records(
         kind: Class of the records.
         wanted: Function that selects the listed objects to read.
     """
-    found = (stat for stat in list_objects(store, prefix) if wanted(stat))
+    found = ((stat, stat.key, kind) for stat in list_objects(store, prefix) if wanted(stat))
+    return read_records(store, found)
 
-    def read_pair(stat: Stat) -> list[tuple[Stat, R | errors.CorruptError]]:
+
+def read_records(
+    store: Store, wanted: Iterable[tuple[T, str, type[R]]]
+) -> Iterator[tuple[T, R | errors.CorruptError]]:
+    """Yield records that are read 32 at a time, in their order.
+
+    A damaged record yields an error with the key of the record. A missing record is skipped.
+
+    Args:
+        store: Store of the records.
+        wanted: Label, key and class of each record.
+
+    Yields:
+        Label of the record, and the record or its error.
+    """
+
+    def read_pair(one: tuple[T, str, type[R]]) -> list[tuple[T, R | errors.CorruptError]]:
+        label, key, kind = one
         try:
-            return [(stat, fetch(store, stat.key, kind))]
+            return [(label, fetch(store, key, kind))]
         except errors.CorruptError as error:
-            return [(stat, error.with_traceback(None))]  # the frames would hold the bytes
+            return [(label, error.with_traceback(None))]  # the frames would hold the bytes
         except errors.NotFoundError:
             return []
 
+    remaining = iter(wanted)
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="records") as pool:
-        while batch := list(islice(found, _CONCURRENCY * 8)):
+        while batch := list(islice(remaining, _CONCURRENCY * 8)):
             yield from chain.from_iterable(pool.map(read_pair, batch))
 
 
 def require_intact(
-    where: str, found: Iterable[tuple[Stat, R | errors.CorruptError]]
+    where: str, found: Iterable[tuple[object, R | errors.CorruptError]]
 ) -> Iterator[R]:
-    """Yield the intact records of `iterate_records`. Then raise if a record is damaged.
+    """Yield the intact records of `read_records`. Then raise if a record is damaged.
 
     Args:
         where: URL of the prefix.
-        found: Result of `iterate_records`.
+        found: Result of `read_records` or `iterate_records`.
 
     Raises:
         CorruptError: Records are damaged. The message has their number and the first three
@@ -289,14 +356,33 @@ def require_intact(
 
 def encode_record(record: Record, nonce: str) -> bytes:
     """Return the stored form of a record, which `decode_record` reads."""
-    return dump_canonical_json(
-        {
-            "kind": record.record_kind,
-            "version": record.record_version,
-            "nonce": nonce,
-            "record": record.model_dump(mode="json"),
-        }
-    )
+    return b"".join(_iterate_stored(record, nonce))
+
+
+def _iterate_stored(record: Record, nonce: str) -> Iterator[bytes]:
+    """Yield the stored form of a record: canonical JSON, whose keys are sorted."""
+    head = dump_canonical_json({"kind": record.record_kind, "nonce": nonce})
+    yield head[:-1] + b',"record":'
+    yield from iterate_canonical_json(record)
+    yield b',"version":%d}' % record.record_version
+
+
+def iterate_canonical_json(record: Record) -> Iterator[bytes]:
+    """Yield the canonical JSON of a record's fields, with 1,000 of its `record_items` at a time."""
+    name = record.record_items
+    if not name:
+        yield dump_canonical_json(record.model_dump(mode="json"))
+        return
+    others = record.model_dump(mode="json", exclude={name})
+    before = dump_canonical_json({key: value for key, value in others.items() if key < name})
+    after = dump_canonical_json({key: value for key, value in others.items() if key > name})
+    head, items = b'{"%b":[' % name.encode(), getattr(record, name)
+    yield (before[:-1] + b"," if before != b"{}" else b"{") + head[1:]
+    for start in range(0, len(items), _BATCH_SIZE):
+        part = record.model_copy(update={name: items[start : start + _BATCH_SIZE]})
+        body = dump_canonical_json(part.model_dump(mode="json", include={name}))
+        yield (b"," if start else b"") + body[len(head) : -len(b"]}")]
+    yield b"]" + (b"," + after[1:] if after != b"{}" else b"}")
 
 
 def _find_digest_error(error: Exception) -> str:
@@ -336,11 +422,14 @@ def _parse_record(where: str, kind: type[R], body: bytes) -> tuple[R, str] | err
     An error that was raised here would hold the parsed values, as long as the error is kept.
     """
     try:
-        envelope = orjson.loads(body)
+        items, rest = _parse_items(kind, body)
+        envelope = orjson.loads(rest)
         version, its_kind, nonce = envelope["version"], envelope["kind"], envelope["nonce"]
         if not (isinstance(version, int) and isinstance(its_kind, str) and isinstance(nonce, str)):
             raise TypeError("the envelope")  # noqa: TRY301 - answered as any other damage
         if version == kind.record_version and its_kind == kind.record_kind:
+            if items:
+                envelope["record"][kind.record_items][:0] = items
             return kind.model_validate(envelope["record"]), nonce
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         if reason := _find_digest_error(error):
@@ -359,3 +448,35 @@ def _parse_record(where: str, kind: type[R], body: bytes) -> tuple[R, str] | err
         f"{where} holds a {kind.record_kind} of version {str(version)[:20]}. This Millrace reads "
         f"version {kind.record_version}. Read it with the version that wrote it."
     )
+
+
+def _parse_items(kind: type[Record], body: bytes) -> tuple[list[Any], bytes]:
+    """Return most of the `record_items` of a stored record, and the record without these.
+
+    So there is only one batch of JSON objects at a time beside the items. The bytes are cut before
+    the first key of an item. An unescaped quote is in no JSON text, so there is no such key in a
+    text. If a cut is wrong, since an item has a list of such objects, a batch is not valid JSON.
+    Then nothing is cut, as if the record had few items.
+    """
+    if not kind.record_items or len(body) <= _BATCH_BYTES:
+        return [], body
+    marker = b'"%b":[' % kind.record_items.encode()
+    start = body.find(marker) + len(marker)
+    key_end = body.find(b'":', start)
+    if body.count(marker) != 1 or not body.startswith(b'{"', start) or key_end < 0:
+        return [], body
+    separator = b"}," + body[start : key_end + len(b'":')]
+    position, items = start, list[Any]()
+    try:
+        while (cut := body.find(separator, position + _BATCH_BYTES)) >= 0:
+            batch = orjson.loads(b"[" + body[position : cut + 1] + b"]")
+            items += _make_items_adapter(kind).validate_python(batch)
+            position = cut + len(b"},")
+    except (orjson.JSONDecodeError, ValidationError):
+        return [], body
+    return items, body[:start] + body[position:]
+
+
+@lru_cache
+def _make_items_adapter(kind: type[Record]) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("Any", kind.model_fields[kind.record_items].annotation))

@@ -1,12 +1,10 @@
 """Finalize a dataset: make the manifest from the ledger after all partitions have ended."""
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from dataclasses import dataclass, field
 
 from millrace import errors
-from millrace.block_lists import join_shard_blocks
-from millrace.dataset_ledger import iterate_commits
+from millrace.block_lists import ShardBlockList
+from millrace.dataset_ledger import iterate_commits, iterate_partition_ledgers
 from millrace.datasets.indexes import make_indexes
 from millrace.datasets.partition import check_contiguous
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
@@ -21,18 +19,15 @@ from millrace.datasets.repair import LostShard, remake_shards
 from millrace.datasets.sources import SourceFiles
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
-from millrace.records import commit_same, fetch
+from millrace.records import commit_same, fetch, is_stored
 from millrace.schemas.dataset import (
     DatasetPlan,
     Manifest,
     ManifestShard,
-    Partition,
     PartitionEnd,
     ShardCommit,
 )
 from millrace.storage import Store, list_objects, put
-
-_CONCURRENCY = 32  # concurrent reads of the ends of partitions
 
 
 def finalize_dataset(
@@ -50,6 +45,8 @@ def finalize_dataset(
     that were committed afterwards. So this function lists the shards once, and compares them with
     the ledger. It makes lost shards again.
 
+    The ledger is read partition by partition. Memory: about 1 KiB for each shard, with the plan.
+
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
@@ -64,18 +61,14 @@ def finalize_dataset(
         ConflictError: The ledger has gaps, or another manifest was committed.
         CorruptError: The digests of blocks in a commit do not fit the shard.
     """
-    entries = sorted(iterate_commits(store, keys), key=lambda e: (e.partition, e.number))
-    ends = _read_ends(store, keys, plan)
-    check_plan_digest([*entries, *ends], compute_plan_digest(plan))
-    _check_ledger(entries, ends)
-    limit.check(entries)
+    ledger = _read_ledger(store, keys, plan)
+    limit.check(good=sum(ledger.samples.values()), bad=ledger.quarantined)
     _check_still_pinned(store, keys, plan)
-    if lost := find_lost_shards(store, keys, entries):
+    if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
-    manifest = _make_manifest(keys, plan, entries)
+    manifest = ledger.make_manifest(keys, plan)
     progress(ManifestComputed(key=keys.manifest, shards=len(manifest.shards)))
-    committed = {shard.key: shard for entry in entries for shard in entry.shards}
-    put(store, keys.block_digests, join_shard_blocks(manifest, committed))
+    put(store, keys.block_digests, bytes(ledger.blocks.content))
     progress(BlockDigestsUploaded(key=keys.block_digests))
     for key, body in make_indexes(manifest).items():
         put(store, key, body)
@@ -92,35 +85,122 @@ def finalize_dataset(
     return manifest
 
 
-def find_lost_shards(
-    store: Store, keys: DatasetKeys, entries: Iterable[ShardCommit]
-) -> list[LostShard]:
-    """Return the committed shards that are missing or have another size. One listing."""
-    missing = {shard.key: (entry, shard) for entry in entries for shard in entry.shards}
-    damaged: list[LostShard] = []
-    for stat in list_objects(store, keys.shards):
-        entry, shard = missing.pop(stat.key, (None, None))
-        if entry and shard and stat.size != shard.size:
-            damaged.append(LostShard(entry, shard, f"has {stat.size} bytes, not {shard.size}"))
-    return [*damaged, *(LostShard(*one, "missing") for one in missing.values())]
+@dataclass(slots=True)
+class _LedgerTotals:
+    """Contents of the ledger that the manifest and the digests of all blocks are made of.
+
+    Attributes:
+        plan_digest: Digest of the plan.
+        samples: Number of samples by split.
+        shards: Shards of all formats, in the order of their commits.
+        blocks: Digests of the blocks of these shards.
+        size: Bytes of these shards.
+        quarantined: Number of quarantined rows.
+    """
+
+    plan_digest: str
+    samples: dict[str, int]
+    shards: list[ManifestShard] = field(default_factory=list[ManifestShard])
+    blocks: ShardBlockList = field(default_factory=ShardBlockList)
+    size: int = 0
+    quarantined: int = 0
+
+    def add(self, commits: list[ShardCommit], end: PartitionEnd, split: str) -> None:
+        """Add the commits of a partition.
+
+        Raises:
+            ConflictError: The partition has commits of another plan, or lacks commits.
+            CorruptError: The digests of blocks in a commit do not fit the shard.
+        """
+        check_plan_digest([*commits, end], self.plan_digest)
+        check_contiguous(commits, end.partition)
+        samples = sum(commit.samples for commit in commits)
+        if len(commits) != end.commits or samples != end.samples:
+            raise errors.ConflictError(
+                f"The ledger of {end.partition} has {len(commits)} commits, and its end record "
+                f"names {end.commits}: commits were deleted. Shard the source under another name."
+            )
+        for commit in commits:
+            for shard in commit.shards:
+                self.blocks.add(shard)
+                self.shards.append(
+                    ManifestShard(
+                        format=shard.format,
+                        key=shard.key,
+                        split=split,
+                        samples=commit.samples,
+                        size=shard.size,
+                        digest=shard.digest,
+                    )
+                )
+        self.samples[split] += samples
+        self.size += sum(commit.size for commit in commits)
+        self.quarantined += sum(commit.quarantined for commit in commits)
+
+    def make_manifest(self, keys: DatasetKeys, plan: DatasetPlan) -> Manifest:
+        """Return the manifest of the dataset."""
+        return Manifest(
+            dataset=keys.dataset,
+            plan_digest=self.plan_digest,
+            formats=plan.layout.formats,
+            fields=plan.layout.fields,
+            shards=tuple(self.shards),
+            samples=self.samples,
+            size=self.size,
+            quarantined=self.quarantined,
+        )
 
 
-def _read_ends(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> list[PartitionEnd]:
-    """Return the end of each partition of the plan.
+def _read_ledger(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> _LedgerTotals:
+    """Read the ledger, and check it against the plan.
 
     Raises:
         NotFoundError: A partition has no end.
+        ConflictError: The ledger has gaps, or commits of another plan.
+        CorruptError: Records are damaged.
     """
+    splits = {partition.name: partition.split for partition in plan.partitions}
+    totals = _LedgerTotals(compute_plan_digest(plan), dict.fromkeys(sorted({*splits.values()}), 0))
+    fault: errors.MillraceError | None = None
+    for ledger in iterate_partition_ledgers(store, keys):
+        split = splits.pop(ledger.partition, None)
+        try:
+            if split is None:
+                check_plan_digest(ledger.commits, totals.plan_digest)
+            else:
+                end = ledger.end or fetch(store, keys.make_end_key(ledger.partition), PartitionEnd)
+                totals.add(ledger.commits, end, split)
+        except (errors.ConflictError, errors.NotFoundError) as error:
+            fault = fault or error  # a damaged record leaves a gap, and is named instead
+    if fault:
+        raise fault
+    for name in splits:  # a partition without any record
+        fetch(store, keys.make_end_key(name), PartitionEnd)
+    return totals
 
-    def read_end(partition: Partition) -> PartitionEnd:
-        return fetch(store, keys.make_end_key(partition.name), PartitionEnd)
 
-    ends: list[PartitionEnd] = []
-    partitions = iter(plan.partitions)
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="ends") as pool:
-        while batch := list(islice(partitions, _CONCURRENCY * 8)):
-            ends += pool.map(read_end, batch)
-    return ends
+def _find_lost_shards(
+    store: Store, keys: DatasetKeys, shards: list[ManifestShard]
+) -> list[LostShard]:
+    """Return the committed shards that are missing or have another size.
+
+    One listing. If shards are lost, their commits are read again.
+    """
+    missing = {shard.key: shard.size for shard in shards}
+    reasons: dict[str, str] = {}
+    for stat in list_objects(store, keys.shards):
+        size = missing.pop(stat.key, stat.size)
+        if stat.size != size:
+            reasons[stat.key] = f"has {stat.size} bytes, not {size}"
+    reasons |= dict.fromkeys(missing, "missing")
+    if not reasons:
+        return []
+    return [
+        LostShard(entry, shard, reasons[shard.key])
+        for entry in iterate_commits(store, keys)
+        for shard in entry.shards
+        if shard.key in reasons
+    ]
 
 
 def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
@@ -131,52 +211,10 @@ def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> N
     finds the commits.
     """
     try:
-        pinned = fetch(store, keys.plan, DatasetPlan)
+        is_pinned = is_stored(store, keys.plan, plan)
     except errors.NotFoundError:
-        pinned = None
-    if pinned != plan:
+        is_pinned = False
+    if not is_pinned:
         raise errors.ConflictError(
             f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
         )
-
-
-def _check_ledger(entries: list[ShardCommit], ends: list[PartitionEnd]) -> None:
-    by_partition: dict[str, list[ShardCommit]] = {end.partition: [] for end in ends}
-    for entry in entries:
-        by_partition.setdefault(entry.partition, []).append(entry)
-    for end in ends:
-        own = by_partition[end.partition]
-        check_contiguous(own, end.partition)
-        if len(own) != end.commits or sum(entry.samples for entry in own) != end.samples:
-            raise errors.ConflictError(
-                f"The ledger of {end.partition} has {len(own)} commits, and its end record names "
-                f"{end.commits}: commits were deleted. Shard the source under another name."
-            )
-
-
-def _make_manifest(keys: DatasetKeys, plan: DatasetPlan, entries: list[ShardCommit]) -> Manifest:
-    splits = {partition.name: partition.split for partition in plan.partitions}
-    samples = dict.fromkeys(sorted(set(splits.values())), 0)
-    for entry in entries:
-        samples[splits[entry.partition]] += entry.samples
-    return Manifest(
-        dataset=keys.dataset,
-        plan_digest=compute_plan_digest(plan),
-        formats=plan.layout.formats,
-        fields=plan.layout.fields,
-        shards=tuple(
-            ManifestShard(
-                format=shard.format,
-                key=shard.key,
-                split=splits[entry.partition],
-                samples=entry.samples,
-                size=shard.size,
-                digest=shard.digest,
-            )
-            for entry in entries
-            for shard in entry.shards
-        ),
-        samples=samples,
-        size=sum(entry.size for entry in entries),
-        quarantined=sum(entry.quarantined for entry in entries),
-    )

@@ -1,6 +1,6 @@
 """Follow a dataset that other machines make, by its ledger in the store."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from millrace import errors
@@ -57,7 +57,7 @@ class LedgerFollower:
             return
         partitions = {one.name: one for one in self._plan.partitions}
         # All commits of an ended partition are listed after its end.
-        ends = self._read_new(PartitionEnd, self._keys.parse_end)
+        ends = list(self._read_new(PartitionEnd, self._keys.parse_end))
         commits = self._read_new(ShardCommit, self._keys.parse_commit)
         if is_new_plan:
             ended = len(ends) if is_first else 0
@@ -120,15 +120,13 @@ class LedgerFollower:
         )
         return True
 
-    def _read_new(self, kind: type[R], parse: Callable[[str], object]) -> list[R]:
-        """Return the intact records of a kind that no poll has read before."""
+    def _read_new(self, kind: type[R], parse: Callable[[str], object]) -> Iterator[R]:
+        """Yield the intact records of a kind that no poll has read before."""
 
         def is_new(stat: Stat) -> bool:
             return stat.key not in self._seen and parse(stat.key) is not None
 
-        found: list[R] = []
         for stat, record in iterate_records(self._store, self._keys.commits, kind, wanted=is_new):
             self._seen.add(stat.key)
             if not isinstance(record, errors.CorruptError):
-                found.append(record)
-        return found
+                yield record

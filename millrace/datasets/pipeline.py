@@ -39,11 +39,11 @@ from millrace.datasets.sources import (
     complete_spec,
 )
 from millrace.datasets.sources.mirrors import log_fault
-from millrace.datasets.worker import PartitionJob
+from millrace.datasets.worker import PartitionJob, PartitionJobs
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
-from millrace.schemas.dataset import DatasetPlan, Manifest, SourceRecord
+from millrace.schemas.dataset import DatasetPlan, Manifest, Partition, SourceRecord
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
 
 _DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
@@ -349,7 +349,7 @@ def _refuse_overlap(config: PipelineSettings, files: SourceFiles, target: Store)
 
 def _make_jobs(
     config: PipelineSettings, plan: DatasetPlan, files: SourceFiles, target: StoreSpec
-) -> list[PartitionJob]:
+) -> PartitionJobs:
     """Return the jobs of all partitions. The source is at the URL of this run's settings.
 
     The stores are complete except for the credentials of the environment: a worker on another
@@ -361,8 +361,9 @@ def _make_jobs(
         source_store, *mirrors = config.source.list_locations()
     else:
         source_store = complete_spec(config.source.store.model_copy(update={"url": files.url}))
-    return [
-        PartitionJob(
+
+    def make_job(partition: Partition) -> PartitionJob:
+        return PartitionJob(
             dataset=plan.dataset,
             plan_digest=digest,
             layout=plan.layout,
@@ -375,8 +376,8 @@ def _make_jobs(
             partition=partition,
             uploads=config.execution.uploads,
         )
-        for partition in plan.partitions
-    ]
+
+    return PartitionJobs(make_job, plan.partitions)
 
 
 class _CommitCounter:

@@ -207,7 +207,8 @@ def pin_plan(
     A different plan is replaced if there are no commits by that plan and no run uses it.
 
     Returns:
-        The committed plan, which all runs use.
+        The committed plan, which all runs use. It has the partitions of the given plan, which are
+        equal, so that only one copy of them stays in memory.
 
     Raises:
         ConflictError: The dataset was planned with other settings, and the message names the
@@ -230,7 +231,7 @@ def pin_plan(
             if not _try_remove_plan(store, keys, pinned, progress, difference):
                 raise
         else:
-            return pinned
+            return pinned.model_copy(update={"partitions": plan.partitions})
 
 
 def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 
 from millrace import errors
-from millrace.digest import compute_digest, dump_canonical_json
+from millrace.digest import compute_stream_digest
+from millrace.records import iterate_canonical_json
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 
 
 def compute_plan_digest(plan: DatasetPlan) -> str:
     """Return the digest of a plan. Each commit by the plan contains the digest."""
-    return compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
+    return compute_stream_digest(iterate_canonical_json(plan))[0]
 
 
 def check_plan_digest(records: Iterable[ShardCommit | PartitionEnd], plan_digest: str) -> None:

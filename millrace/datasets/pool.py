@@ -23,7 +23,7 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.ray_tasks import connect_pool
 from millrace.datasets.settings import ExecutionSettings
-from millrace.datasets.worker import PartitionJob, run_job
+from millrace.datasets.worker import PartitionJob, PartitionJobs, run_job
 from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
 from millrace.keys.datasets import DatasetKeys
@@ -38,7 +38,7 @@ from millrace.lease import (
     find_holder,
 )
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import PartitionEnd
+from millrace.schemas.dataset import Partition, PartitionEnd
 from millrace.storage import Store, exists, list_objects
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _MAX_DEATHS = 3  # workers that may die in one partition without a commit in bet
 def shard_all_partitions(
     store: Store,
     keys: DatasetKeys,
-    jobs: list[PartitionJob],
+    jobs: PartitionJobs,
     *,
     execution: ExecutionSettings,
     progress: Progress,
@@ -62,7 +62,7 @@ def shard_all_partitions(
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
-        jobs: One job for each partition.
+        jobs: Jobs of all partitions.
         execution: Number and place of the workers, and the time after which the lease of a dead
             holder ends.
         progress: Called in this thread; without workers, in one thread at a time.
@@ -145,41 +145,40 @@ class _PartitionLeases:
 class _PendingPartitions:
     """Partitions that no worker of this process has begun."""
 
-    def __init__(self, store: Store, keys: DatasetKeys, jobs: list[PartitionJob]) -> None:
+    def __init__(self, store: Store, keys: DatasetKeys, jobs: PartitionJobs) -> None:
         self._store, self._keys = store, keys
-        self._jobs = deque(jobs)
-        self._held_elsewhere: list[PartitionJob] = []
+        self._make_job = jobs.make
+        self._partitions = deque(jobs.partitions)
+        self._held_elsewhere: list[Partition] = []
         self.drop_ended()
 
     def __len__(self) -> int:
-        return len(self._jobs) + len(self._held_elsewhere)
+        return len(self._partitions) + len(self._held_elsewhere)
 
     def drop_ended(self) -> None:
         """Drop the partitions that have ended. Lists the whole ledger."""
         ended = {self._keys.parse_end(s.key) for s in list_objects(self._store, self._keys.commits)}
-        self._jobs = deque(job for job in self._jobs if job.partition.name not in ended)
+        self._partitions = deque(one for one in self._partitions if one.name not in ended)
 
     def requeue_held(self) -> None:
         """Drop the held partitions that have ended, and queue the others again."""
         held, self._held_elsewhere = self._held_elsewhere, []
-        for job in held:
-            if not exists(self._store, self._keys.make_end_key(job.partition.name)):
-                self._jobs.append(job)
+        for partition in held:
+            if not exists(self._store, self._keys.make_end_key(partition.name)):
+                self._partitions.append(partition)
 
-    def put_back(self, job: PartitionJob) -> None:
-        self._jobs.appendleft(job)
+    def put_back(self, partition: Partition) -> None:
+        self._partitions.appendleft(partition)
 
     def claim_next(self, leases: _PartitionLeases) -> tuple[PartitionJob, Lease] | None:
         """Claim the next free partition; return its job and lease, or None if there is none."""
-        while self._jobs:
-            job = self._jobs.popleft()
-            lease = leases.claim(job.partition.name)
+        while self._partitions:
+            partition = self._partitions.popleft()
+            lease = leases.claim(partition.name)
             if isinstance(lease, Lease):
-                return job, lease
-            logger.info(
-                "%s is held by %s until %s", job.partition.name, lease.holder.host, lease.until
-            )
-            self._held_elsewhere.append(job)
+                return self._make_job(partition), lease
+            logger.info("%s is held by %s until %s", partition.name, lease.holder.host, lease.until)
+            self._held_elsewhere.append(partition)
         return None
 
 
@@ -270,4 +269,4 @@ class _Driver:
                 + ("If memory was short, lower shard_bytes, uploads or workers. " * may_lack_memory)
                 + "Run it again: the run continues from the last commit."
             )
-        self._pending.put_back(job)
+        self._pending.put_back(job.partition)

@@ -13,7 +13,7 @@ from millrace.datasets.progress_events import ShardCommitted
 from millrace.datasets.settings import ExecutionSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import DatasetPlan, ShardCommit
+from millrace.schemas.dataset import DatasetPlan
 from millrace.storage import Store, list_objects, read_range
 
 _ALWAYS_ALLOWED = 10  # bad rows, so that one bad row of a small source does not stop a run
@@ -77,15 +77,17 @@ class QuarantineLimit:
 
         return forward_event
 
-    def check(self, entries: Iterable[ShardCommit]) -> None:
-        """Check the whole ledger, before the dataset is finalized.
+    def check(self, *, good: int, bad: int) -> None:
+        """Check the rows of the whole ledger, before the dataset is finalized.
+
+        Args:
+            good: Number of samples.
+            bad: Number of quarantined rows.
 
         Raises:
             QuarantineError: More rows were quarantined than allowed, or there are no samples.
         """
-        self._good_rows = self._bad_rows = 0
-        for entry in entries:
-            self._count_rows(entry.samples, entry.quarantined)
+        self._good_rows, self._bad_rows = good, bad
         if not self._good_rows and not self._settings.allow_empty:
             raise self._make_empty_error()
         if self._bad_rows > self._compute_limit(self._good_rows + self._bad_rows):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from millrace import errors
@@ -108,7 +108,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
             )
         entry, shard = committed[fault.key]
         named = manifest_shards[fault.key]
-        expected = shard.model_copy(update={"size": named.size, "digest": named.digest})
+        expected = replace(shard, size=named.size, digest=named.digest)
         lost.append(LostShard(entry, expected, fault.reason))
     remake_shards(store, plan, config.source.open_files(plan.source), lost, progress=progress)
     remade = [fault.key for fault in found.faults]

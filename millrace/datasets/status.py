@@ -113,30 +113,48 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
             damaged.append(str(end))
         else:
             ends.add(end.partition)
-    entries: dict[str, list[ShardCommit]] = {partition.name: [] for partition in plan.partitions}
+    counts = {partition.name: _PartitionCounts() for partition in plan.partitions}
+    url = plan.source.url
+    del plan  # of many partitions, the counts are enough
     for _, entry in iterate_records(
         store, keys.commits, ShardCommit, wanted=lambda s: keys.parse_commit(s.key) is not None
     ):
         if isinstance(entry, errors.CorruptError):
             damaged.append(str(entry))
-        elif entry.partition in entries:  # otherwise the plan of the commit was replaced
-            entries[entry.partition].append(entry)
+        elif entry.partition in counts:  # otherwise the plan of the commit was replaced
+            counts[entry.partition].add(entry)
     held: dict[str, HeldLease] = {}
-    if entries.keys() - ends:
+    if counts.keys() - ends:
         # One listing of all leases, since a listing for each open partition takes hours for many.
         held = Census(store, dataset, "", _read_clock(store, dataset)).find_holders()
     partitions = [
         _make_partition_status(
             name, own, ended=name in ends, held=None if name in ends else held.get(name)
         )
-        for name, own in entries.items()
+        for name, own in counts.items()
     ]
     is_complete = exists(store, keys.manifest)
-    return DatasetStatus(dataset, plan.source.url, is_complete, tuple(partitions), tuple(damaged))
+    return DatasetStatus(dataset, url, is_complete, tuple(partitions), tuple(damaged))
+
+
+@dataclass(slots=True)
+class _PartitionCounts:
+    """Sums of the commits of a partition."""
+
+    shards: int = 0
+    samples: int = 0
+    size: int = 0
+    quarantined: int = 0
+
+    def add(self, entry: ShardCommit) -> None:
+        self.shards += len(entry.shards)
+        self.samples += entry.samples
+        self.size += entry.size
+        self.quarantined += entry.quarantined
 
 
 def _make_partition_status(
-    name: str, own: list[ShardCommit], *, ended: bool, held: HeldLease | None
+    name: str, own: _PartitionCounts, *, ended: bool, held: HeldLease | None
 ) -> PartitionStatus:
     state = PartitionState.WAITING
     if ended:
@@ -146,10 +164,10 @@ def _make_partition_status(
     return PartitionStatus(
         name=name,
         state=state,
-        shards=sum(len(entry.shards) for entry in own),
-        samples=sum(entry.samples for entry in own),
-        size=sum(entry.size for entry in own),
-        quarantined=sum(entry.quarantined for entry in own),
+        shards=own.shards,
+        samples=own.samples,
+        size=own.size,
+        quarantined=own.quarantined,
         host=held.holder.host if held else "",
         until=held.until if held else None,
     )

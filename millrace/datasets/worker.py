@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import IO, Any
+from typing import IO, Any, overload
 
 import orjson
 from pydantic import BaseModel, ConfigDict
@@ -66,6 +67,31 @@ class PartitionJob(BaseModel):
         data["source_store"] = self.source_store.reveal_secrets()
         data["mirrors"] = [spec.reveal_secrets() for spec in self.mirrors]
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionJobs(Sequence[PartitionJob]):
+    """Jobs of the partitions of a plan. Each job is made when needed, since there may be very many.
+
+    Attributes:
+        make: Function that returns the job of a partition.
+        partitions: Partitions in the order of the plan.
+    """
+
+    make: Callable[[Partition], PartitionJob]
+    partitions: Sequence[Partition]
+
+    def __len__(self) -> int:
+        return len(self.partitions)
+
+    @overload
+    def __getitem__(self, index: int) -> PartitionJob: ...
+    @overload
+    def __getitem__(self, index: slice) -> "PartitionJobs": ...
+    def __getitem__(self, index: int | slice) -> "PartitionJob | PartitionJobs":
+        if isinstance(index, slice):
+            return PartitionJobs(self.make, self.partitions[index])
+        return self.make(self.partitions[index])
 
 
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:

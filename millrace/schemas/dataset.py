@@ -1,9 +1,11 @@
 """Records of a dataset: its plan, the ledger of its shards, its manifest."""
 
 import base64
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from millrace.digest import (
     BLOCK_DIGEST_SIZE,
@@ -16,7 +18,7 @@ from millrace.digest import (
 from millrace.errors import ConfigurationError, CorruptError
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
-from millrace.records import JsonObject, Record, RecordPart
+from millrace.records import PART_CONFIG, JsonObject, Record, RecordPart
 
 _MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 bytes each
 
@@ -36,7 +38,8 @@ ObjectKey = Annotated[str, AfterValidator(_check_key)]
 """A key in a record. Readers also use the key as a path."""
 
 
-class FileRef(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class FileRef:
     """One file of a source, as it was when the plan was made.
 
     Attributes:
@@ -51,28 +54,52 @@ class FileRef(RecordPart):
     etag: str
 
 
-class ByteRange(RecordPart):
-    """A source range of one file: the rows that begin within a range of bytes.
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class _FileBytes:
+    """A source range of one file that is divided by its bytes.
 
     Attributes:
         file: The file.
         file_index: Index of the file in the source's listing. The samples' keys contain it.
         start: Offset of the first byte.
         end: Offset after the last byte.
-        reason: Reason why the file cannot be read by its name; empty if the file can be read.
     """
 
-    kind: Literal["bytes"] = "bytes"
     file: FileRef
     file_index: int
     start: int
     end: int
-    reason: str = ""
 
     @property
     def size(self) -> int:
         """Bytes of the range."""
         return self.end - self.start
+
+    @staticmethod
+    def locate(cursor: int) -> int:
+        """Return the offset in the file at which a cursor is: the cursor itself."""
+        return cursor
+
+    def compute_fraction_before(self, cursor: int) -> float:
+        """Return the fraction of the range before a cursor, from 0 to 1."""
+        return min(1.0, max(0.0, (self.locate(cursor) - self.start) / self.size))
+
+    def divide(self, size: int) -> tuple[Self, Self]:
+        """Divide the range in two, the first of `size` bytes."""
+        middle = self.start + size
+        return replace(self, end=middle), replace(self, start=middle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class ByteRange(_FileBytes):
+    """A source range of one file: the rows that begin within a range of bytes.
+
+    Attributes:
+        reason: Reason why the file cannot be read by its name; empty if the file can be read.
+    """
+
+    kind: Literal["bytes"] = "bytes"
+    reason: str = ""
 
     @property
     def start_cursor(self) -> int:
@@ -84,15 +111,6 @@ class ByteRange(RecordPart):
         """Cursor after the last byte."""
         return self.end
 
-    def compute_fraction_before(self, cursor: int) -> float:
-        """Return the fraction of the range before a cursor, from 0 to 1."""
-        return min(1.0, max(0.0, (cursor - self.start) / self.size))
-
-    def divide(self, size: int) -> "tuple[ByteRange, ByteRange]":
-        """Divide the range in two, the first of `size` bytes."""
-        middle = self.start + size
-        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
-
 
 COMPRESSED_STEP = 16 << 10
 """Bytes of a compressed file after which its decompressed bytes are counted anew, in a cursor."""
@@ -100,7 +118,8 @@ _ROW_BITS = 40  # bits of a cursor that count the rows of a shard of the Hub
 _STEP_BITS = 32  # bits of a cursor that count the decompressed bytes of a step
 
 
-class CompressedRange(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class CompressedRange(_FileBytes):
     """A source range of one compressed file: the rows that begin within a range of its bytes.
 
     The file is read in steps of 16 KiB. A cursor is the number of a step, and a number of the bytes
@@ -108,25 +127,12 @@ class CompressedRange(RecordPart):
     a fraction, and rows have the same order as cursors.
 
     Attributes:
-        file: The compressed file.
-        file_index: Index of the file in the source's listing. The samples' keys contain it.
-        start: Offset of the first byte in the compressed file.
-        end: Offset after the last byte in the compressed file.
         seek_points: Prefix of the keys of the file's seek points.
     """
 
     kind: Literal["compressed"] = "compressed"
-    file: FileRef
-    file_index: int
-    start: int
-    end: int
     seek_points: ObjectKey
     reason: ClassVar[str] = ""  # a file whose name cannot be read is a `ByteRange`
-
-    @property
-    def size(self) -> int:
-        """Bytes of the range."""
-        return self.end - self.start
 
     @property
     def start_cursor(self) -> int:
@@ -158,17 +164,9 @@ class CompressedRange(RecordPart):
         """Return the decompressed bytes of the step of a cursor before its byte."""
         return cursor & (1 << _STEP_BITS) - 1
 
-    def compute_fraction_before(self, cursor: int) -> float:
-        """Return the fraction of the range before a cursor, from 0 to 1."""
-        return min(1.0, max(0.0, (self.locate(cursor) - self.start) / self.size))
 
-    def divide(self, size: int) -> "tuple[CompressedRange, CompressedRange]":
-        """Divide the range in two, the first of `size` bytes."""
-        middle = self.start + size
-        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
-
-
-class RowRange(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class RowRange:
     """A source range of one file that is divided by the numbers of its rows, such as parquet.
 
     Attributes:
@@ -199,46 +197,26 @@ class RowRange(RecordPart):
             return None, self
         middle = self.start + min(rows - 1, max(1, round(rows * size / self.size)))
         return (
-            self.model_copy(update={"end": middle, "size": size}),
-            self.model_copy(update={"start": middle, "size": self.size - size}),
+            replace(self, end=middle, size=size),
+            replace(self, start=middle, size=self.size - size),
         )
 
 
-class MemberRange(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class MemberRange(_FileBytes):
     """A source range of one tar file: the samples whose first members begin within its bytes.
 
     Attributes:
-        file: The tar file.
-        file_index: Index of the file in the source's listing.
-        start: Offset of the first byte.
-        end: Offset after the last byte.
         index: Key of the index of the file's members.
     """
 
     kind: Literal["members"] = "members"
-    file: FileRef
-    file_index: int
-    start: int
-    end: int
     index: ObjectKey
     reason: ClassVar[str] = ""  # a file whose name cannot be read is a `ByteRange`
 
-    @property
-    def size(self) -> int:
-        """Bytes of the range."""
-        return self.end - self.start
 
-    def compute_fraction_before(self, cursor: int) -> float:
-        """Return the fraction of the range before a cursor, from 0 to 1."""
-        return min(1.0, max(0.0, (cursor - self.start) / self.size))
-
-    def divide(self, size: int) -> "tuple[MemberRange, MemberRange]":
-        """Divide the range in two, the first of `size` bytes."""
-        middle = self.start + size
-        return self.model_copy(update={"end": middle}), self.model_copy(update={"start": middle})
-
-
-class HubShardRange(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class HubShardRange:
     """A source range of a dataset of the Hub: consecutive shards of its iterable dataset.
 
     A cursor is the number of a shard within the range, and the number of a row within that shard:
@@ -293,20 +271,18 @@ class HubShardRange(RecordPart):
         first_size = max(1, self.size * count // shards)
         first_rows = self.rows * count // shards
         return (
-            self.model_copy(
-                update={"end": self.start + count, "size": first_size, "rows": first_rows}
-            ),
-            self.model_copy(
-                update={
-                    "start": self.start + count,
-                    "size": max(1, self.size - first_size),
-                    "rows": self.rows - first_rows,
-                }
+            replace(self, end=self.start + count, size=first_size, rows=first_rows),
+            replace(
+                self,
+                start=self.start + count,
+                size=max(1, self.size - first_size),
+                rows=self.rows - first_rows,
             ),
         )
 
 
-class SampleList(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class SampleList:
     """A source range of many files: samples of one or more files, which a stored list names.
 
     Attributes:
@@ -387,7 +363,8 @@ class SeekPoint(Record):
         return compute_digest(dump_canonical_json(values))
 
 
-class Partition(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class Partition:
     """The unit of work of a sharding run. One worker at a time makes the partition's shards.
 
     Attributes:
@@ -463,6 +440,7 @@ class DatasetPlan(Record):
     record_kind: ClassVar[str] = "dataset-plan"
     record_version: ClassVar[int] = 3  # with formats
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
+    record_items: ClassVar[str] = "partitions"
     dataset: str
     source: SourceRecord
     layout: ShardLayout
@@ -473,7 +451,8 @@ class DatasetPlan(Record):
     partition_files: int | None = None
 
 
-class CommittedShard(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class CommittedShard:
     """A shard in the ledger.
 
     Attributes:
@@ -583,7 +562,8 @@ class PartitionEnd(Record):
     plan_digest: OwnDigest
 
 
-class ManifestShard(RecordPart):
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class ManifestShard:
     """A shard in the manifest, for readers of the dataset.
 
     Attributes:
@@ -620,6 +600,7 @@ class Manifest(Record):
     record_kind: ClassVar[str] = "dataset-manifest"
     record_version: ClassVar[int] = 3  # with formats
     record_bytes: ClassVar[int] = _MAX_INDEX_SIZE
+    record_items: ClassVar[str] = "shards"
     dataset: str
     plan_digest: OwnDigest
     formats: tuple[str, ...]

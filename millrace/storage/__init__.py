@@ -1,7 +1,7 @@
 """Read, write, list and delete objects at a URL, over obstore. Each verb is a function."""
 
 from millrace.storage.clients import make_boto3_client, open_filesystem
-from millrace.storage.list import list_fairly, list_folders, list_objects
+from millrace.storage.list import list_fairly, list_folders, list_objects, list_sorted_keys
 from millrace.storage.open import (
     Backend,
     Credentials,
@@ -81,6 +81,7 @@ __all__ = [
     "list_fairly",
     "list_folders",
     "list_objects",
+    "list_sorted_keys",
     "list_uploads",
     "list_versions",
     "make_boto3_client",

@@ -77,6 +77,18 @@ def list_objects(
         return
 
 
+def list_sorted_keys(store: Store, prefix: str) -> Iterator[str]:
+    """List the keys that start with a prefix, in their order.
+
+    The listing of a local folder has no order, so all of its keys are held in memory.
+
+    Raises:
+        DeniedError, UnavailableError: The listing failed, as in `list_objects`.
+    """
+    keys = (stat.key for stat in list_objects(store, prefix))
+    return iter(sorted(keys)) if store.location.backend is Backend.FILE else keys
+
+
 def list_fairly(
     store: Store, prefix: str, *, depth: int = 1, limit: int, within: str = ""
 ) -> Iterator[Stat]:

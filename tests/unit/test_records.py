@@ -1,17 +1,22 @@
 import importlib
+import json
 import pkgutil
 import re
 import secrets
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 import millrace
 from millrace import errors
-from millrace.digest import OwnDigest
+from millrace.digest import OwnDigest, dump_canonical_json
 from millrace.records import (
+    PART_CONFIG,
     JsonObject,
     Record,
     commit_once,
@@ -19,6 +24,7 @@ from millrace.records import (
     decode_record,
     encode_record,
     fetch,
+    is_stored,
     iterate_records,
     require_intact,
 )
@@ -42,6 +48,24 @@ class Bag(Record):
     record_kind = "bag"
 
     content: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
+class Item:
+    name: str
+    size: int = 0
+    inside: tuple["Item", ...] = ()
+
+
+class ItemList(Record):
+    record_kind = "item-list"
+    record_items = "many"
+    record_bytes = 64 << 20
+
+    after: str = ""
+    before: JsonObject = Field(default_factory=dict)
+    many: tuple[Item, ...]
+    others: JsonObject = Field(default_factory=dict)
 
 
 @pytest.fixture
@@ -333,3 +357,66 @@ def test_no_metadata_of_64_mib_takes_more_than_1_5_gib_when_it_is_read(content, 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.match(what, done.stdout)
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])
+def test_a_record_of_many_items_has_the_same_canonical_bytes(count):
+    many = tuple(Item(name=f"n{number}", size=number) for number in range(count))
+    record = ItemList(many=many, before={"many": [{"name": "x"}]}, others={"many": [1]})
+    envelope = {"kind": "item-list", "nonce": "x", "record": record.model_dump(mode="json")}
+    assert encode_record(record, "x") == dump_canonical_json(envelope | {"version": 1})
+
+
+TEXTS = ["plain", '"},{"inside":', '\\"},{\\"inside":[', "},{", "\\", "],[", '{"many":[{"inside":']
+
+
+@pytest.mark.parametrize("others", [{}, {"many": [{"inside": 1}]}], ids=["alone", "twice"])
+@pytest.mark.parametrize("has_inner", [False, True])
+@pytest.mark.parametrize("batch", [1, 50, 1000, 1 << 20])
+def test_items_are_decoded_in_batches_of_any_size(monkeypatch, batch, has_inner, others):
+    monkeypatch.setattr("millrace.records._BATCH_BYTES", batch)
+    inside = (Item(name="a"), Item(name="b")) if has_inner else ()
+    many = tuple(Item(name=text, size=n, inside=inside) for n, text in enumerate(TEXTS * 5))
+    record = ItemList(many=many, after="a", others=others)
+    for body in (encode_record(record, "x"), json.dumps(json.loads(encode_record(record, "x")))):
+        data = body if isinstance(body, bytes) else body.encode()
+        assert decode_record("here", ItemList, data) == (record, "x")
+
+
+@pytest.mark.parametrize("at", [200, 2000, -300, -20])
+def test_a_damaged_record_of_many_items_is_refused(monkeypatch, at):
+    monkeypatch.setattr("millrace.records._BATCH_BYTES", 100)
+    body = bytearray(encode_record(ItemList(many=tuple(Item(name=str(n)) for n in range(99))), "x"))
+    at = body.index(b'"', at % len(body))
+    for damaged in (body[:at], body[:at] + body[at + 1 :], body[:at] + b'"z":0,' + body[at:]):
+        with pytest.raises(errors.CorruptError, match="not a record"):
+            decode_record("here", ItemList, bytes(damaged))
+
+
+def test_few_objects_of_a_record_of_many_items_are_parsed_at_once():
+    many = tuple(Item(name=f"{number:09d}", size=number) for number in range(50_000))
+    body = encode_record(ItemList(many=many), "x")
+    expected = ItemList(many=many)
+    del many
+    tracemalloc.start()
+    record, _ = decode_record("here", ItemList, body)
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert record == expected
+    assert most - kept < 4 * len(body)  # all JSON objects at once take six times the bytes
+
+
+def test_a_stored_record_is_compared_without_parsing_it(store, monkeypatch):
+    record = ItemList(many=(Item(name="a"), Item(name="b", size=2)))
+    commit_once(store, "a", record)
+    put(store, "b", json.dumps(json.loads(encode_record(record, "x")), indent=1).encode())
+    put(store, "c", b"nonsense")
+    assert is_stored(store, "b", record)  # other bytes of the same record
+    assert not is_stored(store, "a", ItemList(many=(Item(name="a"),)))
+    assert not is_stored(store, "a", ItemList(many=(*record.many, Item(name="c"))))
+    with pytest.raises(errors.NotFoundError):
+        is_stored(store, "none", record)
+    with pytest.raises(errors.CorruptError):
+        is_stored(store, "c", record)
+    monkeypatch.setattr("orjson.loads", lambda body: pytest.fail("parsed"))
+    assert is_stored(store, "a", record)

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import NamedTuple, cast
 
@@ -122,7 +123,7 @@ class CsvSource:
         path, names = source_range.file.path, self._header
         url = self._files.make_url(path)
         if names is None:
-            first: TextRange = source_range.model_copy(update={"start": 0})
+            first: TextRange = replace(source_range, start=0)
             pieces = self._text.iterate_pieces(first, 0, block=_HEADER_BYTES)
             delimiter = self._find_delimiter(path)
             lines = cast("Iterator[Line]", _split_rows(pieces, path, delimiter))

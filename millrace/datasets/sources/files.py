@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
@@ -194,7 +195,7 @@ def fetch_ahead(
 
 def drop_etag(file: FileRef) -> FileRef:
     """Return a reference without an ETag, by which any version of the file is read."""
-    return file.model_copy(update={"etag": ""})
+    return replace(file, etag="")
 
 
 def make_changed_error(files: SourceFiles, file: FileRef, difference: str) -> errors.ChangedError:

@@ -1,6 +1,7 @@
 """Bytes and ranges of text files, which may be compressed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from millrace.datasets.sources.compressed import find_compression, iterate_compressed_pieces
@@ -56,7 +57,7 @@ class TextFiles:
         """
         if self._any_version:
             file = drop_etag(source_range.file)
-            source_range = source_range.model_copy(update={"file": file})
+            source_range = replace(source_range, file=file)
         if isinstance(source_range, ByteRange):
             if cursor <= source_range.start:
                 cursor = 0 if from_start else max(0, source_range.start - 1)

@@ -5,6 +5,7 @@ import io
 import re
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 
 import pyarrow
@@ -137,9 +138,9 @@ def test_lines_and_files_are_read_too_and_lfs_is_verified(hub, tmp_path, monkeyp
     file = FileRef(path=path.decode(), size=int(size), etag=digest.decode())
     assert files.read(file) == bytes(1000)
     with pytest.raises(errors.CorruptError, match="SHA-256 that the Hub lists"):
-        files.read(file.model_copy(update={"etag": "0" * 64}))
+        files.read(replace(file, etag="0" * 64))
     with pytest.raises(errors.ChangedError, match="is gone"):
-        files.read(file.model_copy(update={"path": "other.bin"}))
+        files.read(replace(file, path="other.bin"))
 
 
 def test_a_wrong_token_name_or_url_is_a_sentence(hub):

@@ -2,6 +2,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_there_is_no_index_without_shards():
 
 
 def test_a_shard_outside_its_split_is_refused():
-    shard = make_shard(b"a", 1).model_copy(update={"split": "val"})
+    shard = replace(make_shard(b"a", 1), split="val")
     with pytest.raises(ValueError, match="not below"):
         FORMAT.make_indexes(KEYS, FIELDS, [shard])
 
