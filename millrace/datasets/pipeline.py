@@ -119,10 +119,35 @@ def _make_plan(
         if isinstance(files, MirroredFiles) and not files.is_listed:
             pinned = _find_pinned_plan(config, keys, store)
         if pinned is None:
-            if store is not None and isinstance(error, _DIVISION_ERRORS):
-                check_source(store, keys, config.source, files)
+            if isinstance(error, _DIVISION_ERRORS):
+                _check_source(config, keys, files, store)
             raise
     return make_plan(keys, config.source, files, config.sharding, store, pinned)
+
+
+def _check_source(
+    config: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None
+) -> None:
+    """Check whether a source that cannot be divided has changed since the plan was made.
+
+    Args:
+        config: Settings of the dataset.
+        keys: Names of the dataset.
+        files: Files of the source.
+        store: Store of the dataset; None if the caller finds what is wrong with it.
+
+    Raises:
+        ChangedError: The source has other files than the committed plan.
+    """
+    if store is not None:
+        check_source(store, keys, config.source, files)
+        return
+    try:
+        check_source(_open_for_preflight(config), keys, config.source, files)
+    except errors.ChangedError:
+        raise
+    except errors.MillraceError:
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +180,13 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
 
     Raises:
         NotFoundError: The source has no files.
+        ChangedError: The source cannot be divided, and it differs from that of the committed plan.
     """
     keys = DatasetKeys(config.dataset)
     files = _open_files(config, keys)
     plan, partitioned = _make_plan(config, keys, files)
-    timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
-    spec = config.store.model_copy(update={"retry_timeout": timeout})
-    account = spec.account_id or os.environ.get("R2_ACCOUNT_ID")
-    location = Location.parse(spec.url, account_id=account)
+    account = config.store.account_id or os.environ.get("R2_ACCOUNT_ID")
+    location = Location.parse(config.store.url, account_id=account)
     url = str(location)
     unchecked = [
         "Whether the credentials may write there is not checked, since a plan writes nothing."
@@ -170,7 +194,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     refusals: list[str] = []
     state = ""
     try:
-        store = open_store(spec, make_folder=False)
+        store = _open_for_preflight(config)
         _refuse_overlap(config, files, store)
         if config.card:
             check_readme(store, keys)
@@ -205,6 +229,13 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         notes=partitioned.notes,
     )
     return plan, found
+
+
+def _open_for_preflight(config: PipelineSettings) -> Store:
+    """Open the store of a dataset to read it, without a long wait and without a new folder."""
+    timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
+    spec = config.store.model_copy(update={"retry_timeout": timeout})
+    return open_store(spec, make_folder=False)
 
 
 def shard_dataset(
@@ -333,7 +364,7 @@ def _find_pinned_plan(
     if store is not None:
         return find_pinned_plan(store, keys)
     with contextlib.suppress(errors.MillraceError):
-        return find_pinned_plan(open_store(config.store, make_folder=False), keys)
+        return find_pinned_plan(_open_for_preflight(config), keys)
     return None
 
 

@@ -16,6 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from pyarrow import parquet
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets import preflight_dataset
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.storage import delete, open_store, put
 from millrace.testing.hub import READER, WRITER, HubServer
@@ -215,6 +216,14 @@ def begin(place: Place, tmp_path: Path, kind: str, file_kind: str) -> tuple[Any,
     return settings, texts, bodies
 
 
+def find_refusals(settings: PipelineSettings) -> tuple[str, ...]:
+    """Return the refusals of a plan of a changed source, also if it cannot be planned any more."""
+    try:
+        return preflight_dataset(settings)[1].refusals
+    except errors.ChangedError as error:
+        return (str(error),)
+
+
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["folder", "bucket", "web"], indirect=True)
@@ -227,6 +236,9 @@ def test_a_file_that_changed_is_named_and_nothing_is_mixed(place, tmp_path, kind
         shard_dataset(settings)
         assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
         return
+    (refusal,) = find_refusals(settings)
+    assert name in refusal
+    assert "under another dataset name" in refusal
     with pytest.raises(errors.ChangedError) as found:
         shard_dataset(settings)
     assert name in str(found.value)
