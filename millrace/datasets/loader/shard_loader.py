@@ -74,8 +74,8 @@ class ShardLoader:
         world_size: Number of ranks, which divides `streams`.
         batch_size: Samples of a batch, which is a list; None gives single samples.
         shuffle: Whether the samples are shuffled.
-        streams: Number of streams that are mixed. By default 64, or the next smaller power of two
-            if the split has fewer shards, and 1 without shuffling.
+        streams: Number of streams that are mixed. By default 64, or a smaller power of two if the
+            split has fewer than four shards for each stream, and 1 without shuffling.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
             together. One process that reads all streams takes about three times this memory.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
@@ -479,7 +479,7 @@ def _choose_streams(
     table: ShardTable, streams: int | None, world_size: int, *, shuffle: bool
 ) -> int:
     if streams is None:
-        most = min(_MOST_STREAMS, len(table.shards)) if shuffle else 1
+        most = min(_MOST_STREAMS, max(1, len(table.shards) // 4)) if shuffle else 1
         streams = 1 << (most.bit_length() - 1)
     if streams < 1 or streams % max(1, world_size):
         multiple = -(-max(1, streams) // world_size) * world_size

@@ -7,7 +7,7 @@ begins in the middle of a shard reads the shard from its beginning.
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields
@@ -28,20 +28,8 @@ _SKIP = 100  # samples that are skipped before their memory is freed
 _HEADER = struct.Struct("<100s24x11s21xc")  # name, size in octal digits, type
 
 
-class _Member(NamedTuple):
-    """A member of a sample in the bytes that were fetched.
-
-    Attributes:
-        key: Key of the sample.
-        field: Name of the field.
-        start: Offset of the data in the shard.
-        end: Offset after the data.
-    """
-
-    key: str
-    field: str
-    start: int
-    end: int
+Member = tuple[str, str, int, int]
+"""Key of a sample, name of a field, and offsets of its data in the shard."""
 
 
 class TarSampleReader:
@@ -58,7 +46,7 @@ class TarSampleReader:
         self._decoders: dict[str, Callable[[memoryview], Any]] = {}
         self._row = 0  # number of the sample at `_offset`
         self._offset = 0
-        self._view, self._view_start = memoryview(b""), 0
+        self._view, self._view_start, self._view_end = memoryview(b""), 0, -1
 
     def load(self, start: int, end: int) -> LoadRows:
         """Walk the headers up to the end of the samples, and keep the bytes of the samples."""
@@ -70,66 +58,63 @@ class TarSampleReader:
         first = self._offset
         self._shard.release(first)
         members = self._walk(end - start)
-        body = self._read(first, self._offset)
+        body = self._shard.read(first, self._offset)
         return partial(self._decode, members, body, first)
 
     def close(self) -> None:
         """Close the shard."""
         self._shard.close()
 
-    def _walk(self, count: int) -> list[_Member]:
+    def _walk(self, count: int) -> list[Member]:
         """Go on by a number of samples, and return their members."""
-        found: list[_Member] = []
-        key = ""
-        row = self._row - 1
-        until = self._row + count
+        found: list[Member] = []
+        offset, key, rows = self._offset, "", 0
+        view, view_start, last = self._view, self._view_start, self._view_end
+        unpack = _HEADER.unpack_from
         while count:
-            member, offset = self._read_member(self._offset)
-            if member is None:
-                row += 1
+            if not view_start <= offset <= last:
+                view, view_start, last = self._look(offset)
+            raw, digits, kind = unpack(view, offset - view_start)
+            if kind == b"0" and not raw[99]:
+                try:
+                    name, size = str(raw.rstrip(b"\0"), "utf-8"), int(digits, 8)
+                except ValueError:
+                    raise_damage(self._shard, f"the header at {offset} is damaged")
+                start = offset + _BLOCK
+            elif not raw[0] and kind == b"\0":
                 break
-            if member.key != key:
-                key, row = member.key, row + 1
-                if row == until:
+            else:
+                name, start, size = self._read_long_header(offset)
+            dot = name.find(".", name.rfind("/") + 1)
+            end = start + size
+            if dot < 0 or end > self._shard.size:
+                raise_damage(
+                    self._shard, f"the member at {offset} is cut short or has no extension"
+                )
+            if name[:dot] != key:
+                if rows == count:
                     break
-            found.append(member)
-            self._offset = offset
-        if count and row != until:
-            raise_damage(self._shard, f"it has {row} samples, not {self._samples}")
-        self._row = until
+                key, rows = name[:dot], rows + 1
+            found.append((key, name[dot + 1 :], start, end))
+            offset = end + -size % _BLOCK
+        if rows != count:
+            raise_damage(self._shard, f"it has {self._row + rows} samples, not {self._samples}")
+        self._row, self._offset = self._row + count, offset
         return found
 
-    def _read_member(self, offset: int) -> tuple[_Member | None, int]:
-        """Return the member at an offset, and the offset of the next one; None at the end."""
-        at = offset - self._view_start
-        if at < 0 or at + _BLOCK > len(self._view):
-            self._view_start = offset
-            self._view = self._read(offset, min(offset + _STEP, self._shard.size))
-            at = 0
-        raw, digits, kind = _HEADER.unpack_from(self._view, at)
-        if kind == b"0" and raw[99] == 0:
-            try:
-                name, size = raw.rstrip(b"\0").decode(), int(digits, 8)
-            except ValueError:
-                raise_damage(self._shard, f"the header at {offset} is damaged")
-            start = offset + _BLOCK
-        elif not raw[0] and kind == b"\0":
-            return None, offset
-        else:
-            name, start, size = self._read_long_header(offset)
-        end = start + size
-        if end > self._shard.size:
-            raise_damage(self._shard, f"the member at {offset} is cut short")
-        dot = name.find(".", name.rfind("/") + 1)
-        if dot < 0:
-            raise_damage(self._shard, f"the member {name!r} has no extension")
-        member = _Member(name[:dot], name[dot + 1 :], start, end)
-        return member, end + -size % _BLOCK
+    def _look(self, offset: int) -> tuple[memoryview, int, int]:
+        """Return bytes from a header on, the offset of the first, and that of the last header."""
+        view = self._shard.read(offset, min(offset + _STEP, self._shard.size))
+        if len(view) < _BLOCK:
+            raise_damage(self._shard, "it has no end")
+        self._view, self._view_start = view, offset
+        self._view_end = offset + len(view) - _BLOCK
+        return view, offset, self._view_end
 
     def _read_long_header(self, offset: int) -> tuple[str, int, int]:
         """Return the name, the offset and the size of a member with several headers."""
         headers = TarHeaders(
-            lambda start, size: bytes(self._read(start, min(start + size, self._shard.size))),
+            lambda start, size: bytes(self._shard.read(start, min(start + size, self._shard.size))),
             self._shard.size,
             offset,
         )
@@ -139,10 +124,7 @@ class TarSampleReader:
             raise_damage(self._shard, f"the header at {offset} is damaged ({error})")
         return member.name, member.offset, member.size
 
-    def _read(self, start: int, end: int) -> memoryview:
-        return self._shard.read(start, end)
-
-    def _decode(self, members: list[_Member], body: memoryview, first: int) -> list[LoadedSample]:
+    def _decode(self, members: list[Member], body: memoryview, first: int) -> list[LoadedSample]:
         samples: list[LoadedSample] = []
         sample: LoadedSample = {}
         last = None

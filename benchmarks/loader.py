@@ -1,0 +1,292 @@
+"""Load shuffled samples of shards in an S3 store: Millrace, each format's own reader, the floor.
+
+Run it with ``python -m benchmarks.loader [--only WORK ...] [--quick] [--json FILE]``. The store is
+a Ceph RGW on the loopback interface. The samples are texts of 2.6 KB, and their characters as
+tokens. The shards have 8 MiB. One process reads all samples of a cold epoch.
+
+- ``millrace``: `ShardLoader` with its defaults. Each part is verified by its digest.
+- The peers are in `benchmarks.loader_peers`. They verify nothing.
+- ``floor``: obstore gets the same shards, two at once, and nothing is decoded.
+
+The work ``order`` is the order of an epoch of 10,000,000 samples in 10,000 shards: its memory.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    measure_process,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
+from benchmarks.corpus import read_text
+from benchmarks.loader_peers import PEERS, StoredShards, fetch_bodies, import_peer
+from millrace.block_lists import join_shard_blocks
+from millrace.datasets.formats import Fields, FieldType, open_format
+from millrace.datasets.loader import ShardLoader
+from millrace.datasets.loader.epoch_order import EpochOrder
+from millrace.datasets.sample import Sample
+from millrace.digest import compute_digest, hash_blocks
+from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.records import commit_once
+from millrace.schemas.dataset import CommittedShard, Manifest, ManifestShard
+from millrace.storage import Store, StoreSpec, open_store, put
+from millrace.testing.credentials import make_credentials
+from millrace.testing.mosaicml import install_mosaicml
+from millrace.testing.rgw import RGW
+
+MIB = 1 << 20
+SHARD = 8 * MIB
+BATCH = 32  # samples of the first batch
+CHARACTERS = 2_600
+FORMATS = {
+    "tar": "webdataset",
+    "litdata": "litdata",
+    "mds": "mds",
+    "parquet": "parquet",
+    "tokens": "tokens",
+}
+METRICS = ("samples/s", "first_batch_s", "peak_rss_MB", "cpu_s_per_GB")
+TEXTS: Fields = {"txt": FieldType.STR}
+TOKENS: Fields = {"tokens": FieldType.UINT16_ARRAY}
+ORDER = "order"
+
+
+def run_millrace(shards: StoredShards) -> dict[str, float]:
+    """Load all samples of an epoch."""
+    field = "tokens" if shards.format == "tokens" else "txt"
+
+    def load() -> Iterator[Any]:
+        for sample in ShardLoader(shards.spec, shards.dataset, format=shards.format):
+            yield sample[field]
+
+    return _measure(load())
+
+
+def run_peer(shards: StoredShards, work: str, peer: str) -> dict[str, float]:
+    """Read all samples with another reader."""
+    import_peer(peer, shards.packages)
+    return _measure(PEERS[work][peer](shards))
+
+
+def run_floor(shards: StoredShards, samples: int) -> dict[str, float]:
+    """Fetch the shards, and count each as its share of the samples."""
+    cpu, began, first = CpuTimer(), time.perf_counter(), 0.0
+    for body in fetch_bodies(shards):
+        assert body
+        first = first or time.perf_counter() - began
+    return {
+        "samples": samples,
+        "seconds": time.perf_counter() - began,
+        "first": first,
+        "cpu": cpu.read(),
+    }
+
+
+def _measure(samples: Iterator[Any]) -> dict[str, float]:
+    cpu, began, first, count, size = CpuTimer(), time.perf_counter(), 0.0, 0, 0
+    for sample in samples:
+        count += 1
+        size += len(sample)
+        if count == BATCH:
+            first = time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return {"samples": count, "seconds": seconds, "first": first, "cpu": cpu.read()}
+
+
+def make_samples(size: int) -> Iterator[tuple[Sample, Sample]]:
+    """Yield samples of texts, and of the same texts as tokens."""
+    text = read_text()
+    for number, at in enumerate(range(0, size, CHARACTERS)):
+        start = at % (len(text) - CHARACTERS)
+        part = text[start : start + CHARACTERS]
+        tokens = np.frombuffer(part.encode("utf-16-le", "surrogatepass"), "<u2")
+        key = f"00000-{number:010d}"
+        yield (
+            Sample(key, {"txt": part.encode()}, number),
+            Sample(key, {"tokens": tokens.tobytes()}, number),
+        )
+
+
+def write_dataset(store: Store, name: str, work: str, size: int) -> tuple[list[str], int]:
+    """Write a dataset of one format, and return the keys of its shards and its bytes."""
+    chosen, keys = open_format(FORMATS[work]), DatasetKeys(name)
+    fields = TOKENS if work == "tokens" else TEXTS
+    encoder = chosen.make_encoder(fields, 2 * SHARD)
+    described: list[ManifestShard] = []
+    committed: dict[str, CommittedShard] = {}
+
+    def close() -> None:
+        body = bytes(encoder.close())
+        shard_name = ShardName("train-00000", len(described))
+        key = keys.make_shard_key(chosen.name, "train", shard_name, chosen.extension)
+        put(store, key, body)
+        own: dict[str, Any] = {
+            "format": chosen.name, "key": key, "size": len(body), "digest": compute_digest(body),
+        }  # fmt: skip
+        described.append(ManifestShard(**own, split="train", samples=encoder.samples))
+        committed[key] = CommittedShard(
+            **own, blocks=CommittedShard.encode_blocks(hash_blocks(body))
+        )
+        encoder.reset()
+
+    for texts, tokens in make_samples(size):
+        if encoder.prepare(tokens if work == "tokens" else texts) > SHARD and encoder.samples:
+            close()
+            encoder.prepare(tokens if work == "tokens" else texts)
+        encoder.append()
+    close()
+    manifest = Manifest(
+        dataset=name,
+        plan_digest=compute_digest(b""),
+        formats=(chosen.name,),
+        fields={field: kind.value for field, kind in fields.items()},
+        shards=tuple(described),
+        samples={"train": sum(shard.samples for shard in described)},
+        size=sum(shard.size for shard in described),
+        quarantined=0,
+    )
+    put(store, keys.block_digests, join_shard_blocks(manifest, committed))
+    for key, body in chosen.make_indexes(keys, fields, described).items():
+        put(store, key, body)
+    commit_once(store, keys.manifest, manifest)
+    return [shard.key for shard in described], manifest.size
+
+
+def measure_order(samples: int) -> float:
+    """Return the peak of the bytes of an order, while windows of all streams are located."""
+    tracemalloc.start()
+    order = EpochOrder(
+        np.full(samples // 1000, 1000), seed=0, epoch=0, streams=64, window=1000, shuffle=True
+    )
+    for window in range(0, int(order.lengths[0]) // 1000, 10):
+        for stream in range(64):
+            order.list_runs(stream, window)
+            order.permute_window(stream, window)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1e6
+
+
+class Bench:
+    """One invocation of the benchmark.
+
+    Attributes:
+        results: Results of the runs.
+
+    Args:
+        spec: Bucket for the datasets.
+        packages: Folder with the packages of mosaicml-streaming; without them it is left out.
+        size: Number of characters of all texts.
+        repeats: Number of runs of each system.
+    """
+
+    def __init__(self, spec: StoreSpec, packages: Path, size: int, repeats: int) -> None:
+        self.results = Results("loader")
+        self._spec, self._packages, self._size, self._repeats = spec, packages, size, repeats
+
+    def run(self, work: str) -> list[str]:
+        """Measure the systems of a work, and return their names."""
+        shard_format, name = FORMATS[work], f"loader-{work}"
+        store = open_store(self._spec)
+        keys, stored = write_dataset(store, name, work, self._size)
+        folder = DatasetKeys(name).make_shards_prefix(shard_format, "train").rstrip("/")
+        shards = StoredShards(self._spec, name, shard_format, folder, keys, self._packages)
+        samples = -(-self._size // CHARACTERS)
+        peers = [one for one in PEERS[work] if one != "streaming" or self._packages.exists()]
+        systems = ["millrace", *peers, "floor"]
+        for repeat in range(self._repeats):
+            for system in rotate_systems(systems, repeat):
+                match system:
+                    case "millrace":
+                        found = measure_process(run_millrace, shards)
+                    case "floor":
+                        found = measure_process(run_floor, shards, samples)
+                    case _:
+                        found = measure_process(run_peer, shards, work, system)
+                figures = found.figures
+                if figures["samples"] != samples:
+                    raise RuntimeError(f"{system} gave {figures['samples']} of {samples} samples")
+                values = (
+                    samples / figures["seconds"],
+                    figures["first"],
+                    found.peak_rss / 1e6,
+                    figures["cpu"] / stored * 1e9,
+                )
+                for metric, value in zip(METRICS, values, strict=True):
+                    self.results.add(work, system, metric, value)
+        return systems
+
+
+def main() -> None:
+    """Run the works, and print a table with the ratios to the peers and to the floor."""
+    options = parse_options("loader", __doc__, parts=(*FORMATS, ORDER))
+    size, repeats = (32 * MIB, 1) if options.quick else (256 * MIB, 3)
+    lines: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as name, RGW.start(Path(name) / "rgw") as rgw:
+        packages = Path(name) / "mosaicml"
+        if "mds" in options.only:
+            try:
+                install_mosaicml(packages)
+            except CalledProcessError:
+                print(
+                    "mosaicml-streaming cannot be installed here, so it is left out",
+                    file=sys.stderr,
+                )
+                shutil.rmtree(packages, ignore_errors=True)
+        spec = StoreSpec(
+            url=f"s3://{rgw.create_bucket('loader')}",
+            endpoint=rgw.endpoint,
+            credentials=make_credentials(rgw.full),
+            region="us-east-1",
+        )
+        bench = Bench(spec, packages, size, repeats)
+        results = bench.results
+        for work in (one for one in FORMATS if one in options.only):
+            for system in bench.run(work):
+                rows = {
+                    r.metric: r.value
+                    for r in results.compute_rows()
+                    if (r.work, r.system) == (work, system)
+                }
+                ratios = [
+                    results.compute_ratio(work, system, "floor", "samples/s"),
+                    results.compute_ratio(work, "millrace", system, "samples/s"),
+                ]
+                shown = [
+                    f"{rows[one]:.3g}" if rows[one] < 1000 else f"{rows[one]:,.0f}"
+                    for one in METRICS
+                ]
+                lines.append([work, system, *shown, *(f"{ratio:.2f}" for ratio in ratios)])
+        if ORDER in options.only:
+            results.add(ORDER, "millrace", "MB", measure_order(10_000_000))
+            lines.append(
+                [
+                    ORDER,
+                    "millrace",
+                    "",
+                    "",
+                    f"{results.values[ORDER, 'millrace', 'MB'][0]:.2f}",
+                    "",
+                    "",
+                    "",
+                ]
+            )
+    print_table(["work", "system", *METRICS, "/floor", "millrace /"], lines)
+    results.save(options.file)
+
+
+if __name__ == "__main__":
+    main()
