@@ -357,27 +357,30 @@ def stream(
                 "requested."
             )
         end, etag = now.size if end is None else min(end, now.size), now.etag
+    if 0 < end - start <= block_size:  # one block needs no threads
+        yield _read_block(store, key, start, end, etag)
+        return
     offsets = iter(range(start, end, block_size))
     with ThreadPoolExecutor(max_workers=max(1, prefetch), thread_name_prefix="read") as pool:
-        waiting: list[tuple[int, Future[bytes]]] = []
+        waiting: list[Future[bytes]] = []
         try:
             while True:
                 while len(waiting) <= prefetch and (at := next(offsets, None)) is not None:
                     stop = min(at + block_size, end)
-                    part = pool.submit(read_range, store, key, at, stop, etag=etag)
-                    waiting.append((stop - at, part))
+                    waiting.append(pool.submit(_read_block, store, key, at, stop, etag))
                 if not waiting:
                     return
-                size, part = waiting.pop(0)
-                data = part.result()
-                if len(data) != size:
-                    raise errors.ChangedError(
-                        f"{store.make_url(key)} is shorter than its description says."
-                    )
-                yield data
+                yield waiting.pop(0).result()
         finally:
-            for _, part in waiting:
+            for part in waiting:
                 part.cancel()
+
+
+def _read_block(store: Store, key: str, start: int, end: int, etag: str | None) -> bytes:
+    data = read_range(store, key, start, end, etag=etag)
+    if len(data) != end - start:
+        raise errors.ChangedError(f"{store.make_url(key)} is shorter than its description says.")
+    return data
 
 
 def hash_object(store: Store, key: str, size: int) -> bytes:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from millrace import errors
@@ -174,7 +175,12 @@ def fetch_ahead(
         yield from ((item, fetch(item)) for item, _ in wanted)
         return
     remaining = iter(wanted)
-    following = next(remaining, None)
+    first, second = next(remaining, None), next(remaining, None)
+    if first and not second:  # one item needs no threads
+        yield first[0], fetch(first[0])
+        return
+    remaining = chain([second] if second else [], remaining)
+    following = first
     waiting: deque[tuple[T, int, Future[R]]] = deque()
     bytes_left = _READ_AHEAD_BYTES
     with ThreadPoolExecutor(concurrency, thread_name_prefix="files") as pool:

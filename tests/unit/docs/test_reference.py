@@ -18,7 +18,13 @@ from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key, make_cleaning_plan_key
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.keys.datasets import DatasetKeys, ShardName, make_seek_point_key
+from millrace.keys.datasets import (
+    DatasetKeys,
+    ShardName,
+    make_page_index_key,
+    make_page_layouts_key,
+    make_seek_point_key,
+)
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_clock_probe_key
 from millrace.keys.members import make_member_lease
@@ -177,6 +183,8 @@ def build_names():
         dataset.make_shard_key("webdataset", "train", name, "tar"),
         dataset.make_shard_key("webdataset", "train", name, "tar", DIGEST),
         f"{dataset.make_shards_prefix('mds', 'train')}index.json",
+        f"{dataset.make_shards_prefix('pages', 'train')}{make_page_index_key('text', 1)}",
+        f"{dataset.make_shards_prefix('pages', 'train')}{make_page_layouts_key('text', DIGEST)}",
     )
     yield from (
         dataset.make_commit_key(name),
