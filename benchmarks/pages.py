@@ -172,7 +172,8 @@ def _open_millrace(place: dict[str, Any]) -> ReadPage:
 
     def read(page: tuple[int, int]) -> list[str]:
         (values,) = loader.read([Page(page[0], page[1], page[1] + ROWS)])
-        return values.to_pylist()
+        texts: list[str] = values.to_pylist()
+        return texts
 
     _warm(read, place)
     return read
@@ -198,7 +199,8 @@ def _open_parquet(place: dict[str, Any], open_file: Callable[[str], Any]) -> Rea
         with locks[file]:
             table = files[file].read_row_group(group, columns=["text"])
         first = row - (int(ends[file][group - 1]) if group else 0)
-        return table["text"].to_pylist()[first : first + ROWS]
+        texts: list[Any] = table["text"].to_pylist()
+        return texts[first : first + ROWS]
 
     _warm(read, place)
     return read
@@ -241,7 +243,9 @@ def _open_lance(place: dict[str, Any]) -> ReadPage:
 
     def read(page: tuple[int, int]) -> list[str]:
         first = place["starts"][page[0]] + page[1]
-        return dataset.take(list(range(first, first + ROWS)), columns=["text"])["text"].to_pylist()
+        table = dataset.take(list(range(first, first + ROWS)), columns=["text"])
+        texts: list[Any] = table["text"].to_pylist()
+        return texts
 
     _warm(read, place)
     return read
@@ -360,6 +364,7 @@ def _prepare_peer(
     read = open_system(system, place)
     tokenizer = Tokenizer.from_str(place["tokenizer"])
     end = tokenizer.token_to_id(END)
+    assert end is not None
 
     def encode_singly(texts: list[str]) -> list[int]:
         joined: list[int] = []

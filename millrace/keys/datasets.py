@@ -67,7 +67,8 @@ def make_page_layouts_key(column: str, digest: str) -> str:
 def parse_page_index(column: str, key: str) -> int | None:
     """Return the number of an index of the pages of a column; None for other keys."""
     match = re.fullmatch(_PAGE_INDEX, key)
-    return int(match["number"]) if match and match["column"] == _name_column(column) else None
+    number = int(match["number"]) if match else 0
+    return number if match and key == make_page_index_key(column, number) else None
 
 
 def is_page_index(key: str) -> bool:

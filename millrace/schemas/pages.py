@@ -38,7 +38,7 @@ class PageIndex(Record):
         layouts: Key of the object with all layouts, below the URL of the files.
         size: Bytes of this object.
         digest: Digest of this object.
-        files: Files in the order of their paths.
+        files: Files, each once.
     """
 
     record_kind: ClassVar[str] = "page-index"

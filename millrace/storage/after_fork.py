@@ -5,6 +5,7 @@ sends them for a store with other credentials. One try each; `call_with_retries`
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from email.utils import parsedate_to_datetime
@@ -12,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from millrace import errors
-from millrace.storage.clients import MAX_ANSWER_SIZE, make_boto3_client, make_full_key
+from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
 from millrace.storage.read import BLOCK_SIZE, Stat, join_blocks
 from millrace.storage.retry import call_boto3, call_with_retries
@@ -39,7 +40,7 @@ def read_after_fork(
         start: Offset of the first byte.
         end: Offset after the last byte; None reads to the end.
         etag: ETag that the object must have.
-        max_size: Largest size of a whole object in bytes; by default 32 MiB.
+        max_size: Largest size of a whole object in bytes.
 
     Raises:
         NotFoundError: There is no such object.
@@ -48,7 +49,7 @@ def read_after_fork(
         ConfigurationError: The store is not compatible with S3.
     """
     _check_store(store)
-    limit = end - start if end is not None else MAX_ANSWER_SIZE if max_size is None else max_size
+    limit = end - start if end is not None else sys.maxsize if max_size is None else max_size
     asked = "" if end is None else f"bytes={start}-{end - 1}"
     if can_sign(store):
 

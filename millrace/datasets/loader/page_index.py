@@ -8,7 +8,6 @@ another ETag. Such a stale entry is not used, and the loader reads the end of th
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
 
@@ -32,7 +31,7 @@ from millrace.keys.datasets import (
 from millrace.records import commit_once, decode_record
 from millrace.schemas.dataset import FileRef
 from millrace.schemas.pages import IndexedFile, PageIndex
-from millrace.storage import StoreSpec, create, open_store
+from millrace.storage import StoreSpec, create, open_store, put, read
 
 FOOTER_CONCURRENCY = 16
 """Ends of files that are read at once."""
@@ -80,6 +79,11 @@ class ListedFiles:
             list_files(files, Patterns(include))  # raises the error of an empty listing
         return cls(listed, indexes)
 
+    def find_newest(self, column: str) -> int:
+        """Return the number of the newest index of a column; 0 if there is none."""
+        numbers = (parse_page_index(column, path) for path in self.indexes)
+        return max((number for number in numbers if number is not None), default=0)
+
 
 class IndexReader:
     """Entries of the newest index of a column, which read layouts.
@@ -87,16 +91,11 @@ class IndexReader:
     Args:
         record: Record of the index.
         layouts: Object with the layouts.
-        number: Number of the index.
-
-    Attributes:
-        number: Number of the index.
     """
 
-    def __init__(self, record: PageIndex, layouts: FileRef, number: int) -> None:
+    def __init__(self, record: PageIndex, layouts: FileRef) -> None:
         self._record, self._layouts = record, layouts
         self._entries = {entry.path: entry for entry in record.files}
-        self.number = number
 
     @property
     def is_small(self) -> bool:
@@ -112,6 +111,11 @@ class IndexReader:
     def paths(self) -> set[str]:
         """Paths of the indexed files."""
         return set(self._entries)
+
+    @property
+    def entries(self) -> Sequence[IndexedFile]:
+        """Entries of the indexed files."""
+        return self._record.files
 
     def find(self, file: FileRef) -> IndexedFile | None:
         """Return the entry of a file; None if there is none, or if the file was written since."""
@@ -169,11 +173,10 @@ def find_index(files: SourceFiles, listed: ListedFiles, column: str) -> IndexRea
         listed: Files and indexes.
         column: Column of the pages.
     """
-    numbers = {parse_page_index(column, path): path for path in listed.indexes}
-    newest = max((number for number in numbers if number is not None), default=None)
-    if newest is None:
+    newest = listed.find_newest(column)
+    if not newest:
         return None
-    ref = listed.indexes[numbers[newest]]
+    ref = listed.indexes[make_page_index_key(column, newest)]
     url = files.make_url(ref.path)
     reason = f"{url} has more than {PageIndex.record_bytes >> 20} MiB"
     if ref.size <= PageIndex.record_bytes:
@@ -184,7 +187,7 @@ def find_index(files: SourceFiles, listed: ListedFiles, column: str) -> IndexRea
         else:
             layouts = listed.indexes.get(record.layouts)
             if record.column == column and layouts and layouts.size == record.size:
-                return IndexReader(record, layouts, newest)
+                return IndexReader(record, layouts)
             reason = f"{url} does not fit its layouts at {record.layouts}"
     _log.warning("The index of the pages is not used: %s.", reason.rstrip("."))
     return None
@@ -272,14 +275,22 @@ def index_pages(
     files = open_files(spec)
     listed = ListedFiles.collect(files, include)
     reader = find_index(files, listed, column)
+    whole = b""
+    if reader is not None:
+        try:
+            whole = reader.read_all(files)
+        except (errors.CorruptError, errors.ChangedError) as error:
+            _log.warning("The index of the pages is not used: %s", error)
+            reader = None
     found = [reader.find(file) if reader else None for file in listed.files]
-    indexed = reader.paths if reader else set[str]()
+    patterns = Patterns(include)
+    indexed = {path for path in reader.paths if patterns.matches(path)} if reader else set[str]()
     paths = {file.path for file in listed.files}
     unknown = [file.path for file, entry in zip(listed.files, found, strict=True) if not entry]
     report = IndexReport(
         url=files.url,
         column=column,
-        number=reader.number if reader else 0,
+        number=listed.find_newest(column),
         files=len(listed.files),
         rows=sum(sum(expand_row_groups(entry.row_groups)) for entry in found if entry),
         size=sum(entry.end - entry.start for entry in found if entry),
@@ -290,7 +301,8 @@ def index_pages(
         is_new=False,
     )
     if not (is_check or report.is_current):
-        report, found = _make_index(spec, files, listed, reader, found, report)
+        others = [one for one in reader.entries if not patterns.matches(one.path)] if reader else []
+        report, found = _make_index(spec, files, listed.files, whole, found, others, report)
     differing = _compare_rows(spec, listed.files, found)
     return replace(report, differing=tuple(differing))
 
@@ -311,12 +323,25 @@ def _compare_rows(
 def _make_index(
     spec: StoreSpec,
     files: LocatedFiles,
-    listed: ListedFiles,
-    reader: IndexReader | None,
+    listed: Sequence[FileRef],
+    whole: bytes,
     found: Sequence[IndexedFile | None],
+    others: Sequence[IndexedFile],
     report: IndexReport,
 ) -> tuple[IndexReport, Sequence[IndexedFile]]:
-    whole = reader.read_all(files) if reader and any(found) else b""
+    """Commit an index of the listed files, and of other files that an earlier index has.
+
+    Args:
+        spec: URL and credentials.
+        files: Files of the dataset.
+        listed: Listed files.
+        whole: All layouts of the earlier index.
+        found: Entries of the listed files in the earlier index.
+        others: Entries of other files in the earlier index.
+        report: State of the earlier index.
+    """
+    kept = [FileRef(path=one.path, size=one.size, etag=one.etag) for one in others]
+    all_files, all_found = [*listed, *kept], [*found, *others]
 
     def encode(file: FileRef, entry: IndexedFile | None) -> tuple[tuple[int, ...], bytes]:
         if entry is not None:
@@ -325,7 +350,7 @@ def _make_index(
         return compress_row_groups(np.diff(layout.starts).tolist()), encode_layout(layout)
 
     with ThreadPoolExecutor(FOOTER_CONCURRENCY, thread_name_prefix="footers") as pool:
-        encoded = list(pool.map(encode, listed.files, found))
+        encoded = list(pool.map(encode, all_files, all_found))
     body = b"".join(layout for _, layout in encoded)
     ends = np.cumsum([len(layout) for _, layout in encoded]).tolist()
     digest = compute_digest(body)
@@ -343,12 +368,15 @@ def _make_index(
                 start=end - len(layout),
                 end=end,
             )
-            for file, (row_groups, layout), end in zip(listed.files, encoded, ends, strict=True)
+            for file, (row_groups, layout), end in zip(all_files, encoded, ends, strict=True)
         ),
     )
     store = open_store(spec, make_folder=False)
-    with suppress(errors.ExistsError):  # of an earlier try, since its key is its digest
+    try:
         create(store, record.layouts, body)
+    except errors.ExistsError:  # its key is its digest, so it has the same bytes or is damaged
+        if compute_digest(read(store, record.layouts)) != digest:
+            put(store, record.layouts, body)
     for number in range(report.number + 1, report.number + 1 + _ATTEMPTS):
         commit = commit_once(store, make_page_index_key(report.column, number), record)
         if commit.mine or commit.record == record:
@@ -358,9 +386,10 @@ def _make_index(
             f"{store.url} was indexed {format_count(_ATTEMPTS, 'time')} by others meanwhile. Run "
             "it again when they have ended."
         )
-    rows = sum(sum(expand_row_groups(entry.row_groups)) for entry in record.files)
-    made = replace(report, number=number, rows=rows, size=len(body), is_new=True)
-    return made, record.files
+    made = record.files[: len(listed)]
+    rows = sum(sum(expand_row_groups(entry.row_groups)) for entry in made)
+    size = sum(entry.end - entry.start for entry in made)
+    return replace(report, number=number, rows=rows, size=size, is_new=True), made
 
 
 def compress_row_groups(rows: Iterable[int]) -> tuple[int, ...]:

@@ -173,15 +173,21 @@ class PageTokenizer:
         encoding = self._encoding
         if encoding is None:
             return None
+        if self._has_added_token(text):
+            return None
         if encoding.is_composed and not text.isascii():
             normalizer: Any = self._tokenizer.normalizer
             text = str(normalizer.normalize_str(text))
-        if encoding.added and self._prefix in text and any(one in text for one in encoding.added):
-            return None
+            if self._has_added_token(text):
+                return None
         try:
             return encoding.encode(text)
         except ValueError:  # a run of spaces that is too long for its regular expressions
             return None
+
+    def _has_added_token(self, text: str) -> bool:
+        added = self._encoding.added if self._encoding else ()
+        return bool(added) and self._prefix in text and any(one in text for one in added)
 
     def _join(self, texts: Sequence[str | None], found: Sequence[npt.NDArray[Any]]) -> TokenPage:
         before, after = self._around

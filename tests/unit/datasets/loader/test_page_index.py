@@ -217,6 +217,11 @@ def test_a_damaged_index_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
     assert "index of the pages is not used" in caplog.text
+    assert not index_pages(str(folder), is_check=True).is_current
+    assert index_pages(str(folder)).number == 2
+    caplog.clear()
+    assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
+    assert not caplog.records
 
 
 def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
@@ -227,6 +232,17 @@ def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
         "text-000001.json",
         next((folder / "_pages").glob("*.bin")).name,
     ]
+
+
+def test_an_index_of_other_files_keeps_the_entries_of_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_all(PageLoader(str(folder), cache_bytes=1 << 20))
+    for pattern, rows in (("0*", ROWS[0]), ("1*", ROWS[1]), ("deep/*", ROWS[2])):
+        report = index_pages(str(folder), include=[pattern])
+        assert (report.is_new, report.files, report.rows, report.gone) == (True, 1, rows, ())
+    monkeypatch.setattr("millrace.datasets.loader.pages.read_layout", None)
+    assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
 
 
 def test_each_column_has_its_own_index(folder: Path) -> None:
