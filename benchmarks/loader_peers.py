@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import obstore
@@ -94,7 +94,7 @@ def read_webdataset(shards: StoredShards) -> Iterator[Any]:
 
     store = shards.open()
     urls = [f"pipe:curl -s '{sign_url(store, key, timedelta(hours=1))}'" for key in shards.keys]
-    dataset: Any = webdataset.WebDataset(urls, shardshuffle=len(urls), seed=0)
+    dataset = cast("Any", webdataset).WebDataset(urls, shardshuffle=len(urls), seed=0)
     for sample in dataset.shuffle(5000).decode():
         yield sample["txt"]
 
@@ -156,7 +156,7 @@ def read_pyarrow(shards: StoredShards) -> Iterator[Any]:
     filesystem, folder = open_filesystem(shards.open())
     for key in shards.keys:
         with filesystem.open(f"{folder}/{key}") as file:
-            for batch in parquet.ParquetFile(file).iter_batches(columns=["txt"]):
+            for batch in parquet.ParquetFile(cast("Any", file)).iter_batches(columns=["txt"]):
                 yield from batch.column(0).to_pylist()
 
 

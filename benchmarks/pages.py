@@ -433,7 +433,8 @@ def _prepare_floor(
 def measure_bytes(system: str, place: dict[str, Any], first: int, count: int) -> dict[str, float]:
     """Read pages through a relay, and return what the store sends for one."""
     parts = urlsplit(place["spec"]["endpoint"])
-    assert parts.hostname is not None and parts.port is not None
+    assert parts.hostname is not None
+    assert parts.port is not None
     with relay(parts.hostname, parts.port) as (port, counted):
         through = f"http://127.0.0.1:{port}"
         spec = {**place["spec"], "endpoint": through}

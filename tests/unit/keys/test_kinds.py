@@ -18,7 +18,8 @@ _VALUES = {
     "partition": "train-00000", "number": "000000", "step": "000000001", "window": "000000001",
     "epoch": "000000", "term": "000000", "version": "1", "digest": "a" * 64, "root": "b" * 64,
     "nonce": "0123456789abcdef", "holder": "0123456789abcdef", "operation": "read",
-    "digits": "c" * 16, "plan": "20260101T000000-01234567", "piece": "000000", "price_number": "000000",
+    "digits": "c" * 16, "plan": "20260101T000000-01234567", "piece": "000000",
+    "price_number": "000000",
 }  # fmt: skip
 """Values in names; all others are a word."""
 
