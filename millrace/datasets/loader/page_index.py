@@ -8,6 +8,7 @@ another ETag. Such a stale entry is not used, and the loader reads the end of th
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
 
@@ -375,7 +376,10 @@ def _make_index(
     try:
         create(store, record.layouts, body)
     except errors.ExistsError:  # its key is its digest, so it has the same bytes or is damaged
-        if compute_digest(read(store, record.layouts)) != digest:
+        stored = b""
+        with suppress(errors.CorruptError):  # it is larger
+            stored = read(store, record.layouts, max_size=len(body))
+        if stored != body:
             put(store, record.layouts, body)
     for number in range(report.number + 1, report.number + 1 + _ATTEMPTS):
         commit = commit_once(store, make_page_index_key(report.column, number), record)

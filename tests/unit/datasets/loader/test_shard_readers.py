@@ -4,7 +4,7 @@ import json
 import random
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def test_a_deleted_shard_is_named(name: FormatName) -> None:
 def test_another_number_of_samples_than_in_the_manifest_is_refused(name: FormatName) -> None:
     case = make_case(name)
     (shard,) = case.manifest.shards
-    changed = shard.model_copy(update={"samples": COUNT + 1})
+    changed = replace(shard, samples=COUNT + 1)
     case.manifest = case.manifest.model_copy(update={"shards": (changed,)})
     with pytest.raises(errors.CorruptError, match=f"{case.key} cannot be read"):
         case.read(0, COUNT + 1)
@@ -228,8 +228,8 @@ def write_noise(case: Case, noise: bytes) -> Manifest:
     """Replace a shard by other bytes, and give the manifest their digest."""
     put(case.store, case.key, noise)
     (shard,) = case.manifest.shards
-    update = {"size": len(noise), "digest": compute_digest(noise)}
-    return case.manifest.model_copy(update={"shards": (shard.model_copy(update=update),)})
+    changed = replace(shard, size=len(noise), digest=compute_digest(noise))
+    return case.manifest.model_copy(update={"shards": (changed,)})
 
 
 @pytest.mark.parametrize("name", [FormatName.WEBDATASET, FormatName.PARQUET], ids=str)
