@@ -5,7 +5,6 @@ README are checked before the library sees them.
 """
 
 import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from millrace.datasets.sources.hub_files import check_commit
 from millrace.datasets.sources.settings import find_texts, is_path_of_repository
 from millrace.hub import HubSpec
 from millrace.hub.client import HubClient, find_asked_pause
+from millrace.temporary_folders import make_temporary_folder
 
 T = TypeVar("T")
 Columns = Mapping[str, str] | None
@@ -201,7 +201,7 @@ def _open_once(
     _use_endpoint(spec.endpoint)
     _check_cards(spec)
     token = spec.token.get_secret_value() if spec.token else False
-    with tempfile.TemporaryDirectory(prefix="millrace-datasets-") as folder:
+    with make_temporary_folder("millrace-datasets-") as folder:
         # An empty folder: the library must not fall back to another commit in its own cache.
         builder: Any = _call(
             spec,
@@ -210,7 +210,7 @@ def _open_once(
                 config,
                 revision=spec.revision,
                 token=token,
-                cache_dir=folder,
+                cache_dir=str(folder),
                 **json.loads(load_kwargs),
             ),
         )
