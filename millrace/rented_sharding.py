@@ -3,10 +3,10 @@
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from millrace import errors
 from millrace.datasets import PipelineSettings, ShardReport, preflight_dataset, shard_dataset
@@ -57,10 +57,11 @@ class ShardingMachineSettings(CodeRepository):
         default=RentalTimeouts(), description="Time limits and retries."
     )
 
-    @model_validator(mode="after")
-    def _check_offer(self) -> Self:
-        check_offer_id(self.request, self.machines)
-        return self
+    @field_validator("machines")
+    @classmethod
+    def _check_offer(cls, machines: int, info: ValidationInfo) -> int:
+        check_offer_id(info.data.get("request"), machines)
+        return machines
 
 
 class VastSettings(ShardingMachineSettings):
@@ -134,7 +135,7 @@ def read_vast_settings(
         name: value for name, value in given.items() if value is not None
     }
     changed = dict(vast) | {"request": request, "workdir": workdir or vast.workdir}
-    return validate_settings(VastSettings, changed, source=origin)
+    return validate_settings(VastFileSettings, {"vast": changed}, source=origin).vast
 
 
 def shard_on_machines(

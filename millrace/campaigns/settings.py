@@ -7,12 +7,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.checkpoints import CooldownSettings
 from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
-from millrace.rentals import CodeRepository, OfferRequest, RentalTimeouts
+from millrace.rentals import CodeRepository, OfferRequest, RentalTimeouts, check_offer_id
 from millrace.settings import Duration
 
 
@@ -93,6 +100,20 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
         description="Settings of the aggregator: when an idle run ends, and which checkpoints the "
         "aggregator keeps.",
     )
+
+    @field_validator("machines")
+    @classmethod
+    def _check_offer(
+        cls, machines: RentedWorkerOptions | LocalWorkerSettings, info: ValidationInfo
+    ) -> RentedWorkerOptions | LocalWorkerSettings:
+        if isinstance(machines, RentedWorkerOptions):
+            check_offer_id(
+                machines.request,
+                info.data.get("workers", 1),
+                count_name="workers",
+                request_name="machines.request",
+            )
+        return machines
 
     @model_validator(mode="after")
     def _check_gather(self) -> Self:

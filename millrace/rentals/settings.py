@@ -3,7 +3,16 @@
 from datetime import timedelta
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from millrace.rentals.offers import OfferRequest
 from millrace.rentals.vast.api import VastClient
@@ -22,19 +31,28 @@ GrantPrefix = Annotated[str, StringConstraints(pattern=r"^[^/_].*/$")]
 WorkFolder = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f]+$", max_length=1000)]
 
 
-def check_offer_id(request: OfferRequest, machines: int) -> None:
+def check_offer_id(
+    request: OfferRequest | None,
+    count: int,
+    *,
+    count_name: str = "machines",
+    request_name: str = "request",
+) -> None:
     """Refuse to rent several machines from one offer.
 
     Args:
-        request: Requirements of each machine.
-        machines: Number of machines.
+        request: Requirements of each machine; None if they are invalid.
+        count: Number of machines.
+        count_name: Name of the setting with this number.
+        request_name: Name of the setting with the requirements.
 
     Raises:
         ValueError: The requirements name an offer, which has one machine, and there are several.
     """
-    if request.offer_id is not None and machines > 1:
+    if request is not None and request.offer_id is not None and count > 1:
         raise ValueError(
-            "an offer is one machine: set machines to 1, or remove offer_id from request"
+            f"an offer is one machine: set {count_name} to 1, or remove offer_id from "
+            f"{request_name}"
         )
 
 
@@ -194,10 +212,11 @@ class MachineSettings(BaseModel):
         default=RentalTimeouts(), description="Time limits and retries."
     )
 
-    @model_validator(mode="after")
-    def _check_offer(self) -> Self:
-        check_offer_id(self.request, self.machines)
-        return self
+    @field_validator("machines")
+    @classmethod
+    def _check_offer(cls, machines: int, info: ValidationInfo) -> int:
+        check_offer_id(info.data.get("request"), machines)
+        return machines
 
     @property
     def effective_request(self) -> OfferRequest:

@@ -2,12 +2,27 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from pydantic import SecretStr
+import pytest
+from pydantic import BaseModel, SecretStr
 
-from millrace.rentals import LedgerSettings, MachineSettings, RentalSettings
+from millrace.campaigns import TrainingOptions
+from millrace.errors import ConfigurationError
+from millrace.rentals import (
+    LedgerSettings,
+    MachineSettings,
+    OfferRequest,
+    RentalSettings,
+    check_offer_id,
+)
+from millrace.rented_sharding import VastFileSettings
+from millrace.settings import validate_settings
 from millrace.storage import Credentials, StoreSpec
 from tests.support.rentals.parts import make_settings
+
+OFFER = {"offer_id": 7, "max_hourly": 1, "max_total": 5}
+RENTED = {"kind": "rented", "repo_url": "https://example.com/code", "request": OFFER}
 
 
 def test_a_rental_is_made_of_a_name_a_ledger_and_what_to_rent(tmp_path: Path) -> None:
@@ -24,3 +39,45 @@ def test_a_ledger_comes_back_from_json_with_its_secrets(tmp_path: Path) -> None:
     ledger = LedgerSettings(store=store, account=make_settings(tmp_path).account)
     assert "hidden" not in ledger.model_dump_json()
     assert LedgerSettings.model_validate(ledger.reveal_secrets()) == ledger
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        (
+            VastFileSettings,
+            {"vast": {"request": OFFER, "machines": 2}},
+            (
+                "vast.machines: an offer is one machine: set machines to 1, or remove offer_id from "
+                "request"
+            ),
+        ),
+        (
+            MachineSettings,
+            {"request": OFFER, "machines": 2},
+            "machines: an offer is one machine: set machines to 1, or remove offer_id from request",
+        ),
+        (
+            TrainingOptions,
+            {"workers": 2, "machines": RENTED},
+            (
+                "machines: an offer is one machine: set workers to 1, or remove offer_id from "
+                "machines.request"
+            ),
+        ),
+    ],
+)
+def test_several_machines_of_one_offer_are_refused_at_their_field(
+    model: type[BaseModel], data: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        validate_settings(model, data, source="job.yaml")
+    faults = str(refused.value).removeprefix("job.yaml: ").removesuffix(".").split("; ")
+    assert said in faults
+
+
+def test_an_offer_of_one_machine_is_taken() -> None:
+    request = OfferRequest.model_validate(OFFER)
+    for count in (1, 2):
+        check_offer_id(request.model_copy(update={"offer_id": None}), count)
+    check_offer_id(request, 1)
