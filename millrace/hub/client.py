@@ -1,6 +1,5 @@
 """Requests to a repository of the Hugging Face Hub, with retries, and errors of Millrace."""
 
-import math
 import os
 import random
 import re
@@ -26,8 +25,8 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 from millrace import errors
 from millrace.environment import read_variable
+from millrace.hub.backoff import BackoffLimit, find_pause
 from millrace.hub.spec import HubSpec
-from millrace.retry_after import parse_retry_after
 
 T = TypeVar("T")
 ProbeOperation = CommitOperationAdd | CommitOperationDelete
@@ -71,8 +70,7 @@ def find_asked_pause(error: BaseException | None) -> float:
     """Return the seconds that the Hub asked to wait in the answer that caused an error, or 0."""
     while error is not None:
         if isinstance(error, HfHubHTTPError):
-            asked = parse_retry_after(error.response.headers.get("Retry-After", ""))
-            return min(asked, _LONGEST_ASKED_PAUSE)
+            return min(find_pause(error.response), _LONGEST_ASKED_PAUSE)
         error = error.__cause__ or error.__context__
     return 0.0
 
@@ -275,29 +273,36 @@ class HubClient:
     def _call_with_retries(self, key: str, call: Callable[[], T]) -> T:
         """Make a request to the Hub, with retries of transient errors and full jitter.
 
-        The time for retries begins with the first error, as a transfer may take hours. It begins
-        again after a try that took longer than that time, up to five times.
+        The time for retries begins with the first error, as a transfer may take hours. It includes
+        the retries by huggingface_hub. It begins again after a try that took longer than that time
+        before its first error, up to five times.
         """
-        deadline, pause = math.inf, _FIRST_PAUSE
+        timeout = self.spec.retry_timeout.total_seconds()
+        limit, pause = BackoffLimit(timeout), _FIRST_PAUSE
         long_tries = 0
         while True:
             began = time.monotonic()
             try:
-                return self._call_once(key, call)
+                return self._call_once(key, call, limit)
             except errors.UnavailableError as error:
-                if time.monotonic() - began > self.spec.retry_timeout.total_seconds():
+                if limit.fail_try(time.monotonic()) - began > timeout:
                     long_tries += 1
                     if long_tries <= _MAX_LONG_TRIES:
-                        deadline, pause = math.inf, _FIRST_PAUSE
-                deadline = min(deadline, self.compute_deadline())
+                        limit.restart(time.monotonic())
+                        pause = _FIRST_PAUSE
                 wait = max(find_asked_pause(error), random.uniform(0, pause))
-                if time.monotonic() + wait > deadline:
+                if time.monotonic() + wait > limit.deadline:
                     raise
                 time.sleep(wait)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _call_once(self, key: str, call: Callable[[], T]) -> T:
+    def _call_once(self, key: str, call: Callable[[], T], limit: BackoffLimit | None = None) -> T:
         """Make a request to the Hub once, and translate its errors.
+
+        Args:
+            key: Key for messages.
+            call: Function that makes the request.
+            limit: Limit on the retries by huggingface_hub; by default a new one.
 
         Raises:
             NotFoundError, DeniedError, ChangedError: The Hub answers with such an error.
@@ -305,8 +310,10 @@ class HubClient:
             MillraceError: The request failed for another reason.
         """
         where = self.make_url(key) if key else self.url
+        limit = limit or BackoffLimit(self.spec.retry_timeout.total_seconds())
         try:
-            return call()
+            with limit.apply():
+                return call()
         except EntryNotFoundError as error:
             if not isinstance(error, LocalEntryNotFoundError):  # a download could not begin
                 raise errors.NotFoundError(f"There is no {where}.") from error

@@ -6,6 +6,7 @@ README are checked before the library sees them.
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,6 +26,7 @@ from millrace.datasets.sources.http_files import RetryClock
 from millrace.datasets.sources.hub_files import check_commit
 from millrace.datasets.sources.settings import find_texts, is_path_of_repository
 from millrace.hub import HubSpec
+from millrace.hub.backoff import BackoffLimit
 from millrace.hub.client import HubClient, find_asked_pause
 from millrace.temporary_folders import make_temporary_folder
 
@@ -334,11 +336,14 @@ def _call(spec: HubSpec, call: Callable[[], T]) -> T:
     Raises:
         MillraceError: The same as of `translate_error`, or the Hub does not answer in time.
     """
-    clock = RetryClock(spec.retry_timeout.total_seconds())
+    timeout = spec.retry_timeout.total_seconds()
+    clock, limit = RetryClock(timeout), BackoffLimit(timeout)
     while True:
         try:
-            return call()
+            with limit.apply():
+                return call()
         except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds
+            limit.fail_try(time.monotonic())
             where = f"hf://datasets/{spec.repo}"
             clock.wait(translate_error(spec, where, "open it", error), find_asked_pause(error))
 
