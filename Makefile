@@ -70,6 +70,7 @@ bench: .venv/dev
 	@deployments/test-servers.sh
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.formats
+	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.ray_shards
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m benchmarks.resume

@@ -5,6 +5,7 @@ Each reader yields the texts or the token arrays of all samples, in one process.
 
 import importlib
 import io
+import os
 import sys
 import tempfile
 from collections import deque
@@ -119,6 +120,11 @@ def read_litdata(shards: StoredShards) -> Iterator[Any]:
 
 def read_mds(shards: StoredShards) -> Iterator[Any]:
     """Read with ``streaming.StreamingDataset``, shuffled."""
+    options = shards.options
+    os.environ["S3_ENDPOINT_URL"] = options["endpoint_url"]
+    os.environ["AWS_ACCESS_KEY_ID"] = options["aws_access_key_id"]
+    os.environ["AWS_SECRET_ACCESS_KEY"] = options["aws_secret_access_key"]
+    os.environ["AWS_DEFAULT_REGION"] = options["region_name"]
     streaming: Any = importlib.import_module("streaming.base")
     with tempfile.TemporaryDirectory() as cache:
         dataset = streaming.StreamingDataset(

@@ -77,7 +77,7 @@ class ShardLoader:
         streams: Number of streams that are mixed. By default 64, or a smaller power of two if the
             split has fewer than four shards for each stream, and 1 without shuffling.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
-            together. One process that reads all streams takes about three times this memory.
+            together. One process that reads all streams takes up to five times this memory.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks

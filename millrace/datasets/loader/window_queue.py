@@ -120,10 +120,13 @@ class StreamWindows:
         self, windows: range, skipped: int, queue: WindowQueue
     ) -> Iterator[LoadedSample]:
         for window in windows:
-            rows = [row for load in queue.take() for row in load()]
+            loads, rows = queue.take(), list[LoadedSample]()
+            while loads:
+                rows += loads.pop(0)()  # frees the bytes
             order = self._order.permute_window(self._stream, window)
             for index in order[skipped:]:
                 yield rows[index]
+            del rows  # before the next window is decoded
             skipped = 0
 
     def _load(self, window: int) -> list[LoadRows]:
