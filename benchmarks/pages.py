@@ -458,7 +458,7 @@ def relay(host: str, port: int) -> Iterator[tuple[int, list[int]]]:
     async def forward(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_counted: bool
     ) -> None:
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(1 << 16):
                 counted[0] += len(data) if is_counted else 0
                 writer.write(data)
