@@ -12,7 +12,7 @@ are in folders, and everything runs on one worker, so CPU time is compared, and 
 
 ``read``: all rows of a source are read, and nothing is written.
 
-- ``millrace``: the source as the workers read it.
+- ``millrace``: the source as the workers read it for LitData and MDS: in batches, if it has them.
 - ``peer``: the library that reads this kind of file.
 - ``floor``: the files are read.
 """
@@ -44,8 +44,9 @@ from benchmarks.common import (
 from benchmarks.corpus import write_jsonl
 from benchmarks.format_peers import MIB, MOSAICML, READERS, SHARD, WRITERS
 from millrace.datasets import PipelineSettings, plan_dataset, shard_dataset
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import BadRow, RowBatch
 from millrace.datasets.sources import open_source
+from millrace.datasets.sources.base import BatchSource
 from millrace.storage import open_store
 from millrace.testing.mosaicml import install_mosaicml
 
@@ -109,9 +110,13 @@ def read_with_millrace(source: Path, out: Path, kind: str) -> dict[str, float]:
         opened = open_source(plan.source, settings.source.open_files(), open_store(settings.store))
         size = 0
         for partition in plan.partitions:
-            for row in opened.iterate_rows(partition.source_range, 0):
-                assert isinstance(row, Sample)
-                size += len(row.fields["txt"])
+            iterate = (
+                opened.iterate_batches if isinstance(opened, BatchSource) else opened.iterate_rows
+            )
+            for row in iterate(partition.source_range, 0):
+                assert not isinstance(row, BadRow)
+                values = row.columns["txt"] if isinstance(row, RowBatch) else [row.fields["txt"]]
+                size += sum(map(len, values))
         return size
 
     return _measure(read)

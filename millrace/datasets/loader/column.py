@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace import errors
-from millrace.datasets.loader import thrift
+from millrace.datasets import thrift
 from millrace.datasets.loader.mirrored_files import read_checked
-from millrace.datasets.loader.thrift import Value
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.reader import SourceFileReader
+from millrace.datasets.thrift import Value
 from millrace.schemas.dataset import FileRef
 
 Array = Any  # `pa.ChunkedArray`; its stubs do not type the elements

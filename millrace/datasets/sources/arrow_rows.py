@@ -3,11 +3,13 @@
 Text and bytes are written unchanged, and other values as JSON.
 """
 
+import io
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -245,18 +247,16 @@ def _slice_values(array: Array) -> Values:
         return []
     is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     _, offsets, data = array.buffers()
-    width, code = (8, "q") if is_large else (4, "i")
-    begin = array.offset * width
-    edges = memoryview(offsets).cast("B")[begin : begin + (len(array) + 1) * width]
-    ends = edges.cast(code).tolist()
-    first = ends[0]
-    view = memoryview(data or b"")[first : ends[-1]]
+    dtype = np.dtype(np.int64 if is_large else np.int32)
+    begin = array.offset * dtype.itemsize
+    edges = np.frombuffer(offsets, dtype, len(array) + 1, begin)
+    view = memoryview(data or b"")[edges[0] : edges[-1]]
     values: Values
     if len(view) > _SMALL_VALUE * len(array):
-        values = [view[start - first : end - first].tobytes() for start, end in pairwise(ends)]
-    else:  # slices of bytes cost half as much
-        copy = view.tobytes()
-        values = [copy[start - first : end - first] for start, end in pairwise(ends)]
+        ends = (edges - edges[0]).tolist()
+        values = [view[start:end].tobytes() for start, end in pairwise(ends)]
+    else:  # a copy is read in half the time
+        values = [*map(io.BytesIO(view).read, np.diff(edges).tolist())]
     if array.null_count:
         for index in cast("Any", pc).indices_nonzero(array.is_null()).to_pylist():
             values[index] = None

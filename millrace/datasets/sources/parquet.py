@@ -6,6 +6,7 @@ row again, and no other.
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace import errors
+from millrace.datasets import thrift
 from millrace.datasets.sample import Row, RowBatch, iterate_rows
 from millrace.datasets.sources.arrow_rows import (
     check_columns,
@@ -26,12 +28,15 @@ from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.schemas.dataset import FileRef, RowRange, SourceRange
 
 _CONCURRENCY = 16  # concurrent reads of footers
-_BATCH_BYTES = 4 << 20  # bytes of the rows that are decoded at a time
+_BATCH_BYTES = 512 << 10  # of the rows that are decoded at a time, which a processor's cache holds
 _MAX_BATCH_ROWS = 1024
 _MAX_HELD_BYTES = 128 << 20  # of a row group that is read as a whole, while another is decoded
 _FOOTER_BYTES = 64 << 10  # bytes at the end of a file that are read first
 _SIGNATURE_BYTES = 28  # of a footer that is signed, since columns are encrypted
 _PROBED_ROWS = 16  # rows by which the size of the rows of a group is estimated
+_HEADER_BYTES = 64  # bytes of a page's header that are read
+# Numbers of fields of a page's header (parquet.thrift), and of the header of a dictionary in it.
+_PAGE_SIZE, _DICTIONARY_HEADER, _VALUE_COUNT = 2, 7, 1
 _BUFFER_SIZE = 8 << 20  # bytes of a request for a column of a larger row group
 
 
@@ -208,7 +213,8 @@ class ParquetSource:
         groups = _select_groups(parquet.metadata, start, end)
 
         def fetch(group: int) -> list[tuple[int, bytes]]:
-            ranges = _find_chunks(parquet.metadata.row_group(group), names)
+            chunks = _select_chunks(parquet.metadata.row_group(group), names)
+            ranges = [(begin, begin + chunk.total_compressed_size) for begin, chunk in chunks]
             whole = sum(stop - begin for begin, stop in ranges) <= _MAX_HELD_BYTES
             return reader.fetch(ranges) if whole else []
 
@@ -220,7 +226,7 @@ class ParquetSource:
                 following = groups[index + 1][0] if index + 1 < len(groups) else None
                 pending = pool.submit(fetch, following) if following is not None else None
                 at = first
-                for batch in self._decode_group(parquet, group, names):
+                for batch in self._decode_group(reader, parquet, group, names):
                     lower, upper = max(start - at, 0), min(end - at, batch.num_rows)
                     at += batch.num_rows
                     if lower < upper:
@@ -229,23 +235,23 @@ class ParquetSource:
                     raise OSError(f"its row group {group} has another number of rows than it says")
 
     def _decode_group(
-        self, parquet: pq.ParquetFile, group: int, names: list[str] | None
+        self, reader: SourceFileReader, parquet: pq.ParquetFile, group: int, names: list[str] | None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a row group in batches of about 4 MiB.
-
-        The size of the rows is that of the first ones, since a repeated value is stored once.
-        """
+        """Yield the rows of a row group in batches of about 512 KiB."""
 
         def decode(rows: int) -> Iterator[pa.RecordBatch]:
             return cast("Any", parquet).iter_batches(
                 rows, row_groups=[group], columns=names, use_threads=False
             )
 
-        probed = next(decode(_PROBED_ROWS), None)
-        if probed is None:
-            return iter(())
-        row_bytes = max(1, probed.nbytes // max(1, probed.num_rows))
-        return decode(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // row_bytes)))
+        described = parquet.metadata.row_group(group)
+        size = _estimate_size(reader, _select_chunks(described, names))
+        row_bytes = size // max(1, described.num_rows)
+        if size < 0:
+            # The first rows show the size. For this, their pages are decoded twice.
+            probed = next(decode(_PROBED_ROWS), None)
+            row_bytes = probed.nbytes // max(1, probed.num_rows) if probed else 0
+        return decode(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, row_bytes))))
 
     def _select_names(self, schema: pa.Schema) -> list[str] | None:
         """Return the paths of the columns to read; None for all."""
@@ -266,17 +272,37 @@ def _select_groups(metadata: pq.FileMetaData, start: int, end: int) -> list[tupl
     return groups
 
 
-def _find_chunks(group: pq.RowGroupMetaData, names: list[str] | None) -> list[tuple[int, int]]:
-    """Return the ranges of a row group's columns in the file."""
-    ranges: list[tuple[int, int]] = []
+def _select_chunks(
+    group: pq.RowGroupMetaData, names: list[str] | None
+) -> list[tuple[int, pq.ColumnChunkMetaData]]:
+    """Return the chunks of a row group's columns, each with its offset in the file."""
+    chunks: list[tuple[int, pq.ColumnChunkMetaData]] = []
     for index in range(group.num_columns):
         chunk = group.column(index)
         path = chunk.path_in_schema
-        if names is not None and not any(
-            path == name or path.startswith(f"{name}.") for name in names
-        ):
-            continue
-        offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
-        begin = min(offset for offset in offsets if offset is not None)
-        ranges.append((begin, begin + chunk.total_compressed_size))
-    return ranges
+        if names is None or any(path == name or path.startswith(f"{name}.") for name in names):
+            offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
+            chunks.append((min(one for one in offsets if one is not None), chunk))
+    return chunks
+
+
+def _estimate_size(
+    reader: SourceFileReader, chunks: list[tuple[int, pq.ColumnChunkMetaData]]
+) -> int:
+    """Return the approximate bytes of the decoded values of chunks; -1 if they are not known.
+
+    A dictionary has a repeated value once. Its header has the number of the different values.
+    """
+    total = 0
+    for begin, chunk in chunks:
+        if any("DELTA" in encoding for encoding in chunk.encodings):
+            return -1  # a value may be stored as its difference to the one before
+        size = chunk.total_uncompressed_size
+        reader.seek(begin)
+        with suppress(thrift.ThriftError):  # a header of a page of values may be longer
+            header, _ = thrift.decode_struct(reader.read(_HEADER_BYTES))
+            if _DICTIONARY_HEADER in header:
+                values = header[_DICTIONARY_HEADER].content[_VALUE_COUNT].content
+                size = max(size, chunk.num_values * header[_PAGE_SIZE].content // max(1, values))
+        total += size
+    return total

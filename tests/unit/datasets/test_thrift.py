@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.datasets.loader import thrift
-from millrace.datasets.loader.thrift import Value
+from millrace.datasets import thrift
+from millrace.datasets.thrift import Value
 
 
 def write_footer() -> bytes:

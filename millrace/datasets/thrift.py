@@ -1,6 +1,6 @@
 """Decode and encode values of Thrift's compact protocol, in which parquet's metadata is written.
 
-pyarrow writes the offsets of pages and does not read them, so the loader decodes them itself. A
+pyarrow writes the offsets of pages and does not read them, so they are decoded here. A
 struct is a dict from the number of a field to its value, and each value keeps its type, so that a
 struct can be changed and encoded again.
 """
