@@ -114,6 +114,19 @@ class RowBatch:
 _NEW_SAMPLE: Callable[[Iterable[Any]], Sample] = partial(cast("Any", tuple).__new__, Sample)
 
 
+def make_keys(file_index: int, numbers: Sequence[int], digits: int) -> list[str]:
+    """Return the keys of samples by their numbers or offsets in a file.
+
+    Args:
+        file_index: Number of the file.
+        numbers: Numbers of the samples.
+        digits: Smallest number of digits of a number.
+    """
+    pattern = f"{file_index:05d}-%0{digits}d\n"
+    # One text of all keys takes two thirds of the time of a text for each.
+    return (pattern * len(numbers) % (*numbers,)).splitlines()
+
+
 def iterate_rows(batches: Iterator[RowBatch | Row]) -> Iterator[Row]:
     """Yield the rows of batches, and the rows between them."""
     for one in batches:

@@ -6,6 +6,7 @@ could not decode. The messages of the refusals follow the name of the field.
 
 import struct
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import orjson
@@ -33,14 +34,16 @@ def encode_text(data: FieldData) -> bytes:
 def encode_all(encode: FieldEncoder, values: Sequence[bytes]) -> Sequence[FieldData]:
     """Return the fields of one column of many samples, each as its encoder returns it.
 
-    The encoder is not called for bytes, nor for texts of ASCII alone, which stay as they are.
+    The encoder is not called for bytes and texts, which stay as they are.
 
     Raises:
         BadSampleError: A field is not of its type.
     """
-    if encode is keep_bytes or (encode is encode_text and all(map(bytes.isascii, values))):
+    if encode is encode_text:
+        for text in filterfalse(bytes.isascii, values):
+            check_text(text)
         return values
-    return [encode(value) for value in values]
+    return values if encode is keep_bytes else [encode(value) for value in values]
 
 
 def encode_json(data: FieldData) -> bytes:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace import errors
-from millrace.datasets.sample import BadRow, Row, RowBatch, Sample
+from millrace.datasets.sample import BadRow, Row, RowBatch, Sample, make_keys
 
 Array = Any  # `pa.Array` of any type; its stubs do not type the elements
 Values = list[Any]
@@ -53,7 +53,7 @@ def make_rows(
             extension: encode_column(follow_path(batch, column))
             for extension, column in columns.items()
         }
-    keys = [*map(f"{file_index:05d}-%010d".__mod__, range(first, first + batch.num_rows))]
+    keys = make_keys(file_index, range(first, first + batch.num_rows), 10)
     next_cursors = range(cursor + 1, cursor + 1 + batch.num_rows)
     if all(set(map(type, one)) <= {bytes} for one in values.values()):
         yield RowBatch(keys, values, next_cursors)

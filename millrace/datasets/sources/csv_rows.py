@@ -14,7 +14,15 @@ from itertools import islice, pairwise
 from typing import NamedTuple, cast
 
 from millrace import errors
-from millrace.datasets.sample import BATCH_BYTES, BadRow, Row, RowBatch, Sample, iterate_rows
+from millrace.datasets.sample import (
+    BATCH_BYTES,
+    BadRow,
+    Row,
+    RowBatch,
+    Sample,
+    iterate_rows,
+    make_keys,
+)
 from millrace.datasets.sources.csv_values import (
     BadValuesError,
     RowParser,
@@ -323,8 +331,8 @@ class _UnreadBytes:
 
 
 def _make_batch(source_range: TextRange, rows: _ParsedRows) -> RowBatch:
-    key = f"{source_range.file_index:05d}-%013d"
-    return RowBatch([*map(key.__mod__, rows.offsets)], rows.columns, rows.next_cursors)
+    keys = make_keys(source_range.file_index, rows.offsets, 13)
+    return RowBatch(keys, rows.columns, rows.next_cursors)
 
 
 def _make_row(

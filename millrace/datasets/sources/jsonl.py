@@ -21,6 +21,7 @@ from millrace.datasets.sample import (
     RowBatch,
     Sample,
     iterate_rows,
+    make_keys,
 )
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.ranges import iterate_unreadable
@@ -72,8 +73,7 @@ class JsonLinesSource:
         for lines in self._files.iterate_batches(source_range, cursor):
             columns = self._parse_lines(lines.data)
             if columns:
-                key = f"{source_range.file_index:05d}-%013d"
-                keys = [*map(key.__mod__, lines.offsets)]
+                keys = make_keys(source_range.file_index, lines.offsets, 13)
                 yield RowBatch(keys, columns, lines.next_cursors)
                 continue
             for _, offset, after, held in strip_lines(lines):
