@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from millrace.datasets.loader import thrift
+from millrace.datasets import thrift
 from millrace.datasets.loader.column import (
     ColumnLayout,
     ColumnPart,
@@ -21,7 +21,7 @@ from millrace.datasets.loader.column import (
     Pages,
     estimate_layout_size,
 )
-from millrace.datasets.loader.thrift import Value
+from millrace.datasets.thrift import Value
 
 Numbers = npt.NDArray[np.int64]
 

@@ -48,8 +48,8 @@ def test_a_ledger_comes_back_from_json_with_its_secrets(tmp_path: Path) -> None:
             VastFileSettings,
             {"vast": {"request": OFFER, "machines": 2}},
             (
-                "vast.machines: an offer is one machine: set machines to 1, or remove offer_id from "
-                "request"
+                "vast.machines: an offer is one machine: set machines to 1, or remove offer_id "
+                "from request"
             ),
         ),
         (
