@@ -70,7 +70,13 @@ def made(kind: Any, text: str, last: bool = False) -> Any:  # noqa: PLR0911 - on
         return kind.model_construct(**values)
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return kind(**{name: made(hints[name], text, last) for name in names})
+        values = {name: made(hints[name], text, last) for name in names}
+        if not hasattr(kind, "__pydantic_validator__"):
+            return kind(**values)
+        part = object.__new__(kind)  # not validated, as by `model_construct`
+        for name, value in values.items():
+            object.__setattr__(part, name, value)
+        return part
     raise TypeError(f"no value of {kind} is known")
 
 

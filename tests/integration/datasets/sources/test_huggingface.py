@@ -5,6 +5,7 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_every_cursor_continues_with_the_next_row(hub, repo, tmp_path):
     files = settings.source.open_files(plan.source)
     source = open_source(plan.source, files, open_store((tmp_path / "out").as_uri()))
     first, second = sorted((one.source_range for one in plan.partitions), key=lambda one: one.start)
-    both = first.model_copy(update={"end": second.end, "size": first.size + second.size})
+    both = replace(first, end=second.end, size=first.size + second.size)
     rows = list(source.iterate_rows(both, 0))
     assert len(rows) == len({row.key for row in rows}) == 252
     assert [row.fields["txt"] for row in rows[-2:]] == [b"x", b"y"]
