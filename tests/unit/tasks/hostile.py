@@ -71,13 +71,18 @@ def made(kind: Any, text: str, last: bool = False) -> Any:  # noqa: PLR0911 - on
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.init]
         values = {name: made(hints[name], text, last) for name in names}
-        if not hasattr(kind, "__pydantic_validator__"):
-            return kind(**values)
-        part = object.__new__(kind)  # not validated, as by `model_construct`
-        for name, value in values.items():
-            object.__setattr__(part, name, value)
-        return part
+        return _construct(kind, values)
     raise TypeError(f"no value of {kind} is known")
+
+
+def _construct(kind: Any, values: dict[str, Any]) -> Any:
+    """Make a dataclass; one of pydantic is not validated, as by `model_construct`."""
+    if not hasattr(kind, "__pydantic_validator__"):
+        return kind(**values)
+    part = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(part, name, value)
+    return part
 
 
 def publishing() -> Iterator[str]:
