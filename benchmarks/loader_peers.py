@@ -91,8 +91,7 @@ def fetch_bodies(shards: StoredShards) -> Iterator[bytes]:
 
 def read_webdataset(shards: StoredShards) -> Iterator[Any]:
     """Read with ``webdataset.WebDataset``, which fetches by curl, and shuffle its way."""
-    import webdataset
-
+    webdataset: Any = importlib.import_module("webdataset")
     store = shards.open()
     urls = [f"pipe:curl -s '{sign_url(store, key, timedelta(hours=1))}'" for key in shards.keys]
     dataset = cast("Any", webdataset).WebDataset(urls, shardshuffle=len(urls), seed=0)
@@ -157,8 +156,7 @@ def read_datasets(shards: StoredShards) -> Iterator[Any]:
 
 def read_pyarrow(shards: StoredShards) -> Iterator[Any]:
     """Read with ``pyarrow.parquet`` in batches, as Python objects, without a shuffle."""
-    from pyarrow import parquet
-
+    parquet: Any = importlib.import_module("pyarrow.parquet")
     filesystem, folder = open_filesystem(shards.open())
     for key in shards.keys:
         with filesystem.open(f"{folder}/{key}") as file:
