@@ -12,6 +12,7 @@ from millrace.datasets.loader.templar import R2DatasetLoader
 from millrace.storage import list_objects, open_store, put, read
 from millrace.testing.rgw import RGW
 from tests.support.byte_pairs import encode_json, make_tokenizer
+from tests.support.forks import leave_out_prefect
 from tests.support.guides import Guide, follow
 
 
@@ -59,6 +60,7 @@ def test_every_block_of_the_guide_to_loading(
         for stat in list_objects(store):
             put(copy, stat.key, read(store, stat.key))
         capsys.readouterr()
+        leave_out_prefect(monkeypatch)
         names: dict[str, object] = {}
         guide.execute(names)
         lines = capsys.readouterr().out.splitlines()

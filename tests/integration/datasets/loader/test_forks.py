@@ -37,10 +37,17 @@ from millrace.testing.rgw import RGW
 from tests.soak.faults import make_faults, make_r2_store
 from tests.stores import make_spec
 from tests.support.byte_pairs import encode_json, make_tokenizer
+from tests.support.forks import leave_out_prefect
 from tests.support.formats import make_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 SIZES = (1200, 349)
+
+
+@pytest.fixture(autouse=True)
+def without_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep services of Prefect, which earlier tests have started, from ending a forked child."""
+    leave_out_prefect(monkeypatch)
 
 
 @pytest.fixture
@@ -62,7 +69,7 @@ def upload(spec: StoreSpec, texts: list[str]) -> None:
 def dataset(
     request: pytest.FixtureRequest, rgw: RGW, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> StoreSpec:
-    """A dataset by a key pair, whose requests are signed here, and by boto3 with others."""
+    """A dataset by a key pair of its settings, and of the environment."""
     spec = make_spec("rgw", request)
     upload(spec, texts)
     if request.param == "environment":
