@@ -1,0 +1,192 @@
+"""What a loader refuses, and the sequences of packed tokens."""
+
+import itertools
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import errors
+from millrace.datasets.formats import FieldType
+from millrace.datasets.loader import Remainder, ShardLoader
+from millrace.datasets.sample import Sample
+from millrace.storage import open_store
+from tests.support.shard_datasets import write_dataset
+
+SIZES = (7, 5, 8)
+Make = Callable[..., ShardLoader]
+
+
+@pytest.fixture(scope="module")
+def url() -> str:
+    """A store with texts, and documents of the tokens 0, 1, 1, 2, 2, 2 and so on."""
+    url = f"memory://{secrets.token_hex(8)}"
+    store, numbers = open_store(url), iter(range(sum(SIZES)))
+    parts = [[next(numbers) for _ in range(size)] for size in SIZES]
+    texts = [[Sample(f"k{n}", {"txt": b"%d" % n}, n) for n in part] for part in parts]
+    tokens = [
+        [Sample(f"k{n}", {"tokens": np.full(n, n, "<u2").tobytes()}, n) for n in part]
+        for part in parts
+    ]
+    write_dataset(store, "texts", ["mds", "webdataset"], {"txt": FieldType.STR}, texts)
+    write_dataset(store, "others", ["mds"], {"txt": FieldType.STR}, texts[:2])
+    write_dataset(store, "tokens", ["tokens"], {"tokens": FieldType.UINT16_ARRAY}, tokens)
+    return url
+
+
+@pytest.fixture
+def make(url: str) -> Make:
+    def make(dataset: str = "texts", **options: Any) -> ShardLoader:
+        return ShardLoader(url, dataset, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "tar"}, "no format 'tar'. The formats are webdataset"),
+        ({"format": "parquet"}, "no shards in the format parquet. Its formats are mds, webdataset"),
+        ({"split": "val"}, "no samples in the split 'val'. Its splits are train"),
+        ({"streams": 64, "world_size": 6}, "64 streams cannot be dealt equally to 6 ranks"),
+        ({"streams": 64, "world_size": 6}, "such as 66"),
+        ({"streams": 0}, "cannot be dealt"),
+        ({"rank": 2, "world_size": 2, "streams": 2}, "`rank` is 2"),
+        ({"batch_size": 0}, "`batch_size` is at least 1"),
+        ({"pack": 0, "pack_field": "txt"}, "`pack` is at least 1"),
+        ({"pack": 4}, "The format tokens takes one field"),
+        ({"remainder": "all"}, "no remainder 'all'"),
+        ({"transform": dict, "remainder": "drop"}, "`remainder` cannot be 'drop'"),
+        ({"world_size": 21, "streams": 21}, "20 samples, fewer than the 21 ranks"),
+        ({"remainder": "pad", "streams": 21}, "fewer than the 21 streams"),
+    ],
+)
+def test_an_invalid_argument_is_a_sentence(make: Make, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=text):
+        make(**options)
+
+
+def test_a_store_without_the_name_of_a_dataset_is_a_sentence(url: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match="names a store and no dataset"):
+        ShardLoader(url)
+    with pytest.raises(errors.NotFoundError, match="has no manifest"):
+        ShardLoader(url, "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seed": 2}, "seed=1, and this one has seed=2"),
+        ({"seed": 1, "shuffle": False}, "shuffle=True"),
+        ({"seed": 1, "transform": dict}, "transform=False"),
+        ({"seed": 1, "dataset": "others"}, "of another dataset, or of another version"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(
+    make: Make, options: dict[str, Any], text: str
+) -> None:
+    state = make(seed=1).state_dict()
+    with pytest.raises(errors.ConfigurationError, match=text):
+        make(**options).load_state_dict(state)
+
+
+def test_a_damaged_state_is_refused(make: Make) -> None:
+    loader = make()
+    state = loader.state_dict()
+    for damage in ({"position": 21}, {"position": -1}, {"ahead": {0: 99}}, {"ahead": {9: 1}}):
+        with pytest.raises(errors.ConfigurationError, match="does not fit the dataset"):
+            loader.load_state_dict({**state, **damage})
+    with pytest.raises(errors.ConfigurationError, match="version has a value"):
+        loader.load_state_dict({**state, "version": 2})
+    with pytest.raises(errors.ConfigurationError, match="no state of a ShardLoader"):
+        loader.load_state_dict({"step": 3})
+    with pytest.raises(errors.ConfigurationError, match="snapshot_every_n_steps=1"):
+        loader.load_state_dict({"_steps_since_snapshot": 2, "_snapshot": state})
+
+
+def test_states_of_different_steps_are_refused(make: Make) -> None:
+    loader = make()
+    states = [loader.state_dict()]
+    next(iter(loader))
+    states.append(loader.state_dict())
+    with pytest.raises(errors.ConfigurationError, match="different steps"):
+        make().load_state_dict(states)
+
+
+def test_the_states_of_all_ranks_are_needed_where_ranks_differ(make: Make) -> None:
+    options: dict[str, Any] = {"streams": 4, "transform": lambda sample: [sample] * 2}
+    ranks = [make(rank=rank, world_size=2, **options) for rank in range(2)]
+    for rank in ranks:
+        next(iter(rank))
+    states = [rank.state_dict() for rank in ranks]
+    with pytest.raises(errors.ConfigurationError, match="state of rank 1 of 2 is missing"):
+        make(**options).load_state_dict(states[0])
+    make(**options).load_state_dict(states)
+    again = make(rank=0, world_size=2, **options)
+    again.load_state_dict(states[0])
+    assert again.state_dict() == states[0]
+
+
+def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
+    state = make(streams=4, window=3).state_dict()
+    loader = make(streams=2, window=1)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    with pytest.raises(errors.ConfigurationError, match="4 streams cannot be dealt"):
+        make(streams=3, world_size=3).load_state_dict(state)
+
+
+def test_an_older_iteration_is_refused_after_a_later_one(make: Make) -> None:
+    loader = make()
+    older = iter(loader)
+    next(older)
+    next(iter(loader))
+    with pytest.raises(errors.ConfigurationError, match="A later iteration of the loader"):
+        next(older)
+
+
+def test_batches_have_their_size_and_the_last_has_the_rest(make: Make) -> None:
+    loader = make(batch_size=6)
+    assert [len(batch) for batch in loader] == [6, 6, 6, 2]
+
+
+@pytest.mark.parametrize(("rule", "counts"), [("drop", [6] * 3), ("pad", [7] * 3)])
+def test_ranks_have_equally_many_samples(make: Make, rule: str, counts: list[int]) -> None:
+    ranks = [make(rank=n, world_size=3, streams=6, remainder=rule) for n in range(3)]
+    found = [[sample["txt"] for sample in rank] for rank in ranks]
+    assert [len(one) for one in found] == counts
+    assert len({text for one in found for text in one}) == (18 if rule == "drop" else 20)
+    assert Remainder(rule) == rule
+
+
+def test_a_transform_that_fails_names_the_sample(make: Make) -> None:
+    def fail(sample: dict[str, Any]) -> None:
+        raise ZeroDivisionError(sample["txt"])
+
+    with pytest.raises(ZeroDivisionError) as error:
+        list(make(transform=fail, shuffle=False))
+    assert error.value.__notes__ == ["`transform` failed for the sample 'k0'."]
+
+
+def test_sequences_follow_each_other_and_have_the_ends_of_documents(make: Make) -> None:
+    loader = make("tokens", shuffle=False, pack=8)
+    found = list(loader)
+    together = [token for one in found for token in one["tokens"].tolist()]
+    documents = [token for n in range(sum(SIZES)) for token in [n] * n]
+    assert together == documents[: len(documents) // 8 * 8]
+    assert found[0]["tokens"].dtype == np.uint16
+    ends = [8 * number + end for number, one in enumerate(found) for end in one["tokens_ends"]]
+    expected = list(itertools.accumulate(range(sum(SIZES))))
+    assert ends == [end for end in expected if end <= len(together)]
+
+
+def test_tokens_of_a_transform_are_packed(make: Make) -> None:
+    loader = make(
+        transform=lambda sample: {"ids": [int(sample["txt"])] * 3},
+        pack=4, pack_field="ids", shuffle=False,
+    )  # fmt: skip
+    assert next(iter(loader))["ids"].tolist() == [0, 0, 0, 1]
+    with pytest.raises(errors.ConfigurationError, match="`pack` needs the field 'tokens'"):
+        list(make(transform=dict, pack=4))
