@@ -1,4 +1,4 @@
-"""What a loader refuses, and the sequences of packed tokens."""
+"""Refusals of a loader of samples, and the sequences of packed tokens."""
 
 import itertools
 import secrets
