@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ def fetch_bodies(shards: StoredShards) -> Iterator[bytes]:
         return obstore.get(store.raw, key).bytes()
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        waiting = deque(pool.submit(fetch, key) for key, _ in zip(keys, range(2), strict=False))
+        waiting = deque(pool.submit(fetch, key) for key in islice(keys, IN_FLIGHT))
         while waiting:
             body = waiting.popleft().result()
             if (key := next(keys, None)) is not None:

@@ -111,7 +111,7 @@ class ShardLoader:
         batch_size: int | None = None,
         shuffle: bool = True,
         streams: int | None = None,
-        buffer_bytes: int = 64 << 20,
+        buffer_bytes: int = 32 << 20,
         window: int | None = None,
         remainder: Remainder | str | None = None,
         transform: Transform | None = None,
@@ -394,7 +394,7 @@ class ShardLoader:
             if self._steps or self._positions[stream].outputs < int(self._ends[stream])
         ]
         share = max(1, len(open_streams))
-        part = int(self._window * self.table.mean_size) // BLOCK_SIZE * BLOCK_SIZE
+        part = int(self._window * self.table.mean_size / 2) // BLOCK_SIZE * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._store,
             self.table,
