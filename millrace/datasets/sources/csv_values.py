@@ -10,6 +10,8 @@ import orjson
 from millrace.datasets.sample import BATCH_BYTES
 
 _MAX_COLUMNS = 100  # of rows that are parsed in blocks, since their pattern has all columns
+_SMALL_BLOCK = 16 << 10  # bytes of a block, which grows with the rows up to `BATCH_BYTES`
+_BLOCK_ROWS = 1024  # since each row of a few bytes takes a hundred bytes when it is parsed
 
 
 class BadValuesError(Exception):
@@ -35,10 +37,11 @@ class RowParser:
         # Columns of which the values are taken; all for whole rows.
         self._taken = sorted({*self._indices.values()} or range(len(names)))
         is_simple = len(names) <= _MAX_COLUMNS and len(delimiter.encode()) == 1
+        self._block_bytes = _SMALL_BLOCK
         self._table = _compile_table(len(names), self._taken, delimiter) if is_simple else None
 
     def parse_block(self, data: bytes, begin: int) -> tuple[list[int], dict[str, list[bytes]]]:
-        """Parse the rows from an index on, up to about 256 KiB or a row with a fault.
+        """Parse some rows from an index on, up to a row with a fault.
 
         Returns:
             Indices of the rows and the one after them, and the values of each field. There are no
@@ -46,7 +49,7 @@ class RowParser:
         """
         if self._table is None:
             return [], {}
-        block = data[begin : begin + BATCH_BYTES]
+        block = data[begin : begin + min(self._block_bytes, BATCH_BYTES)]
         if not block.isascii():
             try:
                 block.decode()
@@ -56,9 +59,11 @@ class RowParser:
         if found and not found[-1][0]:
             found.pop()  # the rest of the block
         if not found:
+            self._block_bytes = min(2 * self._block_bytes, BATCH_BYTES)
             return [], {}
         rows, *groups = zip(*found, strict=True)
         edges = [*accumulate(map(len, rows), initial=begin)]
+        self._block_bytes = max(_SMALL_BLOCK, (edges[-1] - begin) // len(rows) * _BLOCK_ROWS)
         values: dict[int, list[bytes]] = {}
         for number, index in enumerate(self._taken):
             quoted, plain = groups[2 * number], groups[2 * number + 1]
