@@ -22,7 +22,7 @@ from millrace.errors import ConfigurationError
 from millrace.memory import map_anonymous
 
 _MAX_SIZE = (1 << 32) - 1  # bytes of a shard, and the largest offset
-_MAX_JOINED = 512 << 10  # bytes that are joined, which is faster than a copy of each part
+_JOINED_PART = 2 << 10  # mean bytes of parts that are joined, which is faster than a copy of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class OffsetTableEncoder:
         self._reserve(self.samples + count, ends[-1])
         self._buffer.seek(self._front + self._end)
         parts = cast("list[bytes]", self._batch[: count * (1 + len(self._encoders))])
-        if ends[-1] - self._end <= _MAX_JOINED:
+        if ends[-1] - self._end <= _JOINED_PART * len(parts):
             parts = [b"".join(parts)]
         written = sum(map(self._buffer.write, parts))
         assert self._end + written == ends[-1], "the parts of a batch have other sizes"
