@@ -51,13 +51,14 @@ from benchmarks.common import (
     rotate_systems,
 )
 from benchmarks.corpus import read_text
+from millrace.testing.byte_level import END, train_byte_level
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "templar-like", "pyarrow", "lance", "floor")
 PAGE, TOKENS = "page", "24 pages to tokens"
 ROWS, PAGES, LENGTH, CONCURRENCY = 100, 24, 2048, 8
-END, VOCABULARY = "<|endoftext|>", 16_000
+VOCABULARY = 16_000
 BLOCK = 4 << 20  # of Templar's loader
 MIB = 1 << 20
 CAPACITY = 6 << 30
@@ -77,22 +78,6 @@ def make_texts(size: int) -> list[str]:
         texts.append(whole[start : start + length])
         made += length
     return texts
-
-
-def train_tokenizer(texts: Sequence[str]) -> str:
-    """Return the ``tokenizer.json`` of a byte-level BPE that was trained on texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str()
 
 
 def upload(folder: Path, spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
@@ -138,7 +123,7 @@ def upload(folder: Path, spec: dict[str, Any], texts: Sequence[str]) -> dict[str
         "paths": loader.paths,
         "starts": starts,
         "drawn": drawn,
-        "tokenizer": train_tokenizer(texts[: len(texts) // 8]),
+        "tokenizer": train_byte_level(texts[: len(texts) // 8], VOCABULARY),
     }
 
 

@@ -6,9 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-END = "<|endoftext|>"
+from millrace.testing.byte_level import train_byte_level
 
 
 @lru_cache
@@ -21,16 +19,7 @@ def read_sources(files: int = 60) -> tuple[str, ...]:
 @lru_cache
 def train(vocabulary: int = 3000) -> str:
     """Return the ``tokenizer.json`` of a vocabulary that was trained on the standard library."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(read_sources(25), trainer)
-    return tokenizer.to_str()
+    return train_byte_level(read_sources(25), vocabulary)
 
 
 def make_tokenizer(

@@ -4,8 +4,6 @@ import json
 import secrets
 from functools import lru_cache
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
 from millrace.datasets.sources import (
     Division,
     SourceSettings,
@@ -16,25 +14,16 @@ from millrace.datasets.sources import (
 from millrace.datasets.transforms import TransformedSource, open_transforms, pin_transforms
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import create, open_store, put
+from millrace.testing.byte_level import train_byte_level
 
 KEYS = DatasetKeys("d")
-END = "<|endoftext|>"
 
 
 @lru_cache
 def train_tokenizer(vocabulary: int = 400) -> bytes:
     """Return the tokenizer.json of a byte-level BPE that was trained on a few words."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     texts = ["the quick brown fox jumps over the lazy dog", "a mill race turns the mill wheel"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str().encode()
+    return train_byte_level(texts, vocabulary).encode()
 
 
 def open_rows(lines, transforms, *, columns=None, partition_bytes=1 << 20, seed=0):

@@ -22,8 +22,9 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.sources import SourceKind
 from millrace.storage import delete, list_objects, open_store, read
+from millrace.testing.byte_level import END
 from tests.stores import make_spec
-from tests.support.transforms import END, train_tokenizer
+from tests.support.transforms import train_tokenizer
 
 CODE = """
 def split(sample, rng):

@@ -42,10 +42,11 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, ignore_event
 from millrace.schemas.dataset import PartitionEnd
 from millrace.storage import delete, open_store
+from millrace.testing.byte_level import END
 from tests.integration.datasets.test_pipeline import ANY_AGE
 from tests.oracle import compute_blake3
 from tests.support.fork_server import ForkedProcess, get_fork_server
-from tests.support.transforms import END, train_tokenizer
+from tests.support.transforms import train_tokenizer
 from tests.support.url_server import UrlHandler, UrlSite, serve_urls
 
 ROWS = 60

@@ -27,9 +27,10 @@ from millrace.datasets.progress_events import (
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event
 from millrace.storage import Store, create, delete, list_objects, open_store, put, read
+from millrace.testing.byte_level import END
 from tests.support.flows.fixtures import make_jsonl, make_texts
 from tests.support.format_readers import read_litdata, read_mds
-from tests.support.transforms import END, train_tokenizer
+from tests.support.transforms import train_tokenizer
 
 TYPED = ["litdata", "mds", "pages", "parquet"]
 

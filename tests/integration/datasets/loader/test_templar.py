@@ -23,9 +23,10 @@ from millrace.datasets.loader.templar import R2DatasetLoader
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, open_store, put
+from millrace.testing.byte_level import END
 from millrace.testing.rgw import RGW
 from tests.stores import ACCOUNT
-from tests.support.byte_pairs import END, encode_json, make_tokenizer
+from tests.support.byte_pairs import encode_json, make_tokenizer
 from tests.support.formats import make_objects
 from tests.support.templar_batches import draw, make_batches
 

@@ -19,7 +19,8 @@ from millrace.datasets.loader.byte_pairs import (
     convert_tokenizer,
 )
 from millrace.datasets.loader.tokenizer import PageTokenizer
-from tests.support.byte_pairs import END, encode_json, make_tokenizer, read_sources
+from millrace.testing.byte_level import END
+from tests.support.byte_pairs import encode_json, make_tokenizer, read_sources
 
 
 def open_both(parsed: dict[str, Any]) -> tuple[PageTokenizer, Tokenizer]:
@@ -212,7 +213,7 @@ def test_a_run_of_spaces_that_is_too_long_for_tiktoken_is_encoded_nevertheless()
 
 
 def test_merges_may_be_written_as_texts() -> None:
-    """As files of older versions have them."""
+    """Files of older versions have such merges."""
     parsed = json.loads(json.dumps(VARIANTS["as trained"]))
     parsed["model"]["merges"] = [" ".join(pair) for pair in parsed["model"]["merges"]]
     converted, tokenizer = open_both(parsed)

@@ -23,7 +23,8 @@ from millrace.datasets.loader import (
     TokenPage,
 )
 from millrace.digest import compute_digest
-from tests.support.byte_pairs import END, encode_json, make_tokenizer, read_sources
+from millrace.testing.byte_level import END
+from tests.support.byte_pairs import encode_json, make_tokenizer, read_sources
 
 BODY = encode_json(make_tokenizer())
 TOKENIZER = Tokenizer.from_buffer(BODY)

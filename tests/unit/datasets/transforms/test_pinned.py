@@ -21,7 +21,8 @@ from millrace.datasets.transforms import (
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DATASET_KEY
 from millrace.storage import create, open_store, put
-from tests.support.transforms import END, KEYS, train_tokenizer
+from millrace.testing.byte_level import END
+from tests.support.transforms import KEYS, train_tokenizer
 from tests.support.web import Site, serve
 
 CODE = "def clean(sample):\n    return {'txt': sample['txt'].upper()}\n"

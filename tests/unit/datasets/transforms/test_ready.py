@@ -19,7 +19,8 @@ from millrace.datasets.transforms import (
 from millrace.datasets.transforms.filter import FilterTransform
 from millrace.datasets.transforms.rename import RenameTransform
 from millrace.datasets.transforms.tokenize import TokenizeTransform
-from tests.support.transforms import END, train_tokenizer
+from millrace.testing.byte_level import END
+from tests.support.transforms import train_tokenizer
 
 LIST = TypeAdapter(TransformList)
 

@@ -15,7 +15,8 @@ from millrace.datasets.transforms import (
     FunctionSettings,
     TokenizeSettings,
 )
-from tests.support.transforms import END, open_rows, read_rows, train_tokenizer
+from millrace.testing.byte_level import END
+from tests.support.transforms import open_rows, read_rows, train_tokenizer
 
 CODE = """
 def split(sample):
