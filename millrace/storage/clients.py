@@ -4,14 +4,17 @@ Each function imports its client. So a process that needs neither client starts 
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from millrace.errors import ConfigurationError
 from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Backend, Store
 
 if TYPE_CHECKING:
+    import boto3
     from fsspec.spec import AbstractFileSystem  # pyright: ignore[reportMissingTypeStubs]
     from mypy_boto3_s3 import S3Client
 
@@ -62,7 +65,9 @@ def make_boto3_client(
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
-    client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
+    environment = tuple((n, v) for n, v in os.environ.items() if n.startswith("AWS_"))
+    session: Any = boto3 if store.spec.credentials else _make_session(environment)
+    client: S3Client = session.client(
         "s3",
         endpoint_url=store.endpoint,
         region_name=store.region,
@@ -72,6 +77,18 @@ def make_boto3_client(
     )
     _limit_answers(client, deadline)
     return client
+
+
+@lru_cache(maxsize=1)  # a session takes 0.15 s
+def _make_session(environment: tuple[tuple[str, str], ...]) -> "boto3.Session":
+    """Return a session with the credentials of the environment as it is.
+
+    boto3's own session keeps the first credentials that it finds, so a process whose environment
+    changes would go on with the old ones.
+    """
+    import boto3  # noqa: PLC0415
+
+    return boto3.Session()
 
 
 def _limit_answers(client: "S3Client", deadline: float) -> None:

@@ -155,6 +155,9 @@ DATASETS: dict[str, Words] = {
     ],
     "swarm prewarm": lambda site: ["swarm", "prewarm", _prewarm(site), "--dry-run"],
 }
+PAGES: dict[str, Words] = {
+    "dataset index": lambda site: ["dataset", "index", _url(site, "pages")],
+}
 CHECKPOINTS: dict[str, Words] = {
     "checkpoint list": lambda site: ["checkpoint", "list", _url(site), "runs/one"],
     "checkpoint verify": lambda site: ["checkpoint", "verify", _url(site), "runs/one"],

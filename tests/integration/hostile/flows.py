@@ -14,7 +14,9 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
+import pyarrow
 import torch
+from pyarrow import parquet
 
 from millrace import errors
 from millrace.audit import AuditedRole, AuditSettings, audit
@@ -219,6 +221,21 @@ def _retain(site: Site) -> Any:
     plan = plan_retention(store, "runs/one", RetentionSettings(last=1, grace=NOW))
     done = apply_retention(store, plan)
     return [sorted(plan.removed), len(done.failures), site.list_unwritten()]
+
+
+def _parquet(site: Site) -> None:
+    for number in range(2):
+        table = pyarrow.table({"text": [f"{number} {n}" * 9 for n in range(300)]})
+        body = pyarrow.BufferOutputStream()
+        parquet.write_table(table, body, write_page_index=True)
+        site.put(f"pages/{number}.parquet", body.getvalue().to_pybytes())
+
+
+PAGES = Reach(
+    prefixes=("pages/other/", HOSTS),
+    spares=lambda key: key.endswith(".parquet"),
+    litter=("pages/",),
+)
 
 
 CHECKPOINTS = Reach(
@@ -683,6 +700,8 @@ FLOWS: dict[str, Flow] = {
           for name, words in commands.RUNS.items()),
         *(Flow(f"millrace {name}", HOST, _sharded, commands.command(words), DATASETS)
           for name, words in commands.DATASETS.items()),
+        *(Flow(f"millrace {name}", FOREIGN, _parquet, commands.command(words), PAGES)
+          for name, words in commands.PAGES.items()),
         *(Flow(f"millrace {name}", HOST, _checkpoints, commands.command(words), CHECKPOINTS)
           for name, words in commands.CHECKPOINTS.items()),
         *(Flow(f"millrace {name}", WORKER, _bucket, commands.command(words), BUCKET)

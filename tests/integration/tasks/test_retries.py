@@ -19,6 +19,7 @@ FINAL = [
     errors.ExistsError,
     errors.HeldError,
     errors.MachineError,
+    errors.NoProgressError,
     errors.NoSpaceError,
     errors.NotFoundError,
     errors.QuarantineError,
