@@ -182,7 +182,7 @@ def train_compressed(
                 participant.submit(model)
             next(merged)
             for participant, model in zip(participants, models, strict=True):
-                participant.apply(model)
+                participant.receive(model)
             losses.append(training.compute_loss(models[0]))
         stats = [
             stat for stat in list_objects(store, "run/") if settings.gradient_keys.parse(stat.key)

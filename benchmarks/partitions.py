@@ -38,7 +38,7 @@ from millrace.datasets import (
     shard_dataset,
     verify_dataset,
 )
-from millrace.datasets.plan import pin_plan
+from millrace.datasets.plan import commit_plan
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import ignore_event
 from millrace.storage import delete, open_store, put
@@ -76,7 +76,7 @@ def pin(folder: Path) -> None:
     """Commit the plan, so that the dataset has begun."""
     settings = make_settings(folder)
     plan = plan_dataset(settings)
-    pin_plan(open_store(settings.store), DatasetKeys(NAME), plan, {}, ignore_event)
+    commit_plan(open_store(settings.store), DatasetKeys(NAME), plan, {}, ignore_event)
 
 
 def run_plan(folder: Path, count: int) -> None:

@@ -43,7 +43,7 @@ _MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's
 
 check_training = retried_task(campaigns.check_training)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
-pin_training = retried_task(campaigns.pin_training)
+commit_training = retried_task(campaigns.commit_training)
 read_training_progress = retried_task(campaigns.read_training_progress)
 has_unreleased_machines = retried_task(campaigns.has_unreleased_machines)
 await_workers = task(cache_policy=NO_CACHE)(campaigns.await_workers)

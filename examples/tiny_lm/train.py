@@ -44,7 +44,7 @@ def main(threads: int) -> None:
                 model.loss(sample_rows(text, BATCH_ROWS, LENGTH + 1, generator)).backward()
                 optimizer.step()
             participant.submit(model, tokens=window.steps * BATCH_ROWS * LENGTH)
-            participant.apply(model)
+            participant.receive(model)
         begin(participant.open_window)
 
 

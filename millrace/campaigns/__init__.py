@@ -6,9 +6,9 @@ cleans. This package decides which of them are needed, and with which settings.
 
 from millrace.campaigns.campaign import Campaign, Training
 from millrace.campaigns.checks import check_dataset_complete, check_training
+from millrace.campaigns.committed_training import check_committed_training, commit_training
 from millrace.campaigns.lease import hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
-from millrace.campaigns.pinned_training import check_pinned_training, pin_training
 from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
 from millrace.campaigns.progress import (
     Aggregator,
@@ -40,17 +40,17 @@ __all__ = [
     "TrainingOptions",
     "TrainingProgress",
     "await_workers",
+    "check_committed_training",
     "check_dataset_complete",
-    "check_pinned_training",
     "check_training",
     "commit_prewarm_marker",
+    "commit_training",
     "delete_prewarm_marker",
     "ensure_final_weights_saved",
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",
     "merge_epoch",
-    "pin_training",
     "read_training_progress",
     "summarize_campaign",
 ]

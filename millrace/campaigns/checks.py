@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace import cluster, gradients
 from millrace.campaigns.campaign import Training
-from millrace.campaigns.pinned_training import check_pinned_training
+from millrace.campaigns.committed_training import check_committed_training
 from millrace.campaigns.progress import read_training_progress
 from millrace.campaigns.settings import LocalWorkerSettings
 from millrace.campaigns.worker import check_local_command, check_repository_command
@@ -24,12 +24,12 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
             not begun.
 
     Raises:
-        ConflictError: A setting that cannot change differs from the pinned one.
+        ConflictError: A setting that cannot change differs from the committed one.
         NotFoundError, CorruptError: The checkpoint does not exist, or is damaged.
         ConfigurationError: The checkpoint has no tensors of these names, the command cannot run,
             or there is no such Ray cluster.
     """
-    check_pinned_training(training.write_store, training.worker_settings)
+    check_committed_training(training.write_store, training.worker_settings)
     if not read_training_progress(training).has_begun:
         _check_weights(find_weights())
     _check_command(training)

@@ -63,7 +63,7 @@ def finalize_dataset(
     """
     ledger = _read_ledger(store, keys, plan)
     limit.check(good=sum(ledger.samples.values()), bad=ledger.quarantined)
-    _check_still_pinned(store, keys, plan)
+    _check_still_committed(store, keys, plan)
     if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
     manifest = ledger.make_manifest(keys, plan)
@@ -203,7 +203,7 @@ def _find_lost_shards(
     ]
 
 
-def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+def _check_still_committed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
     """Refuse to complete a dataset whose plan was replaced after this run had read it.
 
     A run that replaces a plan deletes the plan first, and then looks for commits. All commits of
@@ -211,10 +211,10 @@ def _check_still_pinned(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> N
     finds the commits.
     """
     try:
-        is_pinned = is_stored(store, keys.plan, plan)
+        is_committed = is_stored(store, keys.plan, plan)
     except errors.NotFoundError:
-        is_pinned = False
-    if not is_pinned:
+        is_committed = False
+    if not is_committed:
         raise errors.ConflictError(
             f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
         )

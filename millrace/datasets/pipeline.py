@@ -11,18 +11,18 @@ from pathlib import Path
 
 from millrace import cluster, errors, settings
 from millrace.datasets.card import check_readme, make_card, write_card
+from millrace.datasets.dispatch import shard_all_partitions
 from millrace.datasets.finalize import finalize_dataset
 from millrace.datasets.plan import (
+    check_committed,
     check_manifest,
-    check_pinned,
     check_source,
-    find_pinned_plan,
+    commit_plan,
+    find_committed_plan,
     list_planned_files,
     make_plan,
-    pin_plan,
 )
 from millrace.datasets.plan_digest import compute_plan_digest
-from millrace.datasets.pool import shard_all_partitions
 from millrace.datasets.progress_events import (
     LocationFailed,
     PlanCommitted,
@@ -115,14 +115,14 @@ def _make_plan(
     try:
         return make_plan(keys, config.source, files, config.sharding, store)
     except errors.MillraceError as error:
-        pinned = None
+        committed = None
         if isinstance(files, MirroredFiles) and not files.is_listed:
-            pinned = _find_pinned_plan(config, keys, store)
-        if pinned is None:
+            committed = _find_committed_plan(config, keys, store)
+        if committed is None:
             if isinstance(error, _DIVISION_ERRORS):
                 _check_source(config, keys, files, store)
             raise
-    return make_plan(keys, config.source, files, config.sharding, store, pinned)
+    return make_plan(keys, config.source, files, config.sharding, store, committed)
 
 
 def _check_source(
@@ -198,7 +198,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         _refuse_overlap(config, files, store)
         if config.card:
             check_readme(store, keys)
-        begun = check_pinned(store, keys, plan, partitioned.sample_lists)
+        begun = check_committed(store, keys, plan, partitioned.objects)
         complete = exists(store, keys.manifest)
         if begun and complete:
             check_manifest(store, keys, begun, fetch(store, keys.manifest, Manifest))
@@ -273,7 +273,7 @@ def shard_dataset(
         check_readme(store, keys)
     try:
         plan, partitioned = _make_plan(config, keys, files, store)
-        plan = pin_plan(store, keys, plan, partitioned.sample_lists, progress)
+        plan = commit_plan(store, keys, plan, partitioned.objects, progress)
     except errors.ChangedError:
         if not (accept_changed_source and exists(store, keys.manifest)):
             raise
@@ -351,20 +351,20 @@ def _open_files(
         keys: Names of the dataset.
         store: Store of the dataset; None if the caller finds what is wrong with it.
     """
-    pinned = None
+    committed = None
     if config.source.url.startswith("hf://") or config.source.mirrors:
-        pinned = _find_pinned_plan(config, keys, store)
+        committed = _find_committed_plan(config, keys, store)
     digests = StoredDigests(store, keys) if store else None
-    return config.source.open_files(pinned.source if pinned else None, digests)
+    return config.source.open_files(committed.source if committed else None, digests)
 
 
-def _find_pinned_plan(
+def _find_committed_plan(
     config: PipelineSettings, keys: DatasetKeys, store: Store | None
 ) -> DatasetPlan | None:
     if store is not None:
-        return find_pinned_plan(store, keys)
+        return find_committed_plan(store, keys)
     with contextlib.suppress(errors.MillraceError):
-        return find_pinned_plan(_open_for_preflight(config), keys)
+        return find_committed_plan(_open_for_preflight(config), keys)
     return None
 
 

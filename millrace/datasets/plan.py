@@ -33,7 +33,7 @@ from millrace.datasets.sources.files import Patterns, describe_difference, list_
 from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES
 from millrace.datasets.sources.sample_table import decode_sample_list
 from millrace.datasets.sources.table import unpack_row
-from millrace.datasets.transforms import list_transform_changes, pin_transforms
+from millrace.datasets.transforms import list_transform_changes, record_transforms
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
@@ -56,7 +56,7 @@ from millrace.storage import Store, create, delete, exists, list_objects, put, r
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
 _MAX_NAMED = 3  # files named in the error about a changed source
-_CONCURRENCY = 16  # concurrent uploads of sample lists
+_CONCURRENCY = 16  # concurrent uploads of the objects of a plan
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
@@ -75,7 +75,7 @@ def make_plan(
     files: SourceFiles,
     settings: ShardingSettings,
     store: Store | None = None,
-    pinned: DatasetPlan | None = None,
+    committed: DatasetPlan | None = None,
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Divide the source into partitions, and describe them. Lists the source, writes nothing.
 
@@ -85,7 +85,7 @@ def make_plan(
         files: Files of the source.
         settings: Settings of the shards.
         store: Store of the dataset, where the files of transforms are found by their digests.
-        pinned: Committed plan whose files and partitions are taken, instead of a listing.
+        committed: Committed plan whose files and partitions are taken, instead of a listing.
 
     Returns:
         The plan, and the partitioned source with the sample lists that the plan names, and with
@@ -98,7 +98,7 @@ def make_plan(
         holdout=settings.holdout,
     )
     formats = [open_format(name) for name in settings.formats]
-    transforms = pin_transforms(
+    transforms = record_transforms(
         settings.transforms,
         keys,
         seed=settings.seed,
@@ -115,11 +115,11 @@ def make_plan(
     fields: dict[str, str] = {}
     if source.kind is not SourceKind.HUGGINGFACE:  # refused before a long listing
         fields = decide_fields(formats, source, steps, settings.types)
-    if pinned is None:
+    if committed is None:
         partitioned = partition_source(source, files, keys, division)
     else:
         partitioned = PartitionedSource(
-            describe_again(source, pinned.source), pinned.partitions, {}
+            describe_again(source, committed.source), committed.partitions, {}
         )
     if partitioned.field_types is not None:
         fields = decide_fields(
@@ -130,8 +130,8 @@ def make_plan(
         partitioned = replace(
             partitioned,
             record=partitioned.record.model_copy(update={"settings": described}),
-            sample_lists=ChainMap(
-                dict(transforms.objects), cast("dict[str, bytes]", partitioned.sample_lists)
+            objects=ChainMap(
+                dict(transforms.objects), cast("dict[str, bytes]", partitioned.objects)
             ),
         )
     plan = DatasetPlan(
@@ -157,10 +157,10 @@ def make_plan(
     return plan, partitioned
 
 
-def check_pinned(
-    store: Store, keys: DatasetKeys, plan: DatasetPlan, sample_lists: Mapping[str, bytes]
+def check_committed(
+    store: Store, keys: DatasetKeys, plan: DatasetPlan, objects: Mapping[str, bytes]
 ) -> DatasetPlan | None:
-    """Check by read requests that `pin_plan` would not refuse a plan. Writes nothing.
+    """Check by read requests that `commit_plan` would not refuse a plan. Writes nothing.
 
     Returns:
         The committed plan; None if this plan was not committed before.
@@ -168,17 +168,17 @@ def check_pinned(
     Raises:
         ConflictError, ChangedError: The dataset has commits by another plan.
     """
-    pinned = find_pinned_plan(store, keys)
-    if pinned is None:
+    committed = find_committed_plan(store, keys)
+    if committed is None:
         _check_commits(store, keys, plan)
         return None
     try:
-        _check_same_plan(store, pinned, plan, sample_lists)
+        _check_same_plan(store, committed, plan, objects)
     except (errors.ConflictError, errors.ChangedError):
         if _has_commits(store, keys):
             raise
         return None
-    return pinned
+    return committed
 
 
 def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest: Manifest) -> None:
@@ -195,11 +195,11 @@ def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest:
         )
 
 
-def pin_plan(
+def commit_plan(
     store: Store,
     keys: DatasetKeys,
     plan: DatasetPlan,
-    sample_lists: Mapping[str, bytes],
+    objects: Mapping[str, bytes],
     progress: Progress = ignore_event,
 ) -> DatasetPlan:
     """Commit the plan, unless the same plan was committed before.
@@ -217,21 +217,21 @@ def pin_plan(
             first files.
     """
     while True:
-        pinned = find_pinned_plan(store, keys)
-        if pinned is None:
+        committed = find_committed_plan(store, keys)
+        if committed is None:
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
                 continue
             _check_commits(store, keys, plan)
-            _store_sample_lists(store, sample_lists)
-            pinned = commit_once(store, keys.plan, plan).record
+            _store_objects(store, objects)
+            committed = commit_once(store, keys.plan, plan).record
         try:
-            _check_same_plan(store, pinned, plan, sample_lists)
+            _check_same_plan(store, committed, plan, objects)
         except (errors.ConflictError, errors.ChangedError) as difference:
-            if not _try_remove_plan(store, keys, pinned, progress, difference):
+            if not _try_remove_plan(store, keys, committed, progress, difference):
                 raise
         else:
-            return pinned.model_copy(update={"partitions": plan.partitions})
+            return committed.model_copy(update={"partitions": plan.partitions})
 
 
 def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:
@@ -240,7 +240,7 @@ def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:
     return list({file.path: file for files in groups for file in files}.values())
 
 
-def find_pinned_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
+def find_committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
     """Return the committed plan; None if there is none."""
     try:
         return fetch(store, keys.plan, DatasetPlan)
@@ -274,22 +274,22 @@ def _find_plan_digest(store: Store, keys: DatasetKeys) -> str | None:
     return None
 
 
-def _store_sample_lists(store: Store, sample_lists: Mapping[str, bytes]) -> None:
-    def store_sample_list(sample_list: tuple[str, bytes]) -> None:
-        # The key contains the digest of the list, and every reader checks the digest.
+def _store_objects(store: Store, objects: Mapping[str, bytes]) -> None:
+    def store_object(item: tuple[str, bytes]) -> None:
+        # The key contains the digest of the object, and every reader checks the digest.
         with contextlib.suppress(errors.ExistsError):
-            create(store, *sample_list)
+            create(store, *item)
 
-    bodies = iter(sample_lists.items())
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="sample-lists") as pool:
+    bodies = iter(objects.items())
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="plan-objects") as pool:
         while batch := list(islice(bodies, _CONCURRENCY)):
-            list(pool.map(store_sample_list, batch))
+            list(pool.map(store_object, batch))
 
 
 def _try_remove_plan(
     store: Store,
     keys: DatasetKeys,
-    pinned: DatasetPlan,
+    committed: DatasetPlan,
     progress: Progress,
     difference: errors.MillraceError,
 ) -> bool:
@@ -297,12 +297,12 @@ def _try_remove_plan(
 
     A suspended run of the old plan may still commit afterwards. Commits contain the digest of
     their plan, so no run uses the commits of another plan. A run completes its dataset only while
-    its plan is pinned. Therefore this function deletes the plan first, and then looks for commits.
+    its plan is stored. Therefore this function deletes the plan first, and then looks for commits.
     If there are commits by the plan, the plan is restored.
 
     If this process is suspended for longer than its lease, another run may replace the plan. So
     the plan is read again just before its removal. Commits by a plan that was committed even after
-    that are left without a plan. Then `pin_plan` commits only that plan again.
+    that are left without a plan. Then `commit_plan` commits only that plan again.
 
     Raises:
         ConflictError: Another run works on the dataset.
@@ -318,15 +318,15 @@ def _try_remove_plan(
             )
         progress(PlanReplacementStarted(key=keys.plan))
         put(store, keys.plan_removed, b"")
-        if find_pinned_plan(store, keys) != pinned:
+        if find_committed_plan(store, keys) != committed:
             return True  # the marker stays, since another run may need it
         if delete(store, [keys.plan]):
             return False
         progress(PlanRemoved(key=keys.plan))
         if _has_commits(store, keys):
-            is_own = _find_plan_digest(store, keys) == compute_plan_digest(pinned)
+            is_own = _find_plan_digest(store, keys) == compute_plan_digest(committed)
             if is_own:
-                commit_once(store, keys.plan, pinned)
+                commit_once(store, keys.plan, committed)
             delete(store, [keys.plan_removed])
             return not is_own
         _delete_uncommitted_shards(store, keys, progress)
@@ -360,7 +360,7 @@ def _try_finish_removal(store: Store, keys: DatasetKeys, progress: Progress) -> 
         if (
             is_claimed
             and exists(store, keys.plan_removed)
-            and find_pinned_plan(store, keys) is None
+            and find_committed_plan(store, keys) is None
         ):
             _delete_uncommitted_shards(store, keys, progress)
         return is_claimed
@@ -396,34 +396,34 @@ def _has_commits(store: Store, keys: DatasetKeys) -> bool:
 
 
 def _check_same_plan(
-    store: Store, pinned: DatasetPlan, proposed: DatasetPlan, sample_lists: Mapping[str, bytes]
+    store: Store, committed: DatasetPlan, proposed: DatasetPlan, objects: Mapping[str, bytes]
 ) -> None:
     differing = [
         f"{name} ({_shorten(a)}, now {_shorten(b)})"
-        for name, a, b in _find_field_changes(pinned, proposed)
+        for name, a, b in _find_field_changes(committed, proposed)
         if name not in {"source", "layout", "partitions"}
     ]
     differing += [
         f"layout.{n} ({_shorten(a)}, now {_shorten(b)})"
-        for n, a, b in _find_field_changes(pinned.layout, proposed.layout)
+        for n, a, b in _find_field_changes(committed.layout, proposed.layout)
     ]
     differing += [
         f"source.{n} ({_shorten(a)}, now {_shorten(b)})"
-        for n, a, b in _find_field_changes(pinned.source, proposed.source)
+        for n, a, b in _find_field_changes(committed.source, proposed.source)
         if n == "kind" or (n == "settings" and _drop_transforms(a) != _drop_transforms(b))
     ]
     differing += list_transform_changes(
-        *(plan.source.settings.get("transforms", {}) for plan in (pinned, proposed))
+        *(plan.source.settings.get("transforms", {}) for plan in (committed, proposed))
     )
     if differing:
         raise errors.ConflictError(
             f"The dataset {proposed.dataset} was planned with other settings: "
             f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
-    if pinned.source.digest != proposed.source.digest:
-        new_files = (ref for files in _iterate_files(proposed, sample_lists) for ref in files)
-        raise _make_changed_error(store, pinned, proposed.source, new_files)
-    if pinned.partitions != proposed.partitions:
+    if committed.source.digest != proposed.source.digest:
+        new_files = (ref for files in _iterate_files(proposed, objects) for ref in files)
+        raise _make_changed_error(store, committed, proposed.source, new_files)
+    if committed.partitions != proposed.partitions:
         raise errors.ConflictError(
             f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
             "sources in another way. Finish it with that version, or give this one another name."
@@ -440,43 +440,43 @@ def check_source(
     Raises:
         ChangedError: The dataset has commits, and the source has other files now.
     """
-    pinned = find_pinned_plan(store, keys)
-    if pinned is None or pinned.source.kind != settings.kind or not _has_commits(store, keys):
+    committed = find_committed_plan(store, keys)
+    if committed is None or committed.source.kind != settings.kind or not _has_commits(store, keys):
         return
     try:
         table = list_files(files, Patterns(settings.get_include(), settings.exclude))
     except errors.NotFoundError as error:
         raise errors.ChangedError(
-            f"The source {files.url} has changed since {pinned.dataset} was planned. {error} "
+            f"The source {files.url} has changed since {committed.dataset} was planned. {error} "
             "Restore the source, or shard it under another dataset name."
         ) from error
-    if table.compute_digest() != pinned.source.digest:
-        present = pinned.source.model_copy(
+    if table.compute_digest() != committed.source.digest:
+        present = committed.source.model_copy(
             update={"url": files.url, "files": len(table), "size": table.size}
         )
-        raise _make_changed_error(store, pinned, present, map(unpack_row, table.rows))
+        raise _make_changed_error(store, committed, present, map(unpack_row, table.rows))
 
 
 def _make_changed_error(
-    store: Store, pinned: DatasetPlan, present: SourceRecord, new_files: Iterable[FileRef]
+    store: Store, committed: DatasetPlan, present: SourceRecord, new_files: Iterable[FileRef]
 ) -> errors.ChangedError:
     """Return the error for a source that has other files than the plan.
 
     Args:
         store: Store of the dataset.
-        pinned: The committed plan.
+        committed: The committed plan.
         present: The source as it is now.
         new_files: Files of the source as it is now.
     """
     old_files = {
         ref.path: ref
-        for files in _iterate_files(pinned, _StoredSampleLists(store))
+        for files in _iterate_files(committed, _StoredSampleLists(store))
         for ref in files
     }
     return errors.ChangedError(
-        f"The source {present.url} has changed since {pinned.dataset} was planned: "
+        f"The source {present.url} has changed since {committed.dataset} was planned: "
         f"{_describe_changes(old_files, new_files)} "
-        f"({format_count(pinned.source.files, 'file')} of {pinned.source.size} bytes then, "
+        f"({format_count(committed.source.files, 'file')} of {committed.source.size} bytes then, "
         f"{format_count(present.files, 'file')} of {present.size} now). "
         "Restore the source, or shard it under another dataset name."
     )
@@ -497,13 +497,13 @@ class _StoredSampleLists:
 
 
 def _iterate_files(
-    plan: DatasetPlan, sample_lists: "Mapping[str, bytes] | _StoredSampleLists"
+    plan: DatasetPlan, objects: "Mapping[str, bytes] | _StoredSampleLists"
 ) -> Iterator[list[FileRef]]:
     """Yield the files of each partition of a plan."""
     for partition in plan.partitions:
         if isinstance(partition.source_range, SampleList):
             with contextlib.suppress(errors.NotFoundError):
-                samples = decode_sample_list(sample_lists[partition.source_range.listing])
+                samples = decode_sample_list(objects[partition.source_range.listing])
                 yield [file for sample in samples for file in sample.files]
         elif not isinstance(partition.source_range, HubShardRange):
             yield [partition.source_range.file]
@@ -527,9 +527,10 @@ def _describe_changes(old_files: dict[str, FileRef], new_files: Iterable[FileRef
     return ", ".join(shown + more) or "empty files were added or removed"
 
 
-def _find_field_changes(pinned: Any, proposed: Any) -> list[tuple[str, Any, Any]]:
+def _find_field_changes(committed: Any, proposed: Any) -> list[tuple[str, Any, Any]]:
     return [
-        (n, getattr(pinned, n), getattr(proposed, n)) for n in list_differences(pinned, proposed)
+        (n, getattr(committed, n), getattr(proposed, n))
+        for n in list_differences(committed, proposed)
     ]
 
 

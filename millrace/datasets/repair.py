@@ -19,7 +19,7 @@ from millrace.datasets.transforms import (
     TransformedSource,
     list_transform_changes,
     open_transformed_source,
-    pin_transforms,
+    record_transforms,
 )
 from millrace.datasets.verify import read_manifest, verify_dataset
 from millrace.digest import compute_digest
@@ -68,11 +68,11 @@ class Repair:
 def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
-    A shard is made from the source by the pinned plan. A file is also read if it was written again
-    since then, with another time or ETag. A shard is written only if its digest is that of the
-    manifest. Intact objects are never replaced. If they are at fault, the digests of all blocks are
-    made from the ledger, and the indexes and the dataset card from the manifest. Memory: one shard
-    of each format, and the memory of `verify_dataset`.
+    A shard is made from the source by the committed plan. A file is also read if it was written
+    again since then, with another time or ETag. A shard is written only if it has the digest of
+    the manifest. Intact objects are never replaced. If they are at fault, the digests of all blocks
+    are made from the ledger, and the indexes and the dataset card from the manifest. Memory: one
+    shard of each format, and the memory of `verify_dataset`.
 
     Args:
         config: Settings that the dataset was made with.
@@ -150,7 +150,7 @@ def _check_transforms(plan: DatasetPlan, config: PipelineSettings, store: Store)
     Raises:
         ConflictError: The plan has other transforms.
     """
-    proposed = pin_transforms(
+    proposed = record_transforms(
         config.sharding.transforms,
         DatasetKeys(config.dataset),
         seed=config.sharding.seed,

@@ -206,12 +206,12 @@ class SourceLocation(SourceSettings, StoreSettings):
         return [complete_spec(spec) for spec in (self.store, *self.mirrors)]
 
     def open_files(
-        self, pinned: SourceRecord | None = None, digests: StoredDigests | None = None
+        self, committed: SourceRecord | None = None, digests: StoredDigests | None = None
     ) -> SourceFiles:
         """Open the files of the source. Nothing is sent.
 
         Args:
-            pinned: Source in the plan of the dataset; None if there is no plan.
+            committed: Source in the plan of the dataset; None if there is no plan.
             digests: Digests by which files of mirrors are compared; None stores none.
 
         Raises:
@@ -223,14 +223,14 @@ class SourceLocation(SourceSettings, StoreSettings):
                 self.list_locations(),
                 paths=self.paths,
                 allow_private=self.allow_private,
-                pinned=pinned,
+                committed=committed,
                 digests=digests,
             )
         return open_files(
             self.store,
             paths=self.paths,
             allow_private=self.allow_private,
-            pinned=pinned.url if pinned else "",
+            committed=committed.url if committed else "",
         )
 
 

@@ -138,7 +138,7 @@ def _open_source_files(
     return open_mirrored_files(
         (job.source_store, *job.mirrors),
         allow_private=job.allow_private,
-        pinned=job.source,
+        committed=job.source,
         digests=StoredDigests(store, keys),
         report=report_fault,
     )

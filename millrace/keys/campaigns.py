@@ -55,7 +55,7 @@ class CampaignKeys:
         return f"{self.notes}warming.json"
 
     @property
-    def pinned_training(self) -> str:
+    def committed_training(self) -> str:
         """Key of the settings of the training that cannot change: created once."""
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 

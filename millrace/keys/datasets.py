@@ -96,11 +96,11 @@ def parse_seek_point(prefix: str, key: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ShardName:
-    """Name of a shard, such as ``train-00007-000012``.
+    """Name of a commit and of its shards, one of each format, such as ``train-00007-000012``.
 
     Attributes:
         partition: Name of the shard's partition.
-        number: Number of the shard within its partition.
+        number: Number of the commit within its partition.
     """
 
     partition: str

@@ -11,7 +11,7 @@ from millrace.datasets.sources import (
     open_source,
     partition_source,
 )
-from millrace.datasets.transforms import TransformedSource, open_transforms, pin_transforms
+from millrace.datasets.transforms import TransformedSource, open_transforms, record_transforms
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import create, open_store, put
 from millrace.testing.byte_level import train_byte_level
@@ -38,10 +38,10 @@ def open_rows(lines, transforms, *, columns=None, partition_bytes=1 << 20, seed=
     settings = SourceSettings(columns=columns)
     division = Division(partition_bytes, 10_000, None, 0.0)
     partitioned = partition_source(settings, open_files(store.spec), KEYS, division)
-    pinned = pin_transforms(transforms, KEYS, seed=seed)
-    for key, body in pinned.objects.items():
+    committed = record_transforms(transforms, KEYS, seed=seed)
+    for key, body in committed.objects.items():
         create(dataset, key, body)
-    record = json.loads(json.dumps(pinned.record))  # as a plan has it
+    record = json.loads(json.dumps(committed.record))  # as a plan has it
     source = open_source(partitioned.record, open_files(store.spec), dataset)
     chain = open_transforms(record, dataset)
     ranges = [partition.source_range for partition in partitioned.partitions]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace import errors
-from millrace.datasets.transforms.pinned import read_tokenizer
+from millrace.datasets.transforms.recorded import read_tokenizer
 from millrace.digest import compute_digest
 from millrace.extras import import_extra_module
 

@@ -81,7 +81,7 @@ def open_files(
     *,
     paths: Sequence[str] | None = None,
     allow_private: bool = False,
-    pinned: str = "",
+    committed: str = "",
 ) -> LocatedFiles:
     """Open the files at the URL of a source. Nothing is sent.
 
@@ -89,7 +89,7 @@ def open_files(
         spec: URL and credentials.
         paths: Paths of the files below the URL, for a web server, which cannot be listed.
         allow_private: Whether a web server may be in a private network or on this machine.
-        pinned: URL of the source in the plan of the dataset, which may name a commit of the Hub;
+        committed: URL of the source in the plan of the dataset, which may name a commit of the Hub;
             empty if there is no plan.
 
     Raises:
@@ -100,7 +100,7 @@ def open_files(
         return HttpFiles(spec, paths, allow_private=allow_private)
     if spec.url.startswith(_HUB):
         return import_extra_module("millrace.datasets.sources.hub_files", "hub").HubFiles(
-            spec, pinned
+            spec, committed
         )
     if paths:
         raise errors.ConfigurationError(
@@ -117,7 +117,7 @@ def open_mirrored_files(
     *,
     paths: Sequence[str] | None = None,
     allow_private: bool = False,
-    pinned: SourceRecord | None = None,
+    committed: SourceRecord | None = None,
     digests: StoredDigests | None = None,
     report: ReportFault | None = None,
 ) -> MirroredFiles:
@@ -127,7 +127,7 @@ def open_mirrored_files(
         specs: URL and credentials of each location.
         paths: Paths of the files below each URL; None if a location is listed.
         allow_private: Whether a web server may be in a private network or on this machine.
-        pinned: Source in the plan of the dataset; None if there is no plan.
+        committed: Source in the plan of the dataset; None if there is no plan.
         digests: Digests of files, in the store of the dataset; None stores none.
         report: Function that receives faults of locations; by default they are logged.
 
@@ -142,7 +142,7 @@ def open_mirrored_files(
             spec,
             paths=(paths or ()) if is_web else None,
             allow_private=allow_private,
-            pinned=pinned.url if pinned else "",
+            committed=committed.url if committed else "",
         )
         location = MirrorLocation(spec.url, spec.endpoint or "", open_location_files)
         with suppress(errors.NotFoundError):  # a folder may be missing for a while
@@ -151,7 +151,7 @@ def open_mirrored_files(
 
     return MirroredFiles(
         [open_location(spec) for spec in specs],
-        pinned=pinned,
+        committed=committed,
         digests=digests,
         paths=paths,
         report=report,
@@ -223,10 +223,10 @@ def partition_source(
     return PartitionedSource(record, partition_ranges(ranges, division), {}, notes=notes)
 
 
-def describe_again(settings: SourceSettings, pinned: SourceRecord) -> SourceRecord:
+def describe_again(settings: SourceSettings, committed: SourceRecord) -> SourceRecord:
     """Return the source of a plan with the settings of this run. Nothing is listed."""
     changed = {"kind": settings.kind.value, "settings": _select_settings(settings)}
-    return pinned.model_copy(update=changed)
+    return committed.model_copy(update=changed)
 
 
 def _import_hub_datasets(files: SourceFiles) -> ModuleType:

@@ -61,7 +61,7 @@ class PartitionedSource:
     Attributes:
         record: The source at its revision.
         partitions: Partitions in the order of their names.
-        sample_lists: Objects that must be stored before the plan, by their keys. Each body is made
+        objects: Objects that must be stored before the plan, by their keys. Each body is made
             on access.
         largest_sample: Bytes of the largest sample; None if only a read of the files would show
             the size.
@@ -71,7 +71,7 @@ class PartitionedSource:
 
     record: SourceRecord
     partitions: tuple[Partition, ...]
-    sample_lists: Mapping[str, bytes]
+    objects: Mapping[str, bytes]
     largest_sample: int | None = None
     notes: tuple[str, ...] = ()
     field_types: Mapping[str, str] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from millrace import errors
 from millrace.datasets.sources.decoder import DamageError, DecoderState, FileDecompressor
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.pieces import Piece
+from millrace.datasets.sources.lines import Section
 from millrace.keys.datasets import make_seek_point_key, parse_seek_point
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import (
@@ -43,7 +43,7 @@ def find_compression(path: str) -> str:
     return next((extension for extension in _EXTENSIONS if name.endswith(extension)), "")
 
 
-def iterate_compressed_pieces(
+def iterate_compressed_sections(
     files: SourceFiles,
     store: Store | None,
     source_range: CompressedRange,
@@ -51,14 +51,14 @@ def iterate_compressed_pieces(
     *,
     store_states: bool,
     block: int,
-) -> Iterator[Piece]:
+) -> Iterator[Section]:
     """Yield the decompressed bytes of a file from a cursor on, to the end of the file.
 
     Args:
         files: Files of the source.
         store: Store of the dataset, for the seek points; None for no seek points.
         source_range: Range with the file.
-        cursor: Cursor from which the file is read. The first pieces may be before it.
+        cursor: Cursor from which the file is read. The first sections may be before it.
         store_states: Whether to store the seek points that are found.
         block: Bytes of the file that are read at a time.
 
@@ -72,7 +72,7 @@ def iterate_compressed_pieces(
     try:
         for step in _iterate_steps(files, file, position, block):
             for data in decoder.decode(position, step):
-                yield Piece(cursor, offset, data)
+                yield Section(cursor, offset, data)
                 cursor, offset = cursor + len(data), offset + len(data)
             if (found := decoder.take_state()) is not None and store and store_states:
                 _store_state(store, source_range, found)

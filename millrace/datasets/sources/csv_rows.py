@@ -31,7 +31,7 @@ from millrace.datasets.sources.csv_values import (
     split_row,
 )
 from millrace.datasets.sources.files import SourceFiles
-from millrace.datasets.sources.pieces import MAX_ROW_BYTES, Line, Piece, check_row_size
+from millrace.datasets.sources.lines import MAX_ROW_BYTES, Line, Section, check_row_size
 from millrace.datasets.sources.ranges import FileRange, iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange
 from millrace.schemas.dataset import SourceRange
@@ -101,9 +101,9 @@ class CsvSource:
             return
         names = self._read_header(source_range)
         parser = RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
-        pieces = self._text.iterate_pieces(source_range, cursor, from_start=True)
+        sections = self._text.iterate_sections(source_range, cursor, from_start=True)
         is_header = self._header is None and cursor <= source_range.start
-        for rows in _split_rows(pieces, source_range.file.path, parser.delimiter, parser):
+        for rows in _split_rows(sections, source_range.file.path, parser.delimiter, parser):
             if isinstance(rows, _ParsedRows):
                 first, after = (bisect_left(rows.cursors, one) for one in (start, end))
                 first, is_header = max(first, is_header), False
@@ -132,9 +132,9 @@ class CsvSource:
         url = self._files.make_url(path)
         if names is None:
             first: TextRange = replace(source_range, start=0)
-            pieces = self._text.iterate_pieces(first, 0, block=_HEADER_BYTES)
+            sections = self._text.iterate_sections(first, 0, block=_HEADER_BYTES)
             delimiter = self._find_delimiter(path)
-            lines = cast("Iterator[Line]", _split_rows(pieces, path, delimiter))
+            lines = cast("Iterator[Line]", _split_rows(sections, path, delimiter))
             row = next((row for *_, [row] in lines if row), b"")
             try:
                 names = split_row(decode_row(row), delimiter, 1 << 20)
@@ -182,23 +182,23 @@ class _ParsedRows(NamedTuple):
 
 
 def _split_rows(
-    pieces: Iterator[Piece], path: str, delimiter: str, parser: RowParser | None = None
+    sections: Iterator[Section], path: str, delimiter: str, parser: RowParser | None = None
 ) -> Iterator[Line | _ParsedRows]:
-    """Yield the rows of consecutive pieces, which begin with a row.
+    """Yield the rows of consecutive sections, which begin with a row.
 
     A row ends at a newline that is not within quotes, or at the end of the file. The rows before an
     error are yielded before the error is raised.
 
     Args:
-        pieces: Pieces of the file.
+        sections: Sections of the file.
         path: Path of the file, for messages.
         delimiter: Character between two values.
         parser: Parser of rows without faults; None to yield each row as a line.
     """
     unread = _UnreadBytes(path, compile_row(delimiter.encode()), parser)
     try:
-        for piece in pieces:
-            unread.append(piece)
+        for section in sections:
+            unread.append(section)
             if unread.size >= unread.wanted:
                 yield from unread.split()
     except Exception:
@@ -210,12 +210,12 @@ def _split_rows(
 
 
 class _UnreadBytes:
-    """Bytes of a file from the first unfinished row on, and the pieces that they are from.
+    """Bytes of a file from the first unfinished row on, and the sections that they are from.
 
     Attributes:
         size: Number of bytes.
         wanted: Number of bytes from which on they are searched for a row. It doubles after each
-            search, so that a large row is not searched again for each piece.
+            search, so that a large row is not searched again for each section.
     """
 
     def __init__(self, path: str, pattern: re.Pattern[bytes], parser: RowParser | None) -> None:
@@ -223,16 +223,16 @@ class _UnreadBytes:
         self.size, self.wanted = 0, self._least
         self._path, self._pattern, self._parser = path, pattern, parser
         self._parts: list[bytes] = []
-        self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of pieces
+        self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of sections
 
-    def append(self, piece: Piece) -> None:
-        """Add the next piece of the file."""
+    def append(self, section: Section) -> None:
+        """Add the next section of the file."""
         index, cursor, offset = self._places[-1] if self._places else (0, -1, -1)
         ahead = self.size - index
-        if (cursor + ahead, offset + ahead) != (piece.cursor, piece.offset):
-            self._places.append((self.size, piece.cursor, piece.offset))
-        self._parts.append(piece.data)
-        self.size += len(piece.data)
+        if (cursor + ahead, offset + ahead) != (section.cursor, section.offset):
+            self._places.append((self.size, section.cursor, section.offset))
+        self._parts.append(section.data)
+        self.size += len(section.data)
 
     def split(self) -> Iterator[Line | _ParsedRows]:
         """Yield the rows that are complete, and keep the bytes after them.
@@ -244,7 +244,7 @@ class _UnreadBytes:
         """
         data, at = self._join()
         begin, quote = 0, data.find(b'"', at)
-        # Rows within one piece are the most. Their cursors differ by their distance in the piece.
+        # Most rows are within one section. Their cursors differ by their distance in the section.
         first, limit, cursor, offset = 0, -1, 0, 0
         while at < len(data):
             if self._parser is not None and begin == at:  # not after a byte order mark
@@ -262,7 +262,7 @@ class _UnreadBytes:
             if end < 0:
                 break
             if end >= limit:
-                first, limit, cursor, offset = self._find_piece(begin)
+                first, limit, cursor, offset = self._find_section(begin)
             held = [data[at:end].removesuffix(b"\r")]
             if end < limit:
                 yield cursor + begin - first, offset + begin - first, cursor + end - first + 1, held
@@ -314,8 +314,8 @@ class _UnreadBytes:
             next_cursors += map((cursor - index).__add__, ends)
         return _ParsedRows(cursors, offsets, next_cursors, columns)
 
-    def _find_piece(self, at: int) -> tuple[int, int, int, int]:
-        """Return the first index of a byte's piece, the index after it, its cursor and offset."""
+    def _find_section(self, at: int) -> tuple[int, int, int, int]:
+        """Return the first index of a byte's section, the index after it, its cursor and offset."""
         number = max(n for n, (index, _, _) in enumerate(self._places) if index <= at)
         ends = [index for index, _, _ in self._places[number + 1 :]] or [self.size]
         index, cursor, offset = self._places[number]

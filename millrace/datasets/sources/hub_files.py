@@ -39,7 +39,7 @@ class HubFiles:
     Args:
         spec: URL ``hf://datasets/OWNER/NAME@REVISION/PATH``, where revision and path may be left
             out. `endpoint` is another address of the Hub. `options` may have a `token`.
-        pinned: URL of these files at the commit that a plan pins; empty if there is no plan.
+        committed: URL of these files at the commit that a plan pins; empty if there is no plan.
 
     Raises:
         ConfigurationError: The URL has another form.
@@ -48,8 +48,8 @@ class HubFiles:
     unseekable: Set[str] = frozenset()
     is_local = False
 
-    def __init__(self, spec: StoreSpec, pinned: str = "") -> None:
-        found, before = _URL.fullmatch(spec.url), _URL.fullmatch(pinned)
+    def __init__(self, spec: StoreSpec, committed: str = "") -> None:
+        found, before = _URL.fullmatch(spec.url), _URL.fullmatch(committed)
         if found is None:
             raise errors.ConfigurationError(
                 f"{spec.url!r} names no dataset of the Hub: write hf://datasets/OWNER/NAME, "
@@ -85,7 +85,7 @@ class HubFiles:
         return not self._prefix
 
     @property
-    def pinned_spec(self) -> HubSpec:
+    def committed_spec(self) -> HubSpec:
         """Repository at its commit. One request if the revision is a branch."""
         return self._hub.model_copy(update={"revision": self._commit})
 
@@ -97,7 +97,7 @@ class HubFiles:
             NotFoundError: There is no such repository or branch, or the token may not read it.
             DeniedError: The Hub refuses the token.
         """
-        check_commit(self.pinned_spec)
+        check_commit(self.committed_spec)
 
     @cached_property
     def _http(self) -> HttpFiles:

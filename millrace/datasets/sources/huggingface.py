@@ -55,7 +55,7 @@ def partition_hub_dataset(
     """
     files.check_commit()
     dataset = open_hub_dataset(
-        files.pinned_spec, settings.config, settings.split, settings.load_kwargs
+        files.committed_spec, settings.config, settings.split, settings.load_kwargs
     )
     table = list_files(files, ExactPaths(dataset.paths))
     described = SourceRecord(
@@ -83,7 +83,7 @@ def partition_hub_dataset(
             "config": settings.config,
             "split": dataset.split,
             "load_kwargs": settings.load_kwargs,
-            "commit": files.pinned_spec.revision,
+            "commit": files.committed_spec.revision,
             "reader": f"datasets {LIBRARY_VERSION}",
         }
         record = described.model_copy(update={"settings": chosen})
@@ -137,7 +137,7 @@ class HubDatasetSource:
         self._files = files
         self._columns: Columns = settings["columns"]
         self._open = lambda: open_hub_dataset(
-            files.pinned_spec,
+            files.committed_spec,
             settings["config"],
             settings["split"],
             settings["load_kwargs"],
@@ -155,7 +155,7 @@ class HubDatasetSource:
             )
         dataset = self._open()
         shard, row = source_range.locate(cursor)
-        spec = self._files.pinned_spec
+        spec = self._files.committed_spec
         clock = RetryClock(spec.retry_timeout.total_seconds())
         while source_range.start + shard < source_range.end:
             number = source_range.start + shard

@@ -187,7 +187,7 @@ class MirroredFiles:
 
     Args:
         locations: Locations, in the order in which they are tried.
-        pinned: Source of the plan; None if there is no plan.
+        committed: Source of the plan; None if there is no plan.
         digests: Stored digests; None stores none.
         paths: Paths of all files of the source; None if the locations are listed.
         report: Function that receives faults. Each kind of fault of a location is reported once.
@@ -203,7 +203,7 @@ class MirroredFiles:
         self,
         locations: Sequence[MirrorLocation],
         *,
-        pinned: SourceRecord | None = None,
+        committed: SourceRecord | None = None,
         digests: StoredDigests | None = None,
         paths: Collection[str] | None = None,
         report: ReportFault | None = None,
@@ -211,8 +211,8 @@ class MirroredFiles:
         self.locations = tuple(locations)
         self.unseekable: Set[str] = frozenset()
         self.is_listed = False
-        self.is_local = (pinned.url if pinned else locations[0].url).startswith("file:")
-        self._pinned, self._url = pinned, pinned.url if pinned else ""
+        self.is_local = (committed.url if committed else locations[0].url).startswith("file:")
+        self._committed, self._url = committed, committed.url if committed else ""
         self._digests, self._paths = digests, paths
         self._report = report or log_fault
         self._reported: set[tuple[str, bool]] = set()
@@ -244,7 +244,7 @@ class MirroredFiles:
         faults: dict[str, errors.MillraceError] = {}
         tables: list[tuple[MirrorLocation, FileTable]] = []
         for location in self.locations:
-            if self._pinned and not self._is_planned(location):
+            if self._committed and not self._is_planned(location):
                 continue
             try:
                 table = location.files.collect(patterns)
@@ -254,7 +254,7 @@ class MirroredFiles:
                 self._add_fault(faults, location, error)
                 continue
             tables.append((location, table))
-            if self._pinned is None or table.compute_digest() == self._pinned.digest:
+            if self._committed is None or table.compute_digest() == self._committed.digest:
                 break
         # Two locations may have one URL at different endpoints. Only one of them is the plan's.
         else:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from millrace.datasets.sources.compressed import find_compression, iterate_compressed_pieces
+from millrace.datasets.sources.compressed import find_compression, iterate_compressed_sections
 from millrace.datasets.sources.files import SourceFiles, drop_etag
-from millrace.datasets.sources.pieces import Line, Lines, Piece, split_lines
+from millrace.datasets.sources.lines import Line, Lines, Section, split_lines
 from millrace.datasets.sources.ranges import FileRange
 from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.keys.datasets import DatasetKeys
@@ -34,14 +34,14 @@ class TextFiles:
     def __init__(self, files: SourceFiles, store: Store | None, *, any_version: bool) -> None:
         self._files, self._store, self._any_version = files, store, any_version
 
-    def iterate_pieces(
+    def iterate_sections(
         self,
         source_range: TextRange,
         cursor: int,
         *,
         from_start: bool = False,
         block: int | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Section]:
         """Yield the bytes of a file from a cursor on, to the end of the file.
 
         Args:
@@ -61,13 +61,13 @@ class TextFiles:
         if isinstance(source_range, ByteRange):
             if cursor <= source_range.start:
                 cursor = 0 if from_start else max(0, source_range.start - 1)
-            yield from self._iterate_plain_pieces(source_range, cursor, block)
+            yield from self._iterate_plain_sections(source_range, cursor, block)
             return
         seek = wanted = cursor
         if cursor == 0 and not from_start:
             # The end of the step before the range, since a row of the range may begin after it.
             seek = max(0, CompressedRange.make_cursor(source_range.start, 0) - 1)
-        for piece in iterate_compressed_pieces(
+        for section in iterate_compressed_sections(
             self._files,
             self._store,
             source_range,
@@ -75,19 +75,19 @@ class TextFiles:
             store_states=not self._any_version,
             block=block or BLOCK_SIZE,
         ):
-            before = wanted - piece.cursor
+            before = wanted - section.cursor
             if before <= 0:
-                yield piece
-            elif before < len(piece.data):
-                yield Piece(wanted, piece.offset + before, piece.data[before:])
+                yield section
+            elif before < len(section.data):
+                yield Section(wanted, section.offset + before, section.data[before:])
 
     def iterate_batches(self, source_range: TextRange, cursor: int) -> Iterator[Lines]:
         """Yield the lines that begin within a range, from a cursor on, with all their bytes."""
         start, end = source_range.start_cursor, source_range.end_cursor
         if cursor >= end:
             return
-        pieces = self.iterate_pieces(source_range, cursor)
-        for lines in split_lines(pieces, source_range.file.path, end):
+        sections = self.iterate_sections(source_range, cursor)
+        for lines in split_lines(sections, source_range.file.path, end):
             is_last = lines.reach(end)
             lines.keep(start, end)
             if lines.data:
@@ -103,14 +103,14 @@ class TextFiles:
         for lines in self.iterate_batches(source_range, cursor):
             yield from strip_lines(lines)
 
-    def _iterate_plain_pieces(
+    def _iterate_plain_sections(
         self, source_range: ByteRange, position: int, block: int | None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Section]:
         file, size = source_range.file, source_range.file.size
         end = max(source_range.end, position)
         for start, stop, most in ((position, end, block or _BLOCK), (end, size, block or _TAIL)):
             for data in self._files.iterate_blocks(file, start, stop, block=most):
-                yield Piece(position, position, data)
+                yield Section(position, position, data)
                 position += len(data)
 
 

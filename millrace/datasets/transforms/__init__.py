@@ -1,13 +1,13 @@
 """Transforms of the samples between a source and the shards."""
 
-from millrace.datasets.transforms.pinned import (
-    PinnedTransforms,
+from millrace.datasets.transforms.recorded import (
+    RecordedTransforms,
     bundle_files,
     describe_transforms,
     list_transform_changes,
     open_transformed_source,
     open_transforms,
-    pin_transforms,
+    record_transforms,
 )
 from millrace.datasets.transforms.settings import (
     FilterSettings,
@@ -22,7 +22,7 @@ from millrace.datasets.transforms.source import TransformChain, TransformedSourc
 __all__ = [
     "FilterSettings",
     "FunctionSettings",
-    "PinnedTransforms",
+    "RecordedTransforms",
     "RenameSettings",
     "TokenizeSettings",
     "TransformChain",
@@ -34,5 +34,5 @@ __all__ = [
     "list_transform_changes",
     "open_transformed_source",
     "open_transforms",
-    "pin_transforms",
+    "record_transforms",
 ]

@@ -15,7 +15,7 @@ from millrace.gradients.backends.sharded_weights import AllocateWeights, Sharded
 from millrace.gradients.merging.gather_window import Sender
 from millrace.gradients.merging.links import find_newest_window
 from millrace.gradients.settings import AggregatorSettings
-from millrace.gradients.sync.windows import apply_merged_windows, merge_windows
+from millrace.gradients.sync.windows import catch_up_weights, merge_windows
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
@@ -67,7 +67,7 @@ def aggregate_run(
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
-        applied = apply_merged_windows(
+        applied = catch_up_weights(
             store, run, weights, after=window, until=settings.last, progress=progress
         )
         if applied is not None:  # an aggregator that was killed has not saved these weights

@@ -48,7 +48,7 @@ class Participant:
     """Worker of a run, which trains in windows and begins each window with the merged weights.
 
     ``for window in participant.iterate_windows(): train(model, window.steps);
-    participant.submit(model); participant.apply(model)``
+    participant.submit(model); participant.receive(model)``
 
     Args:
         settings: Settings of the run.
@@ -208,7 +208,7 @@ class Participant:
         put(self._store, self._settings.gradient_keys.make_gradient_key(self._uid, window), body)
         return len(body)
 
-    def apply(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:
+    def receive(self, model: torch.nn.Module, *, timeout: timedelta | None = None) -> ChainLink:
         """Wait until this window is merged, and load the merged weights into the model.
 
         Args:

@@ -70,7 +70,7 @@ def merge_windows(
         weights = make_single_shard(weights, threads=threads)
     count_wanted_gradients(settings.gather, workers, reserves)
     clock = StoreClock.read(store, settings.chain_keys.job, Holder.describe_this_process())
-    applied = apply_merged_windows(
+    applied = catch_up_weights(
         store, settings, weights, after=after, until=until, progress=progress
     )
     window = applied.window if applied else after
@@ -106,7 +106,7 @@ def merge_windows(
         yield before
 
 
-def apply_merged_windows(
+def catch_up_weights(
     store: Store,
     settings: RunSettings,
     weights: ShardedWeights,

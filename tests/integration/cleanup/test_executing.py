@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from millrace import deletion, errors
-from millrace.campaigns import hold_campaign_lease, pin_training
+from millrace.campaigns import commit_training, hold_campaign_lease
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.cleanup import (
     CleanupBucketPreset,
@@ -524,7 +524,7 @@ def many(place: BucketBuilder, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "words", "train-00000"
         case "trained on":
             place.put_dataset("words", 30)
-            pin_training(place.store.spec, trained_on("words"))
+            commit_training(place.store.spec, trained_on("words"))
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "small", "campaign"
         case "orphans":
             place.put_dataset("words", 1, orphans=30)
@@ -603,7 +603,7 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
     beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
     rule = Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)
     for place, campaign in ((folder, "exp/small"), (beside, "large")):
-        pin_training(place.store.spec, trained_on("words", campaign))
+        commit_training(place.store.spec, trained_on("words", campaign))
         config = config_of(folder, rule, related_stores=(beside.store.spec,))
         assert len(planned(config)) == 2 * 6  # the plan alone protects nothing
         with hold_campaign_lease(place.store.spec, campaign):
@@ -615,7 +615,7 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
 
 def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(folder):
     folder.put_dataset("words", 2)
-    pin_training(folder.store.spec, trained_on("words"))
+    commit_training(folder.store.spec, trained_on("words"))
     folder.put_lease(CampaignKeys("small").job, "members/worker-3")
     assert not planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))
 
@@ -676,7 +676,7 @@ def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_be
 )
 def test_a_worker_keeps_no_checkpoint_of_others_by_a_start_and_a_lease_of_its_own(folder, evil):
     folder.put_chain("run", "1", 1, {})
-    pin_training(folder.store.spec, trained_on("words"))
+    commit_training(folder.store.spec, trained_on("words"))
     checkpoints_of(folder, "job")
     folder.put(ChainKeys(evil, "1").make_link_key(0), b"nonsense")
     folder.put_lease(ChainKeys(evil, "1").job, "aggregator")
@@ -699,7 +699,7 @@ def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
 ):
     checkpoints_of(folder, "job")
     place = BucketBuilder(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
-    pin_training(place.store.spec, trained_on("words"))
+    commit_training(place.store.spec, trained_on("words"))
     place.put(ChainKeys(CampaignKeys("small").run, "1").make_link_key(0), b"nonsense")
     config = config_of(folder, STEPS, related_stores=(place.store.spec,) if elsewhere else ())
     assert not planned(config)
@@ -759,7 +759,7 @@ def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, re
 
 def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(folder, tmp_path):
     beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
-    pin_training(beside.store.spec, trained_on("words"))
+    commit_training(beside.store.spec, trained_on("words"))
     junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").list_write_prefixes(3)}
     folder.put("small/run/worker-x/x")
     assert not planned(config_of(folder, JUNK))

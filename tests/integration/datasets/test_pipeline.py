@@ -33,7 +33,7 @@ from millrace.datasets import (
     shard_dataset,
     verify_dataset,
 )
-from millrace.datasets.plan import pin_plan
+from millrace.datasets.plan import commit_plan
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionOpened,
@@ -651,7 +651,7 @@ def test_garbage_of_a_dataset_of_any_size_is_planned_under_one_lease(settings):
     store, keys = open_store(settings.store), DatasetKeys("sets/one")
     plan = plan_dataset(settings)
     assert len(plan.partitions) > 50
-    pin_plan(store, keys, plan, {})
+    commit_plan(store, keys, plan, {})
     put(store, "sets/one/shards/webdataset/train/train-09999-000000.tar", b"orphan")
     found = plan_garbage(store, "sets/one", min_age=ANY_AGE)
     assert [one.key for one in found.objects] == [
@@ -681,13 +681,13 @@ def test_a_run_begins_no_partition_before_the_collector_of_garbage_has_ended(
     def note(event: Event) -> None:
         assert released or not isinstance(event, PartitionOpened)
 
-    caplog.set_level(logging.INFO, "millrace.datasets.pool")
+    caplog.set_level(logging.INFO, "millrace.datasets.dispatch")
     handler = ReleaseOnceSeen()
-    logging.getLogger("millrace.datasets.pool").addHandler(handler)
+    logging.getLogger("millrace.datasets.dispatch").addHandler(handler)
     try:
         report = shard_dataset(changed(settings, execution={"workers": workers}), progress=note)
     finally:
-        logging.getLogger("millrace.datasets.pool").removeHandler(handler)
+        logging.getLogger("millrace.datasets.dispatch").removeHandler(handler)
     assert released
     assert verify_dataset(store, "sets/one").is_intact
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
@@ -696,7 +696,7 @@ def test_a_run_begins_no_partition_before_the_collector_of_garbage_has_ended(
 def test_garbage_is_left_once_a_lease_of_the_collector_has_ended(settings, monkeypatch):
     monkeypatch.setattr(deletion, "_BATCH", 10)
     store = open_store(settings.store)
-    pin_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
+    commit_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
     for number in range(30):
         put(store, f"sets/one/shards/webdataset/train/train-09999-{number:06d}.tar", b"orphan")
 

@@ -28,7 +28,7 @@ from millrace.datasets import (
 )
 from millrace.datasets.partition import shard_partition
 from millrace.datasets.pipeline import _make_jobs
-from millrace.datasets.plan import make_plan, pin_plan
+from millrace.datasets.plan import commit_plan, make_plan
 from millrace.datasets.progress_events import (
     PartitionOpened,
     PlanCommitted,
@@ -147,7 +147,7 @@ class StoppedError(Exception):
 
 
 class Partition:
-    """The partition of a pinned plan, which several runs shard without leases."""
+    """The partition of a committed plan, which several runs shard without leases."""
 
     def __init__(self, settings: PipelineSettings) -> None:
         self.keys = DatasetKeys("d")
@@ -156,7 +156,7 @@ class Partition:
         plan, found = make_plan(
             self.keys, settings.source, self.files, settings.sharding, self.store
         )
-        pin_plan(self.store, self.keys, plan, found.sample_lists)
+        commit_plan(self.store, self.keys, plan, found.objects)
         jobs = _make_jobs(settings, plan, self.files, settings.store)
         self.job: PartitionJob = jobs[0]
 

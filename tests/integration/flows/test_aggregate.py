@@ -66,7 +66,7 @@ def take_part(store: Store, chain: Store, uid: str, windows: int, broken: int = 
             put(store, RUN.gradient_keys.make_gradient_key(uid, broken), b"no gradient")
         else:
             participant.submit(mine, tokens=100)
-        link = participant.apply(mine, timeout=timedelta(minutes=2))
+        link = participant.receive(mine, timeout=timedelta(minutes=2))
         if turn.number == windows:
             return link
     raise AssertionError

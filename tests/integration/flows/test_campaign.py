@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
-from millrace.campaigns import pin_training
+from millrace.campaigns import commit_training
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
@@ -62,7 +62,7 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
     begin(open_store(store.as_uri()), "small/first")
     plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
     run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
-    pinned = SharedWorkerSettings(
+    committed = SharedWorkerSettings(
         campaign="small",
         workers=2,
         run=run,
@@ -70,7 +70,7 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
         windows_per_epoch=2,
         dataset="small-text",
     )
-    pin_training(StoreSpec(url=store.as_uri()), pinned)
+    commit_training(StoreSpec(url=store.as_uri()), committed)
     make_text(tmp_path / "text")
     with pytest.raises((MillraceError, ValidationError), match=said):
         run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))

@@ -63,7 +63,7 @@ def take_part(
         participant.load(model)
         train(model, turn.number)
         participant.submit(model, tokens=5)
-        participant.apply(model)
+        participant.receive(model)
         left = participant.state_dict()
     return select_weights(model)
 

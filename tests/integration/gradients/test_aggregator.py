@@ -98,7 +98,7 @@ def take_part(settings: AggregatorSettings, store: Store, uid: str, windows: int
             for weight in mine.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
         participant.submit(mine, tokens=8)
-        participant.apply(mine, timeout=timedelta(minutes=1))
+        participant.receive(mine, timeout=timedelta(minutes=1))
         if count == windows:
             break
     participant.load(mine)
@@ -271,7 +271,7 @@ def take_part_in(settings: AggregatorSettings, bucket: Store, chain: Store, uid:
         for weight in mine.parameters():
             weight.mul_(1.01 + 0.01 * ord(uid))
     participant.submit(mine)
-    return participant.apply(mine, timeout=timedelta(minutes=1)).state
+    return participant.receive(mine, timeout=timedelta(minutes=1)).state
 
 
 def test_a_run_of_so_many_windows_is_over_for_all(store):

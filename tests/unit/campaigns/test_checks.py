@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.campaigns import check_dataset_complete, check_training, pin_training
+from millrace.campaigns import check_dataset_complete, check_training, commit_training
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
 from millrace.gradients import InitialWeights, begin_run, select_weights
 from millrace.storage import Store, StoreSpec
@@ -46,14 +46,14 @@ def test_a_plan_that_has_changed_is_refused_first(
     make_training: MakeTraining, change: dict[str, object], said: str
 ) -> None:
     training = make_training()
-    pin_training(training.write_store, training.worker_settings)
+    commit_training(training.write_store, training.worker_settings)
     with pytest.raises(ConflictError, match=said):
         check_training(make_training(**change), refuse)
 
 
 def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTraining) -> None:
     training = make_training()
-    pin_training(training.write_store, training.worker_settings)
+    commit_training(training.write_store, training.worker_settings)
     begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     check_training(make_training(run={"window_length": "PT7M", "gather": {"quorum": 1}}), refuse)
 

@@ -12,7 +12,7 @@ from millrace import errors
 from millrace.dataset_ledger import iterate_commits, iterate_partition_ledgers
 from millrace.datasets import PipelineSettings, plan_dataset, shard_dataset
 from millrace.datasets.finalize import finalize_dataset
-from millrace.datasets.plan import pin_plan
+from millrace.datasets.plan import commit_plan
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import ManifestComputed
 from millrace.datasets.quarantine import QuarantineLimit
@@ -114,7 +114,7 @@ def ledger(tmp_path: Path) -> tuple[PipelineSettings, Store]:
     """Settings and store of a dataset of 40 ended partitions, without a manifest."""
     settings = make_settings(tmp_path, f"memory://{secrets.token_hex(8)}", partitions=40)
     store = open_store(settings.store)
-    fill_ledger(store, pin_plan(store, KEYS, plan_dataset(settings), {}))
+    fill_ledger(store, commit_plan(store, KEYS, plan_dataset(settings), {}))
     return settings, store
 
 

@@ -12,13 +12,13 @@ from millrace import lease as leases
 from millrace.datasets import (
     PipelineSettings,
     delete_garbage,
+    dispatch,
     garbage,
     plan_dataset,
     plan_garbage,
-    pool,
     shard_dataset,
 )
-from millrace.datasets.plan import pin_plan
+from millrace.datasets.plan import commit_plan
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys, make_run_lease_name
@@ -54,7 +54,7 @@ def store(settings: PipelineSettings, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(garbage, "_LISTED_PER_BATCH", BATCH)
     store, plan = open_store(settings.store), plan_dataset(settings)
     assert len(plan.partitions) == PARTITIONS
-    pin_plan(store, DatasetKeys("rows"), plan, {})
+    commit_plan(store, DatasetKeys("rows"), plan, {})
     for partition in plan.partitions:
         keys = LeaseKeys("rows", partition.name)
         for key in (keys.make_term_key(0), keys.make_beat_key(0), keys.make_end_key(0)):
@@ -121,7 +121,7 @@ def test_a_run_looks_for_the_collector_once_at_any_number_of_partitions(settings
         looks.append(keys.name)
         return leases.find_holder(store, keys, clock)
 
-    monkeypatch.setattr(pool, "find_holder", count)
+    monkeypatch.setattr(dispatch, "find_holder", count)
     assert shard_dataset(settings).partitions == PARTITIONS
     assert len(looks) == 2  # before and after the lease of the run is taken
 

@@ -223,7 +223,11 @@ def build_names():
     yield CheckpointKeys(chain.job).make_metadata_key(1)
     yield LeaseKeys(chain.job, "aggregator").make_beat_key(1)
     campaign = CampaignKeys("camp")
-    yield from (campaign.pinned_training, campaign.prewarm_marker, campaign.lease.make_term_key(1))
+    yield from (
+        campaign.committed_training,
+        campaign.prewarm_marker,
+        campaign.lease.make_term_key(1),
+    )
     yield from (f"{campaign.run}/w/x", f"{campaign.job}/epochs/000001.json")
     rental = RentalKeys("fleet")
     yield from (

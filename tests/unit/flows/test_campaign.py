@@ -25,7 +25,7 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
         }
     )  # fmt: skip
     steps: list[str] = []
-    monkeypatch.setattr(campaign_tasks, "pin_training", lambda *_: None)
+    monkeypatch.setattr(campaign_tasks, "commit_training", lambda *_: None)
     progress = TrainingProgress(1, frozenset())
     monkeypatch.setattr(campaign_tasks, "read_training_progress", lambda _: progress)
     monkeypatch.setattr(campaign_tasks, "run_local_workers", lambda _: nullcontext(FakeWorkers()))

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from flows.campaign_command import read_campaign_plan
 from flows.campaign_plan import CampaignPlan, RentedWorkerSettings
-from millrace.campaigns import check_pinned_training, pin_training
+from millrace.campaigns import check_committed_training, commit_training
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
@@ -67,7 +67,7 @@ def pin(store: Path, **change: Any) -> None:
         command=("true",),
         **{"workers": 2, "run": RUN, "dataset": "text", **change},
     )
-    for check in (check_pinned_training, pin_training):
+    for check in (check_committed_training, commit_training):
         check(StoreSpec(url=store.as_uri()), settings)
 
 
@@ -101,5 +101,5 @@ def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
     settings = SharedWorkerSettings(campaign="small", command=("true",), workers=2, run=RUN)
     store = tmp_path / "none"
-    check_pinned_training(StoreSpec(url=store.as_uri()), settings)
+    check_committed_training(StoreSpec(url=store.as_uri()), settings)
     assert not store.exists()

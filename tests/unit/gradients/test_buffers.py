@@ -126,7 +126,7 @@ def test_the_buffers_of_a_batchnorm_reach_late_joiners_and_the_checkpoint(store)
     assert merged[COUNT] == 2
     assert (merged[VAR] >= 0).all()
     for participant, mine in workers:
-        participant.apply(mine, timeout=timedelta(0))
+        participant.receive(mine, timeout=timedelta(0))
         for name, value in buffers_of(mine).items():
             assert torch.equal(value, merged[name])
         for name, value in mine.state_dict().items():
@@ -143,13 +143,13 @@ def test_buffers_are_averaged_anew_in_each_window(store):
     workers = [submitted(store, uid, seed) for seed, uid in enumerate(UIDS)]
     next(merged)
     for number, (participant, mine) in enumerate(workers):
-        participant.apply(mine, timeout=timedelta(0))
+        participant.receive(mine, timeout=timedelta(0))
         train(mine, 5 + number)
         participant.submit(mine)
     sent = [buffers_of(mine) for _, mine in workers]
     next(merged)
     for participant, mine in workers:
-        participant.apply(mine, timeout=timedelta(0))
+        participant.receive(mine, timeout=timedelta(0))
         for name, value in buffers_of(mine).items():
             torch.testing.assert_close(value, (sent[0][name] + sent[1][name]) / 2)
 
@@ -179,7 +179,7 @@ def test_other_buffers_are_averaged_if_the_settings_name_them(store):
     participant.submit(mine)
     list(aggregate_run(aggregator(store, run=settings, workers=("a",), initial_weights=None)))
     mine.scale.zero_()
-    participant.apply(mine, timeout=timedelta(0))
+    participant.receive(mine, timeout=timedelta(0))
     assert mine.scale.tolist() == torch.tensor([1.0, -2.0, 1e-30]).tolist()
 
 

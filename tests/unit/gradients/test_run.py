@@ -102,7 +102,7 @@ def take_part(store: Store, uid: int, windows: int) -> torch.nn.Module:
         participant.load(mine)
         train(mine, window.steps, 100 * window.number + uid)
         participant.submit(mine, tokens=32)
-        participant.apply(mine, timeout=timedelta(minutes=1))
+        participant.receive(mine, timeout=timedelta(minutes=1))
         if window.number == windows:
             return mine
     raise AssertionError
@@ -164,7 +164,7 @@ def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
     moved = mine[1].running_mean.clone()
     participant.submit(mine)
     list(merge_windows(store, settings, [Sender("0", store)], first, until=1))
-    participant.apply(mine, timeout=timedelta(0))
+    participant.receive(mine, timeout=timedelta(0))
     assert torch.equal(mine[2].weight, mine[0].weight)
     assert torch.equal(mine[1].running_mean, moved)
     assert mine[1].num_batches_tracked == 1
@@ -224,7 +224,7 @@ def test_a_worker_that_is_started_again_without_its_state_sends_no_change_twice(
             )
             assert set(link.taken) == {"0"}
     kept = again.state_dict()["kept"]
-    again.apply(mine, timeout=timedelta(0))
+    again.receive(mine, timeout=timedelta(0))
     assert_same_tensors(again.state_dict()["kept"], kept)
 
 
@@ -248,11 +248,11 @@ def test_a_worker_whose_weight_is_zero_loses_nothing_that_it_sent(store):
     senders = [Sender(uid, store) for uid in sent]
     (link,) = merge_windows(store, settings, senders, select_weights(model()), until=1)
     assert {uid: worker.share for uid, worker in link.taken.items()} == {"0": 0, "1": 1}
-    participant.apply(mine, timeout=timedelta(0))
+    participant.receive(mine, timeout=timedelta(0))
     assert_same_tensors(participant.state_dict()["kept"], change)
     participant, mine = sent["1"]
     kept = participant.state_dict()["kept"]
-    participant.apply(mine, timeout=timedelta(0))
+    participant.receive(mine, timeout=timedelta(0))
     assert_same_tensors(participant.state_dict()["kept"], kept)
 
 
@@ -287,7 +287,7 @@ def run_window(
     window = participant.open_window.number
     participant.submit(one)
     merge_pair(store, state, window)
-    return participant.apply(one, timeout=timedelta(0))
+    return participant.receive(one, timeout=timedelta(0))
 
 
 def merge_pair(store: Store, state: WeightState, window: int) -> None:
@@ -343,7 +343,7 @@ def test_a_submit_without_an_answer_loses_no_value_and_sends_none_twice(
     short = PAIR.model_copy(update={"window_length": timedelta(milliseconds=1)})
     (link,) = merge_windows(store, short, [Sender("0", store)], state, after=1, until=2)
     assert bool(link.taken) is lands
-    participant.apply(one, timeout=timedelta(0))
+    participant.receive(one, timeout=timedelta(0))
     run_window(participant, one, store, state)
     torch.testing.assert_close(one.weight.detach(), torch.tensor([[1.0, 1.4]]))
     assert not caplog.records
@@ -418,7 +418,7 @@ def test_a_window_that_too_few_came_to_is_over_and_nothing_that_was_sent_is_lost
         "1": ExclusionReason.MISSING,
         "2": ExclusionReason.MISSING,
     }
-    participant.apply(mine, timeout=timedelta(0))
+    participant.receive(mine, timeout=timedelta(0))
     assert select_weights(mine).digest() == select_weights(model()).digest()
     kept = participant.state_dict()["kept"]
     for name, whole in change.items():
@@ -461,7 +461,7 @@ def test_without_an_aggregator_a_worker_says_so(store):
     next(participant.iterate_windows())
     participant.submit(mine)
     with pytest.raises(errors.UnavailableError, match="Window 1 of runs/one was not merged"):
-        participant.apply(mine, timeout=timedelta(0))
+        participant.receive(mine, timeout=timedelta(0))
 
 
 def test_another_model_is_refused(store):
@@ -541,7 +541,7 @@ def test_a_gradient_above_the_largest_norm_is_dropped_and_the_next_one_is_merged
                 store, settings, [Sender("0", store)], state, after=window - 1, until=window
             )
         )
-        link = participant.apply(one, timeout=timedelta(0))
+        link = participant.receive(one, timeout=timedelta(0))
         if "0" not in link.taken:
             assert link.excluded["0"].reason is ExclusionReason.NORM
             refused.append(window)
@@ -614,7 +614,7 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
     mine, settings = model(), settings_of().model_copy(update={"window_length": timedelta(0)})
     participant = Participant(settings, "0", store, store, select_weights(mine))
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00"):
-        participant.apply(mine)
+        participant.receive(mine)
     rules = {"window_length": timedelta(milliseconds=5), "gather": settings.gather}
     commit_once(
         store,
@@ -622,7 +622,7 @@ def test_a_worker_waits_as_long_as_the_aggregator_says(store):
         WindowOpening(run=settings.run, number=1, **rules),
     )
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00\.01"):
-        participant.apply(mine)
+        participant.receive(mine)
 
 
 def test_a_checkpoint_to_begin_with_is_checked_by_its_metadata(tmp_path):

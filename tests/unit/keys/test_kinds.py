@@ -45,7 +45,7 @@ def test_what_a_worker_writes_below_its_own_prefix_beside_our_names_is_its_junk(
     proofs = [
         keys.make_gradient_key("w1", 3),
         cooldown.make_vote_key("m"),
-        CampaignKeys("team/c").pinned_training,
+        CampaignKeys("team/c").committed_training,
     ]
     for key in proofs:
         workers.learn(key)

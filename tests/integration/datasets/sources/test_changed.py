@@ -1,4 +1,4 @@
-"""A source that changes between a stop and the next run: refused, or read at its pinned version."""
+"""A source that changes between a stop and the next run: refused, or read as it was."""
 
 import csv
 import io

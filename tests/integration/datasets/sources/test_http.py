@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import SourceLocation, preflight_dataset
-from millrace.datasets.plan import make_plan, pin_plan
+from millrace.datasets.plan import commit_plan, make_plan
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.datasets.sources import compressed, http_files, open_files
 from millrace.datasets.sources.files import Patterns
@@ -293,7 +293,7 @@ def test_the_source_is_read_where_the_settings_say_and_not_where_the_plan_says(
     plan, divided = make_plan(
         keys, settings.source, settings.source.open_files(), settings.sharding
     )
-    pin_plan(open_store(settings.store), keys, plan, divided.sample_lists)
+    commit_plan(open_store(settings.store), keys, plan, divided.objects)
     site.requests.clear()
     moved = make_settings(other, tmp_path, paths=["a.jsonl"])
     assert shard_dataset(moved).samples == 10

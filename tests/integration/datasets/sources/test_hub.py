@@ -82,8 +82,8 @@ def test_every_row_of_a_dataset_becomes_a_sample(hub, tmp_path, url):
     report = shard_dataset(settings)
     assert report.samples == 2000
     assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
-    pinned = fetch(open_store(settings.store), "words/plan.json", DatasetPlan).source.url
-    assert re.fullmatch(rf"hf://datasets/{repo}@[0-9a-f]{{40}}(/data)?", pinned)
+    committed = fetch(open_store(settings.store), "words/plan.json", DatasetPlan).source.url
+    assert re.fullmatch(rf"hf://datasets/{repo}@[0-9a-f]{{40}}(/data)?", committed)
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert not any(READER.encode() in body for body in written)
 

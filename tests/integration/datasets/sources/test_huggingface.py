@@ -441,7 +441,7 @@ def test_a_hub_that_refuses_is_a_sentence(
     commit(hub, repo, make_files(extension, make_texts(10)))
     settings = make_settings(hub, repo, tmp_path)
     plan, _ = preflight_dataset(settings)
-    pinned = settings.source.open_files(plan.source).pinned_spec.revision
+    pinned = settings.source.open_files(plan.source).committed_spec.revision
     match change:
         case "gate":
             hub.gate(repo)

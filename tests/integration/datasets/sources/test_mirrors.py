@@ -182,15 +182,16 @@ def name(place: Place) -> str:
     return f"{place.spec.url} ({place.spec.endpoint})" if place.spec.endpoint else place.spec.url
 
 
-def open_pinned(*places: Place, report=None):
+def open_committed(*places: Place, report=None):
     """Open locations, whose first one is that of the plan and has its digests stored."""
-    pinned = SourceRecord(
+    committed = SourceRecord(
         kind="jsonl", url=places[0].spec.url, settings={}, files=2, size=0,
         digest="blake3:" + "0" * 64,
     )  # fmt: skip
     store = open_store(f"memory://{secrets.token_hex(8)}")
     files = open_mirrored_files(
-        [place.spec for place in places], allow_private=True, pinned=pinned, paths=list(FILES),
+        [place.spec for place in places], allow_private=True, committed=committed,
+        paths=list(FILES),
         digests=StoredDigests(store, KEYS), report=report,
     )  # fmt: skip
     files.store_digests(list_files(files))
@@ -267,7 +268,7 @@ def test_a_location_that_dies_within_a_file_is_followed_by_a_proven_mirror(
 
 def test_a_read_continues_at_the_offset_that_was_reached(make_place):
     first, mirror = make_place("web"), make_place("web")
-    files = open_pinned(first, mirror)
+    files = open_committed(first, mirror)
     (file, other), body = list_files(files), FILES["a.jsonl"]
     first.site.dies_after = 1000
     mirror.site.requests.clear()
@@ -341,7 +342,7 @@ def test_a_mirror_cannot_be_proven_if_the_plan_has_no_digests(make_place, tmp_pa
 def test_a_mirror_that_is_replaced_during_a_read_is_left_out(make_place, kind):
     first, mirror, last = make_place("web"), make_place(kind), make_place("folder")
     faults = []
-    files = open_pinned(first, mirror, last, report=lambda *fault: faults.append(fault))
+    files = open_committed(first, mirror, last, report=lambda *fault: faults.append(fault))
     file, body = list_files(files)[0], FILES["a.jsonl"]
     first.remove()
     mirror.site.cut_after = [len(body), 5000]  # of the proof and of the read
@@ -369,7 +370,7 @@ def replace(place: Place) -> None:
 
 def test_a_file_that_was_written_again_with_the_same_bytes_is_proven(make_place):
     first, mirror = make_place("web"), make_place("folder")
-    files = open_pinned(first, mirror)
+    files = open_committed(first, mirror)
     file = list_files(files)[0]
     first.site.headers = {"ETag": '"2"'}
     assert files.read(file) == FILES["a.jsonl"]
@@ -382,7 +383,7 @@ def test_a_file_that_was_written_again_with_the_same_bytes_is_proven(make_place)
 
 def test_a_slow_location_is_read_like_any_other(make_place, expected, tmp_path):
     first, mirror = make_place("web"), make_place("folder")
-    first.site.piece = 4096
+    first.site.section = 4096
     report = shard_dataset(make_settings(tmp_path / "out", first, mirror))
     assert read_shards(tmp_path / "out") == expected
     assert report.served[name(mirror)] == 0

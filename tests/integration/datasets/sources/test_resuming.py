@@ -242,7 +242,7 @@ def test_a_run_that_continues_reads_from_its_position(
                 partition_source(chosen, opened, KEYS, Division(1 << 30, 1 << 20, None, 0.0))
             return
         divided = partition_source(chosen, opened, KEYS, Division(1 << 30, 1 << 20, None, 0.0))
-        for key, body in divided.sample_lists.items():
+        for key, body in divided.objects.items():
             put(dataset, key, body)
         (partition,) = divided.partitions
 

@@ -42,7 +42,7 @@ def rows_of(
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
     division = Division(partition_bytes, partition_files, seed, holdout)
     partitioned = partition_source(source_settings, open_files(store.spec), KEYS, division)
-    for key, body in partitioned.sample_lists.items():
+    for key, body in partitioned.objects.items():
         create(dataset, key, body)
     source = open_source(
         partitioned.record,
@@ -441,7 +441,7 @@ def test_a_source_that_changed_stops_the_run(kind, source_kind, change, request,
     division = Division(partition_bytes=1 << 20, partition_files=10_000, seed=0, holdout=0.0)
     partitioned = partition_source(chosen, open_files(store.spec), KEYS, division)
     dataset = open_store(f"memory://{secrets.token_hex(8)}")
-    for key, body in partitioned.sample_lists.items():
+    for key, body in partitioned.objects.items():
         create(dataset, key, body)
     match change:
         case "rewritten":

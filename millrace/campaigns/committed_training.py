@@ -15,10 +15,10 @@ _FIELD_NAMES = {
     "windows_per_epoch": "training.windows_per_epoch",
     "run.windows": "the number of all windows (training.epochs x training.windows_per_epoch)",
     "dataset": "data.dataset",
-}  # names of pinned fields in the plan of a campaign; the others begin with `training.run`
+}  # names of committed fields in the plan of a campaign; the others begin with `training.run`
 
 
-class PinnedTraining(Record):
+class CommittedTraining(Record):
     """Record of the settings of a campaign's training that cannot change under its name."""
 
     record_kind: ClassVar[str] = "campaign-training"
@@ -30,36 +30,39 @@ class PinnedTraining(Record):
     dataset: str | None
 
 
-def check_pinned_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
-    """Refuse settings that differ from the pinned ones, before anything is created or rented.
+def check_committed_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+    """Refuse settings that differ from the committed ones, before anything is created or rented.
 
     Raises:
         ConflictError: A setting that cannot change differs; the message names the values.
     """
-    with suppress(NotFoundError):  # nothing is pinned yet
+    with suppress(NotFoundError):  # nothing is committed yet
         store = open_store(spec, make_folder=False)
         _refuse_changes(
-            settings, fetch(store, CampaignKeys(settings.campaign).pinned_training, PinnedTraining)
+            settings,
+            fetch(store, CampaignKeys(settings.campaign).committed_training, CommittedTraining),
         )
 
 
-def pin_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
-    """Commit the settings that cannot change, or refuse settings that differ from the pinned ones.
+def commit_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+    """Commit the settings that cannot change, or refuse settings that differ from them.
 
     Raises:
         ConflictError: A setting that cannot change differs; the message names the values.
     """
-    key = CampaignKeys(settings.campaign).pinned_training
-    pinned = commit_once(open_store(spec), key, _make_pinned_training(settings)).record
-    _refuse_changes(settings, pinned)
+    key = CampaignKeys(settings.campaign).committed_training
+    committed = commit_once(open_store(spec), key, _make_committed_training(settings)).record
+    _refuse_changes(settings, committed)
 
 
-def _make_pinned_training(settings: SharedWorkerSettings) -> PinnedTraining:
-    return PinnedTraining(**{name: getattr(settings, name) for name in PinnedTraining.model_fields})
+def _make_committed_training(settings: SharedWorkerSettings) -> CommittedTraining:
+    return CommittedTraining(
+        **{name: getattr(settings, name) for name in CommittedTraining.model_fields}
+    )
 
 
-def _refuse_changes(settings: SharedWorkerSettings, pinned: PinnedTraining) -> None:
-    found = find_changes(pinned, _make_pinned_training(settings))
+def _refuse_changes(settings: SharedWorkerSettings, committed: CommittedTraining) -> None:
+    found = find_changes(committed, _make_committed_training(settings))
     free = tuple(f"run.{name}" for name in WindowOptions.model_fields)
     changes = [
         f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
@@ -74,7 +77,7 @@ def _refuse_changes(settings: SharedWorkerSettings, pinned: PinnedTraining) -> N
 
 
 def _describe_field(path: str) -> str:
-    """Return the name of a pinned field in the plan of a campaign."""
+    """Return the name of a committed field in the plan of a campaign."""
     return _FIELD_NAMES.get(path) or f"training.run.{path.removeprefix('run.')}"
 
 

@@ -16,7 +16,7 @@ from millrace.datasets.transforms import (
     describe_transforms,
     list_transform_changes,
     open_transforms,
-    pin_transforms,
+    record_transforms,
 )
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DATASET_KEY
@@ -53,10 +53,10 @@ def make_all(files, **options):
 
 
 def pin(settings, store, **options):
-    pinned = pin_transforms(settings, KEYS, **{"seed": 0, "dataset_store": store, **options})
-    for key, body in pinned.objects.items():
+    committed = record_transforms(settings, KEYS, **{"seed": 0, "dataset_store": store, **options})
+    for key, body in committed.objects.items():
         create(store, key, body)
-    return pinned
+    return committed
 
 
 def apply_all(chain, text):
@@ -68,15 +68,15 @@ def apply_all(chain, text):
 
 def test_a_worker_runs_the_bytes_of_the_plan_when_the_files_are_gone(files, store):
     settings = make_all(files)
-    pinned = pin(settings, store)
-    before = apply_all(open_transforms(pinned.record, store), b"the fox")
+    committed = pin(settings, store)
+    before = apply_all(open_transforms(committed.record, store), b"the fox")
     (files / "clean.py").unlink()
     (files / "tokenizer.json").unlink()
-    chain = open_transforms(pinned.record, store)
+    chain = open_transforms(committed.record, store)
     assert apply_all(chain, b"the fox") == before
     assert chain.packing == (4, "uint16")
-    assert len(pinned.objects) == 2
-    assert all(DATASET_KEY.fullmatch(key) for key in pinned.objects)
+    assert len(committed.objects) == 2
+    assert all(DATASET_KEY.fullmatch(key) for key in committed.objects)
 
 
 def test_the_description_does_not_depend_on_the_folder_of_the_files(files, tmp_path_factory):
@@ -109,37 +109,37 @@ def test_each_change_of_a_transform_is_named(files):
 
 
 def test_an_object_that_was_replaced_is_not_run(files, store):
-    pinned = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
-    (key,) = pinned.objects
+    committed = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    (key,) = committed.objects
     put(store, key, b"raise SystemExit('code of another')\n")
     with pytest.raises(errors.CorruptError, match="does not have the digest of the plan"):
-        open_transforms(pinned.record, store)
+        open_transforms(committed.record, store)
 
 
 def test_a_machine_without_a_file_takes_the_file_of_the_digest_in_the_settings(files, store):
-    pinned = pin(make_all(files), store)
-    digests = [step.get("digest") for step in pinned.record["steps"]]
+    committed = pin(make_all(files), store)
+    digests = [step.get("digest") for step in committed.record["steps"]]
     (files / "clean.py").unlink()
     (files / "tokenizer.json").unlink()
     with pytest.raises(errors.NotFoundError, match="set `digest` to take the file"):
-        pin_transforms(make_all(files), KEYS, seed=0, dataset_store=store)
+        record_transforms(make_all(files), KEYS, seed=0, dataset_store=store)
     settings = [
         step.model_copy(update={"digest": digest}) if digest else step
         for step, digest in zip(make_all(files), digests, strict=True)
     ]
-    again = pin_transforms(settings, KEYS, seed=0, dataset_store=store)
-    assert again == pinned
+    again = record_transforms(settings, KEYS, seed=0, dataset_store=store)
+    assert again == committed
 
 
 def test_an_object_of_another_digest_is_never_taken_for_a_missing_file(files, store):
-    pinned = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
-    (key,) = pinned.objects
+    committed = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    (key,) = committed.objects
     put(store, key, b"raise SystemExit('code of another')\n")
-    digest = pinned.record["steps"][0]["digest"]
+    digest = committed.record["steps"][0]["digest"]
     (files / "clean.py").unlink()
     settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean", digest=digest)]
     with pytest.raises(errors.NotFoundError):
-        pin_transforms(settings, KEYS, seed=0, dataset_store=store)
+        record_transforms(settings, KEYS, seed=0, dataset_store=store)
 
 
 def test_a_file_of_another_digest_than_in_the_settings_is_refused(files):
@@ -159,14 +159,14 @@ def test_an_installed_module_that_changed_is_refused(files, store, monkeypatch):
     module = files / f"{name}.py"
     module.write_text(CODE)
     importlib.invalidate_caches()
-    pinned = pin([FunctionSettings(function=f"{name}:clean")], store)
-    assert pinned.objects == {}
-    assert apply_all(open_transforms(pinned.record, store), b"a")[0].fields == {"txt": b"A"}
+    committed = pin([FunctionSettings(function=f"{name}:clean")], store)
+    assert committed.objects == {}
+    assert apply_all(open_transforms(committed.record, store), b"a")[0].fields == {"txt": b"A"}
     module.write_text(CODE.replace("upper", "lower"))
     del sys.modules[name]
     importlib.invalidate_caches()
     with pytest.raises(errors.ConfigurationError, match=f"The module {name} has the digest"):
-        open_transforms(pinned.record, store)
+        open_transforms(committed.record, store)
 
 
 def test_another_version_of_the_library_or_of_millrace_is_refused(files, store):
@@ -211,7 +211,7 @@ def test_a_file_that_is_too_large_is_not_read(files):
         ("itertools:count", "has no file, so its changes would not be seen"),
     ],
 )
-def test_an_installed_function_that_cannot_be_pinned_is_refused(function, message):
+def test_an_installed_function_that_cannot_be_recorded_is_refused(function, message):
     with pytest.raises(errors.ConfigurationError, match=message):
         describe_transforms([FunctionSettings(function=function)], KEYS, seed=0)
 
@@ -223,7 +223,7 @@ def test_a_tokenizer_is_read_from_a_store_and_from_a_web_server(files):
     assert describe_transforms([moved], KEYS, seed=0)["steps"] == expected["steps"][-1:]
     with serve(Site(files={"/tokenizer.json": train_tokenizer()})) as site:
         moved = tokenize.model_copy(update={"tokenizer": f"{site.url}/tokenizer.json"})
-        pinned = pin_transforms([moved], KEYS, seed=0, allow_private=True)
-        assert pinned.record["steps"] == expected["steps"][-1:]
+        committed = record_transforms([moved], KEYS, seed=0, allow_private=True)
+        assert committed.record["steps"] == expected["steps"][-1:]
         with pytest.raises(errors.MillraceError, match="private"):
-            pin_transforms([moved], KEYS, seed=0)
+            record_transforms([moved], KEYS, seed=0)

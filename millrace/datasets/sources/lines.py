@@ -1,4 +1,4 @@
-"""Pieces of a file, which are decompressed if the file is compressed, and lines in them."""
+"""Sections of a file, which are decompressed if the file is compressed, and lines in them."""
 
 import io
 from bisect import bisect_left
@@ -14,7 +14,7 @@ _STEP = 64 << 10  # bytes that are split at a time, since each may be a line
 _MAX_LINES = 1024
 
 
-class Piece(NamedTuple):
+class Section(NamedTuple):
     """Some bytes of a file, decompressed if it is compressed.
 
     Attributes:
@@ -41,7 +41,7 @@ class Lines:
         cursors: Cursors of the first bytes of the lines.
         offsets: Offsets of the first bytes of the lines.
         next_cursors: Cursors after the lines.
-        data: Bytes of the lines, with their newlines unless they are in several pieces.
+        data: Bytes of the lines, with their newlines unless they are in several sections.
         size: Number of bytes.
     """
 
@@ -60,12 +60,12 @@ class Lines:
         self.data.append(line)
         self.size += len(line)
 
-    def extend(self, piece: Piece, at: int, lines: list[bytes]) -> int:
-        """Append lines of a piece that begin at an index; return the index after them."""
+    def extend(self, section: Section, at: int, lines: list[bytes]) -> int:
+        """Append lines of a section that begin at an index; return the index after them."""
         edges = [*accumulate(map(len, lines), initial=at)]
-        self.cursors += map(piece.cursor.__add__, edges[:-1])
-        self.offsets += map(piece.offset.__add__, edges[:-1])
-        self.next_cursors += map(piece.cursor.__add__, edges[1:])
+        self.cursors += map(section.cursor.__add__, edges[:-1])
+        self.offsets += map(section.offset.__add__, edges[:-1])
+        self.next_cursors += map(section.cursor.__add__, edges[1:])
         self.data += lines
         self.size += edges[-1] - at
         return edges[-1]
@@ -93,14 +93,14 @@ class Lines:
             yield cursor, offset, after, [self.data.pop().removesuffix(b"\n")]
 
 
-def split_lines(pieces: Iterator[Piece], path: str, end: int) -> Iterator[Lines]:
-    r"""Yield the lines of consecutive pieces. The end of a line is ``\n``, or the end of the file.
+def split_lines(sections: Iterator[Section], path: str, end: int) -> Iterator[Lines]:
+    r"""Yield the lines of consecutive sections. A line ends at ``\n``, or with the file.
 
     Lines are yielded about 256 KiB at a time, and those before an error before it is raised. There
     may be none at the end.
 
     Args:
-        pieces: Pieces of the file.
+        sections: Sections of the file.
         path: Path of the file, for messages.
         end: Cursor. Lines are yielded at once if the last one ends there or later.
 
@@ -108,12 +108,12 @@ def split_lines(pieces: Iterator[Piece], path: str, end: int) -> Iterator[Lines]
         ConfigurationError: A line is longer than 256 MiB.
     """
     lines = Lines()
-    begun: list[bytes] = []  # parts of a line that continues in the next piece
+    begun: list[bytes] = []  # parts of a line that continues in the next section
     size = first = offset = next_cursor = 0  # of this line
     try:
-        for piece in pieces:
-            data, at = piece.data, 0
-            next_cursor = piece.cursor + len(data)
+        for section in sections:
+            data, at = section.data, 0
+            next_cursor = section.cursor + len(data)
             if begun:
                 at = data.find(b"\n") + 1
                 begun.append(data[: at - 1] if at else data)
@@ -121,7 +121,7 @@ def split_lines(pieces: Iterator[Piece], path: str, end: int) -> Iterator[Lines]
                 if not at:
                     check_row_size(size, path, offset)
                     continue
-                lines.append(first, offset, piece.cursor + at, b"".join(begun))
+                lines.append(first, offset, section.cursor + at, b"".join(begun))
                 begun = []
                 # A large line is not held while more is read.
                 if lines.size >= LARGE_ROW or lines.reach(end):
@@ -132,13 +132,13 @@ def split_lines(pieces: Iterator[Piece], path: str, end: int) -> Iterator[Lines]
             while found := stream.readlines(_STEP):
                 if not found[-1].endswith(b"\n"):
                     begun.append(found.pop())
-                at = lines.extend(piece, at, found)
+                at = lines.extend(section, at, found)
                 del found
                 if lines.is_full() or lines.reach(end):
                     yield lines
                     lines = Lines()
             if begun:
-                first, offset, size = piece.cursor + at, piece.offset + at, len(begun[0])
+                first, offset, size = section.cursor + at, section.offset + at, len(begun[0])
                 check_row_size(size, path, offset)
     except Exception:
         yield lines

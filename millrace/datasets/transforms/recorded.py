@@ -50,7 +50,7 @@ _tokenizers: dict[str, bytes] = {}  # verified tokenizers, by their digests
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedTransforms:
+class RecordedTransforms:
     """Transforms as the plan of a dataset has them.
 
     Attributes:
@@ -63,14 +63,14 @@ class PinnedTransforms:
     objects: Mapping[str, bytes]
 
 
-def pin_transforms(
+def record_transforms(
     settings: Sequence[TransformSettings],
     keys: DatasetKeys,
     *,
     seed: int | None,
     dataset_store: Store | None = None,
     allow_private: bool = False,
-) -> PinnedTransforms:
+) -> RecordedTransforms:
     """Read the functions and tokenizers of transforms, check them, and describe them.
 
     Args:
@@ -87,19 +87,19 @@ def pin_transforms(
         NotFoundError: A file is not there.
     """
     if not settings:
-        return PinnedTransforms({}, {})
+        return RecordedTransforms({}, {})
     reader = _FileReader(keys, dataset_store, allow_private=allow_private)
     steps = [_describe_step(step, reader) for step in settings]
     record = {"version": _VERSION, "seed": seed, "steps": steps}
     _open_chain(record, reader.objects.__getitem__)  # checks functions and tokenizers
-    return PinnedTransforms(record, reader.objects)
+    return RecordedTransforms(record, reader.objects)
 
 
 def describe_transforms(
     settings: Sequence[TransformSettings], keys: DatasetKeys, *, seed: int | None
 ) -> JsonObject:
-    """Return the description of transforms, as `pin_transforms` does, without an object."""
-    return pin_transforms(settings, keys, seed=seed).record
+    """Return the description of transforms, as `record_transforms` does, without an object."""
+    return record_transforms(settings, keys, seed=seed).record
 
 
 def bundle_files(
@@ -180,14 +180,14 @@ def open_transforms(record: JsonObject, dataset_store: Store) -> TransformChain:
     return _open_chain(record, lambda key: read(dataset_store, key, max_size=_MAX_TOKENIZER_BYTES))
 
 
-def list_transform_changes(pinned: JsonObject, proposed: JsonObject) -> list[str]:
+def list_transform_changes(committed: JsonObject, proposed: JsonObject) -> list[str]:
     """Return how a description differs from the one in a plan: a short text for each difference."""
     changes = [
-        f"transforms.{name} ({pinned.get(name)}, now {proposed.get(name)})"
+        f"transforms.{name} ({committed.get(name)}, now {proposed.get(name)})"
         for name in ("version", "seed")
-        if pinned and proposed and pinned.get(name) != proposed.get(name)
+        if committed and proposed and committed.get(name) != proposed.get(name)
     ]
-    before, after = pinned.get("steps", []), proposed.get("steps", [])
+    before, after = committed.get("steps", []), proposed.get("steps", [])
     if [step["kind"] for step in before] != [step["kind"] for step in after]:
         kinds = (", ".join(step["kind"] for step in steps) or "none" for steps in (before, after))
         return [*changes, "transforms ({}, now {})".format(*kinds)]
