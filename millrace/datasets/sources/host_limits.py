@@ -6,12 +6,11 @@ process, however the process ends.
 
 import fcntl
 import os
-import random
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
@@ -23,6 +22,7 @@ _LONGEST_PAUSE = 3600.0  # seconds for which a host is asked nothing, whatever i
 _ANSWER_MEMORY = 3600.0  # seconds for which an answer of a host is remembered
 _NOTE_INTERVAL = 60.0  # seconds between two notes of the answers of a host
 _MAX_HOSTS = 64  # hosts of one bucket whose times are kept
+_SLOT_INTERVAL = 0.01  # seconds between two looks for a free slot
 _PAUSE, _ANSWER = "pause", "answer"
 _MAX_TURN_BYTES = 1 << 20
 
@@ -132,26 +132,32 @@ class HostLimits:
 
     @contextmanager
     def _lock_any_slot(self, host: str) -> Generator[None]:
-        paths = [self._make_path(host, str(slot)) for slot in range(self._requests)]
-        random.shuffle(paths)
-        for path in paths:
-            descriptor = self._open(path)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                os.close(descriptor)
-        else:
-            descriptor = self._open(paths[0])
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with self._lock(host, "queue"):  # only the first of those that wait looks for a free slot
+            while (descriptor := self._try_slots(host)) is None:
+                time.sleep(_SLOT_INTERVAL)
         try:
             yield
         finally:
             os.close(descriptor)
 
+    def _try_slots(self, host: str) -> int | None:
+        """Lock a free slot of a host; return None if there is none."""
+        for slot in range(self._requests):
+            descriptor = self._open(self._make_path(host, str(slot)))
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return descriptor
+        return None
+
+    def _lock_turns(self, host: str) -> AbstractContextManager[int]:
+        return self._lock(host, "turns")
+
     @contextmanager
-    def _lock_turns(self, host: str) -> Generator[int]:
-        descriptor = self._open(self._make_path(host, "turns"))
+    def _lock(self, host: str, name: str) -> Generator[int]:
+        descriptor = self._open(self._make_path(host, name))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor

@@ -424,6 +424,7 @@ def test_a_host_gets_only_so_many_requests_at_a_time():
         urls = [f"{site.url}/{n}" for n in range(12)]
         assert fetch_reasons(urls, downloads={"requests_per_host": 2}) == ["sample"] * 12
         assert site.most_active == 2
+        assert site.requests.total() == 12  # each answer has waited for a second request
 
 
 def test_bodies_in_memory_limit_the_requests_at_a_time(monkeypatch):
