@@ -79,6 +79,7 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
                 Prefix=root + prefix,
                 KeyMarker=key_marker,
                 VersionIdMarker=id_marker,
+                MaxKeys=_BATCH,
             )
         except ClientError as error:
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in {405, 501}:

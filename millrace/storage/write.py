@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Bytes = bytes | bytearray | memoryview
 
 PART_SIZE = 16 * 1024 * 1024
-_BATCH = 1000
+_BATCH = 1000  # objects or uploads per request: the limit of S3
 _WRITE_SIZE = 1024 * 1024  # bytes of a write to a file
 _LARGE = 256 * 1024  # bytes from which obstore's SHA-256 of a body is worth avoiding
 _LINKED = "is reached through a link, and was not deleted: remove the link itself"
@@ -337,6 +337,7 @@ def list_uploads(store: Store, prefix: str = "") -> Iterator[UnfinishedUpload]:
             Prefix=root + prefix,
             KeyMarker=key_marker,
             UploadIdMarker=id_marker,
+            MaxUploads=_BATCH,
         )
 
     while True:
