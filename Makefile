@@ -87,4 +87,5 @@ bench: .venv/dev
 
 soak: .venv/dev
 	@deployments/test-servers.sh
+	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 	$(BIN)/python -m tests.soak

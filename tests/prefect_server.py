@@ -352,10 +352,10 @@ def prefect_api(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
 
 @pytest.fixture(scope="session")
 def deployed(prefect_server: PrefectServer) -> PrefectServer:
-    """The server after ``millrace setup`` and ``prefect deploy --all``, without a block."""
+    """The server after ``millrace setup`` and ``millrace deploy``, without a block."""
     made = prefect_server.run("millrace", "setup", "--without-buckets", "--uploads", "8")
     assert made.returncode == 0, made.stdout + made.stderr
-    done = prefect_server.run_prefect("deploy", "--all")
+    done = prefect_server.run("millrace", "deploy")
     assert done.returncode == 0, done.stdout + done.stderr
     return prefect_server
 

@@ -5,6 +5,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from millrace.gradients import (
     begin_run,
     catch_up,
@@ -20,6 +22,7 @@ from tests.prefect_server import PrefectServer, Worker, wait_until
 AGGREGATE = "aggregate-gradients/aggregate-gradients"
 
 
+@pytest.mark.soak
 def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_cancelled(
     deployed: PrefectServer, worker: Worker, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from millrace.testing.vast import VastServer
@@ -36,6 +37,7 @@ def test_a_campaign_killed_in_the_middle_ends_right(
     assert "unverified at the source" not in report  # the manifest has the digests
 
 
+@pytest.mark.soak
 def test_a_campaign_that_is_killed_or_cancelled_gives_its_machines_back(
     deployed: PrefectServer, prefect_api: PrefectServer, own_worker: Worker, vast: VastServer,
     repository: Path, tmp_path: Path,

@@ -71,6 +71,7 @@ def counted(
         yield store, {"bucket": {"$ref": {"block_document_slug": f"millrace-bucket/{name}"}}}
 
 
+@pytest.mark.soak
 def test_a_cancelled_run_stops_and_the_next_one_fetches_what_is_missing(
     deployed: PrefectServer,
     ray_worker: Worker,

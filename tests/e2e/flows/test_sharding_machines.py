@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import SecretStr
 
 from blocks import VastCredentials
@@ -45,6 +46,7 @@ def prepare(vast: VastServer, payer: Any, repository: Path, store: Path) -> dict
     }
 
 
+@pytest.mark.soak
 def test_a_run_that_is_killed_leaves_its_machines_to_the_reaper_and_another_goes_on(
     deployed: PrefectServer, prefect_api: PrefectServer, shared_worker: SharedWorker,
     vast: VastServer, payer: Any, repository: Path, tmp_path: Path,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.oracle import Folder
 from tests.prefect_server import PrefectServer, SharedWorker, Worker, wait_until
@@ -65,6 +66,7 @@ def test_a_cancelled_run_stops_and_the_next_one_finishes_it(
     )
 
 
+@pytest.mark.soak
 def test_a_run_left_running_by_a_dead_worker_does_not_block_the_next(
     deployed: PrefectServer, shared_worker: SharedWorker, tmp_path: Path,
     folder_source: dict[str, Any],

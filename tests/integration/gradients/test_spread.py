@@ -243,6 +243,7 @@ def aggregator(cluster: RayCluster, settings: AggregatorSettings) -> subprocess.
     )
 
 
+@pytest.mark.soak
 def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
     ray_cluster: RayCluster, tmp_path: Path
 ):
