@@ -1,16 +1,28 @@
 """Files of a dataset by their keys: from the disk of the node, else from one of its stores."""
 
+import logging
 import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from millrace.datasets.loader.disk_cache import DiskCache, LentFile
-from millrace.datasets.loader.mirrored_files import FileLocations, list_specs, open_mirrors
-from millrace.storage import head
+from millrace.datasets.loader.mirrored_files import (
+    LISTING_TIMEOUT,
+    FileLocations,
+    list_specs,
+    open_mirrors,
+)
+from millrace.errors import ConfigurationError, MillraceError
+from millrace.storage import Backend, Store, StoreSpec, head
 from millrace.storage.mirrored import Check, MirroredReader, MirrorReport
 from millrace.storage.mirrored_download import download
 from millrace.storage.mirrored_objects import MirroredObject
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class DatasetFiles:
@@ -43,6 +55,33 @@ class DatasetFiles:
         self._lock = threading.Lock()
         self._objects: dict[str, MirroredObject] = {}
         self._lent: dict[Path, list[LentFile]] = {}
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """Stores of the files."""
+        return self._reader.stores
+
+    @property
+    def has_cache(self) -> bool:
+        """True if files are cached on the disk of the node."""
+        return self._cache is not None
+
+    def ask_stores(self, call: Callable[[Store], T]) -> T:
+        """Return the answer of the first store that has one.
+
+        Args:
+            call: Function that asks a store, such as for a record.
+
+        Raises:
+            MillraceError: No store has an answer. The error is that of the last one.
+        """
+        *others, last = self.stores
+        for store in others:
+            try:
+                return call(store.with_retry_timeout(LISTING_TIMEOUT))
+            except MillraceError as error:
+                logger.warning("%s Another location is asked.", error)
+        return call(last)
 
     def register(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> None:
         """Tell the size and the digest of a file, for `read_range`.
@@ -126,6 +165,14 @@ class DatasetFiles:
             download(self._reader, item, descriptor)
             return file.read(size)
 
+    def copy_file(self, key: str, size: int, digest: str, file: int) -> None:
+        """Write the bytes of a file into an open file, verified, without the cache.
+
+        Raises:
+            MillraceError: No location has the file.
+        """
+        download(self._reader, MirroredObject(key, size, digest=digest), file)
+
     def make_report(self) -> MirrorReport:
         """Return the work of each location so far."""
         return self._reader.make_report()
@@ -156,3 +203,58 @@ class DatasetFiles:
             if lent := self._cache.lend_from(folder / key, digest, size):
                 return lent
         return None
+
+
+class ProcessFiles:
+    """Files of a dataset, which each process opens anew.
+
+    Args:
+        specs: Stores of the dataset.
+        cache: Cache on the disk of the node, or its folder.
+        warmed: Folders with files of the dataset.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[StoreSpec],
+        cache: DiskCache | Path | str | None,
+        warmed: Sequence[Path | str],
+    ) -> None:
+        self._specs, self._warmed = list(specs), [Path(folder) for folder in warmed]
+        self._folder, self._max_bytes = None, sys.maxsize
+        if isinstance(cache, DiskCache):
+            self._folder, self._max_bytes = cache.folder, cache.max_bytes
+        elif cache is not None:
+            self._folder = Path(cache)
+        if warmed and self._folder is None:
+            raise ConfigurationError(
+                "`warmed` folders need a `cache`, which remembers that their files were verified. "
+                "Name a folder on a local disk as `cache`."
+            )
+        self._opened: DatasetFiles | None = None
+        self._process = 0
+
+    def open(self) -> DatasetFiles:
+        """Return the files. They are opened at the first call in a process.
+
+        Raises:
+            ConfigurationError: The process was forked after the stores were opened, so that the
+                client of the stores would hang.
+        """
+        if self._opened is not None and self._process == os.getpid():
+            return self._opened
+        before = () if self._opened is None else self._opened.stores
+        if any(store.location.backend is not Backend.FILE for store in before):
+            raise ConfigurationError(
+                "This process was forked after the loader was opened, and its client of the store "
+                "would hang. Open the loader in the process that reads, or start processes by "
+                "`spawn`: `DataLoader(..., multiprocessing_context='spawn')`."
+            )
+        cache = DiskCache(self._folder, self._max_bytes) if self._folder else None
+        self._opened = DatasetFiles(self._specs, cache=cache, warmed=self._warmed)
+        self._process = os.getpid()
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a new process, which opens the stores again."""
+        return {**vars(self), "_opened": None}

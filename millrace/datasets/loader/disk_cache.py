@@ -96,12 +96,16 @@ class DiskCache:
         folder: Folder on a local disk. Nothing else may be in the folder.
         max_bytes: Largest size of all files, with those that are being fetched.
 
+    Attributes:
+        folder: Folder of the cache.
+        max_bytes: Largest size of all files.
+
     Raises:
         ConfigurationError: The folder cannot be made.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self._max_bytes = folder, max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         self._files, self._locks, self._parts = (
             folder / name for name in ("files", "locks", "parts")
         )
@@ -241,7 +245,7 @@ class DiskCache:
             entries = sorted(self._list_files(), key=lambda one: one.used_at)
             held = sum(one.size for one in entries) + fetched
             while True:
-                if held + size <= self._max_bytes:
+                if held + size <= self.max_bytes:
                     try:
                         if size:
                             os.posix_fallocate(file, 0, size)
@@ -331,7 +335,7 @@ class DiskCache:
         why = "all files in it are in use" if error is None else error.strerror
         logger.warning(
             "Files are read without the cache in %s: %s. Make more room, or allow more bytes than "
-            "%d.", self.folder, why, self._max_bytes,
+            "%d.", self.folder, why, self.max_bytes,
         )  # fmt: skip
 
 

@@ -5,43 +5,42 @@ two ways:
 
 - By parts of some MiB, each verified by the digests of its blocks. The parts that follow are
   fetched at the same time.
-- As a whole file on the disk, if there is a folder for a cache, or if the dataset has no digests of
-  blocks. Without a folder for a cache, the file has no name, and is gone when it is closed.
+- As a whole file on the disk, if there is a cache, or if the dataset has no digests of blocks.
+  Without a cache, the file has no name, and is gone when it is closed.
 """
 
 import os
-import secrets
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
 from millrace import errors
 from millrace.block_lists import read_blocks_at
+from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
 from millrace.digest import (
     BLOCK_DIGEST_SIZE,
     BLOCK_SIZE,
     combine_blocks,
-    compute_file_digest,
     count_blocks,
     describe_blocks,
     find_differing_blocks,
     get_hex,
+    hash_blocks,
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import Store, read, read_and_hash
+from millrace.storage import read, read_and_hash
 from millrace.threads import DaemonThreadPool
 
 _SMALL_LISTS = 1 << 20  # bytes of the digests of all blocks that are read in one request
-_FILE_PART = 8 * BLOCK_SIZE  # bytes of a request for a whole file
-_FILE_REQUESTS = 4  # concurrent requests for one whole file
+_WHOLE_FILES = 4  # files that are fetched at once
 _MAX_REQUESTS = 16  # concurrent requests of a fetcher
 
 
@@ -86,29 +85,27 @@ class ShardFetcher:
     """Verified bytes of the shards of a table.
 
     Args:
-        store: Store of the dataset.
+        files: Files of the dataset. The caller closes them.
         table: Shards of the dataset.
-        cache: Folder for whole files. The files stay there.
         part_bytes: Bytes of a part, a multiple of the size of a block.
         parts_ahead: Number of parts of a shard that are fetched before they are read.
     """
 
     def __init__(
         self,
-        store: Store,
+        files: DatasetFiles,
         table: ShardTable,
         *,
-        cache: Path | None = None,
         part_bytes: int = 4 * BLOCK_SIZE,
         parts_ahead: int = 2,
     ) -> None:
-        self._store, self._table, self._cache = store, table, cache
+        self._files, self._table = files, table
         self._part_bytes, self._parts_ahead = part_bytes, parts_ahead
         self._lock = threading.Lock()
-        self._files: dict[str, Future[Path]] = {}
+        self._fetched: dict[str, Future[Path | None]] = {}  # whole files that are not open yet
         self._all_blocks: bytes | None = None
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
-        self._whole_files = DaemonThreadPool(_FILE_REQUESTS, "shard-files")
+        self._whole_files = DaemonThreadPool(_WHOLE_FILES, "shard-files")
 
     def open(self, number: int) -> OpenShard:
         """Open a shard by its number in the table.
@@ -117,10 +114,10 @@ class ShardFetcher:
             MillraceError: The shard cannot be fetched.
         """
         shard = self._table.shards[number]
-        if self._cache is not None:
-            path = self._request_file(shard).result()
-            return _ShardFile(self._name(shard), os.open(path, os.O_RDONLY), shard.size)
+        if self._files.has_cache and (opened := self._open_cached(shard)):
+            return opened
         if blocks := self._read_blocks(shard):
+            self._files.register(shard.key, shard.size, shard.digest, blocks=blocks)
             return _ShardParts(
                 self._name(shard),
                 shard.size,
@@ -130,21 +127,28 @@ class ShardFetcher:
                 parts_ahead=self._parts_ahead,
             )
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
-            self._copy(shard, file.fileno())
+            try:
+                self._files.copy_file(shard.key, shard.size, shard.digest, file.fileno())
+            except errors.MillraceError as error:
+                self._raise_explained(shard, error)
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
 
     def request(self, number: int) -> None:
         """Begin to fetch a whole file that is needed soon. Without a cache, nothing is done."""
-        if self._cache is not None:
+        if self._files.has_cache:
             self._request_file(self._table.shards[number])
 
     def close(self) -> None:
         """Cancel the requests that have not begun."""
         self._requests.shutdown()
         self._whole_files.shutdown()
+        with self._lock:
+            unused, self._fetched = list(self._fetched.values()), {}
+        for one in unused:
+            one.add_done_callback(self._release)
 
     def _name(self, shard: ListedShard) -> str:
-        return self._store.make_url(shard.key)
+        return self._files.stores[0].make_url(shard.key)
 
     def _read_blocks(self, shard: ListedShard) -> bytes:
         """Return the joined digests of a shard's blocks; empty if they are not known."""
@@ -154,100 +158,103 @@ class ShardFetcher:
         start = shard.first_block * BLOCK_DIGEST_SIZE
         every = self._table.blocks * BLOCK_DIGEST_SIZE
         if every > _SMALL_LISTS:
-            return read_blocks_at(self._store, key, start, shard.digest, shard.size)
+            return self._files.ask_stores(
+                lambda store: read_blocks_at(store, key, start, shard.digest, shard.size)
+            )
         with self._lock:
             if self._all_blocks is None:
                 self._all_blocks = b""
                 with suppress(errors.NotFoundError, errors.DeniedError, errors.CorruptError):
-                    self._all_blocks = read(self._store, key, max_size=every)
+                    self._all_blocks = self._files.ask_stores(
+                        lambda store: read(store, key, max_size=every)
+                    )
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""
 
     def _fetch_blocks(self, shard: ListedShard, blocks: bytes, first: int, last: int) -> memoryview:
         """Return adjacent blocks of a shard, verified."""
         expected = slice_blocks(blocks, range(first, last))
-        body, found = self._read(shard, first * BLOCK_SIZE, last * BLOCK_SIZE)
+        start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, shard.size)
+        try:
+            if len(self._files.stores) == 1:
+                return self._read_and_compare(shard, expected, start, end)
+
+            def check(data: bytes) -> None:
+                if hash_blocks(data) != expected:
+                    raise errors.CorruptError("its bytes do not have the digests of their blocks")
+
+            return memoryview(self._files.read_range(shard.key, start, end, check=check))
+        except errors.MillraceError as error:
+            self._raise_explained(shard, error)
+
+    def _read_and_compare(
+        self, shard: ListedShard, expected: bytes, start: int, end: int
+    ) -> memoryview:
+        """Return blocks of the only store, which are hashed while they arrive."""
+        store, body = self._files.stores[0], _allocate(end - start)
+        found = read_and_hash(store, shard.key, [body], size=shard.size, start=start)
+        if not found:
+            raise errors.ChangedError(f"{self._name(shard)} has another size.")
         if found != expected:
+            first = start // BLOCK_SIZE
             differing = [first + one for one in find_differing_blocks(found, expected)]
-            raise self._make_damage_error(shard, f" in {describe_blocks(differing)}")
+            raise errors.CorruptError(f"The damage is in {describe_blocks(differing)}.")
         return body
 
-    def _read(self, shard: ListedShard, start: int, end: int) -> tuple[memoryview, bytes]:
-        """Return bytes of a shard, up to its end, and the digests of their blocks."""
-        body = _allocate(min(end, shard.size) - start)
-        try:
-            found = read_and_hash(self._store, shard.key, [body], size=shard.size, start=start)
-        except errors.NotFoundError as error:
+    def _raise_explained(self, shard: ListedShard, error: errors.MillraceError) -> NoReturn:
+        """Raise an error that says what to do about a shard."""
+        name, reason = self._name(shard), str(error)
+        if isinstance(error, errors.NotFoundError):
             raise errors.NotFoundError(
-                f"{self._name(shard)} was deleted after the dataset was completed. Restore it from "
-                "a copy, or shard the dataset again."
+                f"{name} was deleted after the dataset was completed. Restore it from a copy, or "
+                f"shard the dataset again. {reason}"
             ) from error
-        if not found:
+        if isinstance(error, errors.ChangedError):
             raise errors.ChangedError(
-                f"{self._name(shard)} was replaced: it does not have the {shard.size:,} bytes of "
-                "the manifest. Restore it from a copy, or repair the dataset with `millrace verify "
-                "FILE --repair`."
-            )
-        return body, found
+                f"{name} was replaced: it does not have the {shard.size:,} bytes of the manifest. "
+                "Restore it from a copy, or repair the dataset with `millrace verify FILE "
+                f"--repair`. {reason}"
+            ) from error
+        if isinstance(error, errors.CorruptError):
+            raise errors.CorruptError(
+                f"{name} does not have the digest of the manifest: it was replaced or is damaged. "
+                f"Repair the dataset with `millrace verify FILE --repair`. {reason}"
+            ) from error
+        raise error
 
-    def _make_damage_error(self, shard: ListedShard, where: str = "") -> errors.CorruptError:
-        return errors.CorruptError(
-            f"{self._name(shard)} does not have the digest of the manifest: it was replaced or is "
-            f"damaged{where}. Repair the dataset with `millrace verify FILE --repair`."
-        )
-
-    def _request_file(self, shard: ListedShard) -> Future[Path]:
-        """Return the path of a whole file, as soon as it is there. Each file is fetched once."""
+    def _request_file(self, shard: ListedShard) -> Future[Path | None]:
+        """Return the path of a whole file, as soon as it is there; None without room for it."""
         with self._lock:
-            known = self._files.get(shard.digest)
-            if known is None or (known.done() and known.exception()):
+            known = self._fetched.get(shard.digest)
+            if known is None:
                 known = self._whole_files.submit(self._fetch_file, shard)
-                self._files[shard.digest] = known
+                self._fetched[shard.digest] = known
             return known
 
-    def _fetch_file(self, shard: ListedShard) -> Path:
-        """Return the path of a shard in the cache, whose bytes were verified by this fetcher."""
-        assert self._cache is not None
-        path = self._cache / get_hex(shard.digest)
-        part = self._cache / f".{path.name}-{secrets.token_hex(4)}"
+    def _open_cached(self, shard: ListedShard) -> OpenShard | None:
+        """Open a file of the cache; return None if the cache has no room for it."""
+        fetched = self._request_file(shard)
+        with self._lock:
+            if is_own := self._fetched.get(shard.digest) is fetched:
+                del self._fetched[shard.digest]
         try:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            if path.exists() and compute_file_digest(path) == shard.digest:
-                return path
-            with part.open("wb", buffering=0) as file:
-                self._copy(shard, file.fileno())
-            part.replace(path)
-        except OSError as error:
-            raise errors.NoSpaceError(
-                f"{self._name(shard)} could not be written into {self._cache}: {error.strerror}. "
-                "Free some space, or choose another folder as `cache`."
-            ) from error
+            path = fetched.result() if is_own else self._fetch_file(shard)
+        except errors.MillraceError as error:
+            self._raise_explained(shard, error)
+        if path is None:
+            return None
+        try:  # an open file is read to its end, also if it is removed
+            return _ShardFile(self._name(shard), os.open(path, os.O_RDONLY), shard.size)
         finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-        return path
+            self._files.release(path)
 
-    def _copy(self, shard: ListedShard, file: int) -> None:
-        """Write a shard into a file, and verify its digest."""
+    def _fetch_file(self, shard: ListedShard) -> Path | None:
+        return self._files.fetch_file(shard.key, shard.size, shard.digest)
 
-        def copy_part(start: int) -> bytes:
-            body, found = self._read(shard, start, start + _FILE_PART)
-            while body:
-                written = os.pwrite(file, body, start)
-                body, start = body[written:], start + written
-            return found
-
-        starts = range(0, max(1, shard.size), _FILE_PART)
-        parts = [self._requests.submit(copy_part, start) for start in starts]
-        try:
-            blocks = b"".join(part.result() for part in parts)
-        finally:
-            # The file must not be closed while a request writes into it.
-            for part in parts:
-                if not part.cancel():
-                    part.exception()
-        if combine_blocks(blocks) != shard.digest:
-            raise self._make_damage_error(shard)
+    def _release(self, fetched: Future[Path | None]) -> None:
+        """Release a whole file that was fetched and is not needed."""
+        if not fetched.cancelled() and not fetched.exception() and (path := fetched.result()):
+            self._files.release(path)
 
 
 class _ShardParts:

@@ -20,7 +20,8 @@ from millrace.storage.read import BLOCK_SIZE
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LISTING_TIMEOUT = timedelta(seconds=10)  # of a location, while there are others
+LISTING_TIMEOUT = timedelta(seconds=10)
+"""Longest time in which a location is asked, while there are others."""
 
 
 class MirroredBucket(Protocol):
@@ -142,7 +143,7 @@ class MirroredStoreFiles:
         faults: dict[str, errors.MillraceError] = {}
         table: FileTable | None = None
         for number, store in enumerate(self.reader.stores):
-            timeout = min(store.spec.retry_timeout, _LISTING_TIMEOUT)
+            timeout = min(store.spec.retry_timeout, LISTING_TIMEOUT)
             spec = store.spec.model_copy(update={"retry_timeout": timeout})
             try:
                 table = StoreFiles(open_store(spec, make_folder=False)).collect(patterns)

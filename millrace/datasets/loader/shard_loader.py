@@ -1,6 +1,5 @@
 """Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,8 @@ import numpy as np
 from millrace import errors
 from millrace.datasets.formats import FormatName
 from millrace.datasets.formats.tokens import find_tokens
+from millrace.datasets.loader.dataset_files import ProcessFiles
+from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.loader_state import (
@@ -20,6 +21,7 @@ from millrace.datasets.loader.loader_state import (
     read_counts,
     read_positions,
 )
+from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
 from millrace.datasets.loader.sample_stream import (
     StreamPosition,
@@ -40,7 +42,8 @@ from millrace.datasets.loader.window_queue import StreamWindows
 from millrace.datasets.verify import read_manifest
 from millrace.digest import BLOCK_SIZE
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import Backend, Store, StoreSpec, open_store
+from millrace.storage import StoreSpec
+from millrace.storage.mirrored import MirrorReport
 from millrace.threads import DaemonThreadPool
 
 if TYPE_CHECKING:
@@ -64,7 +67,8 @@ class ShardLoader:
     for the order.
 
     Args:
-        source: URL of the dataset, or URL and credentials. With `dataset`, that of the store.
+        source: URL of the dataset, or URL and credentials, or several of them that have the same
+            dataset. With `dataset`, those of the stores, or a bucket with mirrors.
         dataset: Name of the dataset; by default the last part of the URL.
         split: Split of the samples.
         format: Format of the shards; by default the first one of the dataset. The order is the same
@@ -86,7 +90,10 @@ class ShardLoader:
         pack: Number of tokens of a sequence. The tokens of the samples of a stream follow each
             other, and fewer than `pack` tokens of each stream are left out at its end.
         pack_field: Field with the tokens; by default that of the format ``tokens``.
-        cache: Folder for whole shards on the disk, which are verified when they are read again.
+        cache: Cache of whole shards on the disk of the node, or its folder, which then grows as
+            long as the disk has room.
+        warmed: Folders with files of the dataset below their keys, as a prewarm leaves them. They
+            need a cache, which remembers that the files were verified.
 
     Raises:
         NotFoundError: The dataset has no manifest.
@@ -100,7 +107,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        source: str | StoreSpec,
+        source: FileLocations,
         dataset: str | None = None,
         *,
         split: str = "train",
@@ -117,15 +124,17 @@ class ShardLoader:
         transform: Transform | None = None,
         pack: int | None = None,
         pack_field: str | None = None,
-        cache: Path | str | None = None,
+        cache: DiskCache | Path | str | None = None,
+        warmed: Sequence[Path | str] = (),
     ) -> None:
-        self._store, name = _open_dataset(source, dataset)
-        self._process = os.getpid()
-        manifest = read_manifest(self._store, DatasetKeys(name))
+        specs, name = _find_dataset(source, dataset)
+        self._files = ProcessFiles(specs, cache, warmed)
+        keys = DatasetKeys(name)
+        manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format))
         self._seed, self._shuffle = seed, shuffle
         self._rank, self._world_size = rank, world_size
-        self._batch_size, self._cache = batch_size, Path(cache) if cache is not None else None
+        self._batch_size = batch_size
         self._streams = _choose_streams(self.table, streams, world_size, shuffle=shuffle)
         _check_numbers(rank, world_size, batch_size, pack)
         self._window = window or max(
@@ -159,6 +168,10 @@ class ShardLoader:
         """Number of samples of an epoch, of all ranks, before `transform` and `pack`."""
         return self._order.total
 
+    def make_mirror_report(self) -> MirrorReport:
+        """Return the work of each location in this process, for mirrors and for the cache."""
+        return self._files.open().make_report()
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch.
 
@@ -169,7 +182,7 @@ class ShardLoader:
             ConfigurationError: The process was forked after the loader was opened, or a later
                 iteration has begun.
         """
-        self._check_process()
+        self._files.open()
         if self._is_ended:
             self._begin(self._start.start_epoch(self.epoch))
         self._iteration += 1
@@ -353,29 +366,6 @@ class ShardLoader:
                     f"has {name}={own[name]!r}. Open the loader as it was when the state was saved."
                 )
 
-    def _check_process(self) -> None:
-        """Check that this process has opened the loader. The client of stores hangs after a fork.
-
-        Raises:
-            ConfigurationError: The process was forked afterwards.
-        """
-        is_local = self._store.location.backend is Backend.FILE
-        if os.getpid() != self._process and not is_local:
-            raise errors.ConfigurationError(
-                "This process was forked after the loader was opened, and its client of the store "
-                "would hang. Open the loader in the process that reads, or start processes by "
-                "`spawn`: `DataLoader(..., multiprocessing_context='spawn')`."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a new process, which opens the store again."""
-        return {name: value for name, value in vars(self).items() if name != "_process"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes in a new process."""
-        vars(self).update(state)
-        self._process = os.getpid()
-
     def _batch(self, samples: Iterator[LoadedSample], size: int) -> Iterator[list[LoadedSample]]:
         batch: list[LoadedSample] = []
         for sample in samples:
@@ -396,9 +386,8 @@ class ShardLoader:
         share = max(1, len(open_streams))
         part = int(self._window * self.table.mean_size / 2) // BLOCK_SIZE * BLOCK_SIZE
         fetcher = ShardFetcher(
-            self._store,
+            self._files.open(),
             self.table,
-            cache=self._cache,
             part_bytes=min(_MAX_PART, max(BLOCK_SIZE, part)),
             parts_ahead=min(_MAX_DEPTH, _PARTS_IN_FLIGHT // share),
         )
@@ -450,18 +439,27 @@ class ShardLoader:
             level += 1
 
 
-def _open_dataset(source: str | StoreSpec, dataset: str | None) -> tuple[Store, str]:
-    """Return the store and the name of a dataset."""
-    spec = StoreSpec(url=source) if isinstance(source, str) else source
-    if dataset is None:
-        url, _, dataset = spec.url.rstrip("/").rpartition("/")
-        if not dataset or url.endswith("/"):
+def _find_dataset(source: FileLocations, dataset: str | None) -> tuple[list[StoreSpec], str]:
+    """Return the stores and the name of a dataset."""
+    specs = list_specs(source)
+    if dataset is not None:
+        return specs, dataset
+    stores, names = list[StoreSpec](), set[str]()
+    for spec in specs:
+        url, _, name = spec.url.rstrip("/").rpartition("/")
+        if not name or url.endswith("/"):
             raise errors.ConfigurationError(
                 f"{spec.url} names a store and no dataset. Write its name behind the URL, such as "
                 f"{spec.url.rstrip('/')}/my-dataset, or give it as `dataset`."
             )
-        spec = spec.model_copy(update={"url": url})
-    return open_store(spec, make_folder=False), dataset
+        stores.append(spec.model_copy(update={"url": url}))
+        names.add(name)
+    if len(names) > 1:
+        raise errors.ConfigurationError(
+            f"The locations have datasets of different names: {', '.join(sorted(names))}. Write "
+            "URLs of one dataset, or give its name as `dataset` and the URLs of the stores."
+        )
+    return stores, names.pop()
 
 
 def _parse_format(name: str | None) -> FormatName | None:

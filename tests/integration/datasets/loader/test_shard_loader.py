@@ -15,13 +15,15 @@ import pytest
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets.loader import ShardLoader
-from millrace.storage import StoreSpec, open_store, put, read
+from millrace.storage import StoreSpec, list_objects, open_store, put, read
+from millrace.testing.faults import Faults
 from millrace.testing.key import connect
 from millrace.testing.process import REPOSITORY
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
 from tests.oracle import S3Bucket, judge_epoch
 from tests.soak.faults import make_faults, make_r2_store
+from tests.support.mirrors import Mirrors, start_mirrors
 
 FORMATS = ["webdataset", "litdata", "mds", "parquet"]
 ROWS = 600
@@ -212,10 +214,29 @@ def test_a_cache_saves_the_requests_of_the_next_epoch(
     spec = StoreSpec.model_validate(make_r2_store(rgw, r2, "shard-loader").make_spec("below"))
     loader = ShardLoader(spec, DATASET, cache=tmp_path)
     assert len(list(loader)) == ROWS
-    assert len(list(tmp_path.iterdir())) == len(loader.table.shards)
+    assert len(list(tmp_path.glob("files/*"))) == len(loader.table.shards)
     r2.reset()
     assert len(list(loader)) == ROWS
     assert r2.list_requests() == []
+
+
+def test_an_epoch_ends_right_while_one_store_is_dead_and_another_fails(
+    rgw: RGW, stored: StoreSpec, server_folder: Path, judge: Callable[[list[tuple[str, str]]], str]
+) -> None:
+    store = open_store(stored)
+    with start_mirrors(rgw, server_folder / "shard-mirrors", 3) as proxies:
+        world = Mirrors.make(rgw, proxies)
+        for stat in list_objects(store, DATASET):
+            world.put(stat.key, *[read(store, stat.key)] * 3)
+        loader = ShardLoader(world.specs, DATASET)
+        proxies[0].set_faults(Faults(error500=1.0))
+        proxies[1].set_faults(make_faults(1, stall_seconds=0.2))
+        assert judge([(sample["__key__"], sample["txt"]) for sample in loader]) == ""
+        found = loader.make_mirror_report().locations
+        assert sum(proxies[1].count_fired().values()) > 0
+        assert found[0].served_bytes == 0
+        assert found[0].failures > 0
+        assert found[2].served_bytes > 0
 
 
 def read_in_child(loader: ShardLoader, answers: Connection) -> None:

@@ -1,8 +1,11 @@
 """Refusals of a loader of samples, and the sequences of packed tokens."""
 
 import itertools
+import pickle
 import secrets
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from millrace import errors
 from millrace.datasets.formats import FieldType
 from millrace.datasets.loader import Remainder, ShardLoader
+from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
 from millrace.storage import open_store
 from tests.support.shard_datasets import write_dataset
@@ -190,3 +194,82 @@ def test_tokens_of_a_transform_are_packed(make: Make) -> None:
     assert next(iter(loader))["ids"].tolist() == [0, 0, 0, 1]
     with pytest.raises(errors.ConfigurationError, match="`pack` needs the field 'tokens'"):
         list(make(transform=dict, pack=4))
+
+
+@pytest.fixture
+def mirrors(tmp_path: Path) -> list[Path]:
+    """Three folders with one dataset, of which the first is damaged in each shard."""
+    folders = [tmp_path / name for name in "abc"]
+    rng, parts = np.random.default_rng(1), list[list[Sample]]()
+    for number in range(4):
+        bodies = [rng.bytes(150_000) for _ in range(10)]
+        parts.append([Sample(f"{number}-{n}", {"bin": body}, n) for n, body in enumerate(bodies)])
+    folders[0].mkdir()
+    fields = {"bin": FieldType.BYTES}
+    write_dataset(open_store(folders[0].as_uri()), "d", ["webdataset"], fields, parts)
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+    for shard in folders[0].rglob("*.tar"):
+        body = bytearray(shard.read_bytes())
+        body[len(body) // 2] ^= 1
+        shard.write_bytes(body)
+    return folders
+
+
+def load_bodies(loader: ShardLoader) -> dict[str, bytes]:
+    return {sample["__key__"]: sample["bin"] for sample in loader}
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_shards_are_read_from_any_location_that_has_them(
+    mirrors: list[Path], tmp_path: Path, has_cache: bool
+) -> None:
+    expected = load_bodies(ShardLoader(mirrors[1].as_uri(), "d"))
+    assert len(expected) == 40
+    shutil.rmtree(mirrors[2] / "d/shards")
+    cache = tmp_path / "cache" if has_cache else None
+    urls = [f"{folder.as_uri()}/d" for folder in mirrors]
+    loader = ShardLoader(urls, cache=cache)
+    assert load_bodies(loader) == expected
+    found = loader.make_mirror_report().locations
+    assert found[0].differing > 0
+    assert [one.differing for one in found[1:]] == [0, 0]
+    with pytest.raises(errors.CorruptError, match="does not have the digest of the manifest"):
+        load_bodies(ShardLoader(mirrors[0].as_uri(), "d"))
+
+
+def test_a_location_without_the_manifest_does_not_matter(mirrors: list[Path]) -> None:
+    (mirrors[0] / "d/manifest.json").unlink()
+    loader = ShardLoader([folder.as_uri() for folder in mirrors], "d")
+    assert len(load_bodies(loader)) == 40
+    with pytest.raises(errors.ConfigurationError, match="different names: d, e"):
+        ShardLoader([mirrors[0].as_uri() + "/d", mirrors[1].as_uri() + "/e"])
+
+
+def test_a_folder_that_was_warmed_is_read_in_place(mirrors: list[Path], tmp_path: Path) -> None:
+    _, store, warmed = mirrors
+    expected = load_bodies(ShardLoader(store.as_uri(), "d"))
+    shutil.rmtree(store / "d/shards")
+    cache = DiskCache(tmp_path / "cache", 1 << 30)
+    loader = ShardLoader(store.as_uri(), "d", cache=cache, warmed=[warmed])
+    assert load_bodies(loader) == expected
+    assert cache.held_bytes == 0
+    assert load_bodies(pickle.loads(pickle.dumps(loader))) != {}
+    with pytest.raises(errors.ConfigurationError, match="`warmed` folders need a `cache`"):
+        ShardLoader(store.as_uri(), "d", warmed=[warmed])
+
+
+def test_a_cache_without_room_leaves_the_samples_as_they_are(
+    mirrors: list[Path], tmp_path: Path
+) -> None:
+    expected = load_bodies(ShardLoader(mirrors[1].as_uri(), "d"))
+    cache = DiskCache(tmp_path / "cache", 2 << 20)  # one shard of four
+    for _ in range(2):
+        assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d", cache=cache)) == expected
+    assert cache.held_bytes <= 2 << 20
+
+
+def test_a_folder_of_a_cache_that_cannot_be_made_is_named(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(errors.ConfigurationError, match="file of the cache cannot be made"):
+        ShardLoader(url, "texts", cache=tmp_path / "file")
