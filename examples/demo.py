@@ -151,6 +151,7 @@ def run(size: Size) -> None:
         found = run_campaign(CampaignPlan.model_validate(plan_of(name, size)))
         books, alive = server.list_machines(), server.list_alive()
     tell(found, size, time.monotonic() - began)
+    validate_batches(name, size)
     billed = sum(one["cost"] for one in books)
     print(f"  the provider's books: {len(books)} machines rented, ${billed:.4f} billed,")
     print(f"  {len(alive)} left")
@@ -178,6 +179,35 @@ def tell(found: "CampaignSummary", size: Size, seconds: float) -> None:
             print(f"  {path.relative_to(Path.cwd())}")
     print(f"  {(HOME / f'{found.name}.svg').relative_to(Path.cwd())}: the loss over the windows")
     print(f"  {found.deleted_objects} objects deleted")
+
+
+def validate_batches(name: str, size: Size) -> None:
+    """Load the batches of all merged gradients again, and compare them with the reports."""
+    from examples.tiny_lm.train import BATCH_FILES
+    from millrace.campaigns.worker import WindowLoader
+    from millrace.gradients import RunSettings, iterate_links
+    from millrace.keys.campaigns import CampaignKeys
+    from millrace.storage import open_store
+
+    keys = CampaignKeys(name)
+    run = RunSettings(run=keys.run, steps=size.steps)
+    loaders = {
+        keys.make_uid(number): WindowLoader(
+            STORE.as_uri(), DATASET, run=run.name, number=number, workers=size.machines,
+            batch_size=BATCH_FILES, steps=size.steps, decode=False,
+        )
+        for number in range(size.machines)
+    }  # fmt: skip
+    gradients = 0
+    for link in iterate_links(open_store(STORE.as_uri()), run.chain_keys):
+        for uid, worker in link.taken.items():
+            batches = loaders[uid].load(link.window)
+            for _ in batches:
+                pass
+            if batches.digest != worker.samples:
+                sys.exit(f"{uid} has trained on other samples in window {link.window}.")
+            gradients += 1
+    print(f"  a validator has loaded the same batches as the workers of all {gradients} gradients")
 
 
 def picture_of(name: str) -> bytes:

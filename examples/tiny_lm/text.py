@@ -1,7 +1,8 @@
-"""Text of WebDataset shards, as rows of bytes."""
+"""Text of samples and of WebDataset shards, as rows of bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from webdataset import WebDataset  # pyright: ignore[reportAttributeAccessIssue]
@@ -11,6 +12,17 @@ def read_text(shards: Sequence[Path]) -> torch.Tensor:
     """Return the fields of all samples of shards, joined by newlines: (bytes,), uint8."""
     text = bytearray()
     for sample in WebDataset([str(path) for path in shards], shardshuffle=False):
+        for name, field in sample.items():
+            if not name.startswith("__"):
+                text += field
+                text += b"\n"
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def join_batch(batch: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """Return the bytes of all fields of a batch, joined by newlines: (bytes,), uint8."""
+    text = bytearray()
+    for sample in batch:
         for name, field in sample.items():
             if not name.startswith("__"):
                 text += field

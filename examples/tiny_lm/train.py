@@ -10,18 +10,17 @@ import argparse
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import read_text, sample_rows
+from examples.tiny_lm.text import join_batch, read_text, sample_rows
 from millrace.campaigns.worker import Worker
 from millrace.gradients import TrainingWindow
 
-BATCH_ROWS, LEARNING_RATE, VALIDATION_ROWS = 8, 2e-3, 48
+BATCH_FILES, BATCH_ROWS, LEARNING_RATE, VALIDATION_ROWS = 8, 8, 2e-3, 48
 
 
 def main(threads: int) -> None:
     """Train until the run ends."""
     torch.set_num_threads(threads)
     with Worker.from_environment() as worker:
-        text = read_text(worker.fetch_shards("train", only_own=True))
         validation_text = read_text(worker.fetch_shards("val"))
         validation_rows = sample_rows(validation_text, VALIDATION_ROWS, LENGTH + 1)
         model = TinyLM()
@@ -39,11 +38,14 @@ def main(threads: int) -> None:
             seed = window.number * 1000 + worker.settings.number
             generator = torch.Generator().manual_seed(seed)
             optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
-            for _ in range(window.steps):
+            batches = worker.load_batches(window, BATCH_FILES, decode=False)
+            for batch in batches:
+                rows = sample_rows(join_batch(batch), BATCH_ROWS, LENGTH + 1, generator)
                 optimizer.zero_grad()
-                model.loss(sample_rows(text, BATCH_ROWS, LENGTH + 1, generator)).backward()
+                model.loss(rows).backward()
                 optimizer.step()
-            participant.submit(model, tokens=window.steps * BATCH_ROWS * LENGTH)
+            tokens = window.steps * BATCH_ROWS * LENGTH
+            participant.submit(model, tokens=tokens, samples=batches.digest)
             participant.receive(model)
         begin(participant.open_window)
 

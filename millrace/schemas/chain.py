@@ -64,6 +64,7 @@ class MergedWorker(RecordPart):
         digest: Digest of the gradient's header, which has the digest of its values.
         size: Size of the object in bytes.
         tokens: Number of tokens that the worker reports.
+        samples: Digest of its samples that the worker reports; empty if it reports none.
     """
 
     scale: float = Field(ge=0, le=1)
@@ -73,6 +74,7 @@ class MergedWorker(RecordPart):
     digest: OwnDigest
     size: int
     tokens: int
+    samples: str = ""
 
 
 class ExcludedWorker(RecordPart):

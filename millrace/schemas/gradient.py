@@ -124,7 +124,7 @@ class GradientHeader(RecordPart):
     codec: Codec
     shapes: tuple[tuple[int, ...], ...]
     tokens: int = Field(default=0, ge=0, le=1 << 53)
-    samples: str = ""
+    samples: str = Field(default="", max_length=100)
     body: str
     digest: str = ""
 

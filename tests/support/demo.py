@@ -40,6 +40,9 @@ def run_demo(folder: Path, size: Size) -> None:
     losses = re.search(r"^  loss (\S+) to (\S+), on text that the model", shown, re.MULTILINE)
     assert losses, shown
     assert 5 < float(losses[1]) < 6 > float(losses[2]) + 1, shown
+    validated = re.search(r"the same batches as the workers of all (\d+) gradients$", shown, re.M)
+    assert validated, shown
+    assert int(validated[1]) >= EPOCHS * size.windows, shown
     ends = size.windows * size.steps
     for epoch in range(EPOCHS):
         assert f"  epoch {epoch} ended with the checkpoint of step {ends * (epoch + 1)}\n" in shown

@@ -1,5 +1,6 @@
 """Workers of a campaign: settings, launch, reports, and the API of training scripts."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from millrace.campaigns.worker.launch import launch_worker
@@ -18,10 +19,13 @@ from millrace.campaigns.worker.training_command import (
 from millrace.extras import import_extra_module
 
 if TYPE_CHECKING:
+    from millrace.campaigns.worker.window_batches import WindowBatches, WindowLoader
     from millrace.campaigns.worker.worker import Worker
 
 __all__ = [
     "SharedWorkerSettings",
+    "WindowBatches",
+    "WindowLoader",
     "Worker",
     "WorkerSettings",
     "check_local_command",
@@ -37,7 +41,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: planning a campaign does not need torch.
+    # Imported on first use: planning a campaign needs neither torch nor the loader.
     if name == "Worker":
         return import_extra_module("millrace.campaigns.worker.worker", "gradients").Worker
+    if name in {"WindowBatches", "WindowLoader"}:
+        return getattr(import_module("millrace.campaigns.worker.window_batches"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from typing import Any, Self
 from millrace import errors
 from millrace.campaigns.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from millrace.campaigns.worker.shards import fetch_shard
+from millrace.campaigns.worker.window_batches import WindowBatches, WindowLoader
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.gradients.sync.participant import Participant, TrainingWindow
@@ -26,6 +27,7 @@ from millrace.settings import load_settings
 from millrace.storage import exists, open_store, put, read
 
 _POLL_INTERVAL = 1.0  # seconds between two checks whether the run has begun
+_CACHE_FOLDER = "_cache"  # below the folder for the dataset's files
 _JOIN_TIMEOUT = timedelta(hours=2)  # of a run that has not begun
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Worker:
         self._stack = ExitStack()
         self._saver: EpochSaver | None = None
         self._verified: set[str] = set()  # keys of shards whose digest was checked
+        self._loaders: dict[tuple[int, str, bool], WindowLoader] = {}
 
     @classmethod
     def from_environment(
@@ -133,6 +136,44 @@ class Worker:
         if only_own and len(shards) >= self.settings.workers:
             shards = shards[self.settings.number :: self.settings.workers]
         return [self._fetch_shard(manifest, one) for one in shards]
+
+    def load_batches(
+        self, window: TrainingWindow, batch_size: int, *, split: str = "train", decode: bool = True
+    ) -> WindowBatches:
+        """Return this worker's batches of a window: one for each of its steps.
+
+        They follow from the dataset, the run, the number of the worker and the window. Shards are
+        kept on the disk of the machine.
+
+        Args:
+            window: The window.
+            batch_size: Samples of a batch.
+            split: Split of the dataset.
+            decode: Whether fields are decoded. Otherwise they are the bytes in tar shards.
+
+        Raises:
+            ConfigurationError: The campaign has no dataset, or too few samples for a batch.
+            NotFoundError: The dataset is not complete.
+        """
+        if self.settings.dataset is None:
+            raise errors.ConfigurationError("The campaign names no dataset: give it one.")
+        chosen = batch_size, split, decode
+        loader = self._loaders.get(chosen)
+        if loader is None:
+            loader = self._loaders[chosen] = WindowLoader(
+                self.settings.read_store,
+                self.settings.dataset,
+                run=self.settings.run.name,
+                number=self.settings.number,
+                workers=self.settings.workers,
+                batch_size=batch_size,
+                steps=self.settings.run.steps,
+                split=split,
+                decode=decode,
+                cache=self.settings.data_folder / _CACHE_FOLDER,
+                warmed=[self.settings.data_folder],
+            )
+        return loader.load(window.number)
 
     def _fetch_shard(self, manifest: Manifest, shard: ManifestShard) -> Path:
         path = self.settings.data_folder / shard.key

@@ -73,6 +73,8 @@ class ShardLoader:
         split: Split of the samples.
         format: Format of the shards; by default the first one of the dataset. The order is the same
             for each format.
+        decode: Whether fields have the types of the manifest; in tar shards without types, those of
+            their extensions. Otherwise they are bytes, for tar shards only.
         seed: Seed of the order.
         rank: Number of this rank.
         world_size: Number of ranks, which divides `streams`.
@@ -112,6 +114,7 @@ class ShardLoader:
         *,
         split: str = "train",
         format: str | None = None,  # noqa: A002 - the name of settings and manifests
+        decode: bool = True,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -131,7 +134,7 @@ class ShardLoader:
         self._files = ProcessFiles(specs, cache, warmed)
         keys = DatasetKeys(name)
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
-        self.table = make_shard_table(manifest, split, _parse_format(format))
+        self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
         self._seed, self._shuffle = seed, shuffle
         self._rank, self._world_size = rank, world_size
         self._batch_size = batch_size
@@ -172,6 +175,42 @@ class ShardLoader:
         """Return the work of each location in this process, for mirrors and for the cache."""
         return self._files.open().make_report()
 
+    @property
+    def rank_samples(self) -> int:
+        """Number of samples of an epoch of each rank, before `transform` and `pack`.
+
+        Where `remainder` is ``keep``, it is that of this rank.
+        """
+        lengths = self._order.lengths
+        none = np.zeros_like(lengths)
+        dealt = deal_streams(none, self._world_size)
+        ends = compute_ends(none, lengths, dealt, self._remainder)
+        return int(ends[dealt[self._rank][0]].sum())
+
+    def seek(self, epoch: int, received: int) -> None:
+        """Go to the place in an epoch at which this rank has received a number of samples.
+
+        Args:
+            epoch: Number of the epoch.
+            received: Number of samples of this rank.
+
+        Raises:
+            ConfigurationError: The rank has fewer samples. Or samples are transformed or packed,
+                whose number is not known before they are read, or there are worker processes.
+        """
+        if self._steps or self._workers > 1 or not 0 <= received <= self.rank_samples:
+            raise errors.ConfigurationError(
+                f"The loader cannot go to {received} of the {self.rank_samples} samples of its "
+                "rank. That needs a number in this range, a loader without `transform` and `pack`, "
+                "and no worker processes. Otherwise load a state."
+            )
+        self._iteration += 1
+        share = LoaderShare(
+            rank=self._rank, world_size=self._world_size, worker=0, workers=1,
+            remainder=self._remainder, received=received, is_ended=False, streams=None,
+        )  # fmt: skip
+        self._begin(LoaderState(**self._make_settings(), epoch=epoch, share=share))
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch.
 
@@ -180,7 +219,7 @@ class ShardLoader:
             ChangedError: A shard was replaced by one of another size.
             NotFoundError: A shard was deleted.
             ConfigurationError: The process was forked after the loader was opened, or a later
-                iteration has begun.
+                iteration has begun. Or a field without a type cannot be decoded.
         """
         self._files.open()
         if self._is_ended:

@@ -43,6 +43,7 @@ class ShardTable:
         fields: Types of the fields; empty if the manifest has none.
         shards: The shards.
         blocks: Number of blocks of all shards of the dataset.
+        decode: Whether fields are decoded. Otherwise they are the bytes in the shard.
     """
 
     dataset: str
@@ -52,6 +53,7 @@ class ShardTable:
     fields: Fields
     shards: Sequence[ListedShard]
     blocks: int
+    decode: bool = True
 
     @property
     def mean_size(self) -> float:
@@ -61,7 +63,11 @@ class ShardTable:
 
 
 def make_shard_table(
-    manifest: Manifest, split: str, shard_format: FormatName | None = None
+    manifest: Manifest,
+    split: str,
+    shard_format: FormatName | None = None,
+    *,
+    decode: bool = True,
 ) -> ShardTable:
     """Return the shards of a split and a format.
 
@@ -69,15 +75,22 @@ def make_shard_table(
         manifest: Manifest of the dataset.
         split: Split of the samples.
         shard_format: Format of the shards; by default the first one of the dataset.
+        decode: Whether fields are decoded.
 
     Raises:
-        ConfigurationError: The dataset has no such split or format.
+        ConfigurationError: The dataset has no such split or format, or the format has no bytes of
+            fields.
     """
     chosen = shard_format or FormatName(manifest.formats[0])
     if chosen not in manifest.formats:
         raise ConfigurationError(
             f"The dataset {manifest.dataset} has no shards in the format {chosen}. Its formats are "
             f"{', '.join(manifest.formats)}."
+        )
+    if not decode and chosen is not FormatName.WEBDATASET:
+        raise ConfigurationError(
+            f"Shards in the format {chosen} have values of the types of the manifest, and no bytes "
+            "of fields. Remove `decode=False`, or shard the dataset as webdataset, too."
         )
     shards: list[ListedShard] = []
     block = 0
@@ -99,4 +112,5 @@ def make_shard_table(
         fields={name: FieldType(kind) for name, kind in manifest.fields.items()},
         shards=shards,
         blocks=block,
+        decode=decode,
     )

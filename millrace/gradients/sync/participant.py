@@ -163,10 +163,10 @@ class Participant:
 
         If the gradient is not merged, its values are added to the next one, except for buffers.
         That also holds if the upload fails. Then call this method again, which uploads the same
-        values, or continue with `apply`.
+        values, or continue with `receive`.
 
         Args:
-            model: Model after its steps. Before them, it had the weights from `apply`.
+            model: Model after its steps. Before them, it had the weights from `receive`.
             tokens: Number of tokens that all ranks trained on.
             samples: Digest of the samples.
 

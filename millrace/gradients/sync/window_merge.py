@@ -147,6 +147,7 @@ def _list_merged_workers(
             digest=gradients[uid].digest,
             size=gradients[uid].size,
             tokens=gradients[uid].header.tokens,
+            samples=gradients[uid].header.samples,
         )
         for number, uid in enumerate(worker_factors.workers)
     }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from pydantic import SecretStr
 from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials
 from flows.campaign_command import read_campaign_plan
 from flows.campaign_plan import RentedWorkerSettings
+from millrace.gradients import RunSettings, iterate_links
+from millrace.storage import open_store
 from millrace.testing.hub import WRITER, HubServer
 from tests.prefect_server import PrefectServer
 from tests.support.guides import follow
@@ -20,23 +23,21 @@ READER = """
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import read_text as load
-from examples.tiny_lm.text import sample_rows
+from examples.tiny_lm.text import join_batch, sample_rows
 
 torch.set_num_threads(1)
 model = TinyLM()
+optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+rows = torch.arange(4 * (LENGTH + 1)).reshape(4, -1) % 256
 
 def evaluate(model):
     with torch.no_grad():
-        return float(model.loss(sample_rows(text, 4, LENGTH + 1)))
+        return float(model.loss(rows))
 
-def train(model, text, steps):
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
-    dice = torch.Generator().manual_seed(worker.settings.number)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model.loss(sample_rows(text, 4, LENGTH + 1, dice)).backward()
-        optimizer.step()
+def train(model, batch):
+    optimizer.zero_grad()
+    model.loss(sample_rows(join_batch(batch), 4, LENGTH + 1)).backward()
+    optimizer.step()
 
 """
 
@@ -76,7 +77,13 @@ def test_every_block_of_the_guide_to_campaigns(
         guide.type(begin, {"URL": store.as_uri(), "JOB": "models/wiki-new"})
         (guide.folder / "train.py").write_text(READER + guide.read_python())
         shown = guide.run()
+        validator: dict[str, Any] = {}
+        smaller = {"workers=8": "workers=2", "steps=30": "steps=3"}
+        guide.execute(validator, {"URL": store.as_uri()} | smaller)
     assert "2 windows trained" in shown
+    chain = RunSettings(run="wiki/run").chain_keys
+    _, second = iterate_links(open_store(store.as_uri()), chain)
+    assert second.taken["worker-1"].samples == validator["batches"].digest
     assert (store / "wiki/model/epochs/000001.json").exists()
     assert hub.count_commits(repo) == 2  # the repository's first, and the weights
 

@@ -31,7 +31,9 @@ def open_reader(table: ShardTable, listed: ListedShard, shard: OpenShard) -> Sam
     """
     match table.format:
         case FormatName.WEBDATASET:
-            from millrace.datasets.loader.readers.webdataset import TarSampleReader as Reader
+            from millrace.datasets.loader.readers.webdataset import TarSampleReader
+
+            return TarSampleReader(shard, table.fields, listed.samples, decode=table.decode)
         case FormatName.LITDATA:
             from millrace.datasets.loader.readers.litdata import LitDataSampleReader as Reader
         case FormatName.MDS:

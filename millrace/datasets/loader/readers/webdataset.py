@@ -21,6 +21,7 @@ from millrace.datasets.loader.readers.base import (
 )
 from millrace.datasets.sources.decoder import DamageError
 from millrace.datasets.sources.tar_headers import TarHeaders
+from millrace.errors import ConfigurationError
 
 _BLOCK = 512
 _STEP = 1 << 20  # bytes that are looked at once for headers
@@ -39,10 +40,14 @@ class TarSampleReader:
         shard: Bytes of the shard.
         fields: Types of the fields; a field without a type has that of its extension.
         samples: Number of samples of the shard.
+        decode: Whether fields are decoded. Otherwise they are bytes.
     """
 
-    def __init__(self, shard: OpenShard, fields: Fields, samples: int) -> None:
+    def __init__(
+        self, shard: OpenShard, fields: Fields, samples: int, *, decode: bool = True
+    ) -> None:
         self._shard, self._fields, self._samples = shard, fields, samples
+        self._has_types = decode
         self._decoders: dict[str, Callable[[memoryview], Any]] = {}
         self._row = 0  # number of the sample at `_offset`
         self._offset = 0
@@ -136,11 +141,16 @@ class TarSampleReader:
             decode = decoders.get(field)
             if decode is None:
                 kind = self._fields.get(field) or guess_type(field)
-                decode = decoders[field] = DECODERS[kind]
+                decode = decoders[field] = DECODERS[kind] if self._has_types else bytes
             try:
                 sample[field] = decode(body[start - first : end - first])
             except ValueError as error:
-                raise_damage(
-                    self._shard, f"the field {field!r} of {key!r} has a bad value ({error})"
-                )
+                reason = f"the field {field!r} of {key!r} has a bad value ({error})"
+                if field in self._fields:
+                    raise_damage(self._shard, reason)
+                raise ConfigurationError(
+                    f"{self._shard.name} cannot be decoded: {reason}. The dataset was sharded "
+                    "without `types`, so each field has the type of its extension. Load the bytes "
+                    "of the fields by `decode=False`."
+                ) from None
         return samples

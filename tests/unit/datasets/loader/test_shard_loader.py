@@ -53,6 +53,7 @@ def make(url: str) -> Make:
     [
         ({"format": "tar"}, "no format 'tar'. The formats are webdataset"),
         ({"format": "parquet"}, "no shards in the format parquet. Its formats are mds, webdataset"),
+        ({"format": "mds", "decode": False}, "Shards in the format mds have values of the types"),
         ({"split": "val"}, "no samples in the split 'val'. Its splits are train"),
         ({"streams": 64, "world_size": 6}, "64 streams cannot be dealt equally to 6 ranks"),
         ({"streams": 64, "world_size": 6}, "such as 66"),
@@ -273,3 +274,20 @@ def test_a_folder_of_a_cache_that_cannot_be_made_is_named(url: str, tmp_path: Pa
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(errors.ConfigurationError, match="file of the cache cannot be made"):
         ShardLoader(url, "texts", cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
+def test_a_loader_goes_to_any_place_of_an_epoch(make: Make, remainder: str) -> None:
+    options: dict[str, Any] = {"world_size": 3, "streams": 6, "rank": 1, "remainder": remainder}
+    loader = make(**options)
+    loader.set_epoch(2)
+    expected = [sample["__key__"] for sample in loader]
+    assert len(expected) == loader.rank_samples
+    for received in (5, 0, len(expected), 2):
+        loader.seek(2, received)
+        assert [sample["__key__"] for sample in loader] == expected[received:]
+    for wrong in (-1, len(expected) + 1):
+        with pytest.raises(errors.ConfigurationError, match=f"cannot go to {wrong} of the"):
+            loader.seek(0, wrong)
+    with pytest.raises(errors.ConfigurationError, match="a loader without `transform`"):
+        make(transform=list).seek(0, 1)

@@ -65,10 +65,11 @@ class Case:
     manifest: Manifest
     expected: list[Loaded]
     cache: Path | None = None
+    decode: bool = True
 
     @property
     def table(self) -> ShardTable:
-        return make_shard_table(self.manifest, "train")
+        return make_shard_table(self.manifest, "train", decode=self.decode)
 
     def open(self) -> SampleReader:
         cache = DiskCache(self.cache, 1 << 40) if self.cache else None
@@ -272,8 +273,14 @@ def test_a_value_of_another_type_is_refused_by_name() -> None:
     manifest = write_dataset(store, "d", [FormatName.WEBDATASET], {}, [samples])
     case = Case(store, manifest, [])
     assert case.read(0, 1) == [{"__key__": "a", "cls": 1}]
-    with pytest.raises(errors.CorruptError, match="the field 'cls' of 'b' has a bad value"):
+    with pytest.raises(errors.ConfigurationError, match="the field 'cls' of 'b' has a bad value"):
         case.read(0, 2)
+    case.decode = False
+    assert [sample["cls"] for sample in case.read(0, 2)] == [b"1", b"one"]
+    types = {"cls": FieldType.INT}
+    typed = write_dataset(store, "typed", [FormatName.WEBDATASET], types, [samples])
+    with pytest.raises(errors.CorruptError, match="the field 'cls' of 'b' has a bad value"):
+        Case(store, typed, []).read(0, 2)
 
 
 @pytest.fixture
