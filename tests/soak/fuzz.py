@@ -31,7 +31,7 @@ def check_input(data: bytes) -> None:
     if provider.ConsumeIntInRange(0, 2) == 0:
         check_update(provider, len(data))
     else:
-        check_gradient(provider, data)
+        fuzz_gradient(provider, data)
 
 
 def check_update(provider: atheris.FuzzedDataProvider, size: int) -> None:
