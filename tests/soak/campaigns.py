@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
@@ -72,7 +73,7 @@ def run_campaigns(number: int, seed: int, report: Callable[[str], None]) -> Coun
     with tempfile.TemporaryDirectory(prefix="millrace-campaigns-") as name:
         folder = Path(name)
         server = PrefectServer(folder / "prefect")
-        settings = {PREFECT_API_URL: server.url, PREFECT_HOME: server.home}
+        settings: dict[Any, object] = {PREFECT_API_URL: server.url, PREFECT_HOME: server.home}
         try:
             with VastServer.start(folder / "vast") as vast, temporary_settings(settings):
                 repository = snapshot(folder / "repository")

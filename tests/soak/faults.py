@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from millrace.testing.faults import Fault, Faults
 from millrace.testing.key import Key
@@ -33,7 +34,7 @@ def make_faults(
         probability: Probability of each kind.
         damage: Probability of damage, which only uploads can have; by default ``probability``.
     """
-    chances = {kind.value: probability for kind in Fault}
+    chances: dict[str, Any] = {kind.value: probability for kind in Fault}
     if damage is not None:
         chances[Fault.DAMAGE.value] = damage
     return Faults(**chances, seed=seed, retry_after=retry_after, stall_seconds=stall_seconds)

@@ -7,10 +7,11 @@ torch. A crash, a run of ten seconds, or a gigabyte of memory ends the process w
 
 import sys
 from contextlib import suppress
+from typing import Any, cast
 
 import atheris
 
-with atheris.instrument_imports(
+with cast("Any", atheris).instrument_imports(
     include=["millrace.gradients"], exclude=["millrace.gradients.codec.kernels"]
 ):
     from millrace.gradients import GradientError, check_gradient, read_gradient
@@ -27,14 +28,14 @@ UPDATE = Fuzzed()
 
 def check_input(data: bytes) -> None:
     """Check an update or a gradient that is made from the bytes of the fuzzer."""
-    provider = atheris.FuzzedDataProvider(data)
+    provider = cast("Any", atheris).FuzzedDataProvider(data)
     if provider.ConsumeIntInRange(0, 2) == 0:
         check_update(provider, len(data))
     else:
         fuzz_gradient(provider, data)
 
 
-def check_update(provider: atheris.FuzzedDataProvider, size: int) -> None:
+def check_update(provider: Any, size: int) -> None:
     """Make an update, and check that it is refused or merged correctly."""
     kind = provider.ConsumeIntInRange(0, 2)
     if kind == 0:
@@ -48,14 +49,14 @@ def check_update(provider: atheris.FuzzedDataProvider, size: int) -> None:
     UPDATE.check(body)
 
 
-def replace_bytes(original: bytes, provider: atheris.FuzzedDataProvider) -> bytes:
+def replace_bytes(original: bytes, provider: Any) -> bytes:
     """Return bytes of which up to 64 are replaced."""
     start = provider.ConsumeIntInRange(0, len(original))
     replacement = provider.ConsumeBytes(64)
     return original[:start] + replacement + original[start + len(replacement) :]
 
 
-def fuzz_gradient(provider: atheris.FuzzedDataProvider, data: bytes) -> None:
+def fuzz_gradient(provider: Any, data: bytes) -> None:
     """Write a gradient, and check that it is refused or read completely."""
     kind, is_torch = provider.ConsumeIntInRange(0, 2), provider.ConsumeBool()
     if kind == 0:

@@ -76,7 +76,7 @@ def start_process(process: BaseProcess) -> None:
     read the code of one process, the second one gets 255.
     """
     process.start()
-    multiprocessing.process._children.discard(process)
+    multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_running(process: BaseProcess) -> bool:

@@ -19,7 +19,7 @@ READ_FAULTS = frozenset(Fault) - {Fault.DAMAGE}
 
 def make_read_faults(seed: int) -> Faults:
     """Return faults of reads with equal probabilities, in one of twenty requests."""
-    chances = {kind.value: PROBABILITY / len(READ_FAULTS) for kind in READ_FAULTS}
+    chances: dict[str, Any] = {kind.value: PROBABILITY / len(READ_FAULTS) for kind in READ_FAULTS}
     return Faults(**chances, seed=seed, stall_seconds=0.2)
 
 

@@ -9,13 +9,12 @@ from tests.soak.source_data import SourceData
 
 
 class SharedStore(Protocol):
-    """Store of many cases. Each case has a prefix.
+    """Store of many cases. Each case has a prefix."""
 
-    Attributes:
-        name: Name of the store in the report.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the store in the report."""
+        ...
 
     def make_spec(self, prefix: str) -> dict[str, Any]:
         """Return the settings by which a driver opens a prefix."""

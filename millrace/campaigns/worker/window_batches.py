@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from millrace import errors
 from millrace.datasets.loader import ShardLoader
@@ -139,7 +141,8 @@ class WindowLoader:
 def _encode_value(name: str, value: object) -> bytes:
     """Return bytes that only equal values have."""
     if isinstance(value, np.ndarray):
-        head, body = f"{value.dtype.str} {value.shape}", value.tobytes()
+        array = cast("npt.NDArray[Any]", value)
+        head, body = f"{array.dtype.str} {array.shape}", array.tobytes()
     elif isinstance(value, bytes):
         head, body = "bytes", value
     elif isinstance(value, str):
