@@ -608,26 +608,45 @@ def _upload_multipart(store: Store, key: str) -> None:
         with open_writer(store, key) as writer:
             writer.write(_BODY)
         return
-    upload = _call_object_method(store, key, "create_multipart_upload")["UploadId"]
+    upload = _begin_upload(store, key)
     try:
         part = _call_object_method(
             store, key, "upload_part", UploadId=upload, PartNumber=1, Body=_BODY
         )
-        parts = {"Parts": [{"ETag": part["ETag"], "PartNumber": 1}]}
+        parts = {"Parts": [{"ETag": _read_answer(part, "ETag"), "PartNumber": 1}]}
         _call_object_method(
             store, key, "complete_multipart_upload", UploadId=upload, MultipartUpload=parts
         )
-    except errors.MillraceError:
+    except (errors.MillraceError, _KnownOutcomeError):
         with suppress(errors.MillraceError):
             _call_object_method(store, key, "abort_multipart_upload", UploadId=upload)
         raise
+
+
+def _begin_upload(store: Store, key: str) -> str:
+    return _read_answer(_call_object_method(store, key, "create_multipart_upload"), "UploadId")
+
+
+def _read_answer(answer: Any, name: str) -> str:
+    """Return a value of an answer.
+
+    Raises:
+        _KnownOutcomeError: The answer does not have it.
+    """
+    if name not in answer:
+        raise _KnownOutcomeError(
+            RequestOutcome.WRONG,
+            f"The store answers a request of a multipart upload without {name}: it is not "
+            "compatible with S3.",
+        )
+    return answer[name]
 
 
 def _abort_upload(store: Store, write_store: Store | None, key: str) -> None:
     """Abort an upload that the writing credentials began."""
     owner = write_store or store
     try:
-        upload = _call_object_method(owner, key, "create_multipart_upload")["UploadId"]
+        upload = _begin_upload(owner, key)
     except errors.DeniedError as error:
         if owner is store:
             raise

@@ -17,6 +17,7 @@ from millrace.audit import (
     AuditSettings,
     Operation,
     RequestOutcome,
+    access,
     audit,
 )
 from millrace.cli import main
@@ -270,6 +271,37 @@ def test_a_store_that_does_not_keep_its_word_is_told(place, rgw, monkeypatch, cl
     assert found.exit_code == 21
     (wrong,) = (one for one in found.findings if one.verdict is not AccessVerdict.CORRECT)
     assert (wrong.operation, wrong.actual) == (Operation.CREATE, RequestOutcome.WRONG)
+    clean()
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("create_multipart_upload", "UploadId"), ("upload_part", "ETag")]
+)
+def test_an_answer_to_an_upload_that_lacks_a_value_is_told(
+    place, rgw, monkeypatch, clean, method, name
+):
+    def call(store: Store, key: str, called: str, **more: object) -> dict[str, object]:
+        answer = dict(original(store, key, called, **more))
+        if called == method:
+            uploads.append(answer.pop(name))
+        return answer
+
+    uploads: list[object] = []
+    original = access._call_object_method
+    monkeypatch.setattr(access, "_call_object_method", call)
+    below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
+    role = AuditedRole(store=below, write_credentials=make_credentials(rgw.full))
+    found = run({"gradients": role})
+    wrong = {one.operation for one in found.findings if one.actual is RequestOutcome.WRONG}
+    assert Operation.MULTIPART in wrong
+    assert any(f"without {name}: it is not compatible" in one.message for one in found.findings)
+    if name == "UploadId":  # nobody knows the uploads by their ids
+        client = rgw.make_client(rgw.full)
+        bucket = open_store(below).location.bucket
+        for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", []):
+            client.abort_multipart_upload(
+                Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
     clean()
 
 
