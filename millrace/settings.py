@@ -27,6 +27,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}  # seconds
 _SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
 _MAX_SIZE_LENGTH = 100  # characters
 
+_UNKNOWN = (
+    "there is no such setting in this version of Millrace: correct its name, or install the version "
+    "that has it"
+)
 _PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
 M = TypeVar("M", bound=BaseModel)
@@ -187,7 +191,10 @@ def validate_settings(model: type[M], data: object, *, source: str) -> M:
         faults: dict[str, None] = {}
         for fault in error.errors(include_input=False, include_url=False):
             path = _format_path(fault["loc"], data, missing=fault["type"] == "missing")
-            faults[f"{path or 'settings'}: {fault['msg'].removeprefix(_PREFIX)}"] = None
+            message = fault["msg"].removeprefix(_PREFIX)
+            if fault["type"] == "extra_forbidden":
+                message = _UNKNOWN
+            faults[f"{path or 'settings'}: {message}"] = None
         raise ConfigurationError(f"{source}: {'; '.join(faults)}.") from None
 
 

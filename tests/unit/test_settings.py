@@ -427,3 +427,13 @@ def test_weights_without_a_url_are_in_the_aggregators_bucket(tmp_path):
         errors.ConfigurationError, match=r"initial_weights: endpoint .*: write its url, too"
     ):
         load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)
+
+
+def test_a_setting_that_this_version_does_not_have_is_a_sentence(tmp_path):
+    path = written(tmp_path, "a.yaml", "store: {url: 'file:///x', regoin: a}\nrules: []\n")
+    with pytest.raises(errors.ConfigurationError) as refused:
+        load_settings(path, CleanupSettings, {})
+    assert "store.regoin: there is no such setting in this version of Millrace" in str(
+        refused.value
+    )
+    assert "Extra inputs" not in str(refused.value)
