@@ -28,8 +28,8 @@ _SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
 _MAX_SIZE_LENGTH = 100  # characters
 
 _UNKNOWN = (
-    "there is no such setting in this version of Millrace: correct its name, or install the version "
-    "that has it"
+    "there is no such setting in this version of Millrace: correct its name, or install the "
+    "version that has it"
 )
 _PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
