@@ -1,10 +1,11 @@
 """Shards of one split and one format of a dataset, by its manifest."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from millrace.datasets.formats import Fields, FieldType, FormatName
+from millrace.datasets.loader.sample_offsets import SampleOffsets
 from millrace.digest import compute_digest, count_blocks, dump_canonical_json
 from millrace.errors import ConfigurationError
 from millrace.schemas.dataset import Manifest
@@ -44,6 +45,7 @@ class ShardTable:
         shards: The shards.
         blocks: Number of blocks of all shards of the dataset.
         decode: Whether fields are decoded. Otherwise they are the bytes in the shard.
+        offsets: Offsets of samples in tar shards that readers have found.
     """
 
     dataset: str
@@ -54,6 +56,7 @@ class ShardTable:
     shards: Sequence[ListedShard]
     blocks: int
     decode: bool = True
+    offsets: SampleOffsets = field(default_factory=SampleOffsets, compare=False, repr=False)
 
     @property
     def mean_size(self) -> float:

@@ -33,7 +33,9 @@ def open_reader(table: ShardTable, listed: ListedShard, shard: OpenShard) -> Sam
         case FormatName.WEBDATASET:
             from millrace.datasets.loader.readers.webdataset import TarSampleReader
 
-            return TarSampleReader(shard, table.fields, listed.samples, decode=table.decode)
+            return TarSampleReader(
+                shard, table.fields, listed.samples, decode=table.decode, offsets=table.offsets
+            )
         case FormatName.LITDATA:
             from millrace.datasets.loader.readers.litdata import LitDataSampleReader as Reader
         case FormatName.MDS:

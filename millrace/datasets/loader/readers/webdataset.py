@@ -1,7 +1,7 @@
 """Samples of tar files, as `millrace.datasets.formats.webdataset` writes them.
 
-The offset of a sample is known only after the headers of all samples before it. So a reader that
-begins in the middle of a shard reads the shard from its beginning.
+The offset of a sample is known only after the headers of all samples before it. So the first reader
+that begins in the middle of a shard reads the shard from its beginning.
 """
 
 import struct
@@ -19,6 +19,7 @@ from millrace.datasets.loader.readers.base import (
     LoadRows,
     raise_damage,
 )
+from millrace.datasets.loader.sample_offsets import SampleOffsets
 from millrace.datasets.sources.decoder import DamageError
 from millrace.datasets.sources.tar_headers import TarHeaders
 from millrace.errors import ConfigurationError
@@ -41,11 +42,19 @@ class TarSampleReader:
         fields: Types of the fields; a field without a type has that of its extension.
         samples: Number of samples of the shard.
         decode: Whether fields are decoded. Otherwise they are bytes.
+        offsets: Offsets of samples that readers of this process have found.
     """
 
     def __init__(
-        self, shard: OpenShard, fields: Fields, samples: int, *, decode: bool = True
+        self,
+        shard: OpenShard,
+        fields: Fields,
+        samples: int,
+        *,
+        decode: bool,
+        offsets: SampleOffsets,
     ) -> None:
+        self._offsets = offsets
         self._shard, self._fields, self._samples = shard, fields, samples
         self._has_types = decode
         self._decoders: dict[str, Callable[[memoryview], Any]] = {}
@@ -55,8 +64,10 @@ class TarSampleReader:
 
     def load(self, start: int, end: int) -> LoadRows:
         """Walk the headers up to the end of the samples, and keep the bytes of the samples."""
-        if start < self._row:
-            self._row = self._offset = 0
+        if start != self._row:
+            row, offset = self._offsets.find(self._shard.name, start)
+            if start < self._row or row > self._row:
+                self._row, self._offset = row, offset
         while self._row < start:
             self._walk(min(_SKIP, start - self._row))
             self._shard.release(self._offset)
@@ -104,6 +115,7 @@ class TarSampleReader:
             offset = end + -size % _BLOCK
         if rows != count:
             raise_damage(self._shard, f"it has {self._row + rows} samples, not {self._samples}")
+        self._offsets.note(self._shard.name, self._row + count, offset)
         self._row, self._offset = self._row + count, offset
         return found
 

@@ -1,6 +1,7 @@
 """Contract of the readers of shards: the same values from every format, and no damaged bytes."""
 
 import json
+import pickle
 import random
 import secrets
 from collections.abc import Iterator, Sequence
@@ -317,3 +318,31 @@ def test_nothing_of_a_damaged_shard_stays_in_the_cache(cached: Case) -> None:
     ] == []
     put(cached.store, cached.key, body)
     assert_same(cached.read(0, 20), cached.expected)
+
+
+def test_a_reader_in_the_middle_of_a_tar_begins_where_others_were() -> None:
+    case = make_case(FormatName.WEBDATASET, size=20_000, count=400)
+    table = case.table
+    fetcher = ShardFetcher(DatasetFiles(case.store.spec), table, part_bytes=1 << 20)
+    starts: list[int] = []
+
+    def read(start: int, end: int) -> list[Loaded]:
+        opened = fetcher.open(0)
+        original = opened.read
+        starts.clear()
+
+        def note(first: int, last: int) -> memoryview:
+            starts.append(first)
+            return original(first, last)
+
+        opened.read = note  # pyright: ignore[reportAttributeAccessIssue]
+        return open_reader(table, table.shards[0], opened).load(start, end)()
+
+    assert_same(read(300, 310), case.expected[300:310])
+    assert min(starts) == 0
+    for start in (300, 390, 250, 399):
+        assert_same(read(start, start + 1), case.expected[start : start + 1])
+        assert min(starts) > table.shards[0].size // 2
+    assert_same(read(5, 200), case.expected[5:200])
+    again = pickle.loads(pickle.dumps(table))
+    assert again.offsets.find(again.shards[0].key, 300) == (0, 0)
