@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import pytest
 from pydantic import SecretStr
 
 from blocks import VastCredentials
@@ -41,7 +40,6 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     )
 
 
-@pytest.mark.soak
 def test_a_worker_that_is_terminated_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
