@@ -72,7 +72,7 @@ def write_source(folder: Path, count: int) -> None:
             file.write(b'{"text": "%09d %b"}\n' % (number, text))
 
 
-def pin(folder: Path) -> None:
+def commit(folder: Path) -> None:
     """Commit the plan, so that the dataset has begun."""
     settings = make_settings(folder)
     plan = plan_dataset(settings)
@@ -160,7 +160,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
             folder = Path(name)
             write_source(folder, count)
-            pin(folder)
+            commit(folder)
             for step in STEPS:
                 is_setup = step == "shard" and not OPEN_STEPS.issuperset(options.only)
                 if step not in options.only and not is_setup:

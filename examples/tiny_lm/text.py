@@ -1,6 +1,6 @@
 """Text of samples and of WebDataset shards, as rows of bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +9,14 @@ from webdataset import WebDataset  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def read_text(shards: Sequence[Path]) -> torch.Tensor:
-    """Return the fields of all samples of shards, joined by newlines: (bytes,), uint8."""
-    text = bytearray()
-    for sample in WebDataset([str(path) for path in shards], shardshuffle=False):
-        for name, field in sample.items():
-            if not name.startswith("__"):
-                text += field
-                text += b"\n"
-    return torch.frombuffer(text, dtype=torch.uint8)
+    """Return the fields of all samples of shards, as `join_samples` does."""
+    return join_samples(WebDataset([str(path) for path in shards], shardshuffle=False))
 
 
-def join_batch(batch: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-    """Return the bytes of all fields of a batch, joined by newlines: (bytes,), uint8."""
+def join_samples(samples: Iterable[Mapping[str, Any]]) -> torch.Tensor:
+    """Return the bytes of all fields of samples, joined by newlines: (bytes,), uint8."""
     text = bytearray()
-    for sample in batch:
+    for sample in samples:
         for name, field in sample.items():
             if not name.startswith("__"):
                 text += field

@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import join_batch, read_text, sample_rows
+from examples.tiny_lm.text import join_samples, read_text, sample_rows
 from millrace.campaigns.worker import Worker
 from millrace.gradients import TrainingWindow
 
@@ -40,7 +40,7 @@ def main(threads: int) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
             batches = worker.load_batches(window, BATCH_FILES, decode=False)
             for batch in batches:
-                rows = sample_rows(join_batch(batch), BATCH_ROWS, LENGTH + 1, generator)
+                rows = sample_rows(join_samples(batch), BATCH_ROWS, LENGTH + 1, generator)
                 optimizer.zero_grad()
                 model.loss(rows).backward()
                 optimizer.step()

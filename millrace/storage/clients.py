@@ -65,8 +65,11 @@ def make_boto3_client(
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
-    environment = tuple((n, v) for n, v in os.environ.items() if n.startswith("AWS_"))
-    session: Any = boto3 if store.spec.credentials else _make_session(environment)
+    session: Any = boto3
+    if not store.spec.credentials:
+        session = _make_session(
+            tuple((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
+        )
     client: S3Client = session.client(
         "s3",
         endpoint_url=store.endpoint,

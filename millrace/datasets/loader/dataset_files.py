@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from millrace.datasets.loader.disk_cache import DiskCache, LentFile
 from millrace.datasets.loader.mirrored_files import (
-    LISTING_TIMEOUT,
     FileLocations,
+    limit_retries,
     list_specs,
     open_mirrors,
 )
@@ -78,7 +78,7 @@ class DatasetFiles:
         *others, last = self.stores
         for store in others:
             try:
-                return call(store.with_retry_timeout(LISTING_TIMEOUT))
+                return call(limit_retries(store))
             except MillraceError as error:
                 logger.warning("%s Another location is asked.", error)
         return call(last)
@@ -111,8 +111,23 @@ class DatasetFiles:
         Raises:
             MillraceError: No location has the bytes.
         """
-        item = self._find(key)
-        if item.digest and (found := self._find_warmed(key, item.size, item.digest)):
+        return self.read_object(self._find(key), start, end, check=check)
+
+    def read_object(
+        self, item: MirroredObject, start: int, end: int, *, check: Check | None = None
+    ) -> bytes:
+        """Return the bytes of a described file between two offsets, as `read_range` does.
+
+        Args:
+            item: The file, with its digest.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+            check: Function as for `read_range`.
+
+        Raises:
+            MillraceError: No location has the bytes.
+        """
+        if item.digest and (found := self._find_warmed(item.key, item.size, item.digest)):
             with found, found.path.open("rb") as file:
                 return os.pread(file.fileno(), end - start, start)
         return self._reader.read_range(item, start, end, check=check)

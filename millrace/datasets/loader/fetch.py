@@ -37,6 +37,7 @@ from millrace.digest import (
 )
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import read, read_and_hash
+from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
 
 _SMALL_LISTS = 1 << 20  # bytes of the digests of all blocks that are read in one request
@@ -117,7 +118,6 @@ class ShardFetcher:
         if self._files.has_cache and (opened := self._open_cached(shard)):
             return opened
         if blocks := self._read_blocks(shard):
-            self._files.register(shard.key, shard.size, shard.digest, blocks=blocks)
             return _ShardParts(
                 self._name(shard),
                 shard.size,
@@ -183,7 +183,8 @@ class ShardFetcher:
                 if hash_blocks(data) != expected:
                     raise errors.CorruptError("its bytes do not have the digests of their blocks")
 
-            return memoryview(self._files.read_range(shard.key, start, end, check=check))
+            item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
+            return memoryview(self._files.read_object(item, start, end, check=check))
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
 

@@ -20,8 +20,7 @@ from millrace.storage.read import BLOCK_SIZE
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LISTING_TIMEOUT = timedelta(seconds=10)
-"""Longest time in which a location is asked, while there are others."""
+_LISTING_TIMEOUT = timedelta(seconds=10)  # of a location, while there are others
 
 
 class MirroredBucket(Protocol):
@@ -66,6 +65,11 @@ def open_mirrors(specs: Sequence[StoreSpec]) -> list[Store]:
             "one, or name this URL alone."
         )
     return [open_store(spec, make_folder=False) for spec in specs]
+
+
+def limit_retries(store: Store) -> Store:
+    """Return a store whose requests are soon given up, since there are other locations."""
+    return store.with_retry_timeout(min(store.spec.retry_timeout, _LISTING_TIMEOUT))
 
 
 def open_loader_files(source: FileLocations, paths: Sequence[str] | None = None) -> SourceFiles:
@@ -143,10 +147,8 @@ class MirroredStoreFiles:
         faults: dict[str, errors.MillraceError] = {}
         table: FileTable | None = None
         for number, store in enumerate(self.reader.stores):
-            timeout = min(store.spec.retry_timeout, LISTING_TIMEOUT)
-            spec = store.spec.model_copy(update={"retry_timeout": timeout})
             try:
-                table = StoreFiles(open_store(spec, make_folder=False)).collect(patterns)
+                table = StoreFiles(limit_retries(store)).collect(patterns)
             except errors.MillraceError as error:
                 faults[store.url] = error
                 logger.warning("%s cannot be listed: %s", store.url, error)

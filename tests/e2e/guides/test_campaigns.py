@@ -23,7 +23,7 @@ READER = """
 import torch
 
 from examples.tiny_lm.model import LENGTH, TinyLM
-from examples.tiny_lm.text import join_batch, sample_rows
+from examples.tiny_lm.text import join_samples, sample_rows
 
 torch.set_num_threads(1)
 model = TinyLM()
@@ -36,7 +36,7 @@ def evaluate(model):
 
 def train(model, batch):
     optimizer.zero_grad()
-    model.loss(sample_rows(join_batch(batch), 4, LENGTH + 1)).backward()
+    model.loss(sample_rows(join_samples(batch), 4, LENGTH + 1)).backward()
     optimizer.step()
 
 """

@@ -14,10 +14,12 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import Fields, FieldType, FormatName
+from millrace.datasets.loader import sample_offsets
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.readers import SampleReader, open_reader
+from millrace.datasets.loader.sample_offsets import SampleOffsets
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest
@@ -346,3 +348,13 @@ def test_a_reader_in_the_middle_of_a_tar_begins_where_others_were() -> None:
     assert_same(read(5, 200), case.expected[5:200])
     again = pickle.loads(pickle.dumps(table))
     assert again.offsets.find(again.shards[0].key, 300) == (0, 0)
+
+
+def test_offsets_of_the_shards_that_were_read_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sample_offsets, "_MAX_SHARDS", 2)
+    offsets = SampleOffsets()
+    for shard in ("a", "b", "a", "c"):
+        offsets.note(shard, 100, 5000)
+    assert [offsets.find(shard, 150) for shard in "abc"] == [(100, 5000), (0, 0), (100, 5000)]

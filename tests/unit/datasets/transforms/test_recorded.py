@@ -52,7 +52,7 @@ def make_all(files, **options):
     ]
 
 
-def pin(settings, store, **options):
+def store_transforms(settings, store, **options):
     committed = record_transforms(settings, KEYS, **{"seed": 0, "dataset_store": store, **options})
     for key, body in committed.objects.items():
         create(store, key, body)
@@ -68,7 +68,7 @@ def apply_all(chain, text):
 
 def test_a_worker_runs_the_bytes_of_the_plan_when_the_files_are_gone(files, store):
     settings = make_all(files)
-    committed = pin(settings, store)
+    committed = store_transforms(settings, store)
     before = apply_all(open_transforms(committed.record, store), b"the fox")
     (files / "clean.py").unlink()
     (files / "tokenizer.json").unlink()
@@ -109,7 +109,7 @@ def test_each_change_of_a_transform_is_named(files):
 
 
 def test_an_object_that_was_replaced_is_not_run(files, store):
-    committed = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    committed = store_transforms([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
     (key,) = committed.objects
     put(store, key, b"raise SystemExit('code of another')\n")
     with pytest.raises(errors.CorruptError, match="does not have the digest of the plan"):
@@ -117,7 +117,7 @@ def test_an_object_that_was_replaced_is_not_run(files, store):
 
 
 def test_a_machine_without_a_file_takes_the_file_of_the_digest_in_the_settings(files, store):
-    committed = pin(make_all(files), store)
+    committed = store_transforms(make_all(files), store)
     digests = [step.get("digest") for step in committed.record["steps"]]
     (files / "clean.py").unlink()
     (files / "tokenizer.json").unlink()
@@ -132,7 +132,7 @@ def test_a_machine_without_a_file_takes_the_file_of_the_digest_in_the_settings(f
 
 
 def test_an_object_of_another_digest_is_never_taken_for_a_missing_file(files, store):
-    committed = pin([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
+    committed = store_transforms([FunctionSettings(function=f"{files / 'clean.py'}:clean")], store)
     (key,) = committed.objects
     put(store, key, b"raise SystemExit('code of another')\n")
     digest = committed.record["steps"][0]["digest"]
@@ -159,7 +159,7 @@ def test_an_installed_module_that_changed_is_refused(files, store, monkeypatch):
     module = files / f"{name}.py"
     module.write_text(CODE)
     importlib.invalidate_caches()
-    committed = pin([FunctionSettings(function=f"{name}:clean")], store)
+    committed = store_transforms([FunctionSettings(function=f"{name}:clean")], store)
     assert committed.objects == {}
     assert apply_all(open_transforms(committed.record, store), b"a")[0].fields == {"txt": b"A"}
     module.write_text(CODE.replace("upper", "lower"))
@@ -170,7 +170,7 @@ def test_an_installed_module_that_changed_is_refused(files, store, monkeypatch):
 
 
 def test_another_version_of_the_library_or_of_millrace_is_refused(files, store):
-    record = pin(make_all(files), store).record
+    record = store_transforms(make_all(files), store).record
     steps = record["steps"]
     older = {**record, "steps": [*steps[:-1], {**steps[-1], "library": "0.1"}]}
     with pytest.raises(errors.ConfigurationError, match=r"pip install tokenizers==0\.1"):
