@@ -18,6 +18,7 @@ from millrace.swarm.settings import Hosts, RayNodes
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+TOO_LATE = "its agent had not started when the other nodes were ready"
 _WATCH_INTERVAL = 1.0  # seconds between two listings of the nodes of the cluster
 
 
@@ -101,6 +102,7 @@ class _RayAgents:
     def __init__(self, settings: RayNodes, root: Path, on_node: NodeCallback) -> None:
         self._settings, self._root, self._on_node = settings, root, on_node
         self._actors: dict[str, ActorHandle[Any]] = {}
+        self._starting: dict[str, AbsentNode] = {}  # nodes whose agents have not answered
         self._ended = threading.Event()
         self._watching: list[threading.Thread] = []
         self._stack = ExitStack()
@@ -115,6 +117,8 @@ class _RayAgents:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        for absent in list(self._starting.values()):
+            self._note(absent)
         with self._stack:
             for thread in self._watching:
                 thread.join()
@@ -153,6 +157,7 @@ class _RayAgents:
             }
         actor: Any = self._ray.remote(Actor).options(**options).remote()
         self._actors[node_id] = actor
+        self._starting[node_id] = AbsentNode(node_id, name, TOO_LATE)
         answer = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
         def report_start() -> None:
@@ -160,9 +165,14 @@ class _RayAgents:
                 port, agent_key = self._ray.get(answer)
             except Exception as error:  # noqa: BLE001 - the run continues without the node
                 reason = f"its agent did not start: {format_error(error)}"
-                self._on_node(AbsentNode(node_id, name, reason))
+                self._note(AbsentNode(node_id, name, reason))
                 return
             endpoint = Endpoint("http", node["NodeManagerAddress"], port)
-            self._on_node(Node(node_id, name, endpoint, agent_key, zone))
+            self._note(Node(node_id, name, endpoint, agent_key, zone))
 
         threading.Thread(target=report_start, name=f"start-{node_id[:6]}", daemon=True).start()
+
+    def _note(self, node: Node | AbsentNode) -> None:
+        """Pass a node on, once: the end of the run may come before the answer of its agent."""
+        if self._starting.pop(node.id, None) is not None:
+            self._on_node(node)

@@ -14,7 +14,7 @@ from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.event_checker import ProtocolError
 from millrace.swarm.messages import AddPeer, NodeEvent, VoidDigest
-from millrace.swarm.nodes import AbsentNode, Node
+from millrace.swarm.nodes import TOO_LATE, AbsentNode, Node
 from millrace.swarm.protocol import HttpStatusError, ProtocolVersionError
 from millrace.swarm.run_spec import encode_start_body
 from millrace.swarm.tls import TlsError
@@ -68,6 +68,7 @@ class NodeFollowers:
         )
         with state.news:
             if state.is_ending:
+                state.members.add_absent(AbsentNode(node.id, node.name, TOO_LATE))
                 return
             state.members.add(member)
             self._threads.append(thread)

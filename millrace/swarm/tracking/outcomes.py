@@ -92,7 +92,7 @@ class TransferOutcomes:
         if ended is None:
             return False
         if source == STORE:
-            self._read_queue.delay(number, now)
+            self._read_queue.delay(number, node.id, now)
         elif not wrong:
             self._note_refusal(node, self._nodes[source])
         elif ended.digest == piece.votes.digest:  # else the uploader has dropped the ordered copy
@@ -110,7 +110,7 @@ class TransferOutcomes:
         ended = self._transfers.end(node.transfers, number, source, now)
         if ended is not None and node.alive and not node.have[number]:
             if source == STORE:
-                self._read_queue.delay(number, now)
+                self._read_queue.delay(number, node.id, now)
             if piece.holders:
                 self._waiting_nodes.enqueue(node, number)
         if source != STORE and ended is not None:

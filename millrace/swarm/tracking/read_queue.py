@@ -12,6 +12,7 @@ from millrace.swarm.tracking.limits import MAX_CANDIDATES
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds
 _LONGEST_DOUBLING = 10  # failures after which the pause no longer grows
+_OTHERS_FIRST = 3.0  # seconds for which other nodes come first after a node's read has failed
 
 
 class ReadChoice(Enum):
@@ -37,6 +38,7 @@ class ReadQueue:
         self._delayed: list[int] = []  # pieces whose last read failed
         self._failures = [0] * pieces
         self._not_before = [0.0] * pieces
+        self._failed_at: dict[int, dict[str, float]] = {}  # by piece and reader: the last failure
         self._random = random.Random(seed)
 
     @property
@@ -98,8 +100,9 @@ class ReadQueue:
         """Remove the request of a vote, since a read is ordered or the piece is decided."""
         self._vote_requests.discard(number)
 
-    def delay(self, number: int, now: float) -> None:
-        """Note that a read failed. The piece is due after a random pause, which grows."""
+    def delay(self, number: int, node_id: str, now: float) -> None:
+        """Note that a read by a node failed. The piece is due after a random pause, which grows."""
+        self._failed_at.setdefault(number, {})[node_id] = now
         doublings = min(self._failures[number], _LONGEST_DOUBLING)
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**doublings)
         self._failures[number] += 1
@@ -110,6 +113,12 @@ class ReadQueue:
     def clear_failures(self, number: int) -> None:
         """Forget the failures of a piece that a node has received."""
         self._failures[number] = 0
+        self._failed_at.pop(number, None)
+
+    def list_failed_readers(self, number: int, now: float) -> list[str]:
+        """Return the nodes whose read of a piece has just failed, so that others come first."""
+        failed_at = self._failed_at.get(number, {})
+        return [node_id for node_id, at in failed_at.items() if now - at < _OTHERS_FIRST]
 
     def is_due(self, number: int, now: float) -> bool:
         """Tell whether the pause after a failed read of a piece is over."""

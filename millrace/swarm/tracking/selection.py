@@ -151,9 +151,9 @@ class ReadSelector:
         """Remove and return the next piece that a node reads; None if there is none."""
         number = self._take_direct(node, now)
         if number is None:
-            number = self._take_vote(node)
+            number = self._take_vote(node, now)
         if number is None:
-            number = self._take_unread(node)
+            number = self._take_unread(node, now)
         return number
 
     def _take_direct(self, node: NodeState, now: float) -> int | None:
@@ -186,7 +186,7 @@ class ReadSelector:
             return True
         return not node.trust.is_trusted and self._is_left_to_untrusted(number)
 
-    def _take_vote(self, node: NodeState) -> int | None:
+    def _take_vote(self, node: NodeState, now: float) -> int | None:
         """Return a piece with too few votes that this node lacks, and that no other node reads."""
         may_read = self.readers.may_read(node)
         skipped: list[int] = []
@@ -198,8 +198,10 @@ class ReadSelector:
                 continue
             if self.copies[number].votes.digest:
                 self.read_queue.remove_vote_request(number)
-            elif number not in node.transfers.incoming and (
-                may_read or (not node.trust.is_trusted and self._is_left_to_untrusted(number))
+            elif (
+                number not in node.transfers.incoming
+                and (may_read or (not node.trust.is_trusted and self._is_left_to_untrusted(number)))
+                and not self._is_left_to_others(node, number, now)
             ):
                 self.read_queue.remove_vote_request(number)
                 found = number
@@ -214,7 +216,18 @@ class ReadSelector:
         living = self.nodes.iterate_living()
         return all(node.have[number] for node in living if node.trust.is_trusted)
 
-    def _take_unread(self, node: NodeState) -> int | None:
+    def _is_left_to_others(self, node: NodeState, number: int, now: float) -> bool:
+        """Tell whether the node's read of a piece has just failed, and others have not tried.
+
+        Otherwise a node that fails each read at once would get each piece again, before the others.
+        """
+        failed = self.read_queue.list_failed_readers(number, now)
+        return node.id in failed and any(
+            other.trust.is_trusted and other.id not in failed and other.needs(number)
+            for other in self.nodes.iterate_living()
+        )
+
+    def _take_unread(self, node: NodeState, now: float) -> int | None:
         """Return the first piece without a fast holder that this node does not read already."""
         if not self.readers.may_read(node):
             return None
@@ -223,7 +236,8 @@ class ReadSelector:
             if self.copies.has_fast_holder(number) or self.copies.has_too_few_votes(number):
                 return ReadChoice.DISCARD
             if not node.transfers.reads_from_store(number) and not node.have[number]:
-                return ReadChoice.TAKE
+                left = self._is_left_to_others(node, number, now)
+                return ReadChoice.SKIP if left else ReadChoice.TAKE
             # If no node lacks the piece, the nodes that lacked it were removed.
             return ReadChoice.SKIP if self.nodes.is_lacked(number) else ReadChoice.DISCARD
 

@@ -87,10 +87,13 @@ def test_a_read_that_stalls_is_sent_to_another_location(world: Mirrors):
     item = world.put("a", BODY, BODY, BODY)
     reader = MirroredReader(world.stores[:2], policy=MirrorPolicy(hedge_share=1.0))
     read_all(reader, item, 60)
-    world.proxies[0].fail_next(Fault.STALL, 1, "GET", stall_seconds=60)
-    while world.proxies[0].count_pending():
-        read_all(reader, item, 1)
-    first, second = reader.make_report().locations
+    for _ in range(10):  # the request that stalls may itself be a hedge, which then loses
+        world.proxies[0].fail_next(Fault.STALL, 1, "GET", stall_seconds=60)
+        while world.proxies[0].count_pending():
+            read_all(reader, item, 1)
+        first, second = reader.make_report().locations
+        if second.won_hedges:
+            break
     assert second.won_hedges >= 1
     assert second.hedges - second.won_hedges <= first.served_bytes // 40_000
     assert first.failures == second.failures == 0

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,17 @@ millrace.cluster.make_node_name = lambda node: "node"
 
 
 def warm(
-    cluster: RayCluster, store: Store, root: str, *, code: str = "", **more: Any
+    cluster: RayCluster,
+    store: Store,
+    root: str,
+    *,
+    code: str = "",
+    start_timeout: timedelta = timedelta(seconds=100),
+    **more: Any,
 ) -> dict[str, Any]:
     """Run it in a process of its own: Ray lets one connect to one cluster only."""
     settings = PrewarmSettings(
+        start_timeout=start_timeout,
         requests=(Request(prefix=""),),
         stores={"s": make_spec(store)},
         root=Path(root),
@@ -102,6 +110,37 @@ def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
     assert len({node["name"] for node in report["nodes"]}) == 3, report
     assert [read_files(disk / "alike") for disk in ray_cluster.disks] == [{"model.bin": body}] * 3
     assert store.read_counts().bytes == len(body)
+
+
+SLOW = """
+import os, time
+import millrace.swarm.nodes as nodes
+
+class SlowActor(nodes.Actor):
+    def start(self, *arguments):
+        if os.environ[{variable!r}] == {disk!r}:
+            time.sleep(600)
+        return super().start(*arguments)
+
+nodes.Actor = SlowActor
+"""
+"""Lets the agent of one node start too late."""
+
+
+def test_a_node_whose_agent_starts_too_late_is_in_the_report(ray_cluster, store):
+    store.put("model.bin", b"1")
+    disk = ray_cluster.disks[1]
+    report = warm(
+        ray_cluster,
+        store,
+        f"${DISK}/late",
+        code=SLOW.format(variable=DISK, disk=str(disk)),
+        start_timeout=timedelta(seconds=20),
+    )
+    assert sorted(node["ready"] for node in report["nodes"]) == [False, True, True], report
+    (late,) = [node for node in report["nodes"] if not node["ready"]]
+    assert late["reason"] == "its agent had not started when the other nodes were ready"
+    assert not (disk / "late").exists()
 
 
 def test_nodes_of_one_name_that_cannot_start_are_all_named(ray_cluster, store):

@@ -386,6 +386,39 @@ def test_a_node_that_has_everything_and_gives_nothing_holds_nobody_up(needs):
     swarm.finish_honest()
 
 
+@pytest.mark.parametrize("needs", [1, 2])
+@pytest.mark.parametrize("liars", [1, 2])
+@pytest.mark.parametrize("method", [Tracker.fail_transfer, Tracker.cancel_transfer])
+def test_nodes_that_end_each_transfer_at_once_keep_no_piece_from_others(method, liars, needs):
+    tracker = Tracker([100] * 40, votes_needed=[needs] * 40)
+    has = {name: set[int]() for name in ("a", "b")}
+    for number in range(liars):
+        tracker.add_node(f"liar-{number}", [], 0.0)
+    for name in has:
+        tracker.add_node(name, [], 0.0)
+    orders, now = tracker.begin(0.0), 0.0
+    for _ in range(1000):
+        later: list[PieceOrder] = []
+        for _ in range(50):  # answers of the liars before the others have read anything
+            answers: list[PieceOrder] = []
+            for order in orders:
+                if order.node in has:
+                    later.append(order)
+                else:
+                    answers += method(tracker, order.node, order.piece, order.source, now)
+            orders = answers
+        for order in later:
+            has[order.node].add(order.piece)
+            orders += tracker.complete_transfer(
+                order.node, order.piece, order.source, f"d{order.piece}", now
+            )
+        now += 0.05
+        orders += tracker.tick(now)
+        if all(len(pieces) == 40 for pieces in has.values()):
+            return
+    raise AssertionError({name: len(pieces) for name, pieces in has.items()})
+
+
 def test_failures_of_what_was_not_ordered_are_not_believed():
     swarm = forging(1, {})
     swarm.give(swarm.tracker.begin(0.0))

@@ -155,7 +155,7 @@ def test_a_read_that_keeps_failing_waits_longer_and_at_most_five_seconds():
     queue = ReadQueue(1, seed=0)
     queue.take_first(lambda number: ReadChoice.TAKE)
     for failures in range(3000):
-        queue.delay(0, 0.0)
+        queue.delay(0, "a", 0.0)
         assert queue.is_due(0, min(5.0, 0.1 * 2.0 ** min(failures, 10)))
     assert queue.has_any
     assert queue.take_due(5.0) == [0]
