@@ -11,7 +11,6 @@ from millrace.datasets import (
     PipelineSettings,
     ShardingSettings,
     ShardReport,
-    SourceLocation,
 )
 from millrace.datasets.sources import is_store_url
 from millrace.errors import ConfigurationError
@@ -86,7 +85,7 @@ def shard_dataset(
     execution = execution or ExecutionSettings()
     settings = PipelineSettings(
         dataset=dataset,
-        source=SourceLocation(**dict(source.make_spec()), **source.dump_source_settings()),
+        source=source.make_source(),
         store=make_store_spec(destination, Right.WRITE),
         sharding=sharding or ShardingSettings(),
         execution=execution,

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from prefect import State, get_client, get_run_logger
 from prefect.blocks.core import Block
@@ -16,6 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from blocks import Bucket, HuggingFaceCredentials
 from millrace.audit import check_access
+from millrace.datasets import SourceLocation
+from millrace.datasets.settings import check_mirrored_source
 from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
 from millrace.storage import Location, Right, StoreSpec, open_store
@@ -275,6 +277,19 @@ class SourceInput(SourceSettings, InputLocation):
         description="A block with a token that may read the dataset, for `hf://` URLs. By default "
         "the token of the worker's environment.",
     )
+    mirrors: list[InputLocation] = Field(
+        default=[],
+        max_length=8,
+        description="Other locations of the same files. When a location fails, files are read from "
+        "the next one whose files are proven equal. They can change at every run. Not for the kind "
+        "`huggingface`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mirrors(self) -> "SourceInput":
+        if self.mirrors:
+            check_mirrored_source(self, str(self.location))
+        return self
 
     @model_validator(mode="after")
     def _check_credentials(self) -> "SourceInput":
@@ -292,9 +307,17 @@ class SourceInput(SourceSettings, InputLocation):
             update={"options": options, "endpoint": block.endpoint or spec.endpoint}
         )
 
-    def dump_source_settings(self) -> dict[str, Any]:
-        """Return the engine's settings of the source."""
-        return {name: getattr(self, name) for name in SourceSettings.model_fields}
+    def make_source(self) -> SourceLocation:
+        """Return the source as the engine takes it, with the credentials to read it.
+
+        Raises:
+            ConfigurationError: A block or its credentials do not exist.
+        """
+        return SourceLocation(
+            **dict(self.make_spec()),
+            **{name: getattr(self, name) for name in SourceSettings.model_fields},
+            mirrors=[one.make_spec() for one in self.mirrors],
+        )
 
 
 @retried_task

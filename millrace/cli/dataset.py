@@ -185,6 +185,7 @@ def plan(
         "state": found.state,
         "files": plan.source.files,
         "bytes": plan.source.size,
+        "mirrors": [spec.url for spec in config.source.mirrors],
         "formats": plan.layout.formats,
         "fields": plan.layout.fields,
         "partitions": [
@@ -516,6 +517,8 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         f"{plan.dataset}: {format_count(plan.source.files, 'file')}, "
         f"{format_size(plan.source.size)} of {plan.source.kind} at {plan.source.url}"
     )
+    if config.source.mirrors:
+        echo(f"Mirrors: {', '.join(spec.url for spec in config.source.mirrors)}.")
     if plan.source.markers:
         markers = format_count(plan.source.markers, "empty object")
         echo(f"Skipped: {markers} that only show folders.")

@@ -168,6 +168,28 @@ class CardSettings(BaseModel):
     )
 
 
+def check_mirrored_source(settings: SourceSettings, url: str) -> None:
+    """Refuse mirrors of a source that cannot have any.
+
+    Args:
+        settings: Settings of the source.
+        url: URL of its first location.
+
+    Raises:
+        ValueError: The source cannot be read from several locations.
+    """
+    if settings.kind is SourceKind.HUGGINGFACE:
+        raise ValueError(
+            "`mirrors` are not for the kind `huggingface`: read the files of the dataset by "
+            "another kind, such as `parquet`"
+        )
+    if is_web_url(url) and not settings.paths:
+        raise ValueError(
+            "with `mirrors`, write the URL of the folder of a web server into `url`, and the "
+            "files below it into `paths`"
+        )
+
+
 class SourceLocation(SourceSettings, StoreSettings):
     """Location of a source: the store of its files, and the settings that choose samples."""
 
@@ -186,16 +208,7 @@ class SourceLocation(SourceSettings, StoreSettings):
     def _check_mirrors(self) -> Self:
         if not self.mirrors:
             return self
-        if self.kind is SourceKind.HUGGINGFACE:
-            raise ValueError(
-                "`mirrors` are not for the kind `huggingface`: read the files of the dataset by "
-                "another kind, such as `parquet`"
-            )
-        if is_web_url(self.url) and not self.paths:
-            raise ValueError(
-                "with `mirrors`, write the URL of the folder of a web server into `url`, and the "
-                "files below it into `paths`"
-            )
+        check_mirrored_source(self, self.url)
         named = {(spec.url.rstrip("/"), spec.endpoint) for spec in (self.store, *self.mirrors)}
         if len(named) <= len(self.mirrors):
             raise ValueError("a location is named twice: name each once")

@@ -230,6 +230,17 @@ def test_plan_names_the_formats_with_their_fields_and_the_transforms(run, settin
     assert "of them in the memory of 1 worker." in shown
 
 
+def test_plan_shows_the_mirrors_of_a_source(run, settings, tmp_path):
+    assert "Mirrors" not in run("plan", str(settings))
+    mirror = tmp_path / "mirror"
+    (tmp_path / "source").rename(mirror)
+    text = settings.read_text()
+    settings.write_text(text.replace("source: {", f"source: {{mirrors: [{{url: {mirror}}}], "))
+    shown = run("plan", str(settings))
+    assert f"Mirrors: {mirror}.\n" in shown
+    assert f"at {mirror.as_uri()}" in shown
+
+
 def test_plan_says_where_the_dataset_goes_and_where_run_will_refuse(run, settings, tmp_path):
     where = (tmp_path / "store" / "lines").as_uri()
     assert f"Goes to {where} (new: the run makes the folder)." in run("plan", str(settings))

@@ -212,3 +212,15 @@ def test_a_dataset_is_an_asset_with_its_source_upstream(
 )
 def test_an_asset_has_the_url_as_its_key_or_none(url: str, key: str | None) -> None:
     assert make_asset_key(url) == key
+
+
+def test_a_source_is_read_from_a_mirror_of_the_form(
+    prefect_api: PrefectServer, tmp_path: Path, folder_source: dict[str, Any]
+) -> None:
+    missing = (tmp_path / "missing").as_uri()
+    source = {**folder_source, "url": missing, "mirrors": [{"url": folder_source["url"]}]}
+    done = prefect_api.call(
+        shard_dataset, dataset="words", source=source, destination=(tmp_path / "out").as_uri()
+    )
+    assert done.code == 0, done.output
+    assert read_texts(Folder(tmp_path / "out")) == Counter(make_texts())

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pytest
 import yaml
 from prefect import Flow
+from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_docstrings, parameter_schema
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -23,7 +24,8 @@ from millrace.gradients import RunSettings
 from millrace.rentals import MachineSettings, OfferRequest
 from millrace.swarm import LimitSettings
 from millrace.testing.process import REPOSITORY
-from tasks.forms import list_models
+from tasks.forms import ADVANCED, list_models
+from tasks.locations import SourceInput
 
 DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
 FLOWS: dict[str, "Flow[..., Any]"] = {
@@ -208,3 +210,35 @@ def test_what_no_setting_takes_is_still_refused() -> None:
     source = {"url": "file:///x", "exclude": None}
     with pytest.raises(Exception, match="exclude"):
         shard_dataset.validate_parameters({"dataset": "d", "source": source, "destination": "/x"})
+
+
+def test_mirrors_of_a_source_are_folded_and_read_from_there() -> None:
+    source = schema_of(shard_dataset)["definitions"]["SourceInput"]["properties"]
+    assert "mirrors" not in source
+    folded = source[ADVANCED]["anyOf"][0]["properties"]
+    assert folded["mirrors"]["items"]
+    mirrors = [{"url": "/y"}, {"bucket": "words", "prefix": "text"}]
+    given = {"url": "/x", "advanced": {"mirrors": mirrors}}
+    parameters = {"dataset": "d", "source": given, "destination": "/z"}
+    found = shard_dataset.validate_parameters(parameters)["source"]
+    assert [(one.url, one.bucket, one.prefix) for one in found.mirrors] == [
+        ("/y", None, ""),
+        (None, "words", "text"),
+    ]
+    of_folders = SourceInput.model_validate({"url": "/x", "mirrors": mirrors[:1]}).make_source()
+    assert [spec.url for spec in of_folders.list_locations()] == ["file:///x", "file:///y"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"url": "hf://datasets/a/b", "kind": "huggingface"}, "not for the kind `huggingface`"),
+        ({"url": "https://host/folder"}, "write the URL of the folder of a web server into `url`"),
+    ],
+)
+def test_mirrors_that_a_source_cannot_have_are_refused_in_the_form(
+    source: dict[str, Any], said: str
+) -> None:
+    parameters = {"dataset": "d", "source": {**source, "mirrors": [{"url": "/y"}]}}
+    with pytest.raises(ParameterTypeError, match=said):
+        shard_dataset.validate_parameters({**parameters, "destination": "/z"})
