@@ -6,7 +6,12 @@ from contextlib import contextmanager
 from prefect import flow
 
 from flows.aggregate_gradients import aggregate_gradients
-from flows.campaign_plan import CampaignPlan, find_campaign_rental, make_run_name
+from flows.campaign_plan import (
+    CampaignPlan,
+    find_campaign_rental,
+    find_campaign_sharding_rental,
+    make_run_name,
+)
 from flows.clean_bucket import clean_bucket
 from flows.cooldown import run_cooldown
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
@@ -24,11 +29,11 @@ from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
 from tasks.renting import RentalReference, make_release_hook, require_ledger
 
-hook = make_release_hook(find_campaign_rental)
+hooks = [make_release_hook(find_campaign_rental), make_release_hook(find_campaign_sharding_rental)]
 
 
 @draw_form
-@flow(name="campaign", flow_run_name=make_run_name, on_crashed=[hook], on_cancellation=[hook])
+@flow(name="campaign", flow_run_name=make_run_name, on_crashed=hooks, on_cancellation=hooks)
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     """Run all stages of a campaign, by the flows that also run alone.
 
@@ -52,12 +57,15 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
 
 
 def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
-    """Run all stages but the cleaning. Machines are rented last: waiting machines cost money."""
+    """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if training is not None:
         campaign_tasks.check_training(training, plan.find_initial_weights)
     if data is not None and data.source is not None:
-        shard_dataset(data.dataset, data.source, plan.bucket, data.sharding, data.execution)
+        shard_dataset(
+            data.dataset, data.source, plan.bucket, data.sharding, data.execution,
+            machines=data.machines,
+        )  # fmt: skip
     elif data is not None:
         campaign_tasks.check_dataset_complete(campaign.read_store, data.dataset)
     if training is not None:

@@ -53,7 +53,8 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     plan = None if "$ref" in str(data) else read_campaign_plan(settings)  # blocks: on the server
     with start_local_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _MAX_RETRIES}):
         plan = plan or read_campaign_plan(settings)
-        if not confirm_machines(plan.name, plan.training, yes=yes):
+        sharding = plan.data.machines if plan.data else None
+        if not confirm_machines(plan.name, plan.training, sharding, yes=yes):
             return CommandResult({"campaign": plan.name}, 1)
         found = run_campaign(plan)
     echo_text(describe_campaign(found, with_picture=False))

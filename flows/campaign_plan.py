@@ -21,6 +21,7 @@ from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
+from millrace.remote import make_rental_name
 from millrace.storage import Right
 from tasks.locations import (
     BucketLocation,
@@ -30,6 +31,7 @@ from tasks.locations import (
     require_location,
 )
 from tasks.renting import RentalReference
+from tasks.sharding import ShardingMachinesInput
 
 
 class _PlanModel(BaseModel):
@@ -49,6 +51,20 @@ class DataSettings(_PlanModel):
     execution: datasets.ExecutionSettings = Field(
         default=datasets.ExecutionSettings(), description="Settings of the execution."
     )
+    machines: ShardingMachinesInput | None = Field(
+        default=None,
+        description="Shard on machines that the campaign rents of Vast.ai. It releases them before "
+        "the training begins. By default the machine of the campaign shards.",
+    )
+
+    @model_validator(mode="after")
+    def _check_machines(self) -> Self:
+        if self.machines is not None and self.source is None:
+            raise ValueError(
+                "`machines` shard a source, and there is none: name the `source`, or remove "
+                "`machines`"
+            )
+        return self
 
 
 class RentedWorkerSettings(RentedWorkerOptions):
@@ -136,6 +152,13 @@ class CampaignPlan(_PlanModel):
             return None
         return self.name, self.bucket, machines.vast
 
+    @property
+    def sharding_rental(self) -> RentalReference | None:
+        """Rental of the machines that shard the dataset; None if there are none."""
+        if self.data is None or self.data.machines is None:
+            return None
+        return make_rental_name(self.data.dataset), self.bucket, self.data.machines.vast
+
     def resolve_bucket(self) -> Self:
         """Return the plan with the block of its bucket.
 
@@ -159,7 +182,11 @@ class CampaignPlan(_PlanModel):
         training = None
         if self.training is not None and dataset is not None:
             training = Training(self.name, dataset, self.training, read_store, write_store)
-        return Campaign(self.name, read_store, write_store, dataset, training, self.cleaning_rules)
+        sharding_rental = self.sharding_rental[0] if self.sharding_rental else None
+        return Campaign(
+            self.name, read_store, write_store, dataset, training, self.cleaning_rules,
+            sharding_rental,
+        )  # fmt: skip
 
     def find_initial_weights(self) -> InitialWeights:
         """Return the checkpoint that the training begins with, as the engine takes it.
@@ -185,6 +212,12 @@ def find_campaign_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None if the run rents nothing."""
     plan: CampaignPlan = parameters["plan"]
     return plan.rental
+
+
+def find_campaign_sharding_rental(parameters: dict[str, Any]) -> RentalReference | None:
+    """Return the rental that shards the dataset of a run with these parameters, if there is one."""
+    plan: CampaignPlan = parameters["plan"]
+    return plan.sharding_rental
 
 
 def make_run_name() -> str:

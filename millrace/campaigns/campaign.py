@@ -151,6 +151,7 @@ class Campaign:
         dataset: Path of the dataset below the store; None without one.
         training: Training; None without one.
         cleaning_rules: Rules for the cleaning at the end; None for the default.
+        sharding_rental: Name of the rental whose machines shard the dataset; None without one.
         started_at: Time by `monotonic` when this process began to lead the campaign.
     """
 
@@ -160,6 +161,7 @@ class Campaign:
     dataset: str | None = None
     training: Training | None = None
     cleaning_rules: Sequence[Rule] | None = None
+    sharding_rental: str | None = None
     started_at: float = field(default_factory=monotonic)
 
     @property

@@ -80,7 +80,9 @@ def summarize_campaign(
     if campaign.training is not None:
         found = _add_training(found, store, campaign.training)
     now = datetime.now(UTC)
-    rented = [one for one in list_attempts(store, campaign.name) if one.contract is not None]
+    names = [campaign.name, *filter(None, [campaign.sharding_rental])]
+    attempts = (one for name in names for one in list_attempts(store, name))
+    rented = [one for one in attempts if one.contract is not None]
     return replace(
         found, machines=len(rented), dollars=sum(one.compute_cost(now) for one in rented)
     )

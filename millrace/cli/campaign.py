@@ -22,6 +22,7 @@ from millrace.terminal import echo
 
 if TYPE_CHECKING:
     from millrace.campaigns import TrainingOptions
+    from millrace.remote import ShardingMachines
 
 _PREFIX = "campaign."
 _TEMPLATE = """\
@@ -131,21 +132,36 @@ def worker(settings: Path, *, attached: bool) -> int:
     return launch_worker(settings)
 
 
-def confirm_machines(name: str, rules: "TrainingOptions | None", *, yes: bool) -> bool:
+def confirm_machines(
+    name: str,
+    rules: "TrainingOptions | None",
+    sharding: "ShardingMachines | None",
+    *,
+    yes: bool,
+) -> bool:
     """Ask whether to rent the machines of a campaign, if the campaign rents machines.
 
     Args:
         name: Name of the campaign.
         rules: Settings of the training; None without a training.
+        sharding: Machines that shard the dataset; None without them.
         yes: Whether the question is skipped.
     """
     from millrace.campaigns import RentedWorkerOptions
 
-    if rules is None or not isinstance(rules.machines, RentedWorkerOptions):
+    rented: list[str] = []
+    total = 0.0
+    if sharding is not None:
+        rented.append(f"{format_count(sharding.machines, 'machine')} to shard the dataset")
+        total += sharding.request.max_total
+    if rules is not None and isinstance(rules.machines, RentedWorkerOptions):
+        rented.append(f"{format_count(rules.workers, 'machine')} to train")
+        total += rules.machines.request.max_total
+    if not rented:
         return True
-    count = format_count(rules.workers, "machine")
-    limit = f"${rules.machines.request.max_total:.2f} in all"
-    return confirm(f"Rent {count} of Vast.ai for {name}, for at most {limit}?", yes=yes)
+    machines = " and then ".join(rented)
+    limit = f"${total:.2f} in all"
+    return confirm(f"Rent {machines}, of Vast.ai, for {name}, for at most {limit}?", yes=yes)
 
 
 def _end_with_input() -> None:

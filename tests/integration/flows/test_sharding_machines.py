@@ -8,6 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from blocks import VastCredentials
+from flows.campaign import run_campaign
 from flows.reap_machines import reap_machines
 from flows.shard_dataset import find_sharding_rental, shard_dataset
 from millrace.testing.vast import VastServer
@@ -78,6 +79,26 @@ def test_a_dataset_is_sharded_on_rented_machines_as_on_the_workers_own(
     assert len(vast.list_machines()) == 1  # a complete dataset needs no machine
     report = prefect_api.read_artifacts(again.run)["shards-words"]
     assert "All shards were there before this run." in report
+
+
+def test_a_campaign_shards_on_rented_machines_and_reports_their_cost(
+    prefect_api: PrefectServer, vast: VastServer, payer: Any, repository: Path, tmp_path: Path
+) -> None:
+    parameters = make_parameters(tmp_path, payer, repository.as_uri())
+    key = vast.reset(real=True, rate=1.0, strict=False, image=sysconfig.get_path("purelib"))
+    VastCredentials(api_key=SecretStr(key), server_url=vast.url).save("payer", overwrite=True)
+    names = ("dataset", "source", "sharding", "execution", "machines")
+    data = {name: parameters[name] for name in names}
+    plan = {"name": "small", "bucket": parameters["destination"], "data": data}
+    done = prefect_api.call(run_campaign, plan=plan)
+    assert done.code == 0, done.output
+    (machine,) = vast.list_machines()
+    assert machine["by"] == "the account"
+    assert vast.list_alive() == []
+    artifacts = prefect_api.read_artifacts(done.run)
+    (report,) = [text for text in artifacts.values() if "| Machines |" in str(text)]
+    assert "| Machines | 1 rented, $" in report
+    assert "| Dataset | 2,000 samples in " in report
 
 
 def test_a_run_that_fails_gives_the_machines_back_and_says_why(

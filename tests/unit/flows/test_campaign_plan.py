@@ -5,14 +5,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from flows.campaign import run_campaign
 from flows.campaign_command import read_campaign_plan
-from flows.campaign_plan import CampaignPlan, RentedWorkerSettings
+from flows.campaign_plan import (
+    CampaignPlan,
+    RentedWorkerSettings,
+    find_campaign_sharding_rental,
+)
 from millrace.campaigns import check_committed_training, commit_training
 from millrace.campaigns.worker import SharedWorkerSettings
+from millrace.cli.campaign import confirm_machines
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.storage import StoreSpec
@@ -103,3 +110,69 @@ def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path:
     store = tmp_path / "none"
     check_committed_training(StoreSpec(url=store.as_uri()), settings)
     assert not store.exists()
+
+
+SHARDING_MACHINES = {
+    "repo_url": "https://example.com/code",
+    "vast": "payer",
+    "request": {"max_hourly": 1, "max_total": 5},
+}
+
+
+def make_plan_with_sharding_machines(**data: Any) -> dict[str, Any]:
+    plan = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())
+    return plan | {"data": plan["data"] | {"machines": SHARDING_MACHINES} | data}
+
+
+def test_machines_that_shard_have_a_rental_of_their_own() -> None:
+    plan = CampaignPlan.model_validate(make_plan_with_sharding_machines())
+    assert plan.rental is None
+    assert plan.sharding_rental == ("shard/small-text", "file:///x", "payer")
+    assert plan.make_campaign().sharding_rental == "shard/small-text"
+    parameters = run_campaign.validate_parameters({"plan": make_plan_with_sharding_machines()})
+    assert find_campaign_sharding_rental(parameters) == plan.sharding_rental
+    without = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())
+    parameters = run_campaign.validate_parameters({"plan": without})
+    assert find_campaign_sharding_rental(parameters) is None
+
+
+def test_machines_that_shard_need_a_source() -> None:
+    with pytest.raises(ValidationError, match="name the `source`, or remove `machines`"):
+        CampaignPlan.model_validate(make_plan_with_sharding_machines(source=None))
+
+
+@pytest.mark.parametrize(
+    ("workers", "sharding", "said"),
+    [
+        (None, None, ""),
+        (None, 2, "Rent 2 machines to shard the dataset, of Vast.ai, for small, for at most $5.00"),
+        (3, None, "Rent 3 machines to train, of Vast.ai, for small, for at most $100.00 in all?"),
+        (
+            3,
+            1,
+            (
+                "Rent 1 machine to shard the dataset and then 3 machines to train, of Vast.ai, for "
+                "small, for at most $105.00 in all?"
+            ),
+        ),
+    ],
+)
+def test_the_question_before_a_campaign_names_all_machines(
+    workers: int | None, sharding: int | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan_with_sharding_machines()
+    if sharding is None:
+        plan["data"]["machines"] = None
+    else:
+        plan["data"]["machines"] = SHARDING_MACHINES | {"machines": sharding}
+    if workers is not None:
+        request = {"max_hourly": 1, "max_total": 100}
+        plan["training"] |= {"workers": workers}
+        plan["training"]["machines"] = SHARDING_MACHINES | {"request": request, "kind": "rented"}
+    found = CampaignPlan.model_validate(plan)
+    assert found.data is not None
+    with click.testing.CliRunner().isolation(input="n\n") as (_, errors, *_):
+        answer = confirm_machines(found.name, found.training, found.data.machines, yes=False)
+        shown = errors.getvalue().decode()
+    assert answer is (not said)
+    assert said in " ".join(shown.split())
