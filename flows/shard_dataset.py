@@ -92,7 +92,7 @@ def shard_dataset(
         card=card,
     )
     check_right(destination, Right.WRITE, dataset)
-    if is_store_url(str(source.location)):
+    if is_store_url(str(source.location)) and not source.mirrors:  # a mirror serves instead
         check_right(source.location, Right.READ, source.prefix)
     if machines is not None:
         made = make_shards_on_machines(settings, machines.make_settings())
