@@ -21,7 +21,7 @@ from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
-from millrace.remote import make_rental_name
+from millrace.rented_sharding import make_rental_name
 from millrace.storage import Right
 from tasks.locations import (
     BucketLocation,

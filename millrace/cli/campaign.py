@@ -22,7 +22,7 @@ from millrace.terminal import echo
 
 if TYPE_CHECKING:
     from millrace.campaigns import TrainingOptions
-    from millrace.remote import ShardingMachines
+    from millrace.rented_sharding import ShardingMachineSettings
 
 _PREFIX = "campaign."
 _TEMPLATE = """\
@@ -135,7 +135,7 @@ def worker(settings: Path, *, attached: bool) -> int:
 def confirm_machines(
     name: str,
     rules: "TrainingOptions | None",
-    sharding: "ShardingMachines | None",
+    sharding: "ShardingMachineSettings | None",
     *,
     yes: bool,
 ) -> bool:
