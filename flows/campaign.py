@@ -6,12 +6,7 @@ from contextlib import contextmanager
 from prefect import flow
 
 from flows.aggregate_gradients import aggregate_gradients
-from flows.campaign_plan import (
-    CampaignPlan,
-    find_campaign_rental,
-    find_campaign_sharding_rental,
-    make_run_name,
-)
+from flows.campaign_plan import CampaignPlan, hooks, make_run_name
 from flows.clean_bucket import clean_bucket
 from flows.cooldown import run_cooldown
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
@@ -27,9 +22,7 @@ from tasks import campaign_tasks
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
-from tasks.renting import RentalReference, make_release_hook, require_ledger
-
-hooks = [make_release_hook(find_campaign_rental), make_release_hook(find_campaign_sharding_rental)]
+from tasks.renting import RentalReference, require_ledger
 
 
 @draw_form
@@ -62,10 +55,8 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     if training is not None:
         campaign_tasks.check_training(training, plan.find_initial_weights)
     if data is not None and data.source is not None:
-        shard_dataset(
-            data.dataset, data.source, plan.bucket, data.sharding, data.execution,
-            machines=data.machines,
-        )  # fmt: skip
+        settings = (data.sharding, data.execution)
+        shard_dataset(data.dataset, data.source, plan.bucket, *settings, machines=data.machines)
     elif data is not None:
         campaign_tasks.check_dataset_complete(campaign.read_store, data.dataset)
     if training is not None:

@@ -30,7 +30,7 @@ from tasks.locations import (
     refuse_temporary,
     require_location,
 )
-from tasks.renting import RentalReference
+from tasks.renting import RentalReference, make_release_hook
 from tasks.sharding import ShardingMachinesInput
 
 
@@ -218,6 +218,12 @@ def find_campaign_sharding_rental(parameters: dict[str, Any]) -> RentalReference
     """Return the rental that shards the dataset of a run with these parameters, if there is one."""
     plan: CampaignPlan = parameters["plan"]
     return plan.sharding_rental
+
+
+hooks = [
+    make_release_hook(find_campaign_rental),
+    make_release_hook(find_campaign_sharding_rental),
+]
 
 
 def make_run_name() -> str:
