@@ -26,6 +26,7 @@ class DaemonThreadPool:
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads, self._name = max_threads, name
         self._lock = threading.Lock()
+        self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads = 0
 
@@ -33,16 +34,26 @@ class DaemonThreadPool:
         """Change the largest number of concurrent calls. Running calls go on."""
         with self._lock:
             self._max_threads = max_threads
-            begin = max(0, min(max_threads - self._threads, len(self._pending)))
+            waiting = len(self._urgent) + len(self._pending)
+            begin = max(0, min(max_threads - self._threads, waiting))
             self._threads += begin
         for _ in range(begin):
             self._start_thread()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in a thread, as soon as a thread is free."""
+        return self._submit(self._pending, lambda: call(*args, **kwargs))
+
+    def submit_urgent(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call a function before all calls that `submit` got and that have not begun."""
+        return self._submit(self._urgent, lambda: call(*args, **kwargs))
+
+    def _submit(
+        self, queue: deque[tuple[Future[Any], Callable[[], Any]]], call: Callable[[], T]
+    ) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
-            self._pending.append((future, lambda: call(*args, **kwargs)))
+            queue.append((future, call))
             begin = self._threads < self._max_threads
             self._threads += begin
         if begin:
@@ -55,7 +66,8 @@ class DaemonThreadPool:
     def shutdown(self) -> None:
         """Cancel the calls that have not begun, without waiting for the others."""
         with self._lock:
-            waiting = list(self._pending)
+            waiting = [*self._urgent, *self._pending]
+            self._urgent.clear()
             self._pending.clear()
         for future, _ in waiting:
             future.cancel()
@@ -63,10 +75,11 @@ class DaemonThreadPool:
     def _run_calls(self) -> None:
         while True:
             with self._lock:
-                if not self._pending or self._threads > self._max_threads:
+                queue = self._urgent or self._pending
+                if not queue or self._threads > self._max_threads:
                     self._threads -= 1
                     return
-                future, call = self._pending.popleft()
+                future, call = queue.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -66,6 +66,20 @@ class OpenShard(Protocol):
         """
         ...
 
+    def read_views(self, start: int, end: int) -> list[memoryview]:
+        """Return the same bytes without a copy: as consecutive views.
+
+        The errors are those of `read`.
+        """
+        ...
+
+    def read_on(self, start: int) -> memoryview:
+        """Return the bytes from an offset on that lie together in memory, some MiB at most.
+
+        The errors are those of `read`.
+        """
+        ...
+
     def read_once(self, start: int, end: int) -> memoryview:
         """Return the bytes between two offsets. No others are fetched or kept.
 
@@ -278,31 +292,34 @@ class _ShardParts:
         self._parts: dict[int, Future[memoryview]] = {}
 
     def read(self, start: int, end: int) -> memoryview:
-        if start >= end:
-            return memoryview(bytearray())
-        first, last = start // self._part_bytes, (end - 1) // self._part_bytes
-        count = -(-self.size // self._part_bytes)
-        for number in range(first, min(last + 1 + self._parts_ahead, count)):
-            if number not in self._parts:
-                self._parts[number] = self._pool.submit(self._fetch_part, number)
-        bodies = [self._parts[number].result() for number in range(first, last + 1)]
-        at = first * self._part_bytes
-        if len(bodies) == 1:
-            return bodies[0][start - at : end - at]
-        bodies[0] = bodies[0][start - at :]
-        bodies[-1] = bodies[-1][: end - last * self._part_bytes]
-        joined = _allocate(end - start)
+        views = self.read_views(start, end)
+        if len(views) == 1:
+            return views[0]
+        joined = _allocate(max(0, end - start))
         at = 0
-        for body in bodies:
-            joined[at : at + len(body)] = body
-            at += len(body)
+        for view in views:
+            joined[at : at + len(view)] = view
+            at += len(view)
         return joined
+
+    def read_views(self, start: int, end: int) -> list[memoryview]:
+        if start >= end:
+            return []
+        first, last = start // self._part_bytes, (end - 1) // self._part_bytes
+        self._request(first, last)
+        views = [self._parts[number].result() for number in range(first, last + 1)]
+        views[-1] = views[-1][: end - last * self._part_bytes]
+        views[0] = views[0][start - first * self._part_bytes :]
+        return views
+
+    def read_on(self, start: int) -> memoryview:
+        return self.read_views(start, min(self.size, self._find_end(start)))[0]
 
     def read_once(self, start: int, end: int) -> memoryview:
         if start >= end:
             return memoryview(bytearray())
         first = start // BLOCK_SIZE
-        fetched = self._pool.submit(self._fetch, first, -(-end // BLOCK_SIZE)).result()
+        fetched = self._pool.submit_urgent(self._fetch, first, -(-end // BLOCK_SIZE)).result()
         return fetched[start - first * BLOCK_SIZE : end - first * BLOCK_SIZE]
 
     def release(self, offset: int) -> None:
@@ -313,6 +330,21 @@ class _ShardParts:
         for part in self._parts.values():
             part.cancel()
         self._parts = {}
+
+    def _find_end(self, offset: int) -> int:
+        """Return the offset at which the part of an offset ends."""
+        return (offset // self._part_bytes + 1) * self._part_bytes
+
+    def _request(self, first: int, last: int) -> None:
+        """Request parts before all others, and then those that follow."""
+        for number in range(first, last + 1):
+            part = self._parts.get(number)
+            if part is None or part.cancel():  # it was requested ahead, and has not begun
+                self._parts[number] = self._pool.submit_urgent(self._fetch_part, number)
+        count = -(-self.size // self._part_bytes)
+        for number in range(last + 1, min(last + 1 + self._parts_ahead, count)):
+            if number not in self._parts:
+                self._parts[number] = self._pool.submit(self._fetch_part, number)
 
     def _fetch_part(self, number: int) -> memoryview:
         first = number * self._part_blocks
@@ -339,6 +371,12 @@ class _ShardFile:
         return body
 
     read_once = read
+
+    def read_views(self, start: int, end: int) -> list[memoryview]:
+        return [self.read(start, end)]
+
+    def read_on(self, start: int) -> memoryview:
+        return self.read(start, min(start + BLOCK_SIZE, self.size))
 
     def release(self, offset: int) -> None:
         del offset  # the system keeps the bytes

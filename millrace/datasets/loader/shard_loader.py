@@ -423,7 +423,7 @@ class ShardLoader:
             if self._steps or self._positions[stream].outputs < int(self._ends[stream])
         ]
         share = max(1, len(open_streams))
-        part = int(self._window * self.table.mean_size / 2) // BLOCK_SIZE * BLOCK_SIZE
+        part = round(self._window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._files.open(),
             self.table,

@@ -1,9 +1,11 @@
 """Load the windows of several streams ahead, by threads."""
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import accumulate
 
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.loader.fetch import ShardFetcher
@@ -120,13 +122,13 @@ class StreamWindows:
         self, windows: range, skipped: int, queue: WindowQueue
     ) -> Iterator[LoadedSample]:
         for window in windows:
-            loads, rows = queue.take(), list[LoadedSample]()
-            while loads:
-                rows += loads.pop(0)()  # frees the bytes
+            runs = [load() for load in queue.take()]
+            starts = list(accumulate(map(len, runs), initial=0))
             order = self._order.permute_window(self._stream, window)
             for index in order[skipped:]:
-                yield rows[index]
-            del rows  # before the next window is decoded
+                run = bisect_right(starts, index) - 1
+                yield runs[run][index - starts[run]]
+            del runs  # before the next window is taken
             skipped = 0
 
     def _load(self, window: int) -> list[LoadRows]:

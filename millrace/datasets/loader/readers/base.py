@@ -1,6 +1,6 @@
 """Interface of a reader of shards, and the values of fields that sources give as bytes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -14,15 +14,18 @@ from millrace.errors import CorruptError
 LoadedSample = dict[str, Any]
 """A sample as a trainer gets it: values by the names of the fields."""
 
-LoadRows = Callable[[], list[LoadedSample]]
-"""Function that decodes bytes that were fetched before. It makes no request."""
+LoadRows = Callable[[], Sequence[LoadedSample]]
+"""Function that returns the samples of bytes that were fetched before. It makes no request.
+
+Each sample is decoded when it is taken from the sequence, unless its format stores columns.
+"""
 
 
 class SampleReader(Protocol):
     """Reader of the samples of one shard. One thread at a time uses a reader."""
 
     def load(self, start: int, end: int) -> LoadRows:
-        """Fetch the bytes of samples, and return a function that decodes them.
+        """Fetch the bytes of samples, and return a function that returns the samples.
 
         Args:
             start: Number of the first sample in the shard.

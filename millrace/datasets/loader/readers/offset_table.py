@@ -6,7 +6,6 @@ See `millrace.datasets.formats.offset_table` for the layout.
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +46,6 @@ class OffsetTableReader:
 
     def __init__(self, shard: OpenShard, columns: Sequence[StoredColumn], samples: int) -> None:
         self._shard, self._columns = shard, columns
-        self._sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
         end = _NUMBER * (samples + 2)
         head = shard.read_once(0, min(shard.size, max(end, _FIRST_READ)))
         numbers: npt.NDArray[np.int64] = np.frombuffer(head[:end], "<u4").astype(np.int64)
@@ -63,29 +61,50 @@ class OffsetTableReader:
         first = int(self._offsets[start])
         self._shard.release(first)
         body = self._shard.read(first, first + offsets[-1])
-        return partial(self._decode, body, offsets)
+        return partial(_StoredRows, self._shard, self._columns, body, offsets)
 
     def close(self) -> None:
         """Close the shard."""
         self._shard.close()
 
-    def _decode(self, body: memoryview, offsets: list[int]) -> list[LoadedSample]:
-        columns, unpack = self._columns, self._sizes.unpack_from
-        front = self._sizes.size
-        samples: list[LoadedSample] = []
+
+class _StoredRows(Sequence[LoadedSample]):
+    """Samples that are decoded when they are taken.
+
+    Args:
+        shard: Shard of the samples, for messages.
+        columns: Columns of every sample.
+        body: Bytes of the samples.
+        offsets: Offsets of the samples in these bytes, and the end of the last one.
+    """
+
+    def __init__(
+        self,
+        shard: OpenShard,
+        columns: Sequence[StoredColumn],
+        body: memoryview,
+        offsets: list[int],
+    ) -> None:
+        self._shard, self._columns = shard, columns
+        self._body, self._offsets = body, offsets
+        self._sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        body, at, end = self._body, self._offsets[index], self._offsets[index + 1]
+        sample: LoadedSample = {}
         field = ""
         try:
-            for at, end in pairwise(offsets):
-                sizes = iter(unpack(body, at))
-                at += front  # noqa: PLW2901 - the offset moves through the sample
-                sample: LoadedSample = {}
-                for field, decode, size in columns:
-                    after = at + (next(sizes) if size is None else size)
-                    sample[field] = decode(body[at:after])
-                    at = after  # noqa: PLW2901
-                if at != end:
-                    raise_damage(self._shard, "a sample has other sizes than its table")
-                samples.append(sample)
+            sizes = iter(self._sizes.unpack_from(body, at))
+            at += self._sizes.size
+            for field, decode, size in self._columns:
+                after = at + (next(sizes) if size is None else size)
+                sample[field] = decode(body[at:after])
+                at = after
         except (ValueError, struct.error) as error:
             raise_damage(self._shard, f"the field {field!r} has a bad value ({error})")
-        return samples
+        if at != end:
+            raise_damage(self._shard, "a sample has other sizes than its table")
+        return sample

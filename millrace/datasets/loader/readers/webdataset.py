@@ -5,8 +5,10 @@ that begins in the middle of a shard reads the shard from its beginning.
 """
 
 import struct
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from millrace.datasets.field_names import KEY
@@ -25,7 +27,6 @@ from millrace.datasets.sources.tar_headers import TarHeaders
 from millrace.errors import ConfigurationError
 
 _BLOCK = 512
-_STEP = 1 << 20  # bytes that are looked at once for headers
 _SKIP = 100  # samples that are skipped before their memory is freed
 _HEADER = struct.Struct("<100s24x11s21xc")  # name, size in octal digits, type
 
@@ -74,8 +75,8 @@ class TarSampleReader:
         first = self._offset
         self._shard.release(first)
         members = self._walk(end - start)
-        body = self._shard.read(first, self._offset)
-        return partial(self._decode, members, body, first)
+        views = self._shard.read_views(first, self._offset)
+        return partial(_StoredMembers, self._decode, members, views, first)
 
     def close(self) -> None:
         """Close the shard."""
@@ -121,7 +122,7 @@ class TarSampleReader:
 
     def _look(self, offset: int) -> tuple[memoryview, int, int]:
         """Return bytes from a header on, the offset of the first, and that of the last header."""
-        view = self._shard.read(offset, min(offset + _STEP, self._shard.size))
+        view = self._shard.read_on(offset) if offset < self._shard.size else memoryview(b"")
         if len(view) < _BLOCK:
             raise_damage(self._shard, "it has no end")
         self._view, self._view_start = view, offset
@@ -141,28 +142,68 @@ class TarSampleReader:
             raise_damage(self._shard, f"the header at {offset} is damaged ({error})")
         return member.name, member.offset, member.size
 
-    def _decode(self, members: list[Member], body: memoryview, first: int) -> list[LoadedSample]:
-        samples: list[LoadedSample] = []
-        sample: LoadedSample = {}
-        last = None
-        decoders = self._decoders
-        for key, field, start, end in members:
-            if key != last:
-                last, sample = key, {KEY: key}
-                samples.append(sample)
-            decode = decoders.get(field)
-            if decode is None:
-                kind = self._fields.get(field) or guess_type(field)
-                decode = decoders[field] = DECODERS[kind] if self._has_types else bytes
-            try:
-                sample[field] = decode(body[start - first : end - first])
-            except ValueError as error:
-                reason = f"the field {field!r} of {key!r} has a bad value ({error})"
-                if field in self._fields:
-                    raise_damage(self._shard, reason)
-                raise ConfigurationError(
-                    f"{self._shard.name} cannot be decoded: {reason}. The dataset was sharded "
-                    "without `types`, so each field has the type of its extension. Load the bytes "
-                    "of the fields by `decode=False`."
-                ) from None
-        return samples
+    def _decode(self, field: str, data: memoryview, key: str) -> Any:
+        """Return the value of a field of a sample."""
+        decode = self._decoders.get(field)
+        if decode is None:
+            kind = self._fields.get(field) or guess_type(field)
+            decode = self._decoders[field] = DECODERS[kind] if self._has_types else bytes
+        try:
+            return decode(data)
+        except ValueError as error:
+            reason = f"the field {field!r} of {key!r} has a bad value ({error})"
+            if field in self._fields:
+                raise_damage(self._shard, reason)
+            raise ConfigurationError(
+                f"{self._shard.name} cannot be decoded: {reason}. The dataset was sharded "
+                "without `types`, so each field has the type of its extension. Load the bytes "
+                "of the fields by `decode=False`."
+            ) from None
+
+
+class _StoredMembers(Sequence[LoadedSample]):
+    """Samples that are decoded when they are taken.
+
+    Args:
+        decode: Function that returns the value of a field of its name, its bytes, and the key of
+            the sample.
+        members: Members of all samples.
+        views: Bytes of the samples, in consecutive views. Only members of two views are copied.
+        start: Offset of the first of these bytes in the shard.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[str, memoryview, str], Any],
+        members: list[Member],
+        views: list[memoryview],
+        start: int,
+    ) -> None:
+        self._decode, self._members, self._views = decode, members, views
+        self._ends = list(accumulate(map(len, views), initial=start))[1:]
+        keys = [member[0] for member in members]
+        changes = (n for n, (one, other) in enumerate(pairwise(keys), 1) if one != other)
+        self._firsts = [0, *changes, len(keys)]  # first member of each sample
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        first, last = self._firsts[index], self._firsts[index + 1]
+        sample: LoadedSample = {KEY: self._members[first][0]}
+        for key, field, start, end in self._members[first:last]:
+            sample[field] = self._decode(field, self._slice(start, end), key)
+        return sample
+
+    def _slice(self, start: int, end: int) -> memoryview:
+        """Return the bytes between two offsets in the shard."""
+        number = bisect_left(self._ends, end)
+        view, at = self._views[number], self._ends[number] - len(self._views[number])
+        if start >= at:
+            return view[start - at : end - at]
+        parts = [view[: end - at]]
+        while start < at:
+            number -= 1
+            view, at = self._views[number], at - len(self._views[number])
+            parts.insert(0, view[max(0, start - at) :])
+        return memoryview(b"".join(parts))
