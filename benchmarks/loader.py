@@ -41,7 +41,12 @@ from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys, ShardName
 from millrace.records import commit_once
-from millrace.schemas.dataset import CommittedShard, Manifest, ManifestShard
+from millrace.schemas.dataset import (
+    CommittedShard,
+    Manifest,
+    ManifestShard,
+    encode_sample_offsets,
+)
 from millrace.storage import Store, StoreSpec, open_store, put
 from millrace.testing.credentials import make_credentials
 from millrace.testing.mosaicml import install_mosaicml
@@ -124,7 +129,7 @@ def write_dataset(store: Store, name: str, work: str, size: int) -> tuple[list[s
     """Write a dataset of one format, and return the keys of its shards and its bytes."""
     chosen, keys = open_format(FORMATS[work]), DatasetKeys(name)
     fields = TOKENS if work == "tokens" else TEXTS
-    encoder = chosen.make_encoder(fields, 2 * SHARD)
+    encoder = chosen.make_encoder(fields, SHARD)
     described: list[ManifestShard] = []
     committed: dict[str, CommittedShard] = {}
 
@@ -136,7 +141,14 @@ def write_dataset(store: Store, name: str, work: str, size: int) -> tuple[list[s
         own: dict[str, Any] = {
             "format": chosen.name, "key": key, "size": len(body), "digest": compute_digest(body),
         }  # fmt: skip
-        described.append(ManifestShard(**own, split="train", samples=encoder.samples))
+        described.append(
+            ManifestShard(
+                **own,
+                split="train",
+                samples=encoder.samples,
+                sample_offsets=encode_sample_offsets(encoder.sample_offsets),
+            )
+        )
         committed[key] = CommittedShard(
             **own, blocks=CommittedShard.encode_blocks(hash_blocks(body))
         )

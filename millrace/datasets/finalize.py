@@ -131,6 +131,7 @@ class _LedgerTotals:
                         samples=commit.samples,
                         size=shard.size,
                         digest=shard.digest,
+                        sample_offsets=shard.sample_offsets,
                     )
                 )
         self.samples[split] += samples

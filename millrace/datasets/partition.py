@@ -10,7 +10,7 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -44,6 +44,7 @@ from millrace.schemas.dataset import (
     PartitionEnd,
     ShardCommit,
     ShardLayout,
+    encode_sample_offsets,
 )
 from millrace.storage import Store, create, exists, list_objects, stream
 
@@ -351,10 +352,13 @@ class _ShardUploader:
         name, samples = pending.name, pending.shards.samples
         shards: list[CommittedShard] = []
         if samples:
-            for shard_format, data in zip(
-                pending.shards.formats, pending.shards.close(), strict=True
+            for shard_format, data, offsets in zip(
+                pending.shards.formats,
+                pending.shards.close(),
+                pending.shards.sample_offsets,
+                strict=True,
             ):
-                shards.append(self._upload_shard(pending, shard_format, data))
+                shards.append(self._upload_shard(pending, shard_format, data, offsets))
         quarantine = self._upload_quarantine(pending)
         size = sum(shard.size for shard in shards)
         self.progress(
@@ -375,7 +379,11 @@ class _ShardUploader:
         )
 
     def _upload_shard(
-        self, pending: _PendingCommit, shard_format: ShardFormat, data: memoryview
+        self,
+        pending: _PendingCommit,
+        shard_format: ShardFormat,
+        data: memoryview,
+        offsets: Sequence[tuple[int, int]],
     ) -> CommittedShard:
         name, split = pending.name, self.partition.split
         blocks = hash_blocks(data)  # the only pass of hashing: the root follows from the blocks
@@ -389,6 +397,7 @@ class _ShardUploader:
             size=len(data),
             digest=digest,
             blocks=CommittedShard.encode_blocks(blocks),
+            sample_offsets=encode_sample_offsets(offsets),
         )
         self.progress(
             ShardEncoded(

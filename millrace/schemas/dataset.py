@@ -1,7 +1,10 @@
 """Records of a dataset: its plan, the ledger of its shards, its manifest."""
 
 import base64
+import struct
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -20,7 +23,9 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.keys.names import is_plain
 from millrace.records import PART_CONFIG, JsonObject, Record, RecordPart
 
-_MAX_INDEX_SIZE = 256 << 20  # a million partitions or shards, of 150 to 250 bytes each
+TAR_BLOCK = 512  # bytes; each member of a tar file begins at a multiple
+
+_MAX_INDEX_SIZE = 384 << 20  # a million partitions or shards, of 150 to 350 bytes each
 
 
 def _check_key(key: str) -> str:
@@ -451,6 +456,41 @@ class DatasetPlan(Record):
     partition_files: int | None = None
 
 
+def encode_sample_offsets(offsets: Sequence[tuple[int, int]]) -> str:
+    """Return samples of a tar shard and the offsets of their headers, in base64.
+
+    A tar file has no table of its samples. A reader that begins in the middle of a shard reads from
+    such a sample on.
+
+    Args:
+        offsets: Number and offset of each sample, in ascending order.
+    """
+    numbers = (number for row, offset in offsets for number in (row, offset // TAR_BLOCK))
+    return base64.b64encode(struct.pack(f"<{2 * len(offsets)}I", *numbers)).decode()
+
+
+def decode_sample_offsets(text: str, samples: int, size: int) -> list[tuple[int, int]]:
+    """Return the value that `encode_sample_offsets` got.
+
+    Args:
+        text: Its result.
+        samples: Number of samples of the shard.
+        size: Bytes of the shard.
+
+    Raises:
+        CorruptError: The text cannot be that of such a shard.
+    """
+    try:
+        pairs = list(struct.iter_unpack("<II", base64.b64decode(text, validate=True)))
+    except (ValueError, struct.error) as error:
+        raise CorruptError(f"The offsets of samples in a record are damaged ({error}).") from error
+    offsets = [(row, sector * TAR_BLOCK) for row, sector in pairs]
+    for (row, offset), (next_row, next_offset) in pairwise([(0, 0), *offsets, (samples, size)]):
+        if not (row < next_row and offset < next_offset):
+            raise CorruptError("The offsets of samples in a record are not in order.")
+    return offsets
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)
 class CommittedShard:
     """A shard in the ledger.
@@ -462,6 +502,7 @@ class CommittedShard:
         digest: Digest of the shard.
         blocks: Joined digests of the shard's blocks, in base64. Empty if the shard is one block,
             whose digest is that of the shard.
+        sample_offsets: Value of `encode_sample_offsets`; empty if the format has its own table.
     """
 
     format: str
@@ -469,6 +510,7 @@ class CommittedShard:
     size: int
     digest: OwnDigest
     blocks: str = ""
+    sample_offsets: str = ""
 
     @staticmethod
     def encode_blocks(blocks: bytes) -> str:
@@ -573,6 +615,7 @@ class ManifestShard:
         samples: Number of samples.
         size: Bytes of the shard.
         digest: Digest of the shard.
+        sample_offsets: Value of `encode_sample_offsets`; empty if the format has its own table.
     """
 
     format: str
@@ -581,6 +624,7 @@ class ManifestShard:
     samples: int
     size: int
     digest: OwnDigest
+    sample_offsets: str = ""
 
 
 class Manifest(Record):

@@ -1,6 +1,7 @@
 """Small complete datasets in a store, with a manifest and the digests of all blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from millrace.block_lists import join_shard_blocks
 from millrace.datasets.formats import Fields, open_format
@@ -8,7 +9,12 @@ from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest, hash_blocks
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import commit_once
-from millrace.schemas.dataset import CommittedShard, Manifest, ManifestShard
+from millrace.schemas.dataset import (
+    CommittedShard,
+    Manifest,
+    ManifestShard,
+    encode_sample_offsets,
+)
 from millrace.storage import Store, put
 from tests.support.formats import describe_shard
 
@@ -44,7 +50,10 @@ def write_dataset(
                 encoder.prepare(sample)
                 encoder.append()
             body = bytes(encoder.close())
-            shard = describe_shard(open_format(one), keys, body, len(samples), split, number)
+            shard = replace(
+                describe_shard(open_format(one), keys, body, len(samples), split, number),
+                sample_offsets=encode_sample_offsets(encoder.sample_offsets),
+            )
             put(store, shard.key, body)
             described.append(shard)
             committed[shard.key] = CommittedShard(

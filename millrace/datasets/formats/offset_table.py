@@ -52,6 +52,8 @@ class OffsetTableEncoder:
         capacity: Initial bytes of the buffer. A larger sample enlarges the buffer until `reset`.
     """
 
+    sample_offsets: Sequence[tuple[int, int]] = ()  # a shard has its own table
+
     def __init__(self, columns: Sequence[Column], *, header: bytes, capacity: int) -> None:
         self._header = header
         self._encoders = [(column.name, column.encode) for column in columns]

@@ -175,6 +175,8 @@ class ParquetEncoder:
         ConfigurationError: A field has a name that no column can have.
     """
 
+    sample_offsets: Sequence[tuple[int, int]] = ()  # a shard has its own table
+
     def __init__(self, fields: Fields, columns: Mapping[str, str], capacity: int) -> None:
         fields = dict(sorted(fields.items()))
         self._fields = fields

@@ -1,6 +1,7 @@
 """Shards of several formats that are encoded side by side."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from millrace.datasets.formats import BatchEncoder, FieldType, open_format
 from millrace.datasets.sample import RowBatch, Sample
@@ -80,6 +81,11 @@ class ShardSet:
             self.samples += count
             self.size = max(one[count - 1] for one in sizes)
         return count
+
+    @property
+    def sample_offsets(self) -> list[Sequence[tuple[int, int]]]:
+        """Number and offset of some samples in the shard of each format."""
+        return [encoder.sample_offsets for encoder in self._encoders]
 
     def close(self) -> list[memoryview]:
         """Finish the shards, and return their bytes. `reset` makes them invalid."""

@@ -100,6 +100,8 @@ class TokensEncoder:
         ConfigurationError: There is no field of tokens, or there are several.
     """
 
+    sample_offsets: Sequence[tuple[int, int]] = ()  # a shard has its own table
+
     def __init__(self, fields: Fields, capacity: int) -> None:
         self._fields = fields
         self._field = find_tokens(fields)

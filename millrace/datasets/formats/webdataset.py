@@ -14,11 +14,12 @@ from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import enlarge_buffer, map_anonymous
-from millrace.schemas.dataset import ManifestShard
+from millrace.schemas.dataset import TAR_BLOCK, ManifestShard
 
-_BLOCK = 512
+_MIN_OFFSET_STEP = 1 << 20
+_OFFSETS = 8  # of samples in a full shard, whose places are kept
 _RECORD = 10240  # the end of a tar file is padded to a whole record, as `tarfile` does
-_ZEROS = bytes(_RECORD + 2 * _BLOCK)
+_ZEROS = bytes(_RECORD + 2 * TAR_BLOCK)
 _NAME = 100
 _LARGEST = 8**11 - 1
 
@@ -77,12 +78,15 @@ class TarEncoder:
         self._end = 0
         self._prepared: list[tuple[bytes, bytes | LargeFile]] = []
         self._closed_size = 0  # of the tar file with the prepared sample
+        self._offset_step = max(_MIN_OFFSET_STEP, capacity // _OFFSETS)
+        self._next_offset = self._offset_step  # from which on the next offset is kept
         self.samples = 0
+        self.sample_offsets: list[tuple[int, int]] = []
 
     @property
     def size(self) -> int:
         """Bytes of the shard if it were closed now, with its two empty blocks and the padding."""
-        return _round_up(self._end + 2 * _BLOCK, _RECORD)
+        return _round_up(self._end + 2 * TAR_BLOCK, _RECORD)
 
     def prepare(self, sample: Sample) -> int:
         """Make the headers of a sample's members, and return the size of the tar file with them."""
@@ -93,9 +97,9 @@ class TarEncoder:
             data = sample.fields[extension]
             header = _make_header(f"{key}.{extension}", len(data))
             members.append((header, data))
-            end += len(header) + len(data) + -len(data) % _BLOCK
+            end += len(header) + len(data) + -len(data) % TAR_BLOCK
         self._prepared = members
-        self._closed_size = _round_up(end + 2 * _BLOCK, _RECORD)
+        self._closed_size = _round_up(end + 2 * TAR_BLOCK, _RECORD)
         return self._closed_size
 
     def append(self) -> None:
@@ -103,6 +107,9 @@ class TarEncoder:
         # The end is reserved too, so that `close` does not copy a large sample.
         self._reserve(self._closed_size)
         at, buffer = self._end, self._buffer
+        if at >= self._next_offset:
+            self.sample_offsets.append((self.samples, at))
+            self._next_offset = at - at % self._offset_step + self._offset_step
         for header, data in self._prepared:
             body = at + len(header)
             buffer[at:body] = header
@@ -111,7 +118,7 @@ class TarEncoder:
                 copy_file(data, memoryview(buffer)[body:after])
             else:
                 buffer[body:after] = data
-            at = after + -len(data) % _BLOCK
+            at = after + -len(data) % TAR_BLOCK
             buffer[after:at] = _ZEROS[: at - after]
         self._end = at
         self._prepared = []
@@ -128,9 +135,9 @@ class TarEncoder:
         """Begin the next tar file in the same buffer, and free the memory of a large sample."""
         if len(self._buffer) > self._capacity:
             self._buffer = map_anonymous(self._capacity)
-        self._end = 0
+        self._end, self._next_offset = 0, self._offset_step
         self._prepared = []
-        self.samples = 0
+        self.samples, self.sample_offsets = 0, []
 
     def _reserve(self, size: int) -> None:
         if size > len(self._buffer):

@@ -20,6 +20,7 @@ class ListedShard(NamedTuple):
         size: Bytes of the shard.
         digest: Digest of the shard.
         first_block: Number of the shard's first block among the blocks of all shards.
+        sample_offsets: Offsets of some samples, as the manifest has them.
     """
 
     key: str
@@ -27,6 +28,7 @@ class ListedShard(NamedTuple):
     size: int
     digest: str
     first_block: int
+    sample_offsets: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ShardTable:
         shards: The shards.
         blocks: Number of blocks of all shards of the dataset.
         decode: Whether fields are decoded. Otherwise they are the bytes in the shard.
-        offsets: Offsets of samples in tar shards that readers have found.
+        offsets: Offsets of samples in tar shards, from the manifest and from readers.
     """
 
     dataset: str
@@ -99,7 +101,9 @@ def make_shard_table(
     block = 0
     for shard in manifest.shards:
         if (shard.format, shard.split) == (chosen, split):
-            listed = ListedShard(shard.key, shard.samples, shard.size, shard.digest, block)
+            listed = ListedShard(
+                shard.key, shard.samples, shard.size, shard.digest, block, shard.sample_offsets
+            )
             shards.append(listed)
         block += count_blocks(shard.size)
     if not shards:

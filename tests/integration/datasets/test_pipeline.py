@@ -52,7 +52,7 @@ from millrace.keys.leases import COLLECTOR, LeaseKeys, parse_lease
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import encode_record, fetch
-from millrace.schemas.dataset import DatasetPlan
+from millrace.schemas.dataset import DatasetPlan, decode_sample_offsets
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import make_spec
 
@@ -978,3 +978,21 @@ def test_a_repair_takes_a_source_that_was_uploaded_again_with_the_same_bytes(
     assert shard_dataset(settings, accept_changed_source=True).new_shards == 0
     assert repair_dataset(settings).remade_keys == (report.manifest.shards[0].key,)
     assert objects(store, "sets/one/shards/") == before
+
+
+def test_a_manifest_has_the_places_of_some_samples_of_tar_shards(settings, tmp_path):
+    source = tmp_path / "source" / "a.jsonl"
+    source.write_text(
+        "".join(json.dumps({"text": "x" * 5000, "id": i}) + "\n" for i in range(1000))
+    )
+    large = changed(settings, sharding={"shard_bytes": 8 << 20, "partition_bytes": 1 << 30})
+    formats = changed(large, sharding={"formats": ["webdataset", "mds"], "types": {"id": "int"}})
+    manifest = shard_dataset(formats).manifest
+    tar, other = sorted(manifest.shards, key=lambda shard: shard.format, reverse=True)
+    assert other.sample_offsets == ""
+    offsets = decode_sample_offsets(tar.sample_offsets, tar.samples, tar.size)
+    assert [offset >> 20 for _, offset in offsets] == [1, 2, 3, 4, 5, 6]
+    body = read(open_store(settings.store), tar.key)
+    with tarfile.open(fileobj=io.BytesIO(body)) as members:
+        places = [member.offset for member in members if member.name.endswith(".id")]
+    assert all(places[row] == offset for row, offset in offsets)

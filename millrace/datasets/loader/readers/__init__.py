@@ -14,6 +14,7 @@ from millrace.datasets.formats import FormatName
 from millrace.datasets.loader.fetch import OpenShard
 from millrace.datasets.loader.readers.base import LoadRows, SampleReader
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
+from millrace.schemas.dataset import decode_sample_offsets
 
 __all__ = ["LoadRows", "SampleReader", "open_reader"]
 
@@ -33,6 +34,9 @@ def open_reader(table: ShardTable, listed: ListedShard, shard: OpenShard) -> Sam
         case FormatName.WEBDATASET:
             from millrace.datasets.loader.readers.webdataset import TarSampleReader
 
+            if listed.sample_offsets:
+                known = decode_sample_offsets(listed.sample_offsets, listed.samples, listed.size)
+                table.offsets.add_shard(shard.name, known)
             return TarSampleReader(
                 shard, table.fields, listed.samples, decode=table.decode, offsets=table.offsets
             )

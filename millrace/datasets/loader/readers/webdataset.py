@@ -1,7 +1,8 @@
 """Samples of tar files, as `millrace.datasets.formats.webdataset` writes them.
 
-The offset of a sample is known only after the headers of all samples before it. So the first reader
-that begins in the middle of a shard reads the shard from its beginning.
+The offset of a sample is known only after the headers of the samples before it. The manifest has
+the offsets of a few samples of each shard. A reader that begins in the middle of a shard reads on
+from the last of these before its first sample.
 """
 
 import struct

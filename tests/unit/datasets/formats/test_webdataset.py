@@ -85,3 +85,21 @@ def test_names_of_any_length_are_read_back(length):
     shard = by_millrace([(key, {"txt": b"x"})])
     with tarfile.open(fileobj=io.BytesIO(shard)) as tar:
         assert tar.getnames() == [f"{key}.txt"]
+
+
+def test_the_places_of_some_samples_are_kept_for_readers_that_begin_in_the_middle():
+    encoder = TarEncoder(1 << 20)
+    rng = random.Random(0)
+    for _ in range(2):
+        for number in range(900):
+            fields = {"bin": rng.randbytes(rng.randrange(10_000)), "id": b"%d" % number}
+            encoder.prepare(Sample(f"{number:06}" + "long" * rng.choice([1, 50]), fields, 0))
+            encoder.append()
+        with tarfile.open(fileobj=io.BytesIO(bytes(encoder.close()))) as tar:
+            names = {member.offset: member.name for member in tar}
+        found = encoder.sample_offsets
+        assert [offset >> 20 for _, offset in found] == [1, 2, 3, 4, 5, 6]
+        assert [names[offset][:6] for _, offset in found] == [f"{row:06}" for row, _ in found]
+        assert all(names[offset].endswith(".bin") for _, offset in found)
+        encoder.reset()
+    assert encoder.sample_offsets == []

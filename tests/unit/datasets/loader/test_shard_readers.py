@@ -4,7 +4,10 @@ import json
 import pickle
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,16 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import Fields, FieldType, FormatName
-from millrace.datasets.loader import sample_offsets
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
-from millrace.datasets.loader.fetch import ShardFetcher
+from millrace.datasets.loader.fetch import ShardFetcher, _ShardParts
 from millrace.datasets.loader.readers import SampleReader, open_reader
-from millrace.datasets.loader.sample_offsets import SampleOffsets
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest
-from millrace.schemas.dataset import Manifest
+from millrace.schemas.dataset import Manifest, encode_sample_offsets
 from millrace.storage import Store, delete_one, open_store, put, read
+from millrace.threads import DaemonThreadPool
 from tests.support.formats import ALL_TYPES
 from tests.support.shard_datasets import write_dataset
 
@@ -322,8 +324,13 @@ def test_nothing_of_a_damaged_shard_stays_in_the_cache(cached: Case) -> None:
     assert_same(cached.read(0, 20), cached.expected)
 
 
-def test_a_reader_in_the_middle_of_a_tar_begins_where_others_were() -> None:
+@pytest.mark.parametrize("has_offsets", [False, True], ids=["walked", "manifest"])
+def test_a_reader_in_the_middle_of_a_tar_begins_near_its_first_sample(has_offsets: bool) -> None:
     case = make_case(FormatName.WEBDATASET, size=20_000, count=400)
+    if not has_offsets:
+        (shard,) = case.manifest.shards
+        without = replace(shard, sample_offsets="")
+        case.manifest = case.manifest.model_copy(update={"shards": (without,)})
     table = case.table
     fetcher = ShardFetcher(DatasetFiles(case.store.spec), table, part_bytes=1 << 20)
     starts: list[int] = []
@@ -341,7 +348,7 @@ def test_a_reader_in_the_middle_of_a_tar_begins_where_others_were() -> None:
         return list(open_reader(table, table.shards[0], opened).load(start, end)())
 
     assert_same(read(300, 310), case.expected[300:310])
-    assert min(starts) == 0
+    assert (min(starts) == 0) is not has_offsets
     for start in (300, 390, 250, 399):
         assert_same(read(start, start + 1), case.expected[start : start + 1])
         assert min(starts) > table.shards[0].size // 2
@@ -350,11 +357,49 @@ def test_a_reader_in_the_middle_of_a_tar_begins_where_others_were() -> None:
     assert again.offsets.find(again.shards[0].key, 300) == (0, 0)
 
 
-def test_offsets_of_the_shards_that_were_read_last_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sample_offsets, "_MAX_SHARDS", 2)
-    offsets = SampleOffsets()
-    for shard in ("a", "b", "a", "c"):
-        offsets.note(shard, 100, 5000)
-    assert [offsets.find(shard, 150) for shard in "abc"] == [(100, 5000), (0, 0), (100, 5000)]
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ("AAA", "damaged"),
+        ("AAAA", "damaged"),
+        (encode_sample_offsets([(20, 512), (10, 1024)]), "not in order"),
+        (encode_sample_offsets([(20, 1024), (21, 1024)]), "not in order"),
+        (encode_sample_offsets([(COUNT, 1024)]), "not in order"),
+        (encode_sample_offsets([(20, 1 << 30)]), "not in order"),
+    ],
+)
+def test_offsets_that_no_shard_can_have_are_refused(offsets: str, said: str) -> None:
+    case = make_case(FormatName.WEBDATASET)
+    (shard,) = case.manifest.shards
+    wrong = replace(shard, sample_offsets=offsets)
+    case.manifest = case.manifest.model_copy(update={"shards": (wrong,)})
+    with pytest.raises(errors.CorruptError, match=said):
+        case.read()
+
+
+def test_a_window_is_read_before_the_parts_after_others() -> None:
+    gate, order = threading.Event(), list[int]()
+
+    def fetch(first: int, last: int) -> memoryview:
+        gate.wait(60)
+        order.append(first)
+        return memoryview(bytes((last - first) << 20))
+
+    pool = DaemonThreadPool(1, "requests")
+    shard = _ShardParts("s", 8 << 20, fetch, pool, part_blocks=1, parts_ahead=2)
+    other = _ShardParts("t", 8 << 20, fetch, pool, part_blocks=1, parts_ahead=2)
+    with ThreadPoolExecutor(2) as readers:
+        first = readers.submit(shard.read, 0, 10)
+        until(lambda: len(shard._parts) == 3)
+        second = readers.submit(other.read, 2 << 20, 4 << 20)
+        until(lambda: len(other._parts) == 4)
+        gate.set()
+        assert (len(first.result(60)), len(second.result(60))) == (10, 2 << 20)
+        assert order[:3] == [0, 2, 3]
+        assert len(shard.read(1 << 20, 2 << 20)) == 1 << 20
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    while not holds():
+        time.sleep(0.001)
