@@ -22,6 +22,7 @@ from millrace.storage.read import (
     read,
     read_and_hash,
     read_range,
+    read_views_and_hash,
     stream,
 )
 from millrace.storage.retry import call_boto3
@@ -96,6 +97,7 @@ __all__ = [
     "read_and_hash",
     "read_range",
     "read_spec_from_environment",
+    "read_views_and_hash",
     "sign_url",
     "stream",
 ]

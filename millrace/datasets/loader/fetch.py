@@ -36,7 +36,7 @@ from millrace.digest import (
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import read, read_and_hash
+from millrace.storage import read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
 
@@ -57,7 +57,7 @@ class OpenShard(Protocol):
     size: int
 
     def read(self, start: int, end: int) -> memoryview:
-        """Return the bytes between two offsets. Those that follow are fetched at the same time.
+        """Return a copy of the bytes between two offsets. Those that follow are fetched, too.
 
         Raises:
             CorruptError: The bytes do not have their digest.
@@ -67,14 +67,14 @@ class OpenShard(Protocol):
         ...
 
     def read_views(self, start: int, end: int) -> list[memoryview]:
-        """Return the same bytes without a copy: as consecutive views.
+        """Return the same bytes as consecutive views, which may be read-only.
 
         The errors are those of `read`.
         """
         ...
 
     def read_on(self, start: int) -> memoryview:
-        """Return the bytes from an offset on that lie together in memory, some MiB at most.
+        """Return a view of the bytes from an offset on, to the end of those that lie together.
 
         The errors are those of `read`.
         """
@@ -185,8 +185,10 @@ class ShardFetcher:
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""
 
-    def _fetch_blocks(self, shard: ListedShard, blocks: bytes, first: int, last: int) -> memoryview:
-        """Return adjacent blocks of a shard, verified."""
+    def _fetch_blocks(
+        self, shard: ListedShard, blocks: bytes, first: int, last: int
+    ) -> list[memoryview]:
+        """Return adjacent blocks of a shard, verified, as consecutive views."""
         expected = slice_blocks(blocks, range(first, last))
         start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, shard.size)
         try:
@@ -198,23 +200,23 @@ class ShardFetcher:
                     raise errors.CorruptError("its bytes do not have the digests of their blocks")
 
             item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
-            return memoryview(self._files.read_object(item, start, end, check=check))
+            return [memoryview(self._files.read_object(item, start, end, check=check))]
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
 
     def _read_and_compare(
         self, shard: ListedShard, expected: bytes, start: int, end: int
-    ) -> memoryview:
+    ) -> list[memoryview]:
         """Return blocks of the only store, which are hashed while they arrive."""
-        store, body = self._files.stores[0], _allocate(end - start)
-        found = read_and_hash(store, shard.key, [body], size=shard.size, start=start)
+        store = self._files.stores[0]
+        views, found = read_views_and_hash(store, shard.key, start, end, size=shard.size)
         if not found:
             raise errors.ChangedError(f"{self._name(shard)} has another size.")
         if found != expected:
             first = start // BLOCK_SIZE
             differing = [first + one for one in find_differing_blocks(found, expected)]
             raise errors.CorruptError(f"The damage is in {describe_blocks(differing)}.")
-        return body
+        return views
 
     def _raise_explained(self, shard: ListedShard, error: errors.MillraceError) -> NoReturn:
         """Raise an error that says what to do about a shard."""
@@ -279,7 +281,7 @@ class _ShardParts:
         self,
         name: str,
         size: int,
-        fetch: Callable[[int, int], memoryview],
+        fetch: Callable[[int, int], list[memoryview]],
         pool: DaemonThreadPool,
         *,
         part_blocks: int,
@@ -289,38 +291,30 @@ class _ShardParts:
         self._fetch, self._pool = fetch, pool
         self._part_blocks, self._parts_ahead = part_blocks, parts_ahead
         self._part_bytes = part_blocks * BLOCK_SIZE
-        self._parts: dict[int, Future[memoryview]] = {}
+        self._parts: dict[int, Future[list[memoryview]]] = {}
 
     def read(self, start: int, end: int) -> memoryview:
-        views = self.read_views(start, end)
-        if len(views) == 1:
-            return views[0]
-        joined = _allocate(max(0, end - start))
-        at = 0
-        for view in views:
-            joined[at : at + len(view)] = view
-            at += len(view)
-        return joined
+        return _join(self.read_views(start, end))
 
     def read_views(self, start: int, end: int) -> list[memoryview]:
         if start >= end:
             return []
         first, last = start // self._part_bytes, (end - 1) // self._part_bytes
         self._request(first, last)
-        views = [self._parts[number].result() for number in range(first, last + 1)]
-        views[-1] = views[-1][: end - last * self._part_bytes]
-        views[0] = views[0][start - first * self._part_bytes :]
-        return views
+        found = [view for n in range(first, last + 1) for view in self._parts[n].result()]
+        return _cut(found, start - first * self._part_bytes, end - first * self._part_bytes)
 
     def read_on(self, start: int) -> memoryview:
-        return self.read_views(start, min(self.size, self._find_end(start)))[0]
+        number, at = divmod(start, self._part_bytes)
+        self._request(number, number)
+        return _cut(self._parts[number].result(), at, self._part_bytes)[0]
 
     def read_once(self, start: int, end: int) -> memoryview:
         if start >= end:
             return memoryview(bytearray())
         first = start // BLOCK_SIZE
         fetched = self._pool.submit_urgent(self._fetch, first, -(-end // BLOCK_SIZE)).result()
-        return fetched[start - first * BLOCK_SIZE : end - first * BLOCK_SIZE]
+        return _join(_cut(fetched, start - first * BLOCK_SIZE, end - first * BLOCK_SIZE))
 
     def release(self, offset: int) -> None:
         for number in [one for one in self._parts if (one + 1) * self._part_bytes <= offset]:
@@ -330,10 +324,6 @@ class _ShardParts:
         for part in self._parts.values():
             part.cancel()
         self._parts = {}
-
-    def _find_end(self, offset: int) -> int:
-        """Return the offset at which the part of an offset ends."""
-        return (offset // self._part_bytes + 1) * self._part_bytes
 
     def _request(self, first: int, last: int) -> None:
         """Request parts before all others, and then those that follow."""
@@ -346,7 +336,7 @@ class _ShardParts:
             if number not in self._parts:
                 self._parts[number] = self._pool.submit(self._fetch_part, number)
 
-    def _fetch_part(self, number: int) -> memoryview:
+    def _fetch_part(self, number: int) -> list[memoryview]:
         first = number * self._part_blocks
         return self._fetch(first, min(first + self._part_blocks, count_blocks(self.size)))
 
@@ -386,6 +376,26 @@ class _ShardFile:
 
     def __del__(self) -> None:
         os.close(self._file)
+
+
+def _cut(views: list[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return the parts of consecutive views between two offsets, without empty ones."""
+    found: list[memoryview] = []
+    for view in views:
+        if start < len(view) and end > 0:
+            found.append(view[max(0, start) : end])
+        start, end = start - len(view), end - len(view)
+    return found
+
+
+def _join(views: list[memoryview]) -> memoryview:
+    """Return a copy of consecutive views in one piece."""
+    joined = _allocate(sum(map(len, views)))
+    at = 0
+    for view in views:
+        joined[at : at + len(view)] = view
+        at += len(view)
+    return joined
 
 
 def _allocate(size: int) -> memoryview:

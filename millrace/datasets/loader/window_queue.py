@@ -124,10 +124,13 @@ class StreamWindows:
         for window in windows:
             runs = [load() for load in queue.take()]
             starts = list(accumulate(map(len, runs), initial=0))
-            order = self._order.permute_window(self._stream, window)
-            for index in order[skipped:]:
-                run = bisect_right(starts, index) - 1
-                yield runs[run][index - starts[run]]
+            order = self._order.permute_window(self._stream, window)[skipped:]
+            if len(runs) == 1:
+                yield from map(runs[0].__getitem__, order)
+            else:
+                for index in order:
+                    run = bisect_right(starts, index) - 1
+                    yield runs[run][index - starts[run]]
             del runs  # before the next window is taken
             skipped = 0
 

@@ -9,8 +9,8 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate
+from typing import Any, NoReturn
 
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields
@@ -58,8 +58,7 @@ class TarSampleReader:
     ) -> None:
         self._offsets = offsets
         self._shard, self._fields, self._samples = shard, fields, samples
-        self._has_types = decode
-        self._decoders: dict[str, Callable[[memoryview], Any]] = {}
+        self._decoders = _Decoders(fields, decode=decode)
         self._row = 0  # number of the sample at `_offset`
         self._offset = 0
         self._view, self._view_start, self._view_end = memoryview(b""), 0, -1
@@ -75,17 +74,22 @@ class TarSampleReader:
             self._shard.release(self._offset)
         first = self._offset
         self._shard.release(first)
-        members = self._walk(end - start)
+        members, firsts = self._walk(end - start)
         views = self._shard.read_views(first, self._offset)
-        return partial(_StoredMembers, self._decode, members, views, first)
+        make = partial(_StoredMembers, self._explain, self._decoders)
+        return partial(make, members, firsts, views, first)
 
     def close(self) -> None:
         """Close the shard."""
         self._shard.close()
 
-    def _walk(self, count: int) -> list[Member]:
-        """Go on by a number of samples, and return their members."""
-        found: list[Member] = []
+    def _walk(self, count: int) -> tuple[list[Member], list[int]]:
+        """Go on by a number of samples.
+
+        Returns:
+            Members of the samples, and the index of the first member of each sample.
+        """
+        found, firsts = list[Member](), list[int]()
         offset, key, rows = self._offset, "", 0
         view, view_start, last = self._view, self._view_start, self._view_end
         unpack = _HEADER.unpack_from
@@ -113,19 +117,22 @@ class TarSampleReader:
                 if rows == count:
                     break
                 key, rows = name[:dot], rows + 1
+                firsts.append(len(found))
             found.append((key, name[dot + 1 :], start, end))
             offset = end + -size % _BLOCK
         if rows != count:
             raise_damage(self._shard, f"it has {self._row + rows} samples, not {self._samples}")
         self._offsets.note(self._shard.name, self._row + count, offset)
         self._row, self._offset = self._row + count, offset
-        return found
+        return found, firsts
 
     def _look(self, offset: int) -> tuple[memoryview, int, int]:
         """Return bytes from a header on, the offset of the first, and that of the last header."""
-        view = self._shard.read_on(offset) if offset < self._shard.size else memoryview(b"")
-        if len(view) < _BLOCK:
+        if offset + _BLOCK > self._shard.size:
             raise_damage(self._shard, "it has no end")
+        view = self._shard.read_on(offset)
+        if len(view) < _BLOCK:
+            view = self._shard.read(offset, offset + _BLOCK)
         self._view, self._view_start = view, offset
         self._view_end = offset + len(view) - _BLOCK
         return view, offset, self._view_end
@@ -143,57 +150,68 @@ class TarSampleReader:
             raise_damage(self._shard, f"the header at {offset} is damaged ({error})")
         return member.name, member.offset, member.size
 
-    def _decode(self, field: str, data: memoryview, key: str) -> Any:
-        """Return the value of a field of a sample."""
-        decode = self._decoders.get(field)
-        if decode is None:
-            kind = self._fields.get(field) or guess_type(field)
-            decode = self._decoders[field] = DECODERS[kind] if self._has_types else bytes
-        try:
-            return decode(data)
-        except ValueError as error:
-            reason = f"the field {field!r} of {key!r} has a bad value ({error})"
-            if field in self._fields:
-                raise_damage(self._shard, reason)
-            raise ConfigurationError(
-                f"{self._shard.name} cannot be decoded: {reason}. The dataset was sharded "
-                "without `types`, so each field has the type of its extension. Load the bytes "
-                "of the fields by `decode=False`."
-            ) from None
+    def _explain(self, key: str, field: str, error: ValueError) -> NoReturn:
+        """Raise the error of a field whose value cannot be decoded."""
+        reason = f"the field {field!r} of {key!r} has a bad value ({error})"
+        if field in self._fields:
+            raise_damage(self._shard, reason)
+        raise ConfigurationError(
+            f"{self._shard.name} cannot be decoded: {reason}. The dataset was sharded "
+            "without `types`, so each field has the type of its extension. Load the bytes "
+            "of the fields by `decode=False`."
+        ) from None
+
+
+class _Decoders(dict[str, Callable[[memoryview], Any]]):
+    """Functions that decode the fields, by their names."""
+
+    def __init__(self, fields: Fields, *, decode: bool) -> None:
+        self._fields, self._has_types = fields, decode
+
+    def __missing__(self, field: str) -> Callable[[memoryview], Any]:
+        kind = self._fields.get(field) or guess_type(field)
+        self[field] = found = DECODERS[kind] if self._has_types else bytes
+        return found
 
 
 class _StoredMembers(Sequence[LoadedSample]):
     """Samples that are decoded when they are taken.
 
     Args:
-        decode: Function that returns the value of a field of its name, its bytes, and the key of
-            the sample.
+        explain: Called with the key of a sample, the name of a field, and the error of its value.
+        decoders: Functions that decode the fields.
         members: Members of all samples.
+        firsts: Index of the first member of each sample.
         views: Bytes of the samples, in consecutive views. Only members of two views are copied.
         start: Offset of the first of these bytes in the shard.
     """
 
     def __init__(
         self,
-        decode: Callable[[str, memoryview, str], Any],
+        explain: Callable[[str, str, ValueError], NoReturn],
+        decoders: _Decoders,
         members: list[Member],
+        firsts: list[int],
         views: list[memoryview],
         start: int,
     ) -> None:
-        self._decode, self._members, self._views = decode, members, views
+        self._explain, self._decoders = explain, decoders
+        self._members, self._firsts, self._views = members, [*firsts, len(members)], views
         self._ends = list(accumulate(map(len, views), initial=start))[1:]
-        keys = [member[0] for member in members]
-        changes = (n for n, (one, other) in enumerate(pairwise(keys), 1) if one != other)
-        self._firsts = [0, *changes, len(keys)]  # first member of each sample
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
     def __getitem__(self, index: Any) -> Any:
         first, last = self._firsts[index], self._firsts[index + 1]
-        sample: LoadedSample = {KEY: self._members[first][0]}
-        for key, field, start, end in self._members[first:last]:
-            sample[field] = self._decode(field, self._slice(start, end), key)
+        decoders, take = self._decoders, self._slice
+        key = field = self._members[first][0]
+        sample: LoadedSample = {KEY: key}
+        try:
+            for _, field, start, end in self._members[first:last]:
+                sample[field] = decoders[field](take(start, end))
+        except ValueError as error:
+            self._explain(key, field, error)
         return sample
 
     def _slice(self, start: int, end: int) -> memoryview:

@@ -380,10 +380,10 @@ def test_offsets_that_no_shard_can_have_are_refused(offsets: str, said: str) -> 
 def test_a_window_is_read_before_the_parts_after_others() -> None:
     gate, order = threading.Event(), list[int]()
 
-    def fetch(first: int, last: int) -> memoryview:
+    def fetch(first: int, last: int) -> list[memoryview]:
         gate.wait(60)
         order.append(first)
-        return memoryview(bytes((last - first) << 20))
+        return [memoryview(bytes((last - first) << 20))]
 
     pool = DaemonThreadPool(1, "requests")
     shard = _ShardParts("s", 8 << 20, fetch, pool, part_blocks=1, parts_ahead=2)
