@@ -34,6 +34,7 @@ from millrace.storage import (
     read,
     read_and_hash,
     read_range,
+    read_views_and_hash,
     stream,
 )
 from tests.oracle import compute_blake3
@@ -84,6 +85,19 @@ def test_a_range_is_read_into_several_buffers_and_its_blocks_are_hashed(store):
         assert read_and_hash(store, "large.bin", [buffer], size=size) == b""
     with pytest.raises(errors.NotFoundError):
         read_and_hash(store, "missing", [buffer], size=1 << 20)
+
+
+def test_a_range_is_read_where_it_arrives_and_its_blocks_are_hashed(store):
+    data = secrets.token_bytes((3 << 20) + 5)
+    put(store, "large.bin", data)
+    for start, end in ((0, len(data)), (1 << 20, 2 << 20), (2 << 20, len(data)), (0, 1)):
+        views, blocks = read_views_and_hash(store, "large.bin", start, end, size=len(data))
+        assert b"".join(views) == data[start:end]
+        assert blocks == hash_blocks(data[start:end])
+    for size in (len(data) - 1, len(data) + 1):
+        assert read_views_and_hash(store, "large.bin", 0, 1 << 20, size=size) == ([], b"")
+    with pytest.raises(errors.NotFoundError):
+        read_views_and_hash(store, "missing", 0, 1 << 20, size=1 << 20)
 
 
 def test_a_file_of_more_buffers_than_one_read_takes_is_hashed(tmp_path):
