@@ -65,6 +65,7 @@ def test_the_names_of_storage():
         "read_and_hash",
         "read_range",
         "read_spec_from_environment",
+        "read_views_and_hash",
         "sign_url",
         "stream",
     ]

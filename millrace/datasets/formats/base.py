@@ -52,12 +52,17 @@ class ShardEncoder(Protocol):
 
     Attributes:
         samples: Number of samples in the shard.
-        sample_offsets: Number and offset of some samples, for readers that begin in the middle of a
-            shard; empty if a shard has its own table.
     """
 
     samples: int
-    sample_offsets: Sequence[tuple[int, int]]
+
+    @property
+    def sample_offsets(self) -> Sequence[tuple[int, int]]:
+        """Number and offset of some samples, for readers that begin in the middle of a shard.
+
+        Empty if a shard has its own table.
+        """
+        ...
 
     @property
     def size(self) -> int:

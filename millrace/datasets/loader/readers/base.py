@@ -1,6 +1,6 @@
 """Interface of a reader of shards, and the values of fields that sources give as bytes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -14,11 +14,19 @@ from millrace.errors import CorruptError
 LoadedSample = dict[str, Any]
 """A sample as a trainer gets it: values by the names of the fields."""
 
-LoadRows = Callable[[], Sequence[LoadedSample]]
-"""Function that returns the samples of bytes that were fetched before. It makes no request.
 
-Each sample is decoded when it is taken from the sequence, unless its format stores columns.
-"""
+class LoadedRows(Protocol):
+    """Samples whose bytes were fetched. Each is decoded when it is taken, unless in columns."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> LoadedSample: ...
+
+    def __iter__(self) -> Iterator[LoadedSample]: ...
+
+
+LoadRows = Callable[[], LoadedRows]
+"""Function that returns the samples of bytes that were fetched before. It makes no request."""
 
 
 class SampleReader(Protocol):

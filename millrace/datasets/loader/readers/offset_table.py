@@ -4,7 +4,7 @@ See `millrace.datasets.formats.offset_table` for the layout.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class OffsetTableReader:
         self._shard.close()
 
 
-class _StoredRows(Sequence[LoadedSample]):
+class _StoredRows:
     """Samples that are decoded when they are taken.
 
     Args:
@@ -92,7 +92,10 @@ class _StoredRows(Sequence[LoadedSample]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, index: Any) -> Any:
+    def __iter__(self) -> Iterator[LoadedSample]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int, /) -> LoadedSample:
         body, at, end = self._body, self._offsets[index], self._offsets[index + 1]
         sample: LoadedSample = {}
         field = ""

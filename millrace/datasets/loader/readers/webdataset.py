@@ -7,7 +7,7 @@ from the last of these before its first sample.
 
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -174,7 +174,7 @@ class _Decoders(dict[str, Callable[[memoryview], Any]]):
         return found
 
 
-class _StoredMembers(Sequence[LoadedSample]):
+class _StoredMembers:
     """Samples that are decoded when they are taken.
 
     Args:
@@ -202,7 +202,10 @@ class _StoredMembers(Sequence[LoadedSample]):
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def __getitem__(self, index: Any) -> Any:
+    def __iter__(self) -> Iterator[LoadedSample]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int, /) -> LoadedSample:
         first, last = self._firsts[index], self._firsts[index + 1]
         decoders, take = self._decoders, self._slice
         key = field = self._members[first][0]
