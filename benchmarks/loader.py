@@ -8,23 +8,24 @@ tokens. The shards have 8 MiB. One process reads all samples of a cold epoch.
 - The peers are in `benchmarks.loader_peers`. They verify nothing.
 - ``floor``: obstore gets the same shards, two at once, and nothing is decoded.
 
+The work ``link`` reads the tar shards over a link of 200 Mbit/s (network namespaces, see
+`benchmarks.rig`) from a store that begins to answer after 50 ms; its floor is the link, computed.
 The work ``order`` is the order of an epoch of 10,000,000 samples in 10,000 shards: its memory.
 """
 
 import shutil
 import sys
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from subprocess import CalledProcessError
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import (
-    CpuTimer,
     Results,
     measure_process,
     parse_options,
@@ -32,10 +33,11 @@ from benchmarks.common import (
     rotate_systems,
 )
 from benchmarks.corpus import read_text
-from benchmarks.loader_peers import PEERS, StoredShards, fetch_bodies, import_peer
+from benchmarks.loader_link import compute_link_seconds, measure_link
+from benchmarks.loader_peers import PEERS, StoredShards
+from benchmarks.loader_runs import run_floor, run_millrace, run_peer
 from millrace.block_lists import join_shard_blocks
 from millrace.datasets.formats import Fields, FieldType, open_format
-from millrace.datasets.loader import ShardLoader
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest, hash_blocks
@@ -54,7 +56,6 @@ from millrace.testing.rgw import RGW
 
 MIB = 1 << 20
 SHARD = 8 * MIB
-BATCH = 32  # samples of the first batch
 CHARACTERS = 2_600
 FORMATS = {
     "tar": "webdataset",
@@ -66,49 +67,7 @@ FORMATS = {
 METRICS = ("samples/s", "first_batch_s", "peak_rss_MB", "cpu_s_per_GB")
 TEXTS: Fields = {"txt": FieldType.STR}
 TOKENS: Fields = {"tokens": FieldType.UINT16_ARRAY}
-ORDER = "order"
-
-
-def run_millrace(shards: StoredShards) -> dict[str, float]:
-    """Load all samples of an epoch."""
-    field = "tokens" if shards.format == "tokens" else "txt"
-
-    def load() -> Iterator[Any]:
-        for sample in ShardLoader(shards.spec, shards.dataset, format=shards.format):
-            yield sample[field]
-
-    return _measure(load())
-
-
-def run_peer(shards: StoredShards, work: str, peer: str) -> dict[str, float]:
-    """Read all samples with another reader."""
-    import_peer(peer, shards.packages)
-    return _measure(PEERS[work][peer](shards))
-
-
-def run_floor(shards: StoredShards, samples: int, stored: int) -> dict[str, float]:
-    """Fetch the shards, and count their samples if all bytes have come."""
-    cpu, began, first, size = CpuTimer(), time.perf_counter(), 0.0, 0
-    for body in fetch_bodies(shards):
-        size += len(body)
-        first = first or time.perf_counter() - began
-    return {
-        "samples": samples if size == stored else 0,
-        "seconds": time.perf_counter() - began,
-        "first": first,
-        "cpu": cpu.read(),
-    }
-
-
-def _measure(samples: Iterator[Any]) -> dict[str, float]:
-    cpu, began, first, count, size = CpuTimer(), time.perf_counter(), 0.0, 0, 0
-    for sample in samples:
-        count += 1
-        size += len(sample)
-        if count == BATCH:
-            first = time.perf_counter() - began
-    seconds = time.perf_counter() - began
-    return {"samples": count, "seconds": seconds, "first": first, "cpu": cpu.read()}
+ORDER, LINK = "order", "link"
 
 
 def make_samples(size: int) -> Iterator[tuple[Sample, Sample]]:
@@ -192,6 +151,40 @@ def measure_order(samples: int) -> float:
     return peak / 1e6
 
 
+def run_link(size: int, repeats: int, results: Results) -> list[list[str]]:
+    """Measure readers of tar shards over a link, and return the lines of the table."""
+    work, shard_format = "tar", FORMATS["tar"]
+    with tempfile.TemporaryDirectory() as name:
+        store = open_store(StoreSpec(url=Path(name).as_uri()))
+        keys, stored = write_dataset(store, "link", work, size)
+        folder = DatasetKeys("link").make_shards_prefix(shard_format, "train").rstrip("/")
+        found = measure_link(Path(name), "link", folder, keys, repeats)
+    samples = -(-size // CHARACTERS)
+    for _ in range(repeats):
+        results.add(LINK, "floor", "samples/s", samples / compute_link_seconds(stored))
+    lines: list[list[str]] = []
+    for system, runs in found.items():
+        for figures in runs:
+            if figures["samples"] != samples:
+                raise RuntimeError(f"{system} gave {figures['samples']} of {samples} samples")
+            results.add(LINK, system, "samples/s", samples / figures["seconds"])
+            results.add(LINK, system, "first_batch_s", figures["first"])
+            results.add(LINK, system, "cpu_s_per_GB", figures["cpu"] / stored * 1e9)
+    for system in (*found, "floor"):
+        values = [
+            f"{median(results.values[LINK, system, metric]):,.3g}"
+            if (LINK, system, metric) in results.values
+            else ""
+            for metric in METRICS
+        ]
+        ratios = [
+            results.compute_ratio(LINK, system, "floor", "samples/s"),
+            results.compute_ratio(LINK, "millrace", system, "samples/s"),
+        ]
+        lines.append([LINK, system, *values, *(f"{ratio:.2f}" for ratio in ratios)])
+    return lines
+
+
 class Bench:
     """One invocation of the benchmark.
 
@@ -244,7 +237,7 @@ class Bench:
 
 def main() -> None:
     """Run the works, and print a table with the ratios to the peers and to the floor."""
-    options = parse_options("loader", __doc__, parts=(*FORMATS, ORDER))
+    options = parse_options("loader", __doc__, parts=(*FORMATS, LINK, ORDER))
     size, repeats = (32 * MIB, 1) if options.quick else (256 * MIB, 3)
     lines: list[list[str]] = []
     with tempfile.TemporaryDirectory() as name, RGW.start(Path(name) / "rgw") as rgw:
@@ -282,6 +275,8 @@ def main() -> None:
                     for one in METRICS
                 ]
                 lines.append([work, system, *shown, *(f"{ratio:.2f}" for ratio in ratios)])
+        if LINK in options.only:
+            lines += run_link(size // 2, repeats, results)
         if ORDER in options.only:
             results.add(ORDER, "millrace", "MB", measure_order(10_000_000))
             lines.append(

@@ -16,6 +16,8 @@ class FaultKind(StrEnum):
     """The connection is closed at ``offset``, or else after half of the body."""
     STALL = "stall"
     """The body pauses for ``seconds`` at ``offset``, or else after its half, and then continues."""
+    DELAY = "delay"
+    """The response begins after ``seconds``."""
     DENY = "deny"
     """The response is 403 AccessDenied."""
     ERROR = "error"
@@ -37,7 +39,7 @@ class Fault:
         times: Number of requests that meet the fault. None stands for all.
         share: Fraction of the matching requests that meet the fault, chosen at random.
         seed: Seed of the random choice.
-        seconds: Duration of a stall in seconds.
+        seconds: Duration of a stall or a delay in seconds.
     """
 
     kind: FaultKind

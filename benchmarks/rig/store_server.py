@@ -258,13 +258,16 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "AccessDenied", "Request has expired.")
 
     def _apply_fault(self, operation: str, key: str) -> None:
-        """Refuse a request without a body in its response if a fault was chosen for it."""
+        """Refuse or delay a request without a body in its response, if a fault was chosen."""
         fault = self.server.faults.choose(operation, key)
         if fault is not None:
             self._raise_fault(fault)
 
     def _raise_fault(self, fault: Fault) -> None:
-        """Raise the error of a fault."""
+        """Raise the error of a fault, or wait for a delay."""
+        if fault.kind is FaultKind.DELAY:
+            self.server.release.wait(fault.seconds)
+            return
         if fault.kind is FaultKind.DENY:
             raise RefusedError(403, "AccessDenied", "This is an injected fault.")
         raise RefusedError(500, "InternalError", "This is an injected fault.")
@@ -278,6 +281,7 @@ class Handler(BaseHTTPRequestHandler):
             fault = self.server.faults.choose(request.operation, request.key, start, end)
             if fault is not None and fault.kind not in BODY_FAULTS:
                 self._raise_fault(fault)
+                fault = None
             self.send_response(206 if part else 200)
             if part:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{stored.size}")
