@@ -2,7 +2,8 @@
 
 1. The files are permuted, and their samples stand one after another in this order.
 2. The samples are cut into equally long streams. One stream may have one sample more than another.
-3. A stream is cut into windows, and the samples of each window are shuffled.
+3. A stream is cut into windows, and the samples of each window are shuffled. The first windows are
+   shorter, so that an epoch begins after a sixteenth of a window was read.
 4. The streams are read in turn: sample ``i`` of stream ``s`` has the position ``i * streams + s``.
 
 So neighbours in the order come from as many files as there are streams, and a sample moves by up to
@@ -26,6 +27,7 @@ Numbers = npt.NDArray[np.int64]
 
 _PERSON = b"millrace windows"
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+_RAMP = 4  # shorter windows before the first whole one, which has half a window: each doubles
 
 
 class RowRun(NamedTuple):
@@ -85,11 +87,24 @@ class EpochOrder:
         self._ends = np.cumsum(counts[self._files])
         self._starts = self._ends - counts[self._files]
         self._window, self._shuffle = window, shuffle
+        self._ramp = _RAMP if window >> _RAMP else 0
         self._short, self._longer = divmod(self.total, streams)
         numbers = np.arange(streams)
         self.lengths: Numbers = self._short + (numbers < self._longer)
         digest = blake2b(f"{seed} {epoch}".encode(), digest_size=8, person=_PERSON).digest()
         self._key = np.frombuffer(digest, "<u8").astype(np.uint64)[0]
+
+    def count_windows(self, stream: int) -> int:
+        """Return the number of windows of a stream."""
+        length = int(self.lengths[stream])
+        return self.find_window(length - 1)[0] + 1 if length else 0
+
+    def find_window(self, row: int) -> tuple[int, int]:
+        """Return the window of a row of a stream, and the number of the row within the window."""
+        window = row // self._window + self._ramp
+        while row < self._find_start(window):
+            window -= 1
+        return window, row - self._find_start(window)
 
     def list_runs(self, stream: int, window: int) -> list[RowRun]:
         """Return the samples of a window, before they are shuffled.
@@ -99,8 +114,8 @@ class EpochOrder:
             window: Number of the window within the stream.
         """
         first = self._find_first(stream)
-        at = first + window * self._window
-        end = min(first + int(self.lengths[stream]), at + self._window)
+        at = first + self._find_start(window)
+        end = min(first + int(self.lengths[stream]), first + self._find_start(window + 1))
         runs: list[RowRun] = []
         number = int(np.searchsorted(self._ends, at, "right"))
         while at < end:
@@ -116,7 +131,7 @@ class EpochOrder:
         """Return the file that the stream reads after those of a window; None at its end."""
         first = self._find_first(stream)
         last = first + int(self.lengths[stream])
-        end = min(last, first + (window + 1) * self._window)
+        end = min(last, first + self._find_start(window + 1))
         number = int(np.searchsorted(self._ends, end - 1, "right"))
         following = int(np.searchsorted(self._ends, int(self._ends[number]), "right"))
         if following == len(self._ends) or int(self._ends[number]) >= last:
@@ -125,13 +140,19 @@ class EpochOrder:
 
     def permute_window(self, stream: int, window: int) -> list[int]:
         """Return the order of the samples of a window, as indexes into its runs."""
-        start = window * self._window
-        count = min(self._window, int(self.lengths[stream]) - start)
+        start = self._find_start(window)
+        count = max(0, min(self._find_start(window + 1), int(self.lengths[stream])) - start)
         if not self._shuffle:
             return list(range(count))
         positions = np.arange(count, dtype=np.uint64) + np.uint64(self._find_first(stream) + start)
         # Each position has its own hash, so that no two samples are equal in the sort.
         return np.argsort(mix_numbers(positions * _STEP + self._key)).tolist()
+
+    def _find_start(self, window: int) -> int:
+        """Return the first row of a window within its stream."""
+        if window > self._ramp:
+            return (window - self._ramp) * self._window
+        return self._window >> (self._ramp + 1 - window) if window else 0
 
     def _find_first(self, stream: int) -> int:
         """Return the position of a stream's first sample among all samples of the files."""

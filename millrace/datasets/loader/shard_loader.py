@@ -83,7 +83,8 @@ class ShardLoader:
         streams: Number of streams that are mixed. By default 64, or a smaller power of two if the
             split has fewer than four shards for each stream, and 1 without shuffling.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
-            together. One process that reads all streams takes up to five times this memory.
+            together; at the beginning of an epoch a sixteenth, and then more and more. One process
+            that reads all streams takes up to five times this memory.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
@@ -451,9 +452,7 @@ class ShardLoader:
         self, stream: int, fetcher: ShardFetcher, pool: DaemonThreadPool, depth: int
     ) -> Iterator[LoadedSample]:
         position, length = self._positions[stream], int(self._order.lengths[stream])
-        windows = StreamWindows(
-            self.table, self._order, fetcher, stream=stream, window=self._window
-        )
+        windows = StreamWindows(self.table, self._order, fetcher, stream=stream)
         start = position.row if self._steps else min(position.row, length - 1)
         rows = windows.iterate_rows(start, depth=depth, pool=pool)
         if self._steps:

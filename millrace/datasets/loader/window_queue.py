@@ -86,7 +86,6 @@ class StreamWindows:
         order: Order of the epoch.
         fetcher: Fetcher of the bytes.
         stream: Number of the stream.
-        window: Samples of a window.
     """
 
     def __init__(
@@ -96,10 +95,9 @@ class StreamWindows:
         fetcher: ShardFetcher,
         *,
         stream: int,
-        window: int,
     ) -> None:
         self._table, self._order, self._fetcher = table, order, fetcher
-        self._stream, self._window = stream, window
+        self._stream = stream
         self._file: int | None = None
         self._reader: SampleReader | None = None
 
@@ -113,8 +111,8 @@ class StreamWindows:
             depth: Number of windows that are loaded before they are used.
             pool: Threads.
         """
-        first, skipped = divmod(start, self._window)
-        windows = range(first, -(-int(self._order.lengths[self._stream]) // self._window))
+        first, skipped = self._order.find_window(start)
+        windows = range(first, self._order.count_windows(self._stream))
         queue = WindowQueue(self._load, windows, depth=depth, pool=pool)
         return self._decode_windows(windows, skipped, queue)
 

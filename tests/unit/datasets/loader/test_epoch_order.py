@@ -22,9 +22,9 @@ def make_order(samples: list[int], **options: object) -> EpochOrder:
     return EpochOrder(samples, **given)  # type: ignore[arg-type]
 
 
-def list_stream(order: EpochOrder, stream: int, window: int) -> Iterator[tuple[int, int]]:
+def list_stream(order: EpochOrder, stream: int) -> Iterator[tuple[int, int]]:
     """Yield the samples of a stream in their order, each as its file and its number in the file."""
-    for number in range(-(-int(order.lengths[stream]) // window)):
+    for number in range(order.count_windows(stream)):
         runs = order.list_runs(stream, number)
         rows = [(run.file, row) for run in runs for row in range(run.start, run.end)]
         yield from (rows[one] for one in order.permute_window(stream, number))
@@ -35,7 +35,7 @@ def list_stream(order: EpochOrder, stream: int, window: int) -> Iterator[tuple[i
     seed=st.integers(),
     epoch=st.integers(0, 1000),
     streams=st.integers(1, 20),
-    window=st.integers(1, 30),
+    window=st.integers(1, 60),
     shuffle=st.booleans(),
 )
 def test_the_streams_have_each_sample_once(
@@ -44,30 +44,30 @@ def test_the_streams_have_each_sample_once(
     order = make_order(
         samples, seed=seed, epoch=epoch, streams=streams, window=window, shuffle=shuffle
     )
-    found = [list(list_stream(order, stream, window)) for stream in range(streams)]
+    found = [list(list_stream(order, stream)) for stream in range(streams)]
     assert [len(one) for one in found] == order.lengths.tolist()
     assert max(order.lengths) - min(order.lengths) <= 1
     expected = [(file, row) for file, count in enumerate(samples) for row in range(count)]
     assert sorted(one for stream in found for one in stream) == expected
 
 
-@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 30))
+@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 60))
 def test_without_shuffling_the_streams_are_the_dataset_cut_in_parts(
     samples: list[int], streams: int, window: int
 ) -> None:
     order = make_order(samples, streams=streams, window=window, shuffle=False)
-    found = [one for stream in range(streams) for one in list_stream(order, stream, window)]
+    found = [one for stream in range(streams) for one in list_stream(order, stream)]
     assert found == [(file, row) for file, count in enumerate(samples) for row in range(count)]
 
 
-@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 30))
+@given(samples=FILES, streams=st.integers(1, 20), window=st.integers(1, 60))
 def test_the_next_file_is_that_of_the_next_windows(
     samples: list[int], streams: int, window: int
 ) -> None:
     order = make_order(samples, streams=streams, window=window)
     for stream in range(streams):
-        windows = -(-int(order.lengths[stream]) // window)
-        files = [[run.file for run in order.list_runs(stream, n)] for n in range(windows)]
+        windows = range(order.count_windows(stream))
+        files = [[run.file for run in order.list_runs(stream, n)] for n in windows]
         for number, own in enumerate(files):
             later = [one for found in files[number + 1 :] for one in found if one != own[-1]]
             assert order.find_next_file(stream, number) == (later[0] if later else None)
@@ -76,7 +76,11 @@ def test_the_next_file_is_that_of_the_next_windows(
 def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
     order = make_order([100] * 20, streams=2, window=30)
     for stream in range(2):
-        runs = [run for number in range(34) for run in order.list_runs(stream, number)]
+        runs = [
+            run
+            for number in range(order.count_windows(stream))
+            for run in order.list_runs(stream, number)
+        ]
         for one, following in itertools.pairwise(runs):
             assert following.start == (one.end if one.file == following.file else 0)
         assert len({run.file for run in runs}) == 10
@@ -85,15 +89,40 @@ def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
 def test_the_order_is_that_of_every_machine() -> None:
     """Stored states refer to the order, so it must never change."""
     order = make_order([5, 7, 3], seed=11, epoch=2, streams=2, window=4)
-    assert [list(list_stream(order, stream, 4)) for stream in range(2)] == [
+    assert [list(list_stream(order, stream)) for stream in range(2)] == [
         [(1, 3), (1, 1), (1, 2), (1, 0), (1, 4), (2, 0), (1, 6), (1, 5)],
         [(2, 1), (2, 2), (0, 1), (0, 0), (0, 3), (0, 2), (0, 4)],
     ]
 
 
+def test_the_short_windows_are_those_of_every_machine() -> None:
+    order = make_order([20], seed=11, epoch=2, streams=1, window=16)
+    assert [order.permute_window(0, number) for number in range(6)] == [
+        [0], [0], [1, 0], [0, 3, 2, 1], [0, 1, 5, 4, 3, 7, 6, 2], [3, 1, 0, 2],
+    ]  # fmt: skip
+
+
+def test_an_epoch_begins_with_short_windows() -> None:
+    order = make_order([1000], streams=1, window=160)
+    sizes = [len(order.permute_window(0, number)) for number in range(order.count_windows(0))]
+    assert sizes == [10, 10, 20, 40, 80, 160, 160, 160, 160, 160, 40]
+    assert [order.find_window(row) for row in (0, 9, 10, 79, 80, 159, 160, 319, 999)] == [
+        (0, 0), (0, 9), (1, 0), (3, 39), (4, 0), (4, 79), (5, 0), (5, 159), (10, 39),
+    ]  # fmt: skip
+
+
+@given(window=st.integers(1, 60), row=st.integers(0, 300))
+def test_each_row_is_in_one_window(window: int, row: int) -> None:
+    order = make_order([301], streams=1, window=window)
+    number, within = order.find_window(row)
+    (run,) = order.list_runs(0, number)
+    assert run.start + within == row
+    assert row < run.end
+
+
 def test_seeds_and_epochs_have_other_orders() -> None:
     orders = {
-        tuple(list_stream(make_order([50] * 9, seed=seed, epoch=epoch), 0, 5))
+        tuple(list_stream(make_order([50] * 9, seed=seed, epoch=epoch), 0))
         for seed in range(3)
         for epoch in range(3)
     }
@@ -102,7 +131,7 @@ def test_seeds_and_epochs_have_other_orders() -> None:
 
 def test_neighbours_come_from_as_many_files_as_there_are_streams() -> None:
     order = make_order([1000] * 64, streams=16, window=50)
-    first = [next(list_stream(order, stream, 50))[0] for stream in range(16)]
+    first = [next(list_stream(order, stream))[0] for stream in range(16)]
     assert len(set(first)) == 16
 
 
