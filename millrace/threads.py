@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_Queue = deque[tuple[Future[Any], Callable[[], Any]]]  # calls that have not begun
 
 
 class DaemonThreadPool:
@@ -26,8 +27,7 @@ class DaemonThreadPool:
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads, self._name = max_threads, name
         self._lock = threading.Lock()
-        self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._urgent, self._pending = _Queue(), _Queue()
         self._threads = 0
 
     def set_max_threads(self, max_threads: int) -> None:
@@ -48,9 +48,7 @@ class DaemonThreadPool:
         """Call a function before all calls that `submit` got and that have not begun."""
         return self._submit(self._urgent, lambda: call(*args, **kwargs))
 
-    def _submit(
-        self, queue: deque[tuple[Future[Any], Callable[[], Any]]], call: Callable[[], T]
-    ) -> Future[T]:
+    def _submit(self, queue: _Queue, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             queue.append((future, call))
