@@ -393,6 +393,14 @@ def _find_digest_error(error: Exception) -> str:
     return next((str(cause) for cause in causes if isinstance(cause, DigestError)), "")
 
 
+def _has_only_unknown_fields(error: Exception) -> bool:
+    """Tell whether a record was refused for nothing but fields that its class does not have."""
+    if not isinstance(error, ValidationError) or error.error_count() > _MAX_ERRORS:
+        return False
+    kinds = {one["type"] for one in error.errors(include_url=False, include_input=False)}
+    return kinds <= {"extra_forbidden", "unexpected_keyword_argument"}
+
+
 def decode_record(where: str, kind: type[R], body: bytes) -> tuple[R, str]:
     """Return a record and its nonce.
 
@@ -434,9 +442,14 @@ def _parse_record(where: str, kind: type[R], body: bytes) -> tuple[R, str] | err
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         if reason := _find_digest_error(error):
             return errors.CorruptError(f"{where} cannot be used: {reason}")
+        if _has_only_unknown_fields(error):
+            return errors.VersionError(
+                f"{where} holds a {kind.record_kind} with fields that this Millrace does not know: "
+                "a later version wrote it. Read it with that version."
+            )
         return errors.CorruptError(
-            f"{where} is not a record of Millrace's: the object is damaged, or another program "
-            "wrote it. Look at the object before you delete it."
+            f"{where} is not a record of Millrace's: the object is damaged, or another program or "
+            "a later version of Millrace wrote it. Look at the object before you delete it."
         )
     if its_kind != kind.record_kind:
         return errors.CorruptError(

@@ -139,6 +139,13 @@ def test_a_record_of_another_kind_or_version_is_refused(store):
     put(store, "b", b'{"kind":"thing","version":2,"nonce":"x","record":{"name":"a"}}')
     with pytest.raises(errors.CorruptError, match="thing of version 2"):
         fetch(store, "b", Thing)
+    put(store, "c", b'{"kind":"thing","version":1,"nonce":"x","record":{"name":"a","new":1}}')
+    with pytest.raises(errors.VersionError, match="a later version wrote it"):
+        fetch(store, "c", Thing)
+    put(store, "d", b'{"kind":"thing","version":1,"nonce":"x","record":{"name":1,"new":1}}')
+    with pytest.raises(errors.CorruptError, match="not a record") as found:
+        fetch(store, "d", Thing)
+    assert not isinstance(found.value, errors.VersionError)
 
 
 def test_nothing_there_is_not_found(store):
@@ -389,7 +396,7 @@ def test_a_damaged_record_of_many_items_is_refused(monkeypatch, at):
     body = bytearray(encode_record(ItemList(many=tuple(Item(name=str(n)) for n in range(99))), "x"))
     at = body.index(b'"', at % len(body))
     for damaged in (body[:at], body[:at] + body[at + 1 :], body[:at] + b'"z":0,' + body[at:]):
-        with pytest.raises(errors.CorruptError, match="not a record"):
+        with pytest.raises(errors.CorruptError, match=r"not a record|a later version wrote it"):
             decode_record("here", ItemList, bytes(damaged))
 
 
