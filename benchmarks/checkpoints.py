@@ -40,7 +40,7 @@ from benchmarks.common import (
     rotate_systems,
 )
 from benchmarks.rig import DISK, GOODPUT, Host, Rig
-from benchmarks.rig.store import REGION, Store
+from benchmarks.rig.store import Store
 from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
@@ -343,15 +343,7 @@ def measure_race(members: int, size: int) -> float:
         for host in nodes:
             host.run([sys.executable, "-c", _SAVE, source, str(size)], timeout=300)
         settings = {
-            "store": {
-                "url": f"s3://{store.bucket}",
-                "endpoint": store.endpoint,
-                "region": REGION,
-                "credentials": {
-                    "access_key_id": store.key.access_key_id,
-                    "secret_access_key": store.key.secret_access_key,
-                },
-            },
+            "store": store.make_settings(),
             "job": JOB,
             "epoch": 0,
             "source": {"url": source, "job": "trained"},

@@ -19,7 +19,6 @@ import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from subprocess import CalledProcessError
 from typing import Any
 
@@ -162,7 +161,6 @@ def run_link(size: int, repeats: int, results: Results) -> list[list[str]]:
     samples = -(-size // CHARACTERS)
     for _ in range(repeats):
         results.add(LINK, "floor", "samples/s", samples / compute_link_seconds(stored))
-    lines: list[list[str]] = []
     for system, runs in found.items():
         for figures in runs:
             if figures["samples"] != samples:
@@ -170,19 +168,26 @@ def run_link(size: int, repeats: int, results: Results) -> list[list[str]]:
             results.add(LINK, system, "samples/s", samples / figures["seconds"])
             results.add(LINK, system, "first_batch_s", figures["first"])
             results.add(LINK, system, "cpu_s_per_GB", figures["cpu"] / stored * 1e9)
-    for system in (*found, "floor"):
-        values = [
-            f"{median(results.values[LINK, system, metric]):,.3g}"
-            if (LINK, system, metric) in results.values
-            else ""
-            for metric in METRICS
-        ]
-        ratios = [
-            results.compute_ratio(LINK, system, "floor", "samples/s"),
-            results.compute_ratio(LINK, "millrace", system, "samples/s"),
-        ]
-        lines.append([LINK, system, *values, *(f"{ratio:.2f}" for ratio in ratios)])
-    return lines
+    return [make_line(results, LINK, system) for system in (*found, "floor")]
+
+
+def make_line(results: Results, work: str, system: str) -> list[str]:
+    """Return the line of a system in the table, with its ratios."""
+    rows = {
+        r.metric: r.value for r in results.compute_rows() if (r.work, r.system) == (work, system)
+    }
+    values = [rows.get(metric) for metric in METRICS]
+    ratios = [
+        results.compute_ratio(work, system, "floor", "samples/s"),
+        results.compute_ratio(work, "millrace", system, "samples/s"),
+    ]
+    return [work, system, *map(_format_value, values), *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _format_value(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 class Bench:
@@ -260,21 +265,7 @@ def main() -> None:
         bench = Bench(spec, packages, size, repeats)
         results = bench.results
         for work in (one for one in FORMATS if one in options.only):
-            for system in bench.run(work):
-                rows = {
-                    r.metric: r.value
-                    for r in results.compute_rows()
-                    if (r.work, r.system) == (work, system)
-                }
-                ratios = [
-                    results.compute_ratio(work, system, "floor", "samples/s"),
-                    results.compute_ratio(work, "millrace", system, "samples/s"),
-                ]
-                shown = [
-                    f"{rows[one]:.3g}" if rows[one] < 1000 else f"{rows[one]:,.0f}"
-                    for one in METRICS
-                ]
-                lines.append([work, system, *shown, *(f"{ratio:.2f}" for ratio in ratios)])
+            lines += [make_line(results, work, system) for system in bench.run(work)]
         if LINK in options.only:
             lines += run_link(size // 2, repeats, results)
         if ORDER in options.only:

@@ -14,7 +14,7 @@ from benchmarks.common import rotate_systems
 from benchmarks.loader_peers import StoredShards
 from benchmarks.loader_runs import run_millrace, run_peer
 from benchmarks.rig import DISK, GOODPUT, Host, Rig
-from benchmarks.rig.store import REGION, Store
+from benchmarks.rig.store import Store
 from benchmarks.rig.store_faults import Fault, FaultKind
 from millrace.storage import StoreSpec
 
@@ -52,7 +52,7 @@ def measure_link(
             for system in rotate_systems(SYSTEMS, repeat):
                 order = {
                     "system": system, "dataset": dataset, "folder": folder, "keys": list(keys),
-                    "spec": _make_spec(store),
+                    "spec": store.make_settings(),
                 }  # fmt: skip
                 found[system].append(_run_on(rig.nodes[0], order))
     return found
@@ -61,18 +61,6 @@ def measure_link(
 def compute_link_seconds(size: int) -> float:
     """Return the seconds that the link takes for a number of bytes."""
     return size / (LINK_MBIT * 1e6 / 8 * GOODPUT)
-
-
-def _make_spec(store: Store) -> dict[str, Any]:
-    return {
-        "url": f"s3://{store.bucket}",
-        "endpoint": store.endpoint,
-        "region": REGION,
-        "credentials": {
-            "access_key_id": store.key.access_key_id,
-            "secret_access_key": store.key.secret_access_key,
-        },
-    }
 
 
 def _run_on(host: Host, order: dict[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from benchmarks.common import Results, parse_options, print_table, rotate_system
 from benchmarks.corpus import write_jsonl
 from benchmarks.rig import DISK, GOODPUT, Host, Rig, RigError
 from benchmarks.rig.ray_nodes import RayNodes
-from benchmarks.rig.store import REGION, Store
+from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.memory import PeakMemory, is_ray_worker
 
 MIB = 1 << 20
@@ -72,18 +72,10 @@ class Corpus:
 
 def make_settings(store: Store, ray: RayNodes, shard_bytes: int) -> dict[str, Any]:
     """Return the settings of a run."""
-    spec = {
-        "endpoint": store.endpoint,
-        "region": REGION,
-        "credentials": {
-            "access_key_id": store.key.access_key_id,
-            "secret_access_key": store.key.secret_access_key,
-        },
-    }
     return {
         "dataset": "text",
-        "source": {**spec, "url": f"s3://{store.bucket}/source", "columns": {"txt": "text"}},
-        "store": {**spec, "url": f"s3://{store.bucket}/made"},
+        "source": {**store.make_settings("source"), "columns": {"txt": "text"}},
+        "store": store.make_settings("made"),
         "sharding": {"shard_bytes": shard_bytes, "partition_bytes": FILE_SIZE},
         "execution": {"ray": ray.address, "uploads": 2},
     }

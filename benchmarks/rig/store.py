@@ -162,6 +162,18 @@ class Store:
             "client_options": {"allow_http": True},
         }
 
+    def make_settings(self, prefix: str = "") -> dict[str, Any]:
+        """Return the settings of a store of Millrace, as JSON, for a prefix of the bucket."""
+        return {
+            "url": f"s3://{self.bucket}/{prefix}".rstrip("/"),
+            "endpoint": self.endpoint,
+            "region": REGION,
+            "credentials": {
+                "access_key_id": self.key.access_key_id,
+                "secret_access_key": self.key.secret_access_key,
+            },
+        }
+
     def make_client(self, **options: Any) -> S3Store:
         """Return a client. It cannot reach the store of a rig from outside of the rig."""
         return S3Store(**self.make_config(), **options)

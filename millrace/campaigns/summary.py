@@ -80,7 +80,7 @@ def summarize_campaign(
     if campaign.training is not None:
         found = _add_training(found, store, campaign.training)
     now = datetime.now(UTC)
-    names = [campaign.name, *filter(None, [campaign.sharding_rental])]
+    names = [name for name in (campaign.name, campaign.sharding_rental) if name]
     attempts = (one for name in names for one in list_attempts(store, name))
     rented = [one for one in attempts if one.contract is not None]
     return replace(

@@ -27,7 +27,7 @@ Numbers = npt.NDArray[np.int64]
 
 _PERSON = b"millrace windows"
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
-_RAMP = 4  # shorter windows before the first whole one, which has half a window: each doubles
+_RAMP = 4  # doublings from 1/16 of a window on: the first have 1/16, 1/16, 1/8, 1/4 and 1/2 of it
 
 
 class RowRun(NamedTuple):
@@ -141,7 +141,7 @@ class EpochOrder:
     def permute_window(self, stream: int, window: int) -> list[int]:
         """Return the order of the samples of a window, as indexes into its runs."""
         start = self._find_start(window)
-        count = max(0, min(self._find_start(window + 1), int(self.lengths[stream])) - start)
+        count = min(self._find_start(window + 1), int(self.lengths[stream])) - start
         if not self._shuffle:
             return list(range(count))
         positions = np.arange(count, dtype=np.uint64) + np.uint64(self._find_first(stream) + start)

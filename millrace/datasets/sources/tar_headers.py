@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from millrace.datasets.sources.decoder import DamageError
+from millrace.schemas.dataset import TAR_BLOCK
 
-_BLOCK = 512
 _MAX_EXTENSION = 1 << 20  # bytes of a long name, or of the pax records of one member
 _END_CHECK = 1 << 20  # bytes after the end of an archive that are looked at
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
@@ -106,7 +106,7 @@ class TarHeaders:
         extension = _Extension()
         while (block := self._read_header(extension)) is not None:
             kind, size = block[156:157], _parse_number(block[124:136])
-            data = self.position + _BLOCK
+            data = self.position + TAR_BLOCK
             if kind in b"xXgLK":
                 if kind != b"g" and size > _MAX_EXTENSION:
                     raise DamageError(f"a name or its records have {size} bytes")
@@ -127,7 +127,7 @@ class TarHeaders:
         self, block: bytes, kind: bytes, size: int, extension: _Extension
     ) -> TarMember | None:
         """Return the member of a header, and go to the next header; None for a folder."""
-        name, header, data = extension.name, self.position, self.position + _BLOCK
+        name, header, data = extension.name, self.position, self.position + TAR_BLOCK
         if name is None:
             name = block[:100].partition(b"\0")[0]
             prefix = block[345:500].partition(b"\0")[0]
@@ -136,10 +136,10 @@ class TarHeaders:
         if kind == b"S":
             more = block[482:483] != b"\0"
             while more:  # each block has further parts of a sparse file
-                part = self.read(data, _BLOCK)
-                if len(part) < _BLOCK:
+                part = self.read(data, TAR_BLOCK)
+                if len(part) < TAR_BLOCK:
                     raise DamageError("the file is cut short")
-                more, data = part[504:505] != b"\0", data + _BLOCK
+                more, data = part[504:505] != b"\0", data + TAR_BLOCK
         if extension.size is not None:
             size = extension.size
         if kind in _WITHOUT_DATA:
@@ -160,11 +160,11 @@ class TarHeaders:
 
     def _read_header(self, extension: _Extension) -> bytes | None:
         """Return the header at the position; None at the end of the archive."""
-        block = self.read(self.position, _BLOCK)
+        block = self.read(self.position, TAR_BLOCK)
         if not block.strip(b"\0"):
             if not extension.is_empty:
                 raise DamageError("the file is cut short")
-            if len(block) < _BLOCK:
+            if len(block) < TAR_BLOCK:
                 self.end_fault = "the tar file has no end, and may be cut short"
             elif self.read(self.position, _END_CHECK).strip(b"\0"):
                 self.end_fault = (
@@ -174,7 +174,7 @@ class TarHeaders:
             return None
         if self.position == 0 and block.startswith(_COMPRESSED):
             raise DamageError("the file is compressed")
-        if len(block) < _BLOCK:
+        if len(block) < TAR_BLOCK:
             raise DamageError("the file is cut short")
         if not _has_checksum(block):
             raise DamageError("a header is damaged" if self.position else "it is none")
@@ -182,7 +182,7 @@ class TarHeaders:
 
 
 def _round_up(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+    return -(-size // TAR_BLOCK) * TAR_BLOCK
 
 
 def _has_checksum(block: bytes) -> bool:

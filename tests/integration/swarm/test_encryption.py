@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from benchmarks.rig import DISK, Rig
 from benchmarks.rig import Host as Machine
-from benchmarks.rig.store import REGION, Store
+from benchmarks.rig.store import Store
 from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, server, tls
@@ -112,17 +112,7 @@ def between_nodes(frames: bytes, store: str) -> bytes:
 def warm(rig: Rig, store: Store, code: str) -> list[dict[str, Any]]:
     settings = {
         "requests": [{"key": NAME}],
-        "stores": {
-            "store": {
-                "url": f"s3://{store.bucket}",
-                "endpoint": store.endpoint,
-                "region": REGION,
-                "credentials": {
-                    "access_key_id": store.key.access_key_id,
-                    "secret_access_key": store.key.secret_access_key,
-                },
-            }
-        },
+        "stores": {"store": store.make_settings()},
         "root": "/unused",
         "nodes": {
             "kind": "hosts",

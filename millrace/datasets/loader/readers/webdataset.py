@@ -26,8 +26,8 @@ from millrace.datasets.loader.sample_offsets import SampleOffsets
 from millrace.datasets.sources.decoder import DamageError
 from millrace.datasets.sources.tar_headers import TarHeaders
 from millrace.errors import ConfigurationError
+from millrace.schemas.dataset import TAR_BLOCK
 
-_BLOCK = 512
 _SKIP = 100  # samples that are skipped before their memory is freed
 _HEADER = struct.Struct("<100s24x11s21xc")  # name, size in octal digits, type
 
@@ -44,7 +44,7 @@ class TarSampleReader:
         fields: Types of the fields; a field without a type has that of its extension.
         samples: Number of samples of the shard.
         decode: Whether fields are decoded. Otherwise they are bytes.
-        offsets: Offsets of samples that readers of this process have found.
+        offsets: Offsets of samples, from the manifest and from readers of this process.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TarSampleReader:
                     name, size = str(raw.rstrip(b"\0"), "utf-8"), int(digits, 8)
                 except ValueError:
                     raise_damage(self._shard, f"the header at {offset} is damaged")
-                start = offset + _BLOCK
+                start = offset + TAR_BLOCK
             elif not raw[0] and kind == b"\0":
                 break
             else:
@@ -119,7 +119,7 @@ class TarSampleReader:
                 key, rows = name[:dot], rows + 1
                 firsts.append(len(found))
             found.append((key, name[dot + 1 :], start, end))
-            offset = end + -size % _BLOCK
+            offset = end + -size % TAR_BLOCK
         if rows != count:
             raise_damage(self._shard, f"it has {self._row + rows} samples, not {self._samples}")
         self._offsets.note(self._shard.name, self._row + count, offset)
@@ -128,13 +128,13 @@ class TarSampleReader:
 
     def _look(self, offset: int) -> tuple[memoryview, int, int]:
         """Return bytes from a header on, the offset of the first, and that of the last header."""
-        if offset + _BLOCK > self._shard.size:
+        if offset + TAR_BLOCK > self._shard.size:
             raise_damage(self._shard, "it has no end")
         view = self._shard.read_on(offset)
-        if len(view) < _BLOCK:
-            view = self._shard.read(offset, offset + _BLOCK)
+        if len(view) < TAR_BLOCK:
+            view = self._shard.read(offset, offset + TAR_BLOCK)
         self._view, self._view_start = view, offset
-        self._view_end = offset + len(view) - _BLOCK
+        self._view_end = offset + len(view) - TAR_BLOCK
         return view, offset, self._view_end
 
     def _read_long_header(self, offset: int) -> tuple[str, int, int]:
