@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Nothing of a run may be sent anywhere but to its own Prefect server.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
+# Many processes start here. Each one would compile what it imports: half of the start of a flow.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
@@ -87,5 +89,6 @@ bench: .venv/dev
 
 soak: .venv/dev
 	@deployments/test-servers.sh
-	$(BIN)/python -m pytest -m soak --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile random \
+		--numprocesses 2 --dist loadgroup --no-loadscope-reorder
 	$(BIN)/python -m tests.soak

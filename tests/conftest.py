@@ -4,6 +4,8 @@ import signal
 import hypothesis
 import pytest
 
+from tests.support.combinations import list_further_combinations
+
 # The library of the Hub reads this when it is imported. Its library of Xet reads its settings when
 # a process first moves bytes: two short retries, so that tests of faults are short.
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -14,36 +16,33 @@ os.environ["HF_XET_CLIENT_RETRY_MAX_ATTEMPTS"] = "2"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The examples of a property are the same in every run, and `--hypothesis-profile random` draws new
-# ones. How long an example takes says more about what else the machine does.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+# The examples of a property are the same in every run. `make soak` draws new ones, and four times
+# as many. How long an example takes says more about what else the machine does.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
 
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 
 TIERS = ["e2e", "integration", "unit"]
-LONGEST = [
-    "ray",
-    "e2e/test_demo.py",
-    "e2e/flows/test_campaign_kills.py",
-    "e2e/flows/test_campaign.py",
-    "e2e/test_readme.py",
-    "e2e/flows/test_aggregate.py",
-    "e2e/guides/test_campaigns.py",
-    "e2e/datasets/test_kills.py",
-    "e2e/flows/test_cleaning_form.py",
-]
+SERVERS = {"prefect_server": "prefect", "ray_cluster": "ray"}
+"""Fixtures of servers that are slow to start, and the group of the tests that share one."""
+LONGEST = ["prefect", "ray", "e2e/test_demo.py", "e2e/test_readme.py", "e2e/datasets/test_kills.py"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for three processes, and run the groups that take longest first.
+    """Mark combinations of parameters, group tests by process, and order the groups.
 
-    Each process starts the servers that its groups need, once: a Prefect server, an RGW. Tests that
-    wait for a server leave a fifth of two processors idle when there are two processes.
-    The options are `-n 3 --dist loadgroup --no-loadscope-reorder`.
+    Of the combinations of a test's parameters, only so many run in `make test` that each value of
+    each parameter is in one of them. The others have the mark `soak`.
+
+    There are three processes, and each starts the servers that its groups need, once. Tests that
+    wait for a server leave a fifth of two processors idle when there are two processes. The groups
+    that take longest run first. The options are `-n 3 --dist loadgroup --no-loadscope-reorder`.
     """
+    for item in list_further_combinations(items):
+        item.add_marker(pytest.mark.soak)
     groups = {item: _group(item) for item in items}
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
@@ -51,9 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Return what shares a process: a module, or all tests of the Ray cluster."""
-    if "ray_cluster" in getattr(item, "fixturenames", ()):
-        return "ray"
+    """Return what shares a process: a module, or all tests of a server that is slow to start."""
+    for fixture in getattr(item, "fixturenames", ()):
+        if fixture in SERVERS:
+            return SERVERS[fixture]
     return item.path.relative_to(item.config.rootpath / "tests").as_posix()
 
 

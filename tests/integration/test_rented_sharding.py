@@ -370,6 +370,7 @@ def test_run_use_vast_rents_and_gives_back(
         assert "vast: Field required" in refused.output
 
 
+@pytest.mark.soak
 def test_a_dataset_that_was_deleted_is_made_again_on_another_machine(
     vast: VastServer, repository: Path, tmp_path: Path
 ) -> None:
@@ -442,6 +443,7 @@ def test_a_limit_of_money_and_a_wrong_key_are_named(
     vast.reset()
 
 
+@pytest.mark.soak
 def test_one_offer_is_rented_with_its_disk_and_folder(
     vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_driver_without_workers_killed_anywhere_loses_and_doubles_nothing(
     assert_correct(run_with_kills(targets, store, sources, references, tmp_path), targets)
 
 
+@pytest.mark.soak
 def test_a_group_killed_at_the_others_over_a_real_store_loses_and_doubles_nothing(
     rgw: RGW, bucket: str, sources: list[SourceData], references: References, tmp_path: Path
 ) -> None:

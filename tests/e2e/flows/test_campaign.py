@@ -51,6 +51,7 @@ def prefilled(
         client.update_deployment(deployment.id, DeploymentUpdate(parameters={}))
 
 
+@pytest.mark.soak
 def test_a_campaign_is_started_from_the_form_and_its_summary_is_seen(
     deployed: PrefectServer, worker: Worker, prefilled: dict[str, Any], page: Page,
     rgw: RGW, bucket: str,

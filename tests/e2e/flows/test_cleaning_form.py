@@ -91,6 +91,7 @@ def open_form(server: PrefectServer, page: Page, name: str) -> Started:
     return started
 
 
+@pytest.mark.soak
 def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     deployed: PrefectServer, worker: Worker, store: Store, given: str, page: Page
 ) -> None:

@@ -18,6 +18,7 @@ def store(rgw: RGW, bucket: str) -> Store:
     return open_store(StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair))
 
 
+@pytest.mark.soak
 def test_nodes_of_a_ray_cluster_end_an_epoch_with_what_is_on_their_disks(
     deployed: PrefectServer,
     ray_worker: Worker,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pytest
 import yaml
 from playwright.sync_api import Page, expect
 from prefect.client.schemas.sorting import FlowRunSort
@@ -19,6 +20,7 @@ DEPLOYMENTS = REPOSITORY / "prefect.yaml"
 WIDTH, MAX_HEIGHT = 1300, 2400  # pixels of the window, and of a form at first
 
 
+@pytest.mark.soak
 def test_a_run_is_started_from_the_form(
     deployed: PrefectServer, worker: Worker, page: Page, tmp_path: Path,
     folder_source: dict[str, Any],

@@ -22,6 +22,7 @@ from tests.support.swarm.swarms import read_files
 PREWARM = "prewarm/prewarm"
 
 
+@pytest.mark.soak
 def test_every_node_is_warmed_with_credentials_from_a_block(
     deployed: PrefectServer,
     ray_worker: Worker,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pytest
 from pydantic import SecretStr
 
 from blocks import VastCredentials
@@ -25,6 +26,7 @@ def start_renting(
     return run
 
 
+@pytest.mark.soak
 def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
@@ -40,6 +42,7 @@ def test_a_run_that_hangs_and_is_cancelled_leaves_no_machine(
     )
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_terminated_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:

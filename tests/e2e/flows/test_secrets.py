@@ -1,5 +1,7 @@
 """No secret in anything that a run of a deployment leaves behind."""
 
+import pytest
+
 from millrace.testing.rgw import RGW
 from tests.oracle import S3Bucket
 from tests.prefect_server import PrefectServer, Worker, wait_until
@@ -7,6 +9,7 @@ from tests.support.flows.fixtures import RUN, SHARD, SHARDING, MakeBlock, make_j
 from tests.support.flows.planted import Planted, find_leaks, read_run_leaves, read_server_leaves
 
 
+@pytest.mark.soak
 def test_a_run_leaves_no_secret_anywhere(
     deployed: PrefectServer, own_worker: Worker, rgw: RGW, bucket: str, block: MakeBlock,
     planted: Planted,

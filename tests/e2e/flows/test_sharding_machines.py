@@ -87,6 +87,7 @@ def test_a_run_that_is_killed_leaves_its_machines_to_the_reaper_and_another_goes
     assert "The rented machines have cost $" in report
 
 
+@pytest.mark.soak
 def test_a_run_that_is_cancelled_leaves_no_machine(
     deployed: PrefectServer, own_worker: Worker, vast: VastServer, payer: Any, repository: Path,
     tmp_path: Path,

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.soak
 def test_whatever_happens_to_an_owner_nothing_is_left(tmp_path: Path) -> None:
     # A process of its own: it forks, and this one has threads.
     done = subprocess.run(

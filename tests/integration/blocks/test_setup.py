@@ -24,6 +24,7 @@ def outcomes(output: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in output.splitlines() if not line.startswith("Next"))
 
 
+@pytest.mark.soak
 def test_setup_twice_changes_nothing(prefect_api: PrefectServer) -> None:
     mirror = {"account_id": ACCOUNT, "name": "mirror", "credentials": {"read": PAIR}}
     environment = {

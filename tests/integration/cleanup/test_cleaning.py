@@ -35,6 +35,7 @@ from tests.soak.cleaning import clean_with_kills, fill_bucket, list_by_boto3
 from tests.stores import make_spec
 from tests.support.cleanup.judge import Judge, ListedObject, read_time
 from tests.support.cleanup.material import BucketBuilder
+from tests.support.examples import scale_examples
 
 RUNS = ("run", "run/a", "exp-1")
 VERSIONS = ("0.2.1", "0.2.10", "0.3", "dev")
@@ -192,7 +193,7 @@ PINS = ["run/", "job/checkpoints/step_000000002/", "mine/notes.txt", "words/", "
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True,
+    max_examples=scale_examples(60), deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(

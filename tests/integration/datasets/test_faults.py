@@ -56,6 +56,7 @@ def test_every_kind_of_fault_on_5_percent_of_requests_changes_nothing(
     assert all(fired.values()), fired
 
 
+@pytest.mark.soak
 def test_a_kill_while_the_store_fails_changes_nothing(
     store: BucketStore,
     r2: R2Proxy,

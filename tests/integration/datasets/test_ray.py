@@ -148,6 +148,7 @@ def test_the_nodes_of_a_cluster_make_the_shards_that_one_machine_makes(
     assert os.getpid() not in pids
 
 
+@pytest.mark.soak
 def test_a_limit_of_one_worker_shards_one_partition_at_a_time(
     ray_cluster: RayCluster, settings: PipelineSettings
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_task_that_is_killed_costs_its_partition_a_retry(
     assert read_all(settings) == expected
 
 
+@pytest.mark.soak
 def test_a_node_that_is_killed_costs_its_partitions_a_retry(
     ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
 ) -> None:
@@ -183,6 +185,7 @@ def test_a_node_that_is_killed_costs_its_partitions_a_retry(
     assert read_all(settings) == expected
 
 
+@pytest.mark.soak
 def test_a_killed_driver_takes_its_tasks_along_and_another_run_continues(
     ray_cluster: RayCluster, settings: PipelineSettings, expected: dict[str, bytes]
 ) -> None:
@@ -195,6 +198,7 @@ def test_a_killed_driver_takes_its_tasks_along_and_another_run_continues(
     assert read_all(settings) == expected
 
 
+@pytest.mark.soak
 def test_an_error_of_a_task_is_the_error_of_the_run(
     ray_cluster: RayCluster, settings: PipelineSettings, tmp_path: Path
 ) -> None:

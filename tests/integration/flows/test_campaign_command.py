@@ -86,6 +86,7 @@ def test_without_a_file_it_says_which_command_writes_one(tmp_path: Path) -> None
     assert len(done.output.splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_an_error_is_a_sentence_and_success_is_a_report(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_failure_of_a_stage_that_is_tolerated_is_printed(
     assert not [line for line in lines if "There is no dataset." in line or "Traceback" in line]
 
 
+@pytest.mark.soak
 def test_a_campaign_without_a_server_is_interrupted_quietly(tmp_path: Path) -> None:
     make_text(tmp_path / "text")
     store = tmp_path / "store"

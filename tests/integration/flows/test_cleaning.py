@@ -199,6 +199,7 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert keys_of(store) == set(keys)
 
 
+@pytest.mark.soak
 def test_a_versioned_bucket_is_not_called_emptied(
     prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock, store: Store
 ) -> None:

@@ -85,6 +85,7 @@ def end() -> str:
     return "done"
 
 
+@pytest.mark.soak
 def test_a_run_waits_for_a_server_that_is_away_for_three_minutes(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

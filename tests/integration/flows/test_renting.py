@@ -68,6 +68,7 @@ def test_machines_are_rented_listed_and_released(
     assert vast.list_alive() == []
 
 
+@pytest.mark.soak
 def test_machines_are_rented_into_the_bucket_of_a_block(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_machines_are_rented_into_the_bucket_of_a_block(
     Bucket.delete(name)
 
 
+@pytest.mark.soak
 def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails
     assert "Vast.ai does not know the API key" in (state.message or "")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("proven", "rented"), [(False, 2), (True, 5)])
 def test_a_program_that_has_never_worked_is_tried_twice(
     prefect_api: PrefectServer, vast: VastServer, tmp_path: Path, proven: bool, rented: int

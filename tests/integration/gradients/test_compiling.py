@@ -62,6 +62,7 @@ def test_two_processes_that_compile_at_once_leave_no_wrong_pair_in_the_cache(sta
         assert heard(start(layout)) == "3.0"
 
 
+@pytest.mark.soak
 def test_many_processes_that_begin_at_once_on_an_empty_cache_are_all_right(start: Start) -> None:
     for _ in range(2):  # the second time, all is there
         processes = [start(layout) for layout in VALUES for _ in range(2)]

@@ -226,6 +226,7 @@ def test_a_machine_installs_a_program_and_runs_it_with_what_it_may_reach(
     assert config["read_store"] is None
 
 
+@pytest.mark.soak
 def test_a_machine_whose_image_has_everything_fetches_nothing(
     vast: VastServer, tmp_path: Path, repository: Path
 ) -> None:

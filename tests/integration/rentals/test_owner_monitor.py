@@ -77,6 +77,7 @@ def test_machines_of_an_owner_that_was_killed_are_released(
     assert one["by"] == "the account"
 
 
+@pytest.mark.soak
 def test_machines_that_a_next_owner_goes_on_with_are_left_to_it(
     vast: VastServer, key: str, tmp_path: Path
 ) -> None:

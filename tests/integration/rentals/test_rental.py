@@ -402,6 +402,7 @@ def test_a_machine_that_lies_about_its_traffic_ends_neither_the_rental_nor_the_b
     assert rental.cost < 5.0
 
 
+@pytest.mark.soak
 def test_a_late_lie_about_traffic_costs_the_share_of_its_machine(world: Reset) -> None:
     account = world(program=7200.0, first="lying late")
     settings = account.make_settings(machines=4, request={"max_total": 12.0})

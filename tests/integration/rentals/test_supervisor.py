@@ -34,6 +34,7 @@ class Listener:
         self.told.append(type(event))
 
 
+@pytest.mark.soak
 def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
     account, listener = world(rate=100.0, strict=False, program=1e9), Listener()
     settings = account.make_settings(machines=2, poll_interval=FAST)
@@ -49,6 +50,7 @@ def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
     assert listener.told.count(MachineReady) == 2
 
 
+@pytest.mark.soak
 def test_a_program_that_never_joined_ends_the_rental_after_its_second_failure(world: Reset) -> None:
     account, listener = (
         world(rate=100.0, strict=False, program=100.0, fates={"failing": 1.0}),

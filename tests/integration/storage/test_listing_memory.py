@@ -63,6 +63,7 @@ print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 10
 """
 
 
+@pytest.mark.soak
 def test_a_million_keys_are_listed_in_bounded_memory(endpoint):
     counted = subprocess.run(
         [sys.executable, "-c", COUNT, endpoint], capture_output=True, text=True, check=True

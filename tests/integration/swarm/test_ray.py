@@ -80,6 +80,7 @@ def test_every_living_node_is_warmed_also_a_head_without_cpus(ray_cluster, store
     assert store.read_counts().bytes == len(body)
 
 
+@pytest.mark.soak
 def test_a_node_that_died_before_and_is_still_listed_is_left_out(ray_cluster, store):
     body = os.urandom(1 << 20)
     store.put("model.bin", body)
@@ -92,6 +93,7 @@ def test_a_node_that_died_before_and_is_still_listed_is_left_out(ray_cluster, st
     assert read_files(ray_cluster.disks[2] / "dead") == {"model.bin": body}
 
 
+@pytest.mark.soak
 def test_agents_that_are_kept_are_used_again(ray_cluster, store):
     store.put("model.bin", b"1")
     first = warm(ray_cluster, store, f"${DISK}/kept", keep=True)
@@ -101,6 +103,7 @@ def test_agents_that_are_kept_are_used_again(ray_cluster, store):
     assert read_files(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
 
 
+@pytest.mark.soak
 def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
     body = os.urandom(5 << 20)
     store.put("model.bin", body)
@@ -127,6 +130,7 @@ nodes.Actor = SlowActor
 """Lets the agent of one node start too late."""
 
 
+@pytest.mark.soak
 def test_a_node_whose_agent_starts_too_late_is_in_the_report(ray_cluster, store):
     store.put("model.bin", b"1")
     disk = ray_cluster.disks[1]
@@ -143,12 +147,14 @@ def test_a_node_whose_agent_starts_too_late_is_in_the_report(ray_cluster, store)
     assert not (disk / "late").exists()
 
 
+@pytest.mark.soak
 def test_nodes_of_one_name_that_cannot_start_are_all_named(ray_cluster, store):
     store.put("model.bin", b"1")
     with pytest.raises(AssertionError, match=r"lost.*node \(\w+\): .*; node \(\w+\): "):
         warm(ray_cluster, store, "$NO_SUCH_VARIABLE/x", code=ALIKE)
 
 
+@pytest.mark.soak
 def test_a_root_with_an_unknown_variable_fails_with_a_sentence(ray_cluster, store):
     store.put("model.bin", b"1")
     with pytest.raises(AssertionError, match="names a variable that is not set here"):

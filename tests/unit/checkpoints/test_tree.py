@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from millrace.checkpoints import tree
 from millrace.checkpoints.tree import SKELETON, flatten_state, unflatten_state
 from millrace.errors import ConfigurationError, CorruptError
+from tests.support.examples import scale_examples
 
 
 def equal(one: object, other: object) -> bool:
@@ -89,7 +90,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(state=st.dictionaries(st.text(), states, max_size=4))
 def test_whatever_is_in_it(state):
     assert equal(unflatten_state(flatten_state(state)), state)

@@ -32,6 +32,7 @@ from millrace.gradients.codec.tensors import (
 )
 from millrace.gradients.codec.transform import backward, forward
 from millrace.schemas.gradient import CHUNK_SIZE
+from tests.support.examples import scale_examples
 
 SHAPES = [(), (1,), (7,), (64,), (4096,), (4097,), (12289,), (1, 1), (131, 1), (1, 257), (64, 64)]
 SHAPES += [(127, 65), (97, 101), (3, 3, 17, 5), (2, 0, 3), (700, 300)]
@@ -112,7 +113,7 @@ def test_the_transform_is_that_of_the_formula():
     np.testing.assert_allclose(forward(tensor, Transform.DCT).view(5, 7), wanted, atol=1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scale_examples(150), deadline=None)
 @given(
     shape=shapes,
     codec=codecs,
@@ -197,7 +198,7 @@ def test_another_type_is_refused():
         encode(torch.ones(3, dtype=torch.int64), Codec())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(shape=shapes, codec=codecs, seed=st.integers(0, 99), steps=st.integers(1, 6))
 def test_error_feedback_conserves_mass(shape, codec, seed, steps):
     feedback = ErrorFeedback(codec)
@@ -311,7 +312,7 @@ def test_there_is_one_way_to_write_a_gradient():
         unpack_tensor(body, shape, codec)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scale_examples(400), deadline=None)
 @given(
     bits=st.sampled_from(BITS),
     shape=st.sampled_from([(70, 70), (5000,), (3,)]),
@@ -331,7 +332,7 @@ def test_changed_bytes_are_refused_or_right(bits, shape, data):
         unpack_tensor(bytes(body) + b"\0", shape, codec)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(body=st.binary(max_size=600), bits=st.sampled_from(BITS))
 def test_any_bytes_are_refused_or_right(body, bits):
     refused_or_whole(body, (70, 70), Codec(bits=bits))

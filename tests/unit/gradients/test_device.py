@@ -15,13 +15,14 @@ from millrace.gradients.codec import device as there
 from millrace.gradients.codec.device import fill_dense_on_device, select_on_device
 from millrace.gradients.codec.tensors import fill_dense, pack_tensor, select_values
 from millrace.gradients.codec.transform import forward
+from tests.support.examples import scale_examples
 from tests.unit.gradients.test_codec import SHAPES, codecs, drawn
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHARED = Mask("run", 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scale_examples(150), deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     codec=codecs,

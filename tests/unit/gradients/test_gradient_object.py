@@ -38,6 +38,7 @@ from millrace.gradients.codec.tensors import compute_largest_size
 from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.keys.gradients import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
+from tests.support.examples import scale_examples
 from tests.unit.gradients.test_codec import drawn
 
 SHAPES = {"embed": (50, 30), "layer.bias": (17,), "layer.weight": (64, 64), "scale": ()}
@@ -237,7 +238,9 @@ def good() -> None:
     assert check_gradient(made(), EXPECTED).header.uid == "7"
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=scale_examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_right(data):
     body = bytearray(made())
@@ -260,7 +263,7 @@ def test_changed_bytes_are_refused_or_right(data):
     good()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(name=st.sampled_from(sorted(SHAPES)), data=st.data())
 def test_changed_codes_under_a_right_digest_are_refused_or_right(name, data):
     changed = bytearray(bodies()[name])
@@ -452,7 +455,9 @@ def test_files_that_overlap_do_not_make_more_of_it(store):
         read_texts_and_tensors(body, most=4, head=4096)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=scale_examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_changed_bytes_of_it_are_refused_or_right(data):
     store = open_store("memory://torch")

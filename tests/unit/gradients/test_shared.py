@@ -34,6 +34,7 @@ from millrace.gradients.codec.tensors import (
     unpack_tensor,
 )
 from millrace.schemas.gradient import CHUNK_SIZE
+from tests.support.examples import scale_examples
 from tests.unit.gradients.test_codec import BITS, drawn, shapes
 
 SHARED = Codec(support=Support.SHARED, k=256, bits=8)
@@ -65,7 +66,7 @@ def test_every_place_has_its_turn(size, data):
     assert set(np.concatenate(sent).tolist()) == set(range(size))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scale_examples(80), deadline=None)
 @given(shape=shapes, codec=codecs, seed=st.integers(0, 9), window=st.integers(0, 99))
 def test_what_is_decoded_is_what_stood_at_the_places(shape, codec, seed, window):
     tensor, mask = drawn(shape, seed), Mask("run", window)

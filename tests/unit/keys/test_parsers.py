@@ -8,6 +8,7 @@ from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.kinds import ObjectKind, classify_key, classify_nested_key
 from millrace.keys.leases import LeaseKeys, parse_lease
 from millrace.keys.rentals import MachineKeys, RentalKeys, parse_attempt, parse_price_number
+from tests.support.examples import scale_examples
 
 WORDS = [
     "", ".", "..", " ", "a", "run", ".hidden", "ä", "\x00", "\n", "a b", "x" * 250, "٣٣٣٣٣٣",
@@ -41,7 +42,7 @@ def keys(draw: st.DrawFn) -> str:
     return "/".join(parts)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=scale_examples(2000))
 @given(keys())
 def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from millrace.swarm.settings import LimitSettings
 from millrace.swarm.tracker import STORE, PieceOrder, Tracker
+from tests.support.examples import scale_examples
 from tests.unit.swarm.network import Network
 
 
@@ -176,7 +177,7 @@ def test_a_zone_fetches_each_piece_once_from_another_one():
     assert len(entered) == 3 * 40
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     nodes=st.integers(1, 9),

@@ -30,6 +30,7 @@ from millrace.swarm.archives.unpack import (
     detect,
     unpack,
 )
+from tests.support.examples import scale_examples
 
 TARS = [Unpacking.TAR, Unpacking.TAR_GZ, Unpacking.TAR_ZST]
 ARCHIVES = [m for m in Unpacking if m is not Unpacking.AUTO and m not in SINGLE_FILE_METHODS]
@@ -193,7 +194,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(
     tree=TREES,
     method=st.sampled_from(ARCHIVES),
@@ -405,7 +406,7 @@ def test_a_chain_of_links_that_leads_out_is_refused(into):
 STEPS = st.lists(st.sampled_from(["a", "b", "l", "m", "..", "."]), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scale_examples(300))
 @given(st.lists(st.tuples(st.sampled_from(["link", "hard", "file", "folder"]), STEPS, STEPS)))
 def test_no_mixture_of_links_and_files_leads_out(told):
     """Check that unpacked members, also those before a refusal, are inside of the folder."""

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.swarm.tracker import STORE, PieceOrder, Tracker
+from tests.support.examples import scale_examples
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Votes:
         raise AssertionError("it never ended")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     honest=st.integers(2, 6),
@@ -182,7 +183,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
     assert not {name for name in swarm.tracker.untrusted_nodes if name not in swarm.lies}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     honest=st.integers(1, 3),
@@ -216,7 +217,7 @@ def test_nodes_that_give_only_to_some_hold_nobody_up(seed, honest, liars, needs,
         assert swarm.has[name].keys() == set(range(pieces))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), honest=st.integers(1, 4), pieces=st.integers(1, 20))
 def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, honest, pieces):
     rng = random.Random(seed)
@@ -231,7 +232,7 @@ def test_what_the_owner_reads_itself_stands_against_any_number_of_votes(seed, ho
         assert swarm.has[f"h{i}"] == {p: f"d{p}" for p in range(pieces)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     honest=st.integers(1, 4),

@@ -144,6 +144,7 @@ def test_litdata_reads_from_s3_over_tls(
     assert_same(found, with_json_as_text(items))
 
 
+@pytest.mark.soak
 def test_mosaicml_reads_a_folder_in_its_order(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_mosaicml_reads_each_sample_once_when_shuffled_by_two_workers(
     assert_same(sort(found), items)
 
 
+@pytest.mark.soak
 def test_mosaicmls_own_writer_makes_the_same_bytes(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_mosaicmls_own_writer_makes_the_same_bytes(
     assert own["index.json"] == json.dumps(index, sort_keys=True).encode()
 
 
+@pytest.mark.soak
 def test_mosaicml_reads_an_empty_array_which_its_writer_refuses(
     tmp_path: Path, items: list[Item], mosaicml: Path
 ) -> None:

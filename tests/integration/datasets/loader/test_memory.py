@@ -74,6 +74,7 @@ def read_pages(folder: Path, limit: int) -> tuple[int, int, int]:
     return rows, growth, peak
 
 
+@pytest.mark.soak
 def test_1000_random_pages_of_200_files_take_the_memory_of_the_cache_and_of_the_read_ahead(
     folder: Path,
 ) -> None:

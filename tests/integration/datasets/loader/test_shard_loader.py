@@ -104,6 +104,7 @@ def test_a_state_of_one_format_goes_on_in_another(
     assert judge(get_pairs(received)) == ""
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_spawned_workers_resume_with_another_number_of_workers(
     stored: StoreSpec, judge: Callable[[list[tuple[str, str]]], str]
@@ -220,6 +221,7 @@ def test_a_cache_saves_the_requests_of_the_next_epoch(
     assert r2.list_requests() == []
 
 
+@pytest.mark.soak
 def test_an_epoch_ends_right_while_one_store_is_dead_and_another_fails(
     rgw: RGW, stored: StoreSpec, server_folder: Path, judge: Callable[[list[tuple[str, str]]], str]
 ) -> None:

@@ -32,6 +32,7 @@ from millrace.datasets.sources import (
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import list_objects, open_store, put, read
 from tests.stores import make_spec
+from tests.support.examples import scale_examples
 
 KEYS = DatasetKeys("d")
 STEP = 16 << 10
@@ -131,7 +132,7 @@ def test_every_row_comes_once_and_in_its_order(name, holdout):
         assert len(rows[1]) == pytest.approx(0.3 * len(lines), rel=0.1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(
     parts=st.lists(
         st.lists(st.sampled_from(['{"a": 1}', "", "bad", '{"b": "xyz"}', "\r"]), max_size=8),

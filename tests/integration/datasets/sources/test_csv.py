@@ -26,6 +26,7 @@ from millrace.datasets.sources import (
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put
 from tests.stores import make_spec
+from tests.support.examples import scale_examples
 
 KEYS = DatasetKeys("d")
 COMPRESS = {
@@ -57,7 +58,7 @@ def make_memory():
 TEXT = st.lists(st.sampled_from([*'a,";\t\n é', "\r\n"]), max_size=8).map("".join)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(
     rows=st.lists(st.lists(TEXT, min_size=2, max_size=2), max_size=12),
     quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),

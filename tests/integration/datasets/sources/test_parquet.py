@@ -32,6 +32,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
 from millrace.storage import open_store, put
 from tests.stores import make_spec
+from tests.support.examples import scale_examples
 
 KEYS = DatasetKeys("d")
 
@@ -64,7 +65,7 @@ def store():
     return open_store(f"memory://{secrets.token_hex(8)}")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(
     files=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     group=st.integers(1, 17),

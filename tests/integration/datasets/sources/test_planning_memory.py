@@ -4,6 +4,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from benchmarks.endless import Endless
 
 PLAN = """
@@ -24,6 +26,7 @@ print(*plan(sys.argv[1]), *plan(sys.argv[2]))
 """
 
 
+@pytest.mark.soak
 def test_a_file_takes_at_most_300_bytes_while_it_is_planned():
     servers = [Endless(objects) for objects in (20_000, 120_000)]
     for server in servers:

@@ -30,6 +30,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec, create, delete, open_store, put
 from tests.stores import make_spec
+from tests.support.examples import scale_examples
 from tests.support.url_server import serve_urls
 
 KEYS = DatasetKeys("d")
@@ -89,7 +90,7 @@ LINES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scale_examples(150))
 @given(
     files=st.lists(LINES, min_size=1, max_size=3),
     partition_bytes=st.integers(5, 400),
@@ -114,7 +115,7 @@ def test_any_cut_gives_every_line_once(files, partition_bytes, ending, last, hol
     assert len({row.key for row in samples}) == len(samples)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(LINES, st.integers(5, 200))
 def test_every_cursor_goes_on_exactly_after_its_row(lines, partition_bytes):
     store = open_store(f"memory://{secrets.token_hex(8)}")

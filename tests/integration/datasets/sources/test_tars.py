@@ -31,6 +31,7 @@ from millrace.datasets.sources import (
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import exists, list_objects, open_store, put, read
 from tests.stores import make_spec
+from tests.support.examples import scale_examples
 from tests.support.web import Site, serve
 
 KEYS = DatasetKeys("d")
@@ -139,14 +140,14 @@ GROUPS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scale_examples(100))
 @given(groups=st.lists(GROUPS, min_size=1, max_size=2), tar_format=st.sampled_from(FORMATS[1:]))
 def test_samples_are_those_of_webdataset(groups, tar_format):
     bodies = [make_tar(list_members(group), tar_format=tar_format) for group in groups]
     assert show(read_rows(*bodies)) == read_by_webdataset(*bodies)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scale_examples(100))
 @given(
     group=GROUPS, seed=st.integers(0, 99), tar_format=st.sampled_from(FORMATS[1:]),
     holdout=st.sampled_from([0.0, 0.3]),
@@ -322,7 +323,7 @@ def test_a_damaged_file_stops_the_run_before_its_first_sample(body, kind, tmp_pa
     assert list(list_objects(opened.dataset)) == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scale_examples(100))
 @given(
     body=st.sampled_from([GOOD, LONG, PAX]),
     changes=st.lists(st.tuples(st.integers(0, 2047), st.integers(0, 255)), min_size=1, max_size=4),

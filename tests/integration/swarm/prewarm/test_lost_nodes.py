@@ -87,6 +87,7 @@ def test_a_node_that_receives_nothing_any_more_is_given_up(store, nodes):
     assert "received no byte for" in report.nodes[2].reason
 
 
+@pytest.mark.soak
 def test_a_node_that_is_frozen_before_its_start_is_noticed(store, nodes, monkeypatch):
     monkeypatch.setattr(agent_client, "_ANSWER_TIMEOUT", 1.0)
     fill(store, "frozen")

@@ -25,6 +25,7 @@ from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
+from tests.support.examples import scale_examples
 from tests.support.formats import ALL_TYPES, describe_shard
 
 FORMAT = LitDataFormat()
@@ -89,7 +90,7 @@ def read(body: bytes, count: int, fields: Mapping[str, FieldType]) -> list[dict[
     return items
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(st.lists(ITEMS, min_size=1, max_size=5))
 def test_litdatas_own_loader_reads_what_was_encoded(items):
     samples = [make_sample(item) for item in items]

@@ -15,6 +15,7 @@ from millrace.datasets.formats.mds import MDSFormat
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
+from tests.support.examples import scale_examples
 from tests.support.formats import describe_shard
 
 FORMAT = MDSFormat()
@@ -113,7 +114,7 @@ def decode(encoding: str, data: bytes) -> Any:
     raise AssertionError(encoding)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(st.lists(ITEMS, min_size=1, max_size=5))
 def test_a_shard_is_read_by_the_description_in_it(items):
     found = read(encode([make_sample(item) for item in items], FIELDS))

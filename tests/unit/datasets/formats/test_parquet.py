@@ -21,6 +21,7 @@ from millrace.datasets.formats.parquet import PagesFormat, ParquetEncoder, Parqu
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
+from tests.support.examples import scale_examples
 from tests.support.formats import describe_shard
 from tests.support.parquet_pages import list_pages, read_footer, read_texts
 
@@ -85,7 +86,7 @@ def make_texts(count: int, size: int = 200) -> list[Sample]:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(ROWS)
 def test_every_value_is_read_back_with_its_type_and_an_absent_field_as_null(rows):
     samples = [

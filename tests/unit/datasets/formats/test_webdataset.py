@@ -11,6 +11,7 @@ from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sources import Sample
 from millrace.schemas.dataset import ShardLayout
+from tests.support.examples import scale_examples
 
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="./\\"),
@@ -42,7 +43,7 @@ def by_millrace(samples: list[tuple[str, dict[str, bytes]]], capacity: int = 102
     return bytes(encoder.close())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scale_examples(200))
 @given(SAMPLES)
 def test_a_shard_is_byte_for_byte_what_webdatasets_own_writer_makes(samples):
     assert by_millrace(samples) == by_webdataset(samples)

@@ -22,6 +22,7 @@ from millrace.datasets.loader.shard_loader import ShardLoader
 from millrace.datasets.sample import Sample
 from millrace.storage import open_store
 from tests.oracle import Folder, judge_epoch
+from tests.support.examples import scale_examples
 from tests.support.shard_datasets import write_dataset
 
 SIZES = (9, 1, 14, 20, 3, 11, 5)
@@ -190,7 +191,7 @@ def get_pairs(samples: list[Any]) -> list[tuple[str, str]]:
     return [(sample["__key__"], sample["txt"]) for sample in samples]
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale_examples(100))
 @given(plans=INCARNATIONS, seed=st.integers(0, 5), window=st.integers(1, 6), one=st.booleans())
 def test_each_sample_is_received_once(
     folder: Path, plans: list[Incarnation], seed: int, window: int, one: bool
@@ -204,7 +205,7 @@ def test_each_sample_is_received_once(
     assert verdict.is_correct, verdict
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale_examples(100))
 @given(plans=INCARNATIONS, seed=st.integers(0, 5), rule=st.sampled_from(["drop", "pad"]))
 def test_ranks_end_together_and_one_rank_knows_the_state_of_all(
     folder: Path, plans: list[Incarnation], seed: int, rule: str
@@ -229,7 +230,7 @@ def test_ranks_end_together_and_one_rank_knows_the_state_of_all(
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(plans=INCARNATIONS, window=st.integers(1, 6))
 def test_outputs_of_a_transform_are_received_once(
     folder: Path, plans: list[Incarnation], window: int
@@ -253,7 +254,7 @@ def test_outputs_of_a_transform_are_received_once(
     assert Counter(sample["made"] for sample in received) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(plans=INCARNATIONS, length=st.integers(1, 9))
 def test_packed_tokens_are_received_once(
     folder: Path, plans: list[Incarnation], length: int
@@ -268,7 +269,7 @@ def test_packed_tokens_are_received_once(
     assert total - tokens.total() <= STREAMS * (length - 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale_examples(60))
 @given(
     count=st.integers(0, TOTAL),
     seed=st.integers(0, 5),

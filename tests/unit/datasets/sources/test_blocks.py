@@ -20,6 +20,7 @@ from millrace.datasets.sources import (
 from millrace.datasets.sources.base import BatchSource
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put
+from tests.support.examples import scale_examples
 
 JSON_LINES = [
     b'{"a": "x", "b": 1}',
@@ -58,7 +59,7 @@ def read_rows(kind: str, body: bytes, **chosen: object) -> tuple[list[Row], int]
     return rows, batched
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scale_examples(200))
 @given(
     lines=st.lists(st.sampled_from(JSON_LINES), min_size=1, max_size=6),
     ending=st.sampled_from([b"\n", b"\r\n"]),
@@ -76,7 +77,7 @@ def test_json_lines(
     assert found == single
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=scale_examples(400))
 @given(
     parts=st.lists(st.sampled_from(CSV_PARTS), max_size=14),
     header=st.sampled_from([["u"], ["u", "v"], ["u", "v", "w"]]),

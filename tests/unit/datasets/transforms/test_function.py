@@ -17,6 +17,7 @@ from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sample import BadRow, LargeFile, Sample
 from millrace.datasets.transforms.fields import decode_fields, encode_fields, make_part_key
 from millrace.datasets.transforms.function import FunctionTransform
+from tests.support.examples import scale_examples
 
 
 def transform(function, fields=None, *, key="00000-0000000000007", seed=0):
@@ -58,7 +59,7 @@ JSON = st.recursive(
 TEXT = st.text(st.characters(codec="utf-8"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=scale_examples(40))
 @given(text=TEXT, value=JSON, label=st.integers(), data=st.binary())
 def test_values_come_back_as_webdataset_reads_them(text, value, label, data):
     values = {"txt": text, "json": value, "cls": label, "bin": data}

@@ -16,6 +16,7 @@ from millrace.datasets.transforms import (
     TokenizeSettings,
 )
 from millrace.testing.byte_level import END
+from tests.support.examples import scale_examples
 from tests.support.transforms import open_rows, read_rows, train_tokenizer
 
 CODE = """
@@ -84,7 +85,7 @@ CHAINS = [
 ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=scale_examples(40))
 @given(
     lines=LINES,
     names=st.sampled_from(CHAINS),
