@@ -1,4 +1,4 @@
-"""Which combinations of parameters of a test add no new value to those that already run."""
+"""Combinations of parameters of a test that have no new value."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""How many examples of a property a run draws."""
+"""Numbers of examples that properties draw."""
 
 import hypothesis
 

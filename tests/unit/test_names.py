@@ -4,28 +4,41 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 
 from millrace.testing.process import REPOSITORY
 
 RELATIVE = re.compile(r"(What|That|Of|Who|Whom|Whose|How|Where|Whether|Which|When|Why|If)\b")
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 SHIPPED = ("millrace", "tasks", "flows", "blocks", "deployments")
 EVERYTHING = (*SHIPPED, "docs", "tests", "benchmarks", "examples")
 
 
-def nodes(folders: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
-    """Yield every node of the code in these folders, with its file."""
-    for top in folders:
-        for file in sorted((REPOSITORY / top).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                yield str(file.relative_to(REPOSITORY)), node
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def list_definitions(folder: str) -> list[tuple[str, Definition]]:
+    """List modules, classes and functions of the code in a folder, with their files."""
+    return [
+        (str(file.relative_to(REPOSITORY)), definition)
+        for file in sorted((REPOSITORY / folder).rglob("*.py"))
+        for definition in iterate_definitions(ast.parse(file.read_text()))
+    ]
+
+
+def iterate_definitions(node: ast.AST) -> Iterator[Definition]:
+    """Iterate over a node and the statements in it; expressions have no docstrings."""
+    if isinstance(node, Definition):
+        yield node
+    for body in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for statement in getattr(node, body, ()):
+            yield from iterate_definitions(statement)
 
 
 def test_each_class_name_is_defined_once():
     files = defaultdict[str, list[str]](list)
-    for file, node in nodes(SHIPPED):
+    for file, node in chain.from_iterable(map(list_definitions, SHIPPED)):
         if isinstance(node, ast.ClassDef):
             files[node.name].append(file)
     assert len(files) > 400
@@ -35,9 +48,7 @@ def test_each_class_name_is_defined_once():
 def test_no_docstring_begins_with_a_relative_word():
     found = [
         f"{file}: {text.splitlines()[0]}"
-        for file, node in nodes(EVERYTHING)
-        if isinstance(node, DOCUMENTED)
-        and (text := ast.get_docstring(node))
-        and RELATIVE.match(text)
+        for file, node in chain.from_iterable(map(list_definitions, EVERYTHING))
+        if (text := ast.get_docstring(node)) and RELATIVE.match(text)
     ]
     assert found == []

@@ -184,7 +184,17 @@ class CountedFiles:
         return self._files.iterate_blocks(file, start, end, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "program.zst"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "program.gz",
+        "frames.zst",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("level 1.gz", "flushed.gz", "members.gz", "two.GZ")
+        ),
+    ],
+)
 def test_a_run_that_continues_reads_from_the_last_seek_point(name, monkeypatch):
     monkeypatch.setattr(compressed, "SEEK_INTERVAL", INTERVAL)
     store, dataset = make_memory(), make_memory()
@@ -356,7 +366,10 @@ def make_zstd_bomb(byte, size):
     return b"\x28\xb5\x2f\xfd\x00\x38" + blocks + b"\x01\x00\x00"
 
 
-@pytest.mark.parametrize("make", [make_gzip_bomb, make_zstd_bomb])
+BOMBS = [pytest.param(make_gzip_bomb, marks=pytest.mark.soak), make_zstd_bomb]
+
+
+@pytest.mark.parametrize("make", BOMBS)
 def test_a_bomb_without_an_end_of_a_line_stops_at_the_largest_row(make, tmp_path):
     body = make(b"x", 1 << 30)
     assert len(body) < 5 << 20
@@ -365,7 +378,7 @@ def test_a_bomb_without_an_end_of_a_line_stops_at_the_largest_row(make, tmp_path
     assert "is longer than 268435456 bytes" in said
 
 
-@pytest.mark.parametrize("make", [make_gzip_bomb, make_zstd_bomb])
+@pytest.mark.parametrize("make", BOMBS)
 def test_a_bomb_of_lines_takes_no_memory(make, tmp_path):
     assert run_limited(tmp_path, make(b"\n", 2 << 20), make, 48 << 20) == "0 rows"
 

@@ -199,7 +199,14 @@ print([type(row).__name__ for row in read_rows(store)])
 """
 
 
-@pytest.mark.parametrize("kind", ["values", "quoted", "lines"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("values", marks=pytest.mark.soak),
+        pytest.param("quoted", marks=pytest.mark.soak),
+        "lines",
+    ],
+)
 def test_rows_of_millions_of_values_or_lines_take_little_memory(kind):
     ran = subprocess.run(
         [sys.executable, "-c", HOSTILE, kind],

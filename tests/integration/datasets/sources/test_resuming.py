@@ -32,7 +32,13 @@ from millrace.datasets.sources import (
     open_source,
     partition_source,
 )
-from millrace.datasets.sources.resuming import MEANINGS, RESUMES, LocationKind, ResumePoint
+from millrace.datasets.sources.resuming import (
+    MEANINGS,
+    RESUMES,
+    FileResume,
+    LocationKind,
+    ResumePoint,
+)
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, open_store, put
 from millrace.testing.hub import READER, WRITER, HubServer
@@ -44,12 +50,7 @@ ROWS, GROUP, ROW_BYTES = 100, 10, 40_000
 NEXT = 75  # the first row after the stop, in the middle of a group
 SEEK_INTERVAL = 64 << 10
 SLACK = 160 << 10  # of the reads of a header or footer
-POSITIONS = [
-    (kind, resume.files, location, resume.points.get(location))
-    for kind, resumes in RESUMES.items()
-    for resume in resumes
-    for location in LocationKind
-]
+FILE_KINDS = [(kind, resume) for kind, resumes in RESUMES.items() for resume in resumes]
 
 
 def make_texts() -> list[str]:
@@ -213,25 +214,27 @@ def place(
 
 def test_every_kind_has_its_positions() -> None:
     assert set(RESUMES) == set(SourceKind)
-    assert set(FILES) == {(kind, files) for kind, files, _, _ in POSITIONS}
-    assert set(MEANINGS) == set(ResumePoint) == {point for *_, point in POSITIONS if point}
+    assert set(FILES) == {(kind, resume.files) for kind, resume in FILE_KINDS}
+    points = {point for _, resume in FILE_KINDS for point in resume.points.values()}
+    assert set(MEANINGS) == set(ResumePoint) == points
 
 
+@pytest.mark.parametrize("location", LocationKind)
 @pytest.mark.parametrize(
-    ("kind", "files", "location", "point"), POSITIONS,
-    ids=lambda value: str(value).replace(" ", "-") or "all",
-)  # fmt: skip
+    ("kind", "resume"),
+    FILE_KINDS,
+    ids=[f"{kind}-{resume.files.replace(' ', '-') or 'all'}" for kind, resume in FILE_KINDS],
+)
 def test_a_run_that_continues_reads_from_its_position(
     kind: SourceKind,
-    files: str,
+    resume: FileResume,
     location: LocationKind,
-    point: ResumePoint | None,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compressed, "SEEK_INTERVAL", SEEK_INTERVAL)
-    bodies = FILES[kind, files]()
+    bodies, point = FILES[kind, resume.files](), resume.points.get(location)
     has_columns = kind not in {SourceKind.FILES, SourceKind.WEBDATASET}
     chosen = SourceSettings(kind=kind, columns={"txt": "text"} if has_columns else None)
     dataset = open_store((tmp_path / "dataset").as_uri())

@@ -517,7 +517,11 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("names", "whose names take more memory than a worker should use"),
+        pytest.param(
+            "names",
+            "whose names take more memory than a worker should use",
+            marks=pytest.mark.soak,
+        ),
         ("extensions", "the file is cut short"),
     ],
 )

@@ -63,7 +63,15 @@ FORGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("forged", FORGED, ids=lambda forged: repr(forged)[:40])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *FORGED[:3],
+        *(pytest.param(forged, marks=pytest.mark.soak) for forged in FORGED[3:-2]),
+        *FORGED[-2:],
+    ],
+    ids=lambda forged: repr(forged)[:40],
+)
 def test_a_node_that_forges_what_it_tells_harms_only_itself(store, nodes, tmp_path, forged):
     contents = fill(store, "forged")
     sums = {f"forged/{name}": hashlib.sha256(body).hexdigest() for name, body in contents.items()}
