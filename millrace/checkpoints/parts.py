@@ -79,7 +79,7 @@ class PartLayout:
     size: int
 
 
-def lay_out_parts(shards: Mapping[str, TensorShard], part_bytes: int) -> list[PartLayout]:
+def iterate_layouts(shards: Mapping[str, TensorShard], part_bytes: int) -> Iterator[PartLayout]:
     """Lay tensors out in parts, in their order. A large tensor is cut by rows.
 
     Args:
@@ -89,18 +89,16 @@ def lay_out_parts(shards: Mapping[str, TensorShard], part_bytes: int) -> list[Pa
     Raises:
         ConfigurationError: safetensors has no name for the type of a tensor.
     """
-    parts: list[PartLayout] = []
     waiting: list[Box] = []
     room = part_bytes
     for box in _iterate_boxes(shards, part_bytes):
         if waiting and box.size > room:
-            parts.append(_make_layout(waiting))
+            yield _make_layout(waiting)
             waiting, room = [], part_bytes
         waiting.append(box)
         room -= box.size
     if waiting:
-        parts.append(_make_layout(waiting))
-    return parts
+        yield _make_layout(waiting)
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -171,13 +169,11 @@ def _make_layout(boxes: list[Box]) -> PartLayout:
     # The widest types come first, as in safetensors, so that each is aligned to its width.
     ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)
     header: dict[str, Any] = {}
-    named: list[Box] = []
     at = 0
     for box in ordered:
         name = box.name
         while name in header or name == _RESERVED_NAME:  # a tensor may have the name ``w[0:8]``
             name += "#"
-        named.append(replace(box, name=name))
         header[name] = {
             "dtype": get_dtype_name(box.dtype),
             "shape": box.shape,
@@ -189,8 +185,8 @@ def _make_layout(boxes: list[Box]) -> PartLayout:
     head = _LENGTH.pack(len(text)) + text
     placed: list[Box] = []
     offset = len(head)
-    for box in named:
-        placed.append(replace(box, offset=offset))
+    for box, name in zip(ordered, header, strict=True):
+        placed.append(replace(box, name=name, offset=offset))
         offset += box.size
     return PartLayout(head, tuple(placed), offset)
 

@@ -26,11 +26,11 @@ from millrace.checkpoints.find import check_content, commit_checkpoint, find_new
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
-from millrace.checkpoints.snapshot import SnapshotBuffers, lay_out_state
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
-from millrace.schemas.checkpoint import Checkpoint, Part, RankShare, TensorRecord
+from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (
     Store,
     create,
@@ -182,20 +182,18 @@ class Saver:
         )
         part_bytes, rank = self._settings.part_bytes, self._ranks and self._ranks.rank
         try:
+            shards = StateShards(state, rank=rank, mine=mine, own=own)
             if in_place:
-                plan = lay_out_state(state, part_bytes, rank=rank, mine=mine, own=own)
-                for open_file in self._memory.open_files(plan, self._settings.uploads):
+                files = tuple(shards.iterate_files(part_bytes))
+                for open_file in self._memory.open_files(shards, files, self._settings.uploads):
                     uploads.add(open_file)
-                tensors = plan.tensors
+                layout = shards.make_layout(files)
             else:
-                tensors = self._memory.snapshot(
-                    state,
+                layout = self._memory.snapshot(
+                    shards,
                     part_bytes,
-                    rank=rank,
-                    mine=mine,
-                    own=own,
                     on_copied=lambda body: uploads.add(partial(nullcontext, body), early=True),
-                ).tensors
+                ).layout
         except BaseException:
             with suppress(Exception):  # the error of the copy is more important
                 uploads.wait()
@@ -203,7 +201,7 @@ class Saver:
         reads = uploads.start_all()
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(
-            self._finish, tensors, uploads, copy_began, step, run, where, said
+            self._finish, layout, uploads, copy_began, step, run, where, said
         )
         self._under_way = PendingSave(step, held, future, reads if in_place else ())
         return self._under_way
@@ -247,7 +245,7 @@ class Saver:
 
     def _finish(
         self,
-        tensors: dict[str, TensorRecord],
+        layout: StateLayout,
         uploads: "_FileUploads",
         began: float,
         step: int,
@@ -264,7 +262,7 @@ class Saver:
             rank=self._ranks.rank if self._ranks else 0,
             world=self._ranks.world if self._ranks else 1,
             parts=parts,
-            tensors=tensors,
+            tensors=layout.describe_tensors(),
             run=run,
             position=position,
             notes=notes,

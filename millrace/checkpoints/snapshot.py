@@ -1,7 +1,7 @@
 """Copies of a state, as the bytes of the files that are saved."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from millrace.checkpoints.contents import Content, PartContent, make_content
-from millrace.checkpoints.parts import PartLayout, get_dtype_name, lay_out_parts, read_boxes
+from millrace.checkpoints.parts import PartLayout, get_dtype_name, iterate_layouts, read_boxes
 from millrace.checkpoints.pinned_memory import map_pinned
 from millrace.checkpoints.tensor_copies import copy_tensors, find_gpus, wait_for_gpus
 from millrace.checkpoints.tensor_shards import TensorShard, find_local_shard, is_distributed
@@ -30,19 +30,17 @@ class Snapshot:
     """Copy of a state, as the bytes of its files.
 
     Attributes:
-        layouts: Layouts of the files.
-        tensors: Descriptions of the tensors by their names, with their positions in the files.
+        layout: Layout of the state.
         buffers: Buffers that begin with the bytes of each file.
     """
 
-    layouts: tuple[PartLayout, ...]
-    tensors: dict[str, TensorRecord]
+    layout: "StateLayout"
     buffers: tuple[mmap, ...] = field(repr=False)
 
     @property
     def files(self) -> Iterator[memoryview]:
         """Bytes of each file."""
-        for layout, buffer in zip(self.layouts, self.buffers, strict=True):
+        for layout, buffer in zip(self.layout.files, self.buffers, strict=True):
             yield memoryview(buffer)[: layout.size]
 
     def make_content(self, step: int) -> Content:
@@ -56,26 +54,81 @@ class Snapshot:
             Part(step=step, digest=combine_blocks(each.blocks), size=len(each.body))
             for each in contents
         )
-        return make_content(step, parts, self.tensors, contents.__getitem__)
+        return make_content(step, parts, self.layout.describe_tensors(), contents.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Layout of a state in files.
+    """Layout of a state in files, without its tensors.
 
     Attributes:
-        layouts: Layouts of the files.
-        tensors: Descriptions of the tensors by their names, with their positions in the files.
-        shards: Shards of tensors to copy, by the tensors' names.
-        gpus: GPUs that have some of them.
+        types: Types and shapes of all tensors by their names, also of those that other ranks save.
+        files: Layouts of the files.
     """
 
-    layouts: tuple[PartLayout, ...]
-    tensors: dict[str, TensorRecord]
-    shards: Mapping[str, TensorShard] = field(repr=False)
-    gpus: Set[torch.device]
+    types: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    files: tuple[PartLayout, ...]
 
-    def check_head(self, layout: PartLayout, buffer: mmap) -> None:
+    def describe_tensors(self) -> dict[str, TensorRecord]:
+        """Describe the tensors with their positions in the files."""
+        chunks: dict[str, list[Chunk]] = {name: [] for name in self.types}
+        for number, layout in enumerate(self.files):
+            for box in layout.boxes:
+                chunk = Chunk(
+                    part=number, name=box.name, offset=box.offset, start=box.start, shape=box.shape
+                )
+                chunks[box.tensor].append(chunk)
+        return {
+            name: TensorRecord(dtype=get_dtype_name(dtype), shape=shape, chunks=tuple(chunks[name]))
+            for name, (dtype, shape) in self.types.items()
+        }
+
+
+class StateShards:
+    """Shards of a state's tensors that this process saves, which are laid out file by file.
+
+    Args:
+        state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
+        rank: Number of this rank, if several ranks save together. Each rank then saves its shards
+            of distributed tensors, and the first rank saves everything else.
+        mine: Function that selects by path the other tensors that this rank saves.
+        own: State of this rank alone, such as that of its generators.
+
+    Raises:
+        ConfigurationError: A value cannot be saved. The message has its path.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        rank: int | None = None,
+        mine: Callable[[str], bool] | None = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
+        held = {
+            name: _select_shard(name, tensor, rank, mine)
+            for name, tensor in flatten_state(state).items()
+        }
+        for name, tensor in flatten_state(own).items() if own else ():
+            held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
+        self._types = {name: (shard.local.dtype, shard.shape) for name, shard in held.items()}
+        self._shards = {name: shard for name, shard in held.items() if shard.mine}
+        self._gpus = find_gpus(self._shards.values())
+
+    def iterate_files(self, part_bytes: int) -> Iterator[PartLayout]:
+        """Lay the tensors out in files: see `parts.iterate_layouts`."""
+        # A skeleton has a file of its own, since a partial load reads it whole.
+        small = {name: shard for name, shard in self._shards.items() if is_skeleton(name)}
+        large = {name: shard for name, shard in self._shards.items() if name not in small}
+        yield from iterate_layouts(large, part_bytes)
+        yield from iterate_layouts(small, part_bytes)
+
+    def make_layout(self, files: Iterable[PartLayout]) -> StateLayout:
+        """Return the layout of the state in files that `iterate_files` has returned."""
+        return StateLayout(self._types, tuple(files))
+
+    def write_head(self, layout: PartLayout, buffer: mmap) -> None:
         """Write the header of a file into a buffer, and read it back as `load` does.
 
         Raises:
@@ -86,12 +139,21 @@ class StateLayout:
 
     def allocate(self, size: int) -> mmap:
         """Allocate memory for files of the state."""
-        return map_pinned(size) if self.gpus else map_anonymous(size)
+        return map_pinned(size) if self._gpus else map_anonymous(size)
 
-    def copy_file(self, layout: PartLayout, buffer: mmap) -> memoryview:
-        """Copy a file of the state into a buffer on one thread, and return its bytes."""
-        copy_tensors(self.shards, [(layout, buffer)], threads=1, on_copied=lambda _: None)
-        return memoryview(buffer)[: layout.size]
+    def copy(
+        self,
+        files: Iterable[tuple[PartLayout, mmap]],
+        *,
+        threads: int = 1,
+        on_copied: Callable[[memoryview], None] = lambda _: None,
+    ) -> None:
+        """Copy the tensors into files: see `copy_tensors`."""
+        copy_tensors(self._shards, files, threads=threads, on_copied=on_copied)
+
+    def wait_for_gpus(self) -> None:
+        """Wait for the computations of the tensors that are on GPUs."""
+        wait_for_gpus(self._gpus)
 
 
 class SnapshotBuffers:
@@ -107,50 +169,53 @@ class SnapshotBuffers:
 
     def snapshot(
         self,
-        state: Mapping[str, Any],
+        shards: StateShards,
         part_bytes: int,
         *,
-        rank: int | None = None,
-        mine: Callable[[str], bool] | None = None,
-        own: Mapping[str, Any] | None = None,
         on_copied: Callable[[memoryview], None] = lambda _: None,
     ) -> Snapshot:
         """Copy a state, and overwrite the previous copy.
 
-        The headers of the files are read back before the first copy.
+        GPUs copy the first files while later files are laid out. Processors copy after the headers
+        of all files were read back.
 
         Args:
-            state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values.
+            shards: Shards of the state.
             part_bytes: Largest size of a file in bytes. Only a single larger row exceeds it.
-            rank: Number of this rank, if several ranks save together. Each rank then saves its
-                shards of distributed tensors, and the first rank saves everything else.
-            mine: Function that selects by path the other tensors that this rank saves.
-            own: State of this rank alone, such as that of its generators.
             on_copied: Function that is called with the bytes of each file after their copy, in
                 the order of the files, and by one thread at a time.
 
         Raises:
-            ConfigurationError: A value cannot be saved. The message has its path. No file was
-                copied.
+            ConfigurationError: A value cannot be saved. The message has its path. `on_copied` was
+                not called.
         """
-        plan = lay_out_state(state, part_bytes, rank=rank, mine=mine, own=own)
-        for number, layout in enumerate(plan.layouts):
-            if number == len(self._buffers):
-                self._buffers.append(plan.allocate(layout.size))
-            elif len(self._buffers[number]) < layout.size:
-                self._buffers[number] = plan.allocate(layout.size)
-            plan.check_head(layout, self._buffers[number])
-        del self._buffers[len(plan.layouts) :]
-        copy_tensors(
-            plan.shards,
-            zip(plan.layouts, self._buffers, strict=True),
+        files: list[PartLayout] = []
+
+        def prepare_files() -> Iterator[tuple[PartLayout, mmap]]:
+            for layout in shards.iterate_files(part_bytes):
+                buffer = self._provide_buffer(len(files), layout.size, shards)
+                shards.write_head(layout, buffer)
+                files.append(layout)
+                yield layout, buffer
+
+        shards.copy(
+            prepare_files(),
             threads=min(_COPY_THREADS, count_processors()),
             on_copied=on_copied,
         )
-        return Snapshot(plan.layouts, plan.tensors, tuple(self._buffers))
+        del self._buffers[len(files) :]
+        return Snapshot(shards.make_layout(files), tuple(self._buffers))
+
+    def _provide_buffer(self, number: int, size: int, shards: StateShards) -> mmap:
+        """Return the buffer for a file, and replace it if it is too small."""
+        if number == len(self._buffers):
+            self._buffers.append(shards.allocate(size))
+        elif len(self._buffers[number]) < size:
+            self._buffers[number] = shards.allocate(size)
+        return self._buffers[number]
 
     def open_files(
-        self, plan: StateLayout, count: int
+        self, shards: StateShards, files: Sequence[PartLayout], count: int
     ) -> list[Callable[[], AbstractContextManager[memoryview]]]:
         """Return a function for each file of a state, which copies the file when it is called.
 
@@ -158,62 +223,36 @@ class SnapshotBuffers:
         contexts may be open at once, in any threads. The memory is that of so many files.
 
         Args:
-            plan: Layout of the state. The state must not change before the last context ends.
+            shards: Shards of the state. The state must not change before the last context ends.
+            files: Layouts of the files.
             count: Number of contexts that are open at once.
 
         Raises:
             ConfigurationError: A file could not be loaded.
         """
-        count = min(count, len(plan.layouts))
-        largest = max(layout.size for layout in plan.layouts)
+        count = min(count, len(files))
+        largest = max(layout.size for layout in files)
         kept = [buffer for buffer in self._buffers if len(buffer) >= largest][:count]
-        self._buffers = kept + [plan.allocate(largest) for _ in range(count - len(kept))]
-        for layout in plan.layouts:
-            plan.check_head(layout, self._buffers[0])
-        wait_for_gpus(plan.gpus)  # other threads, with other streams, make the copies
+        self._buffers = kept + [shards.allocate(largest) for _ in range(count - len(kept))]
+        for layout in files:
+            shards.write_head(layout, self._buffers[0])
+        shards.wait_for_gpus()  # other threads, with other streams, make the copies
         free = deque(self._buffers)
 
         @contextmanager
         def open_file(layout: PartLayout) -> Generator[memoryview]:
             buffer = free.popleft()
             try:
-                yield plan.copy_file(layout, buffer)
+                shards.copy([(layout, buffer)])
+                yield memoryview(buffer)[: layout.size]
             finally:
                 free.append(buffer)
 
-        return [partial(open_file, layout) for layout in plan.layouts]
+        return [partial(open_file, layout) for layout in files]
 
     def clear(self) -> None:
         """Free the memory."""
         self._buffers.clear()
-
-
-def lay_out_state(
-    state: Mapping[str, Any],
-    part_bytes: int,
-    *,
-    rank: int | None = None,
-    mine: Callable[[str], bool] | None = None,
-    own: Mapping[str, Any] | None = None,
-) -> StateLayout:
-    """Lay a state out in files, without a copy: see `SnapshotBuffers.snapshot`.
-
-    Raises:
-        ConfigurationError: A value cannot be saved. The message has its path.
-    """
-    held = {
-        name: _select_shard(name, tensor, rank, mine)
-        for name, tensor in flatten_state(state).items()
-    }
-    for name, tensor in flatten_state(own).items() if own else ():
-        held[make_own_name(rank or 0, name)] = find_local_shard(name, tensor)
-    shards = {name: shard for name, shard in held.items() if shard.mine}
-    # A skeleton has a file of its own, since a partial load reads it whole.
-    small = {name: shard for name, shard in shards.items() if is_skeleton(name)}
-    large = {name: shard for name, shard in shards.items() if name not in small}
-    layouts = (*lay_out_parts(large, part_bytes), *lay_out_parts(small, part_bytes))
-    records = _make_tensor_records(layouts, held)
-    return StateLayout(layouts, records, shards, find_gpus(shards.values()))
 
 
 def _select_shard(
@@ -255,21 +294,3 @@ def _check_readable(layout: PartLayout, file: memoryview) -> None:
             raise ConfigurationError(
                 f"{box.tensor} could not be found again in its file: give it another name."
             )
-
-
-def _make_tensor_records(
-    layouts: tuple[PartLayout, ...], held: Mapping[str, TensorShard]
-) -> dict[str, TensorRecord]:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in held}
-    for number, layout in enumerate(layouts):
-        for box in layout.boxes:
-            chunk = Chunk(
-                part=number, name=box.name, offset=box.offset, start=box.start, shape=box.shape
-            )
-            chunks[box.tensor].append(chunk)
-    return {
-        name: TensorRecord(
-            dtype=get_dtype_name(shard.local.dtype), shape=shard.shape, chunks=tuple(chunks[name])
-        )
-        for name, shard in held.items()
-    }

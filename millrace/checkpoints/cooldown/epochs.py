@@ -9,7 +9,7 @@ from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.settings import CooldownSettings
-from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.progress import Progress, ignore_event
 
 
@@ -66,7 +66,8 @@ class EpochSaver:
             DeniedError: The credentials may not write to the job.
         """
         self.wait()
-        content = self._memory.snapshot(state, self._settings.save.part_bytes).make_content(step)
+        part_bytes = self._settings.save.part_bytes
+        content = self._memory.snapshot(StateShards(state), part_bytes).make_content(step)
         self._last = cool_down(
             self._membership,
             content,

@@ -23,7 +23,7 @@ from millrace.checkpoints import (
     verify,
 )
 from millrace.checkpoints.destinations import StoreDestination, copy_checkpoint
-from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.digest import BLOCK_SIZE, Bytes, combine_blocks, count_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.schemas.checkpoint import Checkpoint, Part
@@ -344,7 +344,9 @@ def test_a_copy_hashes_each_byte_once(folder, store, count_hashed) -> None:
 def test_a_state_is_hashed_once_before_several_members_save_it(folder, count_hashed) -> None:
     checkpoint = save(folder, step=1)
     count_hashed()
-    content = SnapshotBuffers().snapshot(state_of(1), SETTINGS.part_bytes).make_content(1)
+    content = (
+        SnapshotBuffers().snapshot(StateShards(state_of(1)), SETTINGS.part_bytes).make_content(1)
+    )
     StoreDestination(folder).write_copy(checkpoint, content, "copies/one")
     assert checkpoint.size <= count_hashed() < checkpoint.size + BLOCK_SIZE
     part = get_large_part(checkpoint)

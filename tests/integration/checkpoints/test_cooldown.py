@@ -29,7 +29,7 @@ from millrace.checkpoints import (
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
 from millrace.checkpoints.cooldown.rosters import commit_roster, obtain_roster
-from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
@@ -565,7 +565,7 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
     liar = order_checkpointers(names, SEED)[0]
     commit_roster(folder, JOB, 0, names, SEED)
     keys = CooldownKeys(JOB, 0)
-    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    content = SnapshotBuffers().snapshot(StateShards(state_of(0)), SMALL.part_bytes).make_content(5)
     for part in content.parts:  # the right size, the right name, and other bytes
         put(folder, keys.make_part_key(liar, part.digest), b"x" * part.size)
     forged = Checkpoint(
@@ -584,7 +584,7 @@ def test_what_a_member_leaves_in_its_prefix_costs_only_that_member(folder, confi
 
 def vote_as(store: Store, member: str) -> Content:
     """Vote for the content of step 5 as the honest members do, and return it."""
-    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    content = SnapshotBuffers().snapshot(StateShards(state_of(0)), SMALL.part_bytes).make_content(5)
     rest = compute_digest(dump_canonical_json({"position": {"sample": 9}, "run": "r"}))
     vote = Vote(member=member, step=5, root=content.root, rest=rest, size=content.size)
     commit_once(store, CooldownKeys(JOB, 0).make_vote_key(member), vote)
@@ -730,7 +730,7 @@ def test_late_votes_of_most_members_end_a_confined_epoch_without(folder, confine
 
 
 def test_wrong_bytes_under_a_right_name_are_replaced(folder, members) -> None:
-    content = SnapshotBuffers().snapshot(state_of(0), SMALL.part_bytes).make_content(5)
+    content = SnapshotBuffers().snapshot(StateShards(state_of(0)), SMALL.part_bytes).make_content(5)
     bad = [KEYS.make_part_key(5, part.digest) for part in content.parts[:3]]
     put(folder, bad[0], b"x" * content.parts[0].size)
     put(folder, bad[1], b"")

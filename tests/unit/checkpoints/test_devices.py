@@ -12,7 +12,7 @@ import torch
 
 from millrace.checkpoints import Saver, SaveSettings, load, load_into
 from millrace.checkpoints.pinned_memory import PinnedMemory, map_pinned
-from millrace.checkpoints.snapshot import lay_out_state
+from millrace.checkpoints.snapshot import StateShards
 from millrace.storage import Store, open_store
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -82,9 +82,9 @@ def test_a_state_that_is_still_being_computed_is_saved_as_it_will_be(store, devi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_for_a_gpu_is_pinned_as_long_as_it_exists(device):
-    plan = lay_out_state(make_state(device), 40_000)
+    shards = StateShards(make_state(device))
     for _ in range(20):  # often at the same address
-        memory = plan.allocate(10_000_000)
+        memory = shards.allocate(10_000_000)
         assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned() == (device == "cuda")
         if isinstance(memory, PinnedMemory):
             memory.pin()  # CUDA refuses to pin it twice

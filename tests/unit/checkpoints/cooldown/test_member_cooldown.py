@@ -7,7 +7,7 @@ import torch
 
 from millrace.checkpoints import CooldownOutcome, CooldownSettings, Membership, OnTimeout
 from millrace.checkpoints.cooldown.member_cooldown import MemberCooldown
-from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord
@@ -19,7 +19,7 @@ from tests.unit.checkpoints.cooldown.conftest import JOB, ROSTER
 def test_only_a_member_that_can_commit_goes_on_in_the_background(
     folder: Store, *, confined: bool
 ) -> None:
-    content = SnapshotBuffers().snapshot({"w": torch.ones(3)}, 1 << 12).make_content(5)
+    content = SnapshotBuffers().snapshot(StateShards({"w": torch.ones(3)}), 1 << 12).make_content(5)
     draft = Checkpoint(
         job=JOB,
         step=5,
