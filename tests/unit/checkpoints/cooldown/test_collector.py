@@ -12,7 +12,7 @@ from millrace.checkpoints.cooldown.member_cooldown import make_vote
 from millrace.checkpoints.cooldown.rosters import make_roster
 from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.find import commit_checkpoint
-from millrace.checkpoints.snapshot import SnapshotBuffers
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once
@@ -26,7 +26,7 @@ NAMES = ("a", "b", "c", "d", "e")
 
 def content_of(value: int, step: int = 5) -> Content:
     state = {"w": torch.full((10,), float(value)), "same": torch.ones(5000)}
-    return SnapshotBuffers().snapshot(state, 1 << 12).make_content(step)
+    return SnapshotBuffers().snapshot(StateShards(state), 1 << 12).make_content(step)
 
 
 def draft_of(content: Content, sample: int = 9, run: str = "r") -> Checkpoint:
