@@ -25,17 +25,17 @@ hypothesis.settings.load_profile("fixed")
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 
 TIERS = ["e2e", "integration", "unit"]
-SERVERS = {"prefect_server": "prefect", "ray_cluster": "ray"}
-"""Fixtures of servers that are slow to start, and the group of the tests that share one."""
-LONGEST = ["prefect", "ray", "e2e/test_demo.py", "e2e/test_readme.py", "e2e/datasets/test_kills.py"]
+SERVERS = {"prefect_server", "ray_cluster"}
+"""Fixtures of servers that are slow to start. Some tests need both."""
+LONGEST = ["servers", "e2e/test_readme.py", "e2e/datasets/test_kills.py"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark combinations of parameters, group tests by process, and order the groups.
 
-    Of the combinations of a test's parameters, only so many run in `make test` that each value of
-    each parameter is in one of them. The others have the mark `soak`.
+    Of the combinations of a test's parameters, `make test` runs only so many that each value of a
+    parameter is in one of them. The others get the mark `soak`.
 
     There are three processes, and each starts the servers that its groups need, once. Tests that
     wait for a server leave a fifth of two processors idle when there are two processes. The groups
@@ -50,10 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Return what shares a process: a module, or all tests of a server that is slow to start."""
-    for fixture in getattr(item, "fixturenames", ()):
-        if fixture in SERVERS:
-            return SERVERS[fixture]
+    """Return what shares a process: a module, or all tests of servers that are slow to start."""
+    if SERVERS & {*getattr(item, "fixturenames", ())}:
+        return "servers"
     return item.path.relative_to(item.config.rootpath / "tests").as_posix()
 
 

@@ -28,6 +28,7 @@ def deploy(server: PrefectServer, folder: Path) -> "subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.soak
 def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer, tmp_path: Path) -> None:
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     wanted = project["deployments"] = project["deployments"][:2]

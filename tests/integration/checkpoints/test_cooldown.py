@@ -302,6 +302,7 @@ def test_refused_credentials_are_a_failure_with_a_reason(request, rgw, bucket) -
             saver.end(state_of(0), epoch=0, step=5)
 
 
+@pytest.mark.soak
 def test_a_name_is_one_members(folder, members) -> None:
     members(folder, ["a"])
     with pytest.raises(errors.ConflictError, match="a of runs/one already lives"):

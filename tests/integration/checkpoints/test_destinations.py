@@ -40,6 +40,8 @@ from millrace.testing.process import find_free_ports
 from tests.oracle import Folder, judge_checkpoints
 from tests.stores import make_spec
 
+pytestmark = pytest.mark.contract
+
 JOB = "runs/there"
 KEYS = CheckpointKeys(JOB)
 SMALL = SaveSettings(part_bytes=4096)

@@ -291,6 +291,7 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
     assert not keys_of(place)
 
 
+@pytest.mark.soak
 def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, request):
     with ThreadPoolExecutor(16) as pool:
         place = BucketBuilder(open_store(make_spec("rgw", request)), pool)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import webdataset
 
 from millrace.datasets import PipelineSettings, shard_dataset, verify_dataset
@@ -100,6 +101,7 @@ def test_a_buffer_that_a_large_sample_made_grow_shrinks_again():
     assert len(encoder.close().obj) == MIB
 
 
+@pytest.mark.soak
 def test_large_rows_of_json_lines_are_held_five_times_at_most(tmp_path):
     for name, rows, size in (("small", 6, 2 * MIB), ("large", 3, 64 * MIB)):
         (tmp_path / name).mkdir()

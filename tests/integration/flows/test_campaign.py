@@ -102,6 +102,7 @@ def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
     return [(one.name, one.state_name) for one in found]
 
 
+@pytest.mark.soak
 def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     prefect_api: PrefectServer, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_campaign_shards_on_rented_machines_and_reports_their_cost(
     assert "| Dataset | 2,000 samples in " in report
 
 
+@pytest.mark.soak
 def test_a_run_that_fails_gives_the_machines_back_and_says_why(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:

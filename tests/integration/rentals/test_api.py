@@ -101,6 +101,7 @@ def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_DESTROY_TIMEOUT", 1.0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("call", ["list", "delete"])
 def test_a_rental_polls_and_ends_while_the_api_trickles(
     world: Reset, call: str, monkeypatch: pytest.MonkeyPatch

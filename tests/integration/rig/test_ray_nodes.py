@@ -10,6 +10,8 @@ import pytest
 from benchmarks.rig import Rig, RigError
 from benchmarks.rig.ray_nodes import RayNodes
 
+pytestmark = pytest.mark.soak
+
 NODES = """
 import json, ray
 ray.init(address="auto", log_to_driver=False)
@@ -45,7 +47,6 @@ def run(rig: Rig, cluster: RayNodes, script: str) -> str:
     return rig.nodes[0].run([sys.executable, "-c", script], env=cluster.environment)
 
 
-@pytest.mark.soak
 def test_every_node_is_alive_with_its_processors(rig, cluster):
     one, other = rig.nodes
     assert json.loads(run(rig, cluster, NODES)) == {one.address: 0, other.address: 2}
@@ -55,7 +56,6 @@ def test_a_task_that_asks_for_a_processor_goes_to_the_node_that_has_one(rig, clu
     assert run(rig, cluster, WHERE) == "n1\n"
 
 
-@pytest.mark.soak
 def test_only_who_has_the_token_is_let_in(rig, cluster):
     ask = [
         sys.executable,

@@ -32,6 +32,8 @@ from millrace.testing.faults import Fault
 from millrace.testing.r2 import R2Proxy
 from tests.stores import make_spec
 
+pytestmark = pytest.mark.contract
+
 MIB = 1 << 20
 UNSIGNED = "UNSIGNED-PAYLOAD"
 CRC = "CRC-64/NVME"
@@ -203,6 +205,7 @@ def test_a_lost_answer_teaches_nothing_and_the_object_is_there(store, r2, data):
     assert read(store, "lost") == data
 
 
+@pytest.mark.soak
 def test_credentials_without_the_right_do_not_switch_the_crc_off(request, store, r2, data, write):
     reader = open_store(make_spec("r2", request, "read_only"))
     for known in (False, True):

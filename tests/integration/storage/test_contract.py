@@ -40,6 +40,8 @@ from millrace.storage import (
 from tests.oracle import compute_blake3
 from tests.stores import make_spec
 
+pytestmark = pytest.mark.contract
+
 MIB = 1 << 20
 LARGE = 256 << 10
 """Bytes from which on Millrace signs a body by itself, and obstore does not."""

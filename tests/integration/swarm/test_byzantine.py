@@ -226,6 +226,7 @@ def test_an_object_of_which_nothing_says_what_it_is_leaves_the_store_twice(start
     assert [read_files(node.root) for node in start.agents] == [{"large.bin": body}] * 3
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("event", "why"),
     [

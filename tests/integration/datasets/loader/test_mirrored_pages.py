@@ -78,6 +78,7 @@ def test_a_page_is_one_request_to_one_of_the_locations(world: Mirrors):
     assert found.further_share <= 0.05
 
 
+@pytest.mark.soak
 def test_pages_are_right_while_one_location_is_dead_and_others_fail(world: Mirrors):
     world.proxies[0].set_faults(Faults(error500=1.0))
     for number in (1, 2):

@@ -127,6 +127,7 @@ class Freezing(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.soak
 def test_a_node_that_freezes_while_it_looks_at_what_it_has_is_noticed(store, nodes, monkeypatch):
     monkeypatch.setattr(agent_client, "_ANSWER_TIMEOUT", 1.0)
     contents = fill(store, "freezes")
@@ -177,6 +178,7 @@ def test_a_node_that_fetches_nothing_is_given_up(store, nodes, tmp_path, honest)
     }
 
 
+@pytest.mark.soak
 def test_a_late_node_joins_a_run(store, nodes, tmp_path):
     contents = fill(store, "late")
     settings = make_settings(store, nodes, **below("late"))

@@ -19,6 +19,8 @@ from millrace.datasets.formats.parquet import PagesFormat, ParquetFormat
 from millrace.datasets.sample import LargeFile, RowBatch, Sample, batch_rows
 from tests.support.formats import ALL_TYPES
 
+pytestmark = pytest.mark.contract
+
 CAPACITY = 1 << 14
 
 

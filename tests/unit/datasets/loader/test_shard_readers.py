@@ -30,6 +30,8 @@ from millrace.threads import DaemonThreadPool
 from tests.support.formats import ALL_TYPES
 from tests.support.shard_datasets import write_dataset
 
+pytestmark = pytest.mark.contract
+
 COUNT = 60
 Loaded = dict[str, Any]
 FULL = (FormatName.WEBDATASET, FormatName.LITDATA, FormatName.MDS, FormatName.PARQUET)
