@@ -97,13 +97,13 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
     with _time_stage(figures, "load"):
         weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate_locally())
     window = make_window(make_shapes(width, layers))
-    weights.open(window)
+    weights.begin_window(window)
     gradients = dict[str, CheckedGradient]()
     with _time_stage(figures, "read"):
         for number in range(WORKERS):
             expected = window.make_expected(f"w{number:02d}")
             found = head(store, window.keys.make_gradient_key(expected.uid, 1))
-            gradients[expected.uid] = weights.read(expected.uid, store, found, expected)
+            gradients[expected.uid] = weights.read_gradient(expected.uid, store, found, expected)
     size = sum(gradient.size for gradient in gradients.values())
     gathered = GatheredWindow(gradients, {}, (), size, 0.0)
     step = ChainStep(

@@ -104,7 +104,7 @@ def aggregate_gradients(
     after = find_newest_window(settings)
     try:
         done = merge_windows(settings, after)
-    except HeldError as error:  # one aggregator is enough
+    except HeldError as error:  # one aggregator is enough; Prefect returns None to a caller
         return Completed(message=str(error))  # pyright: ignore[reportReturnType] - Prefect's way
     except BaseException:
         report_windows(settings, after)  # earlier windows are merged and stay so

@@ -15,7 +15,7 @@ from flows.rent_machines import await_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
-from millrace.campaigns import Aggregator, Campaign, CampaignSummary, CampaignWorkers, Training
+from millrace.campaigns import Campaign, CampaignSummary, CampaignWorkers, RunAggregator, Training
 from millrace.errors import MillraceError, UnavailableError
 from millrace.storage import Right
 from tasks import campaign_tasks
@@ -94,7 +94,7 @@ def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: Campa
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
 
 
-def make_aggregator(plan: CampaignPlan, training: Training) -> Aggregator:
+def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:
     """Return a function that runs an aggregator of the training with given settings."""
     return lambda settings: aggregate_gradients(
         plan.bucket, training.run, training.uids,

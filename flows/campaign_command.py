@@ -11,7 +11,7 @@ import click
 
 from millrace.cli.campaign import confirm_machines
 from millrace.cli.common import CommandResult, add_yes_option, print_result, take_settings_file
-from millrace.cli.machine import release_on_signal
+from millrace.cli.machine import interrupt_on_signal
 from millrace.errors import ConfigurationError
 from millrace.settings import read_settings_file, validate_settings
 from millrace.terminal import echo_text
@@ -46,7 +46,7 @@ def run(settings: Path, *, yes: bool) -> CommandResult:
     from millrace.rentals import RentalSupervisor
     from tasks.campaign_tasks import describe_campaign
 
-    release_on_signal(RentalSupervisor.has_any_machines)
+    interrupt_on_signal(RentalSupervisor.has_any_machines)
     for handler in _find_console_handlers():
         handler.addFilter(should_print)
     data = read_settings_file(settings, template="millrace campaign init")

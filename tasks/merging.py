@@ -180,6 +180,6 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
 
 def _count_planned(settings: AggregatorSettings, after: int) -> int | None:
     """Return the largest number of windows to merge; None if the number is unknown."""
-    to_last = None if settings.last is None else max(0, settings.last - after)
+    to_last = None if settings.last_window is None else max(0, settings.last_window - after)
     known = [number for number in (settings.max_windows, to_last) if number is not None]
     return min(known, default=None)

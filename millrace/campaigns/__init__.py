@@ -11,8 +11,8 @@ from millrace.campaigns.lease import hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
 from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
 from millrace.campaigns.progress import (
-    Aggregator,
     MergedWindows,
+    RunAggregator,
     TrainingProgress,
     ensure_final_weights_saved,
     merge_epoch,
@@ -28,7 +28,6 @@ from millrace.campaigns.workers import (
 )
 
 __all__ = [
-    "Aggregator",
     "Campaign",
     "CampaignSummary",
     "CampaignWorkers",
@@ -36,6 +35,7 @@ __all__ = [
     "LocalWorkerSettings",
     "MergedWindows",
     "RentedWorkerOptions",
+    "RunAggregator",
     "Training",
     "TrainingOptions",
     "TrainingProgress",

@@ -20,7 +20,7 @@ _COOLDOWN_RESERVE = timedelta(minutes=1)
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training of a campaign: its rules, its dataset, and its store.
+    """Training of a campaign: its options, its dataset, and its store.
 
     Attributes:
         campaign: Name of the campaign.

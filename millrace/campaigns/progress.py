@@ -58,10 +58,10 @@ class MergedWindows(Protocol):
         ...
 
 
-Aggregator = Callable[[AggregationSettings], MergedWindows | None]
+RunAggregator = Callable[[AggregationSettings], MergedWindows | None]
 """Runs an aggregator with the given settings, up to their last window or one without a gradient.
 
-None means that another process aggregates the run.
+None means that another process aggregates the run: the flow then ends as completed, with a message.
 """
 
 
@@ -83,7 +83,7 @@ def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
         return derive_epoch(store, job, epoch)
 
 
-def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int:
+def ensure_final_weights_saved(training: Training, aggregate: RunAggregator) -> int:
     """Save the weights after the last window, unless the aggregator that merged it has done so.
 
     An aggregator that was killed after its last link has saved older weights only.
@@ -114,7 +114,7 @@ def ensure_final_weights_saved(training: Training, aggregate: Aggregator) -> int
 
 
 def merge_epoch(
-    training: Training, epoch: int, workers: CampaignWorkers, aggregate: Aggregator
+    training: Training, epoch: int, workers: CampaignWorkers, aggregate: RunAggregator
 ) -> None:
     """Merge the windows of an epoch that are not merged yet.
 
@@ -159,7 +159,7 @@ def _count_idle_windows(store: Store, keys: ChainKeys, newest_window: int) -> in
     return newest_window - window
 
 
-def _merge_until(training: Training, last_window: int, aggregate: Aggregator) -> MergedWindows:
+def _merge_until(training: Training, last_window: int, aggregate: RunAggregator) -> MergedWindows:
     done = aggregate(training.limit_aggregation(last_window))
     if done is None:
         raise HeldError(f"{training.keys.run} is aggregated by another process, which is alive.")

@@ -48,10 +48,10 @@ class _JoinedWorkers:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._store = open_store(training.read_store, make_folder=False)
-        leader = open_store(training.write_store)
-        clock = StoreClock.read(leader, training.campaign, Holder.describe_this_process())
+        write_store = open_store(training.write_store)
+        clock = StoreClock.read(write_store, training.campaign, Holder.describe_this_process())
         self._census = make_census(self._store, training.keys.job, clock)
-        self._started_at = find_term_start(leader, training.keys.lease)
+        self._started_at = find_term_start(write_store, training.keys.lease)
 
     def find(self) -> set[str]:
         """Return the names of the workers.

@@ -134,7 +134,7 @@ def worker(settings: Path, *, attached: bool) -> int:
 
 def confirm_machines(
     name: str,
-    rules: "TrainingOptions | None",
+    training: "TrainingOptions | None",
     sharding: "ShardingMachineSettings | None",
     *,
     yes: bool,
@@ -143,7 +143,7 @@ def confirm_machines(
 
     Args:
         name: Name of the campaign.
-        rules: Settings of the training; None without a training.
+        training: Options of the training; None without a training.
         sharding: Machines that shard the dataset; None without them.
         yes: Whether the question is skipped.
     """
@@ -154,9 +154,9 @@ def confirm_machines(
     if sharding is not None:
         rented.append(f"{format_count(sharding.machines, 'machine')} to shard the dataset")
         total += sharding.request.max_total
-    if rules is not None and isinstance(rules.machines, RentedWorkerOptions):
-        rented.append(f"{format_count(rules.workers, 'machine')} to train")
-        total += rules.machines.request.max_total
+    if training is not None and isinstance(training.machines, RentedWorkerOptions):
+        rented.append(f"{format_count(training.workers, 'machine')} to train")
+        total += training.machines.request.max_total
     if not rented:
         return True
     machines = " and then ".join(rented)

@@ -274,7 +274,7 @@ def _run_on_machines(
     config: "PipelineSettings", vast: "VastSettings", *, yes: bool
 ) -> CommandResult:
     """Shard a dataset on rented machines, after a question."""
-    from millrace.cli.machine import EventPrinter, confirm_rental, release_on_signal
+    from millrace.cli.machine import EventPrinter, confirm_rental, interrupt_on_signal
     from millrace.progress_bar import PartitionsBar
     from millrace.rentals import RentalSupervisor
     from millrace.rented_sharding import make_sharding_rental, needs_machines, shard_on_machines
@@ -282,7 +282,7 @@ def _run_on_machines(
     rental = make_sharding_rental(config, vast)
     if needs_machines(config) and not confirm_rental(rental, yes=yes):
         return CommandResult({"rental": rental.name, "dollars": 0.0}, 1)
-    release_on_signal(RentalSupervisor.has_any_machines)
+    interrupt_on_signal(RentalSupervisor.has_any_machines)
     show_machines = EventPrinter()
     with PartitionsBar() as show_partitions:
 

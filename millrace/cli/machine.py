@@ -79,7 +79,7 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
         return run_rental(rental_settings, yes=yes)
     if not confirm_rental(rental_settings, yes=yes):
         return CommandResult({"rental": rental_settings.name, "dollars": 0.0}, 1)
-    release_on_signal()
+    interrupt_on_signal()
     with (
         OwnerMonitor(rental_settings.ledger, rental_settings.name),
         Rental(rental_settings, detached=True, progress=EventPrinter()) as rental,
@@ -193,7 +193,7 @@ def run_rental(settings: "RentalSettings", *, yes: bool) -> CommandResult:
 
     if not confirm_rental(settings, yes=yes):
         return CommandResult({"rental": settings.name, "dollars": 0.0}, 1)
-    release_on_signal()
+    interrupt_on_signal()
     with (
         OwnerMonitor(settings.ledger, settings.name),
         Rental(settings, progress=EventPrinter()) as rental,
@@ -214,7 +214,7 @@ def confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
     return confirm(f"Rent {count} for {settings.name}, for at most {limit}?", yes=yes)
 
 
-def release_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
+def interrupt_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:
     """Interrupt this process at the first signal, and ignore further signals during a release.
 
     A second interrupt could end the process before its machines are released.

@@ -97,7 +97,7 @@ class WindowMerged(Event):
     Attributes:
         run: Name of the run.
         window: Number of the window.
-        accepted: Number of workers whose gradients were merged.
+        taken: Number of workers whose gradients were merged.
         excluded: Number of excluded workers.
     """
 
@@ -105,7 +105,7 @@ class WindowMerged(Event):
 
     run: str
     window: int
-    accepted: int
+    taken: int
     excluded: int
 
 

@@ -345,7 +345,7 @@ class AggregatorSettings(AggregationSettings):
     )
 
     @property
-    def last(self) -> int | None:
+    def last_window(self) -> int | None:
         """Number of the last window; None if the run has no end."""
         ends = [end for end in (self.run.windows, self.until) if end is not None]
         return min(ends, default=None)

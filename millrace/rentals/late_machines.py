@@ -34,7 +34,7 @@ class LateMachineFinder:
             Decisions to release the other late machines.
         """
         decisions: list[ReleaseDecision] = []
-        for machine, instance_id in self._pop_listed(self._state.unconfirmed, instances):
+        for machine, instance_id in self._pop_listed(self._state.unclaimed, instances):
             if adopt and self._state.needs_machine(machine.slot):
                 now = self._context.clock.monotonic()
                 machine.rented_at = machine.last_report_at = now
@@ -61,7 +61,7 @@ class LateMachineFinder:
             *listed,
             *(
                 ReleaseDecision(one, ReleaseReason.NEVER_RENTED, message)
-                for one in self._state.unconfirmed.values()
+                for one in self._state.unclaimed.values()
             ),
         ]
 

@@ -225,7 +225,7 @@ class Rental:
 
     def _find_unclaimed(self) -> list[ReleaseDecision]:
         """Return decisions to release the machines without a slot, after one more listing."""
-        if not self._state.unconfirmed:
+        if not self._state.unclaimed:
             return []
         return self._late_finder.find_unclaimed(self._list_instances() or [])
 

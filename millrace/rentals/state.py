@@ -14,7 +14,7 @@ class RentalState:
         slot_count: Number of machines that the rental needs.
         active: Rented machines, by slot.
         done: Machines whose program ended with exit code 0, by slot.
-        unconfirmed: Machines without a slot whose create requests got no answer, by attempt. A
+        unclaimed: Machines without a slot whose create requests got no answer, by attempt. A
             later listing may show them.
         released: Machines with a release record, by attempt.
         costs: Dollars of released machines, by attempt; 0 for the attempts of other machines.
@@ -24,7 +24,7 @@ class RentalState:
     slot_count: int
     active: dict[int, Machine] = field(default_factory=dict[int, Machine])
     done: dict[int, Machine] = field(default_factory=dict[int, Machine])
-    unconfirmed: dict[int, Machine] = field(default_factory=dict[int, Machine])
+    unclaimed: dict[int, Machine] = field(default_factory=dict[int, Machine])
     released: dict[int, Machine] = field(default_factory=dict[int, Machine])
     costs: dict[int, float] = field(default_factory=dict[int, float])
     excluded_host_ids: set[int] = field(default_factory=set[int])
@@ -66,7 +66,7 @@ class RentalState:
     def free_slot(self, machine: Machine) -> None:
         """Free the slot of an unconfirmed machine, which a later listing may still show."""
         del self.active[machine.slot]
-        self.unconfirmed[machine.attempt.number] = machine
+        self.unclaimed[machine.attempt.number] = machine
 
     def add_release(self, machine: Machine, cost: float) -> None:
         """Remember that a machine was released, and free its slot.
@@ -77,7 +77,7 @@ class RentalState:
         """
         number = machine.attempt.number
         self.costs[number] = cost
-        self.unconfirmed.pop(number, None)
+        self.unclaimed.pop(number, None)
         self.released[number] = machine
         if self.active.get(machine.slot) is machine:
             del self.active[machine.slot]

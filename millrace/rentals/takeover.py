@@ -65,7 +65,7 @@ def take_over_machines(
         if machine.slot not in state.active and machine.slot < state.slot_count:
             state.active[machine.slot] = machine
         elif machine.is_unconfirmed:
-            state.unconfirmed[attempt.number] = machine
+            state.unclaimed[attempt.number] = machine
         else:
             decisions.append(
                 ReleaseDecision(machine, ReleaseReason.UNNEEDED, "the previous owner was lost")

@@ -18,9 +18,15 @@ from millrace.swarm.messages import (
     ReadRetried,
     compute_commitment,
 )
+from millrace.swarm.piece_readers import (
+    BufferPool,
+    FetchError,
+    PeerReader,
+    StoreReader,
+    hash_segments,
+)
 from millrace.swarm.protocol import ConnectionPool, Endpoint
 from millrace.swarm.run_spec import RunSpec
-from millrace.swarm.transfer import BufferPool, FetchError, PeerReader, StoreReader, hash_segments
 
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a transfer has failed
 _LONGEST_REASON = 300  # characters

@@ -338,7 +338,7 @@ def test_run_use_vast_rents_and_gives_back(
     vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The handlers would replace pytest's own.
-    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda _: None)
+    monkeypatch.setattr("millrace.cli.machine.interrupt_on_signal", lambda _: None)
     path, data = write_rented_dataset(vast, repository, tmp_path)
     planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast"])
     assert planned.exit_code == 0, planned.output
@@ -447,7 +447,7 @@ def test_a_limit_of_money_and_a_wrong_key_are_named(
 def test_one_offer_is_rented_with_its_disk_and_folder(
     vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.cli.machine.release_on_signal", lambda _: None)
+    monkeypatch.setattr("millrace.cli.machine.interrupt_on_signal", lambda _: None)
     path, data = write_rented_dataset(vast, repository, tmp_path)
     planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast", "--disk", "20"])
     offers = re.findall(r"^ *(\d+)  1 x", planned.output, re.MULTILINE)

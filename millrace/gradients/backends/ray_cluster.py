@@ -61,7 +61,7 @@ class RayShards:
         The future raises `WorkerError` if the shard is lost, and otherwise the method's error.
         """
         remote = getattr(actor, method.__name__)
-        group = _READING if method.__name__ == WeightShard.receive.__name__ else None
+        group = _READING if method.__name__ == WeightShard.receive_gradient.__name__ else None
         asked = (remote.options(concurrency_group=group) if group else remote).remote(
             *args, **kwargs
         )

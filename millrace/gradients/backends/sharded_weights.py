@@ -95,17 +95,17 @@ class ShardedWeights:
             ChainError: The link is missing or broken, or the weights have another digest.
         """
         check_link_tensors(link, self.shapes)
-        self._backend.call_all(WeightShard.fetch, store, link)
+        self._backend.call_all(WeightShard.fetch_updates, store, link)
         self._backend.call_all(WeightShard.apply, link)
         self.check(link)
 
     # -- a window
 
-    def open(self, gather_window: GatherWindow) -> None:
+    def begin_window(self, gather_window: GatherWindow) -> None:
         """Begin a window, and drop the gradients of other windows."""
-        self._backend.call_all(WeightShard.open, gather_window.number)
+        self._backend.call_all(WeightShard.begin_window, gather_window.number)
 
-    def read(
+    def read_gradient(
         self, uid: str, store: Store, stat: Stat, expected: ExpectedGradient
     ) -> CheckedGradient:
         """Read a worker's gradient. Each shard reads and keeps its own tensors.
@@ -115,7 +115,9 @@ class ShardedWeights:
         """
         checked = read_header(store, stat, expected)
         try:
-            parts = self._backend.call_all(WeightShard.receive, uid, store, stat, checked, expected)
+            parts = self._backend.call_all(
+                WeightShard.receive_gradient, uid, store, stat, checked, expected
+            )
             return assemble_gradient(checked, parts, expected)
         except GradientError:
             self._backend.call_all(WeightShard.forget, uid, expected.window)

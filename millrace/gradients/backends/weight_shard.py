@@ -134,7 +134,7 @@ class WeightShard:
             or (take_last_part(name) in BUFFER_NAMES and np.isinf(values).any())
         ]
 
-    def fetch(self, store: Store, link: ChainLink) -> None:
+    def fetch_updates(self, store: Store, link: ChainLink) -> None:
         """Read the updates of a link for these tensors. `apply` merges and applies them later.
 
         Raises:
@@ -151,13 +151,13 @@ class WeightShard:
 
     # -- a window
 
-    def open(self, window: int) -> None:
+    def begin_window(self, window: int) -> None:
         """Begin a window, and drop the gradients of other windows."""
         with self._lock:
             self._window = window
             self._received.clear()
 
-    def receive(
+    def receive_gradient(
         self, uid: str, store: Store, stat: Stat, checked: CheckedHeader, want: ExpectedGradient
     ) -> CheckedTensors:
         """Read and keep these tensors of a worker's gradient. Several threads may call this method.

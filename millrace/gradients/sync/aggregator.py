@@ -68,7 +68,7 @@ def aggregate_run(
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
         applied = catch_up_weights(
-            store, run, weights, after=window, until=settings.last, progress=progress
+            store, run, weights, after=window, until=settings.last_window, progress=progress
         )
         if applied is not None:  # an aggregator that was killed has not saved these weights
             saver.note_unsaved(applied)
@@ -79,7 +79,7 @@ def aggregate_run(
             weights,
             reserves=reserves,
             after=applied.window if applied else window,
-            until=settings.last,
+            until=settings.last_window,
             progress=progress,
         )
         idle_windows = 0

@@ -78,14 +78,14 @@ def merge_windows(
     while until is None or window < until:
         window += 1
         options, gather_window = _open(store, settings, weights.shapes, window, before.step, clock)
-        weights.open(gather_window)
+        weights.begin_window(gather_window)
         try:
             gathered = gather(
                 gather_window,
                 workers,
                 _limit_wanted(options.gather, len(workers) + len(reserves)),
                 reserves=reserves,
-                read_gradient=weights.read,
+                read_gradient=weights.read_gradient,
                 clock=clock,
                 progress=progress,
             )
@@ -99,7 +99,7 @@ def merge_windows(
             WindowMerged(
                 run=settings.name,
                 window=window,
-                accepted=len(before.taken),
+                taken=len(before.taken),
                 excluded=len(before.excluded),
             )
         )

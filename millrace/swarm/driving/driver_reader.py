@@ -12,8 +12,8 @@ from typing import Protocol
 
 from millrace.digest import combine_blocks, make_hasher
 from millrace.swarm.catalogue import Catalogue, can_combine, combine_digests
+from millrace.swarm.piece_readers import BufferPool, FetchError, StoreReader, hash_segments
 from millrace.swarm.protocol import ConnectionPool
-from millrace.swarm.transfer import BufferPool, FetchError, StoreReader, hash_segments
 
 _CONCURRENCY = 4
 _PAUSE = 0.5  # seconds before a failed read is tried again

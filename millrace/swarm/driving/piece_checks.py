@@ -12,8 +12,8 @@ from millrace import errors
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
+from millrace.swarm.piece_readers import FINAL_STATUSES, FetchError
 from millrace.swarm.progress_events import NodeMisread
-from millrace.swarm.transfer import FINAL_STATUSES, FetchError
 
 _DENIED_STATUSES = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 _SAMPLE_BYTES = 16 << 20  # bytes of objects without a digest that the driver reads at most

@@ -52,7 +52,7 @@ server._send_file = send_wrong
 """
 
 FLIP = """
-import millrace.swarm.transfer as fetch
+import millrace.swarm.piece_readers as fetch
 
 read = fetch.StoreReader.read_piece
 
@@ -67,7 +67,7 @@ fetch.StoreReader.read_piece = flip
 
 FLIP_ONCE = """
 import threading
-import millrace.swarm.transfer as fetch
+import millrace.swarm.piece_readers as fetch
 
 read = fetch.StoreReader.read_piece
 first = threading.Lock()

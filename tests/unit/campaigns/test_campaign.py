@@ -70,7 +70,7 @@ def test_an_aggregator_stops_at_the_first_idle_window(
     assert kept == training.options.aggregation.model_dump(exclude={"idle"})
     weights = InitialWeights(url=place.url, job="first")
     beginning = training.make_aggregator_settings(weights)
-    assert (beginning.idle, beginning.last, beginning.every) == (4, 6, 5)
+    assert (beginning.idle, beginning.last_window, beginning.every) == (4, 6, 5)
     assert (beginning.store, beginning.initial_weights) == (place, weights)
 
 

@@ -25,7 +25,7 @@ def test_the_command_waits_for_a_server_as_long_as_a_deployment(
         raise UnavailableError("enough")
 
     monkeypatch.setattr(flows.campaign, "run_campaign", run_campaign)
-    monkeypatch.setattr(campaign_command, "release_on_signal", lambda _: None)
+    monkeypatch.setattr(campaign_command, "interrupt_on_signal", lambda _: None)
     monkeypatch.setattr(campaign_command, "_find_console_handlers", list)
     plan = tmp_path / "campaign.yaml"  # JSON is YAML
     plan.write_text(

@@ -127,16 +127,16 @@ def test_a_read_that_fails_in_a_later_window_leaves_the_gradient_of_that_window(
             bodies, SHAPES, Codec(), run="runs/one", uid="x", window=window.number, base=0
         )
         put(store, key, body)
-        weights.read("x", store, head(store, key), window.make_expected("x"))
+        weights.read_gradient("x", store, head(store, key), window.make_expected("x"))
 
     def stall(*_: object) -> CheckedTensors:
         """Fail when the next window is open, and its gradient was read."""
         monkeypatch.setattr(weight_shard, "read_tensors", read_tensors)
-        weights.open(second)
+        weights.begin_window(second)
         read(second)
         raise GradientError(ExclusionReason.UNAVAILABLE, "It did not arrive.")
 
-    weights.open(first)
+    weights.begin_window(first)
     monkeypatch.setattr(weight_shard, "read_tensors", stall)
     with pytest.raises(GradientError, match="did not arrive"):
         read(first)

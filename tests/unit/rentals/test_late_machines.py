@@ -14,7 +14,7 @@ from tests.unit.rentals.test_machine_starter import Bench
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     bench = Bench(tmp_path)
-    bench.state.unconfirmed[0] = make_machine(tmp_path, make_attempt())
+    bench.state.unclaimed[0] = make_machine(tmp_path, make_attempt())
     return bench
 
 
@@ -28,7 +28,7 @@ def test_nothing_is_found_while_no_listing_shows_the_machine(
 ) -> None:
     bench.vast.add(5, "another")
     assert finder.find(bench.vast.list_instances(), adopt=True) == []
-    assert set(bench.state.unconfirmed) == {0}
+    assert set(bench.state.unclaimed) == {0}
 
 
 def test_a_late_machine_gets_its_free_slot(bench: Bench, finder: LateMachineFinder) -> None:
@@ -37,7 +37,7 @@ def test_a_late_machine_gets_its_free_slot(bench: Bench, finder: LateMachineFind
     assert finder.find(bench.vast.list_instances(), adopt=True) == []
     adopted = bench.state.active[0]
     assert (adopted.attempt.instance_id, adopted.rented_at) == (5, bench.vast.clock.monotonic())
-    assert bench.state.unconfirmed == {}
+    assert bench.state.unclaimed == {}
 
 
 def test_a_late_machine_is_released_if_its_slot_is_taken(
@@ -61,7 +61,7 @@ def test_a_released_machine_that_is_listed_again_is_released_again(
     assert decision.machine.attempt.release_record is None
 
 
-@pytest.mark.parametrize("state", ["unconfirmed", "released"])
+@pytest.mark.parametrize("state", ["unclaimed", "released"])
 def test_the_price_of_a_late_machine_that_is_released_counts(
     bench: Bench, finder: LateMachineFinder, tmp_path: Path, state: str
 ) -> None:
@@ -77,7 +77,7 @@ def test_the_price_of_a_late_machine_that_is_released_counts(
 def test_at_the_end_of_a_rental_all_unconfirmed_machines_are_released(
     bench: Bench, finder: LateMachineFinder, tmp_path: Path
 ) -> None:
-    bench.state.unconfirmed[1] = make_machine(tmp_path, make_attempt(1))
+    bench.state.unclaimed[1] = make_machine(tmp_path, make_attempt(1))
     bench.vast.add(5, "label-0")
     decisions = finder.find_unclaimed(bench.vast.list_instances())
     assert [(one.machine.attempt.number, one.reason) for one in decisions] == [

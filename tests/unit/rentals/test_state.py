@@ -35,11 +35,11 @@ def test_a_machine_without_an_answer_leaves_its_slot_and_is_remembered(tmp_path:
     lost = make_machine(tmp_path, make_attempt(0))
     state.active[0] = lost
     state.free_slot(lost)
-    assert (state.active, state.unconfirmed) == ({}, {0: lost})
+    assert (state.active, state.unclaimed) == ({}, {0: lost})
     replacement = make_machine(tmp_path, make_attempt(1, instance_id=1))
     state.active[0] = replacement
     state.add_release(lost, cost=0.0)
-    assert (state.active, state.unconfirmed) == ({0: replacement}, {})
+    assert (state.active, state.unclaimed) == ({0: replacement}, {})
 
 
 def test_hosts_that_are_excluded_or_in_use_are_not_rented(tmp_path: Path) -> None:

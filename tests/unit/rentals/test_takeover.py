@@ -68,7 +68,7 @@ def test_a_machine_without_a_slot_is_released(context: RentalContext) -> None:
     state = RentalState(2)
     decisions = take_over(context, state)
     assert [one.machine.attempt.number for one in decisions] == [1, 2]
-    assert set(state.unconfirmed) == {3}
+    assert set(state.unclaimed) == {3}
 
 
 def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request(
@@ -79,7 +79,7 @@ def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request
     state = RentalState(2)
     assert take_over(context, state) == []
     assert state.active[0].attempt.instance_id == 11
-    assert set(state.unconfirmed) == {0}
+    assert set(state.unclaimed) == {0}
     assert state.next_attempt == 2
 
 

@@ -14,7 +14,7 @@ from millrace.errors import ArchiveError, ConfigurationError, StoppedError
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
-from millrace.swarm.transfer import hash_segments
+from millrace.swarm.piece_readers import hash_segments
 from millrace.testing.process import REPOSITORY
 from tests.support.swarm.prewarms import MIB, tarred, zipped
 

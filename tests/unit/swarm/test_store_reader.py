@@ -6,8 +6,8 @@ import pytest
 
 from millrace.digest import make_local_etag
 from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.piece_readers import FetchError, StoreReader
 from millrace.swarm.protocol import ConnectionPool
-from millrace.swarm.transfer import FetchError, StoreReader
 
 SIZE = 1 << 10
 

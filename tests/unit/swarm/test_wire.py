@@ -10,8 +10,8 @@ import pytest
 
 from millrace.swarm import protocol
 from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.piece_readers import FetchError, StoreReader
 from millrace.swarm.protocol import ConnectionPool, Endpoint, HttpStatusError
-from millrace.swarm.transfer import FetchError, StoreReader
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     assert counting.sentence == (
         "0 windows merged by this run, the last is 6; to the next 1 of 3 workers came, 1 refused."
     )
-    counting(WindowMerged(run="runs/one", window=7, accepted=1, excluded=2))
+    counting(WindowMerged(run="runs/one", window=7, taken=1, excluded=2))
     assert counting.percent == 25
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."

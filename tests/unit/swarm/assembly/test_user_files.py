@@ -13,7 +13,7 @@ from millrace import errors
 from millrace.swarm import targets
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
-from millrace.swarm.transfer import hash_segments
+from millrace.swarm.piece_readers import hash_segments
 from tests.oracle import compute_blake3
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from millrace.storage import Store, delete, open_store, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
 from millrace.swarm.catalogue import combine_digests
 from millrace.swarm.driving.known_digests import KnownDigests, find_known_digests
+from millrace.swarm.piece_readers import hash_segments
 from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
-from millrace.swarm.transfer import hash_segments
 from tests.oracle import compute_blake3
 from tests.support.swarm.datasets import MIB, hash_blocks, write_dataset
 

@@ -24,6 +24,7 @@ from millrace.swarm.messages import (
     compute_commitment,
 )
 from millrace.swarm.nodes import AbsentNode
+from millrace.swarm.piece_readers import FetchError
 from millrace.swarm.progress_events import (
     FileMismatched,
     NodeAccused,
@@ -32,7 +33,6 @@ from millrace.swarm.progress_events import (
     NodeReady,
     NodeUntrusted,
 )
-from millrace.swarm.transfer import FetchError
 from tests.oracle import compute_blake3
 from tests.unit.swarm.driving.runs import SIZE, Run, make_catalogue, make_file
 
