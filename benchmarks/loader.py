@@ -143,7 +143,7 @@ def measure_order(samples: int) -> float:
     )
     for window in range(0, int(order.lengths[0]) // 1000, 10):
         for stream in range(64):
-            order.list_runs(stream, window)
+            order.list_ranges(stream, window)
             order.permute_window(stream, window)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -1,16 +1,16 @@
 """Order of the samples of an epoch: a function of the dataset and few integers, and not a list.
 
-1. The files are permuted, and their samples stand one after another in this order.
+1. The shards are permuted, and their samples stand one after another in this order.
 2. The samples are cut into equally long streams. One stream may have one sample more than another.
 3. A stream is cut into windows, and the samples of each window are shuffled. The first windows are
    shorter, so that an epoch begins after a sixteenth of a window was read.
 4. The streams are read in turn: sample ``i`` of stream ``s`` has the position ``i * streams + s``.
 
-So neighbours in the order come from as many files as there are streams, and a sample moves by up to
-``window * streams`` positions. Each stream reads its files from their beginning to their end, and
+So neighbours in the order come from as many shards as there are streams, and a sample moves by up to
+``window * streams`` positions. Each stream reads its shards from their beginning to their end, and
 holds one window. The order does not depend on the processes that read: each takes whole streams.
 
-Memory: 24 bytes for each file, and none for a sample.
+Memory: 24 bytes for each shard, and none for a sample.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 _RAMP = 4  # doublings from 1/16 of a window on: the first have 1/16, 1/16, 1/8, 1/4 and 1/2 of it
 
 
-class RowRun(NamedTuple):
-    """Consecutive samples of one file.
+class SampleRange(NamedTuple):
+    """Consecutive samples of one shard.
 
     Attributes:
-        file: Number of the file in the order of the manifest.
-        start: First sample in the file.
+        shard: Number of the shard in the order of the manifest.
+        start: First sample in the shard.
         end: Sample after the last one.
     """
 
-    file: int
+    shard: int
     start: int
     end: int
 
@@ -48,12 +48,12 @@ class EpochOrder:
     """Order of the samples of one epoch.
 
     Args:
-        samples: Number of samples of each file.
+        samples: Number of samples of each shard.
         seed: Seed of the order.
         epoch: Number of the epoch.
         streams: Number of streams.
         window: Samples of a stream that are shuffled among themselves.
-        shuffle: Whether files and windows are shuffled. If not, each stream has its samples in the
+        shuffle: Whether shards and windows are shuffled. If not, each stream has its samples in the
             order of the dataset.
 
     Attributes:
@@ -80,12 +80,12 @@ class EpochOrder:
             raise ConfigurationError("The split has no samples, so there is nothing to load.")
         if streams < 1 or window < 1:
             raise ConfigurationError("`streams` and `window` are at least 1. Correct them.")
-        self._files = np.arange(len(counts))
+        self._shards = np.arange(len(counts))
         if shuffle:
-            permuted = Permutation(len(counts), seed, epoch).permute(self._files)
-            self._files = permuted.astype(np.int64)
-        self._ends = np.cumsum(counts[self._files])
-        self._starts = self._ends - counts[self._files]
+            permuted = Permutation(len(counts), seed, epoch).permute(self._shards)
+            self._shards = permuted.astype(np.int64)
+        self._ends = np.cumsum(counts[self._shards])
+        self._starts = self._ends - counts[self._shards]
         self._window, self._shuffle = window, shuffle
         self._ramp = _RAMP if window >> _RAMP else 0
         self._short, self._longer = divmod(self.total, streams)
@@ -106,7 +106,7 @@ class EpochOrder:
             window -= 1
         return window, row - self._find_start(window)
 
-    def list_runs(self, stream: int, window: int) -> list[RowRun]:
+    def list_ranges(self, stream: int, window: int) -> list[SampleRange]:
         """Return the samples of a window, before they are shuffled.
 
         Args:
@@ -116,19 +116,19 @@ class EpochOrder:
         first = self._find_first(stream)
         at = first + self._find_start(window)
         end = min(first + int(self.lengths[stream]), first + self._find_start(window + 1))
-        runs: list[RowRun] = []
+        ranges: list[SampleRange] = []
         number = int(np.searchsorted(self._ends, at, "right"))
         while at < end:
             start, stop = int(self._starts[number]), int(self._ends[number])
             if at < stop:
                 until = min(end, stop)
-                runs.append(RowRun(int(self._files[number]), at - start, until - start))
+                ranges.append(SampleRange(int(self._shards[number]), at - start, until - start))
                 at = until
             number += 1
-        return runs
+        return ranges
 
-    def find_next_file(self, stream: int, window: int) -> int | None:
-        """Return the file that the stream reads after those of a window; None at its end."""
+    def find_next_shard(self, stream: int, window: int) -> int | None:
+        """Return the shard that the stream reads after those of a window; None at its end."""
         first = self._find_first(stream)
         last = first + int(self.lengths[stream])
         end = min(last, first + self._find_start(window + 1))
@@ -136,10 +136,10 @@ class EpochOrder:
         following = int(np.searchsorted(self._ends, int(self._ends[number]), "right"))
         if following == len(self._ends) or int(self._ends[number]) >= last:
             return None
-        return int(self._files[following])
+        return int(self._shards[following])
 
     def permute_window(self, stream: int, window: int) -> list[int]:
-        """Return the order of the samples of a window, as indexes into its runs."""
+        """Return the order of the samples of a window, as indexes into its ranges."""
         start = self._find_start(window)
         count = min(self._find_start(window + 1), int(self.lengths[stream])) - start
         if not self._shuffle:
@@ -155,5 +155,5 @@ class EpochOrder:
         return self._window >> (self._ramp + 1 - window) if window else 0
 
     def _find_first(self, stream: int) -> int:
-        """Return the position of a stream's first sample among all samples of the files."""
+        """Return the position of a stream's first sample among all samples of the shards."""
         return stream * self._short + min(stream, self._longer)

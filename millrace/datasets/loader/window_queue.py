@@ -98,7 +98,7 @@ class StreamWindows:
     ) -> None:
         self._table, self._order, self._fetcher = table, order, fetcher
         self._stream = stream
-        self._file: int | None = None
+        self._shard: int | None = None
         self._reader: SampleReader | None = None
 
     def iterate_rows(
@@ -134,20 +134,20 @@ class StreamWindows:
 
     def _load(self, window: int) -> list[LoadRows]:
         loaded = [
-            self._open(run.file).load(run.start, run.end)
-            for run in self._order.list_runs(self._stream, window)
+            self._open(samples.shard).load(samples.start, samples.end)
+            for samples in self._order.list_ranges(self._stream, window)
         ]
-        following = self._order.find_next_file(self._stream, window)
+        following = self._order.find_next_shard(self._stream, window)
         if following is not None:
             self._fetcher.request(following)
         return loaded
 
-    def _open(self, file: int) -> SampleReader:
-        if self._reader is None or self._file != file:
+    def _open(self, shard: int) -> SampleReader:
+        if self._reader is None or self._shard != shard:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            listed = self._table.shards[file]
-            self._reader = open_reader(self._table, listed, self._fetcher.open(file))
-            self._file = file
+            listed = self._table.shards[shard]
+            self._reader = open_reader(self._table, listed, self._fetcher.open(shard))
+            self._shard = shard
         return self._reader

@@ -25,8 +25,8 @@ def make_order(samples: list[int], **options: object) -> EpochOrder:
 def list_stream(order: EpochOrder, stream: int) -> Iterator[tuple[int, int]]:
     """Yield the samples of a stream in their order, each as its file and its number in the file."""
     for number in range(order.count_windows(stream)):
-        runs = order.list_runs(stream, number)
-        rows = [(run.file, row) for run in runs for row in range(run.start, run.end)]
+        runs = order.list_ranges(stream, number)
+        rows = [(run.shard, row) for run in runs for row in range(run.start, run.end)]
         yield from (rows[one] for one in order.permute_window(stream, number))
 
 
@@ -67,10 +67,10 @@ def test_the_next_file_is_that_of_the_next_windows(
     order = make_order(samples, streams=streams, window=window)
     for stream in range(streams):
         windows = range(order.count_windows(stream))
-        files = [[run.file for run in order.list_runs(stream, n)] for n in windows]
+        files = [[run.shard for run in order.list_ranges(stream, n)] for n in windows]
         for number, own in enumerate(files):
             later = [one for found in files[number + 1 :] for one in found if one != own[-1]]
-            assert order.find_next_file(stream, number) == (later[0] if later else None)
+            assert order.find_next_shard(stream, number) == (later[0] if later else None)
 
 
 def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
@@ -79,11 +79,11 @@ def test_a_stream_reads_each_file_from_its_beginning_to_its_end() -> None:
         runs = [
             run
             for number in range(order.count_windows(stream))
-            for run in order.list_runs(stream, number)
+            for run in order.list_ranges(stream, number)
         ]
         for one, following in itertools.pairwise(runs):
-            assert following.start == (one.end if one.file == following.file else 0)
-        assert len({run.file for run in runs}) == 10
+            assert following.start == (one.end if one.shard == following.shard else 0)
+        assert len({run.shard for run in runs}) == 10
 
 
 def test_the_order_is_that_of_every_machine() -> None:
@@ -115,7 +115,7 @@ def test_an_epoch_begins_with_short_windows() -> None:
 def test_each_row_is_in_one_window(window: int, row: int) -> None:
     order = make_order([301], streams=1, window=window)
     number, within = order.find_window(row)
-    (run,) = order.list_runs(0, number)
+    (run,) = order.list_ranges(0, number)
     assert run.start + within == row
     assert row < run.end
 
@@ -149,7 +149,7 @@ def test_ten_million_samples_take_little_memory() -> None:
     tracemalloc.start()
     order = make_order([1000] * 10_000, streams=64, window=1000)
     for stream in range(64):
-        order.list_runs(stream, 100)
+        order.list_ranges(stream, 100)
         order.permute_window(stream, 100)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
