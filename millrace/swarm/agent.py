@@ -27,8 +27,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from millrace.swarm import tls
+from millrace.swarm.node_run import NodeRun
 from millrace.swarm.protocol import VERSION, Endpoint, SignatureChecker, check_signature
-from millrace.swarm.run import Run
 from millrace.swarm.run_spec import decode_start_body
 from millrace.swarm.server import BusyAgentError, listen
 
@@ -57,7 +57,7 @@ class Agent:
         self.identity = secrets.token_hex(8)
         self._driver_signatures = SignatureChecker(self.identity)
         self._peer_signatures = SignatureChecker(self.identity, _MAX_PEER_SIGNATURES)
-        self._run: Run | None = None
+        self._run: NodeRun | None = None
         self._starting = False
         self._ending = 0  # runs that are being ended
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class Agent:
             self._starting = True
         try:
             self.end_run(None)
-            run = Run(name, self.root, spec, peers)
+            run = NodeRun(name, self.root, spec, peers)
             try:
                 have = run.open()
             except BaseException:
@@ -158,7 +158,7 @@ class Agent:
             with self._lock:
                 self._ending -= 1
 
-    def get_run(self, name: str) -> Run:
+    def get_run(self, name: str) -> NodeRun:
         """Return the run of a name.
 
         Raises:
@@ -177,7 +177,7 @@ class Agent:
         """
         return self._driver_signatures.check(self._control, header, method, path)
 
-    def check_peer(self, run: Run, header: str | None, path: str) -> None:
+    def check_peer(self, run: NodeRun, header: str | None, path: str) -> None:
         """Check the signature of a request of another node.
 
         Raises:

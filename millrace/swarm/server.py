@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from millrace.errors import ConfigurationError, HeldError, MillraceError, format_error
 from millrace.swarm import tls
 from millrace.swarm.heads import HeadError, RequestHead, get_length, keeps_alive, read_request
+from millrace.swarm.node_run import NodeRun, describe_error
 from millrace.swarm.protocol import (
     AUTH_HEADER,
     MAX_BODY_SIZE,
@@ -29,7 +30,6 @@ from millrace.swarm.protocol import (
     SignatureError,
     check_rate,
 )
-from millrace.swarm.run import Run, describe_error
 from millrace.swarm.uploads import UploadLimiter
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class AgentRequestHandler(StreamRequestHandler):
         self._agent.end_run(words[0])
         self._send(http.client.OK)
 
-    def _send_piece(self, run: Run, number: int) -> None:
+    def _send_piece(self, run: NodeRun, number: int) -> None:
         if not 0 <= number < len(run.assembler):
             self._send(http.client.NOT_FOUND)
             return

@@ -6,9 +6,10 @@
    shorter, so that an epoch begins after a sixteenth of a window was read.
 4. The streams are read in turn: sample ``i`` of stream ``s`` has the position ``i * streams + s``.
 
-So neighbours in the order come from as many shards as there are streams, and a sample moves by up to
-``window * streams`` positions. Each stream reads its shards from their beginning to their end, and
-holds one window. The order does not depend on the processes that read: each takes whole streams.
+So neighbours in the order come from as many shards as there are streams, and a sample moves by up
+to ``window * streams`` positions. Each stream reads its shards from their beginning to their end,
+and holds one window. The order does not depend on the processes that read: each takes whole
+streams.
 
 Memory: 24 bytes for each shard, and none for a sample.
 """

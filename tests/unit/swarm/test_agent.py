@@ -22,7 +22,7 @@ class SlowRun(agents.Run):
 
 
 def test_an_agent_is_busy_while_it_ends_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(agents, "Run", SlowRun)
+    monkeypatch.setattr(agents, "NodeRun", SlowRun)
     agent = agents.Agent(tmp_path, b"key", host="127.0.0.1")
     agent.start()
     try:

@@ -7,8 +7,8 @@ from typing import Any
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue, File, build_catalogue
 from millrace.swarm.messages import DropPiece, encode_message
+from millrace.swarm.node_run import Run
 from millrace.swarm.piece_readers import hash_segments
-from millrace.swarm.run import Run
 from millrace.swarm.run_spec import RunSpec
 from tests.support.swarm.prewarms import MIB, tarred
 

@@ -36,7 +36,7 @@ _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events waits at most, whi
 _DRIVER_TIMEOUT = 15.0  # seconds without a request for events after which the driver counts as dead
 
 
-class Run:
+class NodeRun:
     """One run on one node.
 
     Args:
