@@ -110,7 +110,7 @@ assembler.Assembler.open = claim
 FORGE = """
 import millrace.swarm.agent as agent
 
-events = agent.Run.poll_events
+events = agent.NodeRun.poll_events
 FORGED = {forged}
 told = False
 
@@ -121,7 +121,7 @@ def forge(run, after):
     told = True
     return FORGED
 
-agent.Run.poll_events = forge
+agent.NodeRun.poll_events = forge
 """
 
 
@@ -145,8 +145,8 @@ def events(run, after):
     time.sleep(0.05)
     return [{event}]
 
-agent.Run.poll_events = events
-agent.Run.take_orders = lambda run, orders: None
+agent.NodeRun.poll_events = events
+agent.NodeRun.take_orders = lambda run, orders: None
 """
 """Lets a node do nothing it is told, and say one thing for ever."""
 

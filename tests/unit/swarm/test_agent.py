@@ -9,7 +9,7 @@ from millrace.swarm.server import BusyAgentError
 from tests.unit.swarm.test_messages import make_body
 
 
-class SlowRun(agents.Run):
+class SlowRun(agents.NodeRun):
     """A run whose end takes as long as the test wants."""
 
     closing = threading.Event()

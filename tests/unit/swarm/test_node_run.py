@@ -7,7 +7,7 @@ from typing import Any
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue, File, build_catalogue
 from millrace.swarm.messages import DropPiece, encode_message
-from millrace.swarm.node_run import Run
+from millrace.swarm.node_run import NodeRun
 from millrace.swarm.piece_readers import hash_segments
 from millrace.swarm.run_spec import RunSpec
 from tests.support.swarm.prewarms import MIB, tarred
@@ -15,23 +15,23 @@ from tests.support.swarm.prewarms import MIB, tarred
 BODY = b"weights" * 1000
 
 
-def make_run(root: Path, *files: File) -> tuple[Run, Catalogue]:
+def make_run(root: Path, *files: File) -> tuple[NodeRun, Catalogue]:
     catalogue = build_catalogue(files, MIB)
     limits = {"bytes": 1 << 30, "members": 100}
     sources = ["file:///unused"] * len(files)
     spec = RunSpec(catalogue, sources, b"key", CacheCheck.FULL, 1, None, limits)
-    run = Run("run", root, spec, {})
+    run = NodeRun("run", root, spec, {})
     run.open()
     return run, catalogue
 
 
-def write(run: Run, catalogue: Catalogue, data: bytes) -> None:
+def write(run: NodeRun, catalogue: Catalogue, data: bytes) -> None:
     """Write the only piece of a run."""
     segments = catalogue.pieces[0]
     assert run.assembler.write(0, memoryview(data), hash_segments(segments, memoryview(data)))
 
 
-def wait_events(run: Run, count: int) -> list[dict[str, Any]]:
+def wait_events(run: NodeRun, count: int) -> list[dict[str, Any]]:
     """Wait until the run has so many events."""
     deadline = time.monotonic() + 60
     events: list[dict[str, Any]] = []
