@@ -115,6 +115,7 @@ def test_a_dry_run_is_started_from_the_form_and_its_plan_is_seen(
     assert keys_of(store) == keys
 
 
+@pytest.mark.soak
 def test_a_bucket_is_wiped_once_its_name_was_typed(
     deployed: PrefectServer, worker: Worker, store: Store, bucket: str, given: str, page: Page
 ) -> None:

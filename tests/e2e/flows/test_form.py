@@ -57,6 +57,7 @@ def test_a_run_is_started_from_the_form(
     assert read_texts(Folder(out)) == Counter(rows)
 
 
+@pytest.mark.soak
 def test_every_form_fits_into_a_few_screens(deployed: PrefectServer, page: Page) -> None:
     page.set_viewport_size({"width": WIDTH, "height": 900})
     names = [one["name"] for one in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]]

@@ -189,7 +189,14 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
 
 
 @pytest.mark.parametrize(
-    "excess", [None, "s3:PutObject", "s3:ListBucket", "s3:DeleteObject", "s3:GetObject"]
+    "excess",
+    [
+        None,
+        "s3:PutObject",
+        pytest.param("s3:ListBucket", marks=pytest.mark.soak),
+        pytest.param("s3:DeleteObject", marks=pytest.mark.soak),
+        pytest.param("s3:GetObject", marks=pytest.mark.soak),
+    ],
 )
 def test_a_key_that_reaches_the_prefix_of_another_role_is_excessive(place, rgw, clean, excess):
     bucket = open_store(place).location.bucket

@@ -156,6 +156,7 @@ def test_two_of_six_members_are_killed_in_the_race_and_the_epoch_has_a_checkpoin
     assert report.count("| lost the race |") + report.count("| not chosen |") == 3
 
 
+@pytest.mark.soak
 def test_all_checkpointers_die_once(
     prefect_api: PrefectServer,
     rgw: RGW,

@@ -112,6 +112,7 @@ def test_a_schedule_is_called_by_when_it_runs(name: str) -> None:
     raise AssertionError(schedule)
 
 
+@pytest.mark.soak
 def test_what_deploying_before_setup_says_is_explained(
     deployed: PrefectServer, tmp_path: Path
 ) -> None:

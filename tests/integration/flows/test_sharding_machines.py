@@ -81,6 +81,7 @@ def test_a_dataset_is_sharded_on_rented_machines_as_on_the_workers_own(
     assert "All shards were there before this run." in report
 
 
+@pytest.mark.soak
 def test_a_campaign_shards_on_rented_machines_and_reports_their_cost(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, repository: Path, tmp_path: Path
 ) -> None:
