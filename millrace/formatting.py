@@ -1,6 +1,7 @@
 """Format numbers, and clean texts from outside, for messages and reports."""
 
 import unicodedata
+from datetime import timedelta
 
 MAX_LENGTH = 300
 """Largest number of characters of a text from outside in a line of a report."""
@@ -29,6 +30,15 @@ def format_size(size: float) -> str:
         if size < 1000:
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} PB"
+
+
+def format_age(age: timedelta) -> str:
+    """Return a time that has passed, in its largest unit: ``3 d``, ``5 h``, ``12 min``, ``0 s``."""
+    seconds = max(0, int(age.total_seconds()))
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds // length:,} {unit}"
+    return f"{seconds} s"
 
 
 def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:

@@ -30,6 +30,11 @@ def reserve_stdout(is_reserved: bool) -> Generator[None]:  # noqa: FBT001 - it i
         _Output.is_stdout_reserved = False
 
 
+def is_stdout_reserved() -> bool:
+    """Decide whether standard output is reserved for a program, which reads JSON."""
+    return _Output.is_stdout_reserved
+
+
 def print_json(data: object) -> None:
     """Print a value as JSON: records, dataclasses, times, paths and plain values."""
     import orjson  # noqa: PLC0415 - commands that print no JSON start sooner

@@ -17,7 +17,7 @@ from millrace.cleanup import (
     WorkerJunk,
     abort_uploads,
     describe_rule,
-    estimate_monthly_savings,
+    estimate_monthly_cost,
     execute,
     find_stale_uploads,
     make_plan,
@@ -241,7 +241,7 @@ def describe_plan(plan: CleanupPlan, keys: list[tuple[str, int]]) -> Markdown:
             "month at R2's prices.",
             format_code(plan.name), format_code(plan.header.store),
             format_count(plan.objects, "object"), format_size(plan.size),
-            estimate_monthly_savings(plan.size),
+            estimate_monthly_cost(plan.size),
         ),
         _tabulate_rules(plan.header.rules, plan.totals.objects, plan.totals.size),
         _tabulate_junk(plan.totals.junk),
@@ -263,7 +263,7 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
             "{}: {} deleted, {}, in {}, {}. That saves ${:,.2f} a month at R2's prices. Plan {}.",
             format_code(plan.header.store), format_count(done.deleted_objects, "object"),
             format_size(done.deleted_bytes), format_duration(done.seconds), errors,
-            estimate_monthly_savings(done.deleted_bytes), format_code(done.plan),
+            estimate_monthly_cost(done.deleted_bytes), format_code(done.plan),
         )
     ]  # fmt: skip
     if done.versions:
@@ -303,7 +303,7 @@ def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
             format_count(done, "unfinished upload"),
             "aborted" if aborted else format_markdown("found; **nothing was aborted**"),
             format_size(whole),
-            estimate_monthly_savings(whole),
+            estimate_monthly_cost(whole),
         ),
         format_table(("Location", ">Uploads", ">Size", ">Younger uploads", ">Errors"), rows),
         _tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
@@ -325,7 +325,7 @@ def _tabulate_rules(
     rows = [
         (
             describe_rule(rule), f"{objects.get(number, 0):,}", format_size(sizes.get(number, 0)),
-            f"${estimate_monthly_savings(sizes.get(number, 0)):,.2f}",
+            f"${estimate_monthly_cost(sizes.get(number, 0)):,.2f}",
         )
         for number, rule in enumerate(rules)
     ]  # fmt: skip

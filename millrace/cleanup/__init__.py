@@ -6,7 +6,7 @@ from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
     CleanupPlan,
     WorkerJunk,
-    estimate_monthly_savings,
+    estimate_monthly_cost,
     read_first_keys,
     read_plan,
 )
@@ -21,6 +21,13 @@ from millrace.cleanup.rules import (
     S3ManagerPreset,
 )
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
+from millrace.cleanup.usage import (
+    ObjectFilter,
+    StoreUsage,
+    UsageGroup,
+    limit_groups,
+    measure_usage,
+)
 from millrace.cleanup.wiping import StoreContents, make_confirmation, plan_wipe, survey_wipe, wipe
 from millrace.deletion import StaleUpload, StaleUploads
 
@@ -33,20 +40,25 @@ __all__ = [
     "CleanupResult",
     "CleanupSettings",
     "DeleteGatherPreset",
+    "ObjectFilter",
     "Rule",
     "S3ManagerPreset",
     "StaleUpload",
     "StaleUploads",
     "StoreContents",
+    "StoreUsage",
+    "UsageGroup",
     "VerifyDepth",
     "WorkerJunk",
     "abort_uploads",
     "describe_rule",
-    "estimate_monthly_savings",
+    "estimate_monthly_cost",
     "execute",
     "find_stale_uploads",
+    "limit_groups",
     "make_confirmation",
     "make_plan",
+    "measure_usage",
     "plan_wipe",
     "read_first_keys",
     "read_plan",

@@ -1,15 +1,18 @@
-"""``millrace bucket``: prove the rights of credentials, and delete unneeded objects."""
+"""``millrace bucket``: what a bucket holds, the rights of credentials, and unneeded objects."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import wraps
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from millrace.cli.common import (
     DURATION,
+    AnyFunction,
     CommandResult,
     NounGroup,
     add_yes_option,
@@ -20,24 +23,174 @@ from millrace.cli.common import (
     show_failures,
     take_settings_file,
 )
-from millrace.formatting import clean_text, format_count, format_size
-from millrace.terminal import echo, make_console, make_table
+from millrace.formatting import clean_text, format_age, format_count, format_size
+from millrace.terminal import echo, is_stdout_reserved, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.audit import Finding
-    from millrace.cleanup import CleanupPlan, CleanupSettings, Rule, WorkerJunk
+    from millrace.cleanup import CleanupPlan, CleanupSettings, ObjectFilter, Rule, WorkerJunk
     from millrace.storage import VersionCount
+
+_BAR_WIDTH = 10  # characters
 
 
 @click.group(cls=NounGroup)
 def bucket() -> None:
-    r"""Prove the rights of credentials, and delete unneeded objects of a bucket.
+    r"""Show what a bucket holds, delete unneeded objects, and prove the rights of credentials.
 
     \b
     Example:
+      millrace bucket usage r2://ACCOUNT/BUCKET
       millrace bucket audit audit.yaml
       millrace bucket clean clean.yaml --dry-run
     """
+
+
+def _take_filter(command: AnyFunction) -> AnyFunction:
+    """Add the options that select objects, which the command gets as one `ObjectFilter`."""
+
+    @wraps(command)
+    def run(
+        *args: Any,
+        prefix: str,
+        suffix: str,
+        pattern: str,
+        older_than: timedelta | None,
+        newer_than: timedelta | None,
+        **options: Any,
+    ) -> Any:
+        from millrace.cleanup import ObjectFilter
+
+        objects = ObjectFilter(
+            prefix=prefix,
+            suffix=suffix,
+            pattern=pattern,
+            older_than=older_than,
+            newer_than=newer_than,
+        )
+        return command(*args, objects=objects, **options)
+
+    for option in (
+        click.option("--newer-than", type=DURATION, help="Only objects that are younger."),
+        click.option("--older-than", type=DURATION, help="Only objects that are as old or older."),
+        click.option(
+            "--match",
+            "pattern",
+            metavar="GLOB",
+            default="*",
+            help="Only keys that match, such as 'runs/*.pt'; * matches slashes, too.",
+        ),
+        click.option("--suffix", default="", help="Only keys that end with this text."),
+        click.option("--prefix", default="", help="Only keys that begin with this text."),
+    ):
+        run = option(run)
+    return run
+
+
+@bucket.command()
+@click.argument("location", metavar="URL|FILE")
+@_take_filter
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 10),
+    default=1,
+    show_default=True,
+    help="Number of folders of a key that are counted together.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Number of folders to print.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    default=0.015,
+    show_default=True,
+    help="Dollars for a GB and a month; by default those of Cloudflare R2.",
+)
+@print_result
+def usage(
+    location: str, *, objects: "ObjectFilter", depth: int, top: int, price: float
+) -> CommandResult:
+    r"""Show the objects, bytes and monthly costs of a bucket by kind, by folder and by age.
+
+    Only the bucket is listed; nothing is written. Old versions are not counted: `millrace bucket
+    wipe --dry-run` counts them.
+
+    \b
+    Example: millrace bucket usage r2://ACCOUNT/BUCKET --depth 2
+             millrace bucket usage s3://bucket --older-than 30d --suffix .pt
+    """
+    from millrace.cleanup import limit_groups, measure_usage
+    from millrace.cleanup.plans import estimate_monthly_cost
+    from millrace.progress_bar import ObjectsBar
+    from millrace.storage import open_store
+
+    store = open_store(read_store(location), make_folder=False)
+    now = datetime.now(UTC)
+    with ObjectsBar() as progress:
+        found = measure_usage(store, objects, depth=depth, now=now, progress=progress)
+    for title, groups in (
+        ("kind", found.kinds),
+        ("folder", limit_groups(found.folders, top)),
+        ("last write", found.ages),
+    ):
+        table = make_table(title, "objects", "bytes", "of all", "", "a month", "newest")
+        for one in groups:
+            share = one.size / found.total.size if found.total.size else 0.0
+            table.add_row(
+                clean_text(one.name),
+                f"{one.objects:,}",
+                format_size(one.size),
+                f"{share:.0%}",
+                "█" * round(share * _BAR_WIDTH),
+                f"${estimate_monthly_cost(one.size, price):,.2f}",
+                "-" if one.newest is None else f"{format_age(now - one.newest)} ago",
+            )
+        make_console().print(table)
+    cost = estimate_monthly_cost(found.total.size, price)
+    echo(
+        f"{store.url}: {format_count(found.total.objects, 'object')}, "
+        f"{format_size(found.total.size)}, ${cost:,.2f} a month at ${price:g} a GB."
+    )
+    return CommandResult(found)
+
+
+@bucket.command("list")
+@click.argument("location", metavar="URL|FILE")
+@_take_filter
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Largest number of objects; by default all."
+)
+@print_result
+def list_command(location: str, *, objects: "ObjectFilter", limit: int | None) -> CommandResult:
+    r"""List the objects of a bucket, each with its size and the time since its last write.
+
+    With `--json`, a list of keys, sizes and times, as one document.
+
+    \b
+    Example: millrace bucket list r2://ACCOUNT/BUCKET --prefix runs/ --older-than 2d
+             millrace bucket list s3://bucket --match '*.pt' --limit 100
+    """
+    from millrace.storage import open_store
+
+    store = open_store(read_store(location), make_folder=False)
+    now = datetime.now(UTC)
+    found = list[dict[str, object]]()
+    count = size = 0
+    as_json = is_stdout_reserved()
+    for stat in islice(objects.iterate_objects(store, now), limit):
+        count, size = count + 1, size + stat.size
+        if as_json:
+            found.append({"key": stat.key, "size": stat.size, "last_write": stat.last_modified})
+        else:
+            age = format_age(now - stat.last_modified)
+            echo(f"{format_size(stat.size):>10}  {age:>6}  {stat.key}")
+    echo(f"{format_count(count, 'object')}, {format_size(size)}.", err=True)
+    return CommandResult(found)
 
 
 @bucket.command()
@@ -272,7 +425,7 @@ def _show_rules(
     size: Mapping[int, int],
     kept: Mapping[str, int],
 ) -> None:
-    from millrace.cleanup import describe_rule, estimate_monthly_savings
+    from millrace.cleanup import describe_rule, estimate_monthly_cost
 
     table = make_table("rule", "objects", "bytes", "saves a month")
     for index, rule in enumerate(rules):
@@ -281,7 +434,7 @@ def _show_rules(
             describe_rule(rule),
             f"{keys.get(index, 0)}",
             format_size(own),
-            f"${estimate_monthly_savings(own):.2f}",
+            f"${estimate_monthly_cost(own):.2f}",
         )
     make_console().print(table)
     for reason, count in sorted(kept.items()):

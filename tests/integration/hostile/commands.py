@@ -182,6 +182,8 @@ CHECKPOINTS: dict[str, Words] = {
 BUCKETS: dict[str, Words] = {
     "bucket audit": lambda site: ["bucket", "audit", _audit(site)],
     "bucket clean": lambda site: ["bucket", "clean", _rules(site), "--keys", "--yes"],
+    "bucket list": lambda site: ["bucket", "list", _url(site)],
+    "bucket usage": lambda site: ["bucket", "usage", _url(site), "--depth", "2"],
     "bucket wipe": _wipe,
     "bucket abort-uploads": lambda site: [
         "bucket",
