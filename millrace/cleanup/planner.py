@@ -170,6 +170,7 @@ def describe_rule(rule: Rule) -> str:
         ("of {}", rule.name),
         ("beginning with {}", rule.prefix),
         ("ending with {}", rule.suffix),
+        ("that match {}", rule.match),
         ("but for the last {}", rule.keep_last),
         ("but for every {}th", rule.keep_every),
     ):

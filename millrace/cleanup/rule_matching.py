@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
 
 from millrace.cleanup.protection import BucketSurvey
 from millrace.cleanup.rules import (
@@ -123,6 +124,7 @@ class RuleMatcher:
         return (
             stat.key.startswith(rule.prefix)
             and stat.key.endswith(rule.suffix)
+            and (not rule.match or fnmatchcase(stat.key, rule.match))
             and self._is_old(rule, stat)
         )
 

@@ -93,6 +93,11 @@ class Rule(_StrictSettings):
     name: str = Field(default="", description="Only objects of this run, job or dataset.")
     prefix: str = Field(default="", description="Only keys that begin with this text.")
     suffix: str = Field(default="", description="Only keys that end with this text.")
+    match: str = Field(
+        default="",
+        description="Only keys that match this pattern, such as `logs/*.txt`. `*` matches slashes, "
+        "too.",
+    )
     version: str = Field(
         default="",
         description="Only objects of this version, such as `0.2.1`, or of a range of versions, "
@@ -116,10 +121,15 @@ class Rule(_StrictSettings):
                 f"{_join_kinds(kinds - numbered)} have neither windows nor steps: leave keep_last "
                 "and keep_every out"
             )
-        if self.suffix and kinds & _UNIT_KINDS:
-            raise ValueError(f"{_join_kinds(kinds & _UNIT_KINDS)} go whole: leave the suffix out")
-        if CleanupKind.OTHER in kinds and not self.prefix:
-            raise ValueError("objects that Millrace did not write go by name only: give a prefix")
+        if (self.suffix or self.match) and kinds & _UNIT_KINDS:
+            raise ValueError(
+                f"{_join_kinds(kinds & _UNIT_KINDS)} go whole: leave suffix and match out"
+            )
+        if CleanupKind.OTHER in kinds and not (self.prefix or self.suffix or self.match):
+            raise ValueError(
+                "objects that Millrace did not write go by name only: give a prefix, a suffix, or "
+                "match (`*` for all)"
+            )
         if self.version:
             is_version_in("0", self.version)
         return self

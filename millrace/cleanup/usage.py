@@ -4,11 +4,10 @@ The kinds are those of the keys alone. An object below a worker's prefix that Mi
 counts as `other` here, since its prefix would have to be proven first.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from fnmatch import translate
+from fnmatch import fnmatchcase
 
 from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsListed
@@ -51,14 +50,13 @@ class ObjectFilter:
         self, store: Store, now: datetime, *, progress: Progress = ignore_event
     ) -> Iterator[Stat]:
         """List the objects of a store that meet the conditions."""
-        matches = re.compile(translate(self.pattern)).match
         for stat in list_with_progress(store, self.prefix, progress):
             age = now - stat.last_modified
             if (
                 stat.key.endswith(self.suffix)
                 and (self.older_than is None or age >= self.older_than)
                 and (self.newer_than is None or age <= self.newer_than)
-                and matches(stat.key)
+                and fnmatchcase(stat.key, self.pattern)
             ):
                 yield stat
 

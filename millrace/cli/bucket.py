@@ -251,16 +251,44 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 
 
 @bucket.command()
-@take_settings_file("clean.yaml")
+@click.argument("location", metavar="[FILE|URL]", required=False)
+@click.option(
+    "--config", metavar="FILE", help="Settings file; the same as FILE.  [default: clean.yaml]"
+)
+@click.option(
+    "--older-than", type=DURATION, help="Of a URL: only objects that are older; 0s for all."
+)
+@click.option("--prefix", default="", help="Of a URL: only keys that begin with this text.")
+@click.option("--suffix", default="", help="Of a URL: only keys that end with this text.")
+@click.option(
+    "--match",
+    "pattern",
+    metavar="GLOB",
+    default="",
+    help="Of a URL: only keys that match, such as 'logs/*.txt'; * matches slashes, too.",
+)
 @click.option("--plan", "name", metavar="NAME", help="Execute this plan instead of a new one.")
 @click.option("--keys", "with_keys", is_flag=True, help="Print each object of the plan, too.")
 @click.option("--dry-run", is_flag=True, help="Write the plan into the store; delete nothing.")
 @add_yes_option
 @print_result
 def clean(
-    settings: Path, *, name: str | None, with_keys: bool, dry_run: bool, yes: bool
+    location: str | None,
+    *,
+    config: str | None,
+    older_than: timedelta | None,
+    prefix: str,
+    suffix: str,
+    pattern: str,
+    name: str | None,
+    with_keys: bool,
+    dry_run: bool,
+    yes: bool,
 ) -> CommandResult:
     r"""Delete the objects that rules select, except for protected objects.
+
+    The rules are those of a settings file. Of a URL, the objects go that Millrace did not write,
+    are older than `--older-than`, and meet the other options.
 
     The command writes a plan, shows the plan, and asks. Then the command executes the plan. Objects
     that were written again or are protected by now stay. Exit code 1 if an object could not be
@@ -269,20 +297,23 @@ def clean(
     \b
     Example: millrace bucket clean clean.yaml --dry-run
              millrace bucket clean clean.yaml --plan 20261124T031700-1f2e3d
+             millrace bucket clean s3://bucket --older-than 48h --suffix .tmp --dry-run
     """
-    from millrace.cleanup import CleanupSettings, execute, make_plan, read_plan
+    from millrace.cleanup import execute, make_plan, read_plan
     from millrace.progress_bar import ObjectsBar
-    from millrace.settings import load_settings
     from millrace.storage import open_store
 
-    config = load_settings(settings, CleanupSettings)
+    if location and config:
+        raise click.UsageError("Name the settings file once: as FILE, or with --config.")
+    location = location or config or "clean.yaml"
+    settings = _read_cleanup_settings(location, older_than, prefix, suffix, pattern, name)
     if name:
-        plan = read_plan(open_store(config.store, make_folder=False), name)
+        plan = read_plan(open_store(settings.store, make_folder=False), name)
     else:
         with ObjectsBar() as progress:
-            plan = make_plan(config, progress=progress)
+            plan = make_plan(settings, progress=progress)
     if with_keys:
-        _show_keys(config, plan)
+        _show_keys(settings, plan)
     totals = plan.totals
     _show_rules(plan.header.rules, totals.objects, totals.size, totals.kept)
     _show_junk(totals.junk)
@@ -292,22 +323,61 @@ def clean(
         "plan": plan.name, "objects": plan.objects, "bytes": plan.size, "kept": totals.kept,
     }  # fmt: skip
     if dry_run:
-        echo(f"Execute it with: millrace bucket clean {settings} --plan {plan.name}")
+        echo(f"Execute it with: millrace bucket clean {location} --plan {plan.name}")
         return CommandResult(data)
     if plan.objects and not confirm(f"Delete {count}?", yes=yes):
         return CommandResult(data, 1)
     with ObjectsBar() as progress:
         progress.start_deleting(plan.objects)
-        done = execute(config, plan.name, progress=progress)
+        done = execute(settings, plan.name, progress=progress)
     code = show_deletion(done, seconds=done.seconds)
     return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
 
 
-def _show_keys(config: "CleanupSettings", plan: "CleanupPlan") -> None:
+def _read_cleanup_settings(
+    location: str,
+    older_than: timedelta | None,
+    prefix: str,
+    suffix: str,
+    pattern: str,
+    plan: str | None,
+) -> "CleanupSettings":
+    """Return the settings of a file, or those that the options of a URL make.
+
+    Raises:
+        UsageError: A settings file has options of a URL, or a URL has no age.
+    """
+    from millrace.cleanup import CleanupKind, CleanupSettings, Rule
+    from millrace.settings import load_settings
+    from millrace.storage import StoreSpec
+
+    is_selected = older_than is not None or prefix or suffix or pattern
+    if "://" not in location:
+        if is_selected:
+            raise click.UsageError(
+                "--older-than, --prefix, --suffix and --match select objects of a URL. In a "
+                "settings file, write them as rules."
+            )
+        return load_settings(Path(location), CleanupSettings)
+    if plan and is_selected:
+        raise click.UsageError("A plan has its objects: leave the options that select objects out.")
+    if older_than is None and not plan:
+        raise click.UsageError("Give the least age of the objects, such as --older-than 48h.")
+    rule = Rule(
+        kinds=(CleanupKind.OTHER,),
+        older_than=older_than or timedelta(0),
+        prefix=prefix,
+        suffix=suffix,
+        match=pattern or "*",
+    )
+    return CleanupSettings(store=StoreSpec(url=location), rules=(rule,))
+
+
+def _show_keys(settings: "CleanupSettings", plan: "CleanupPlan") -> None:
     from millrace.cleanup.plans import open_plan
     from millrace.storage import open_store
 
-    with open_plan(open_store(config.store), plan.name) as (_, entries):
+    with open_plan(open_store(settings.store), plan.name) as (_, entries):
         for entry in entries:
             size = format_size(entry.size)
             echo(f"{entry.key}  {size}  rule {entry.rule_index + 1}")

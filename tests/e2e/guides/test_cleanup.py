@@ -41,12 +41,14 @@ def test_every_block_of_the_guide_to_cleanup(
         guide.write("clean.yaml", {"keep_last: 10": "keep_last: 0"})
         first = "$(ls ../gradients/_clean | sort | head -1)"
         cleaned = guide.run({"--plan NAME": f"--plan {first}"}, answer="y")
+        foreign = guide.run()
         aborted = guide.run(answer="y")
         wiped = guide.run()
-    assert "2 objects, 28 bytes, $0.00 a month" in seen
+    assert "1 object, 1 byte, $0.00 a month" in seen
     assert "0 objects, 0 bytes." in seen
     assert "1 stay: it is pinned" in cleaned
     assert "4 were gone already" in cleaned  # of the first plan, which the last command executes
+    assert "0 objects, 0 bytes." in foreign
     assert "Aborted 1 upload" in aborted
     assert [key for key in gone if (gradients / key).exists()] == []
     assert [key for key in kept if not (gradients / key).exists()] == []
