@@ -182,7 +182,7 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
         said: list[tuple[ExclusionReason, str]] = []
         for model in models:
             with pytest.raises(GradientError) as caught:
-                model.read("a", store, head(store, key), expected)
+                model.read_gradient("a", store, head(store, key), expected)
             said.append((caught.value.reason, str(caught.value)))
         assert said[0] == said[1]
         return said[0]
@@ -201,7 +201,7 @@ def test_a_gradient_is_refused_for_the_same_reason_wherever_its_tensors_are_read
     assert refused(bad) == (ExclusionReason.CODES, "layer.weight: It ends too early.")
 
     put(store, key, good)
-    found = [model.read("a", store, head(store, key), expected) for model in models]
+    found = [model.read_gradient("a", store, head(store, key), expected) for model in models]
     assert found[0].norm == found[1].norm > 0
     assert found[0].digest == found[1].digest
 
