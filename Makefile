@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
-	@echo "make unit    run the tests that need no server (under a minute)"
+	@echo "make unit    run the tests that need no server (two minutes)"
 	@echo "make test    run all tests (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make docs    write docs/reference from the code"
