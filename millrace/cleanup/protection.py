@@ -234,7 +234,7 @@ def _find_open_machines(store: Store) -> dict[str, str]:
     """Return the name of the rental of each machine that is not released, by its folder."""
     survey = AttemptSurvey()
     for stat in list_objects(store, f"{RENTALS}/"):
-        survey.record_key(stat.key)
+        survey.note_key(stat.key)
     return {
         keys.make_machine_prefix(number).rstrip("/"): keys.name
         for prefix, keys, number in survey.find_open()

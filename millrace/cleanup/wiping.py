@@ -240,7 +240,7 @@ def _iterate_entries(
     seen: set[str] = set()
     attempts, workers = AttemptSurvey(), WorkerPrefixes()
     for stat in list_with_progress(store, "", progress):
-        attempts.record_key(stat.key)
+        attempts.note_key(stat.key)
         workers.learn(stat.key)
         classified = classify_nested_key(stat.key)
         if (

@@ -103,7 +103,7 @@ def plan_dataset(config: PipelineSettings) -> DatasetPlan:
     return make_plan(keys, config.source, config.source.open_files(), config.sharding)[0]
 
 
-def _make_plan(
+def _make_or_reuse_plan(
     config: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None = None
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Plan a dataset. If no location answers that could be listed, use the committed plan.
@@ -184,7 +184,7 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     """
     keys = DatasetKeys(config.dataset)
     files = _open_files(config, keys)
-    plan, partitioned = _make_plan(config, keys, files)
+    plan, partitioned = _make_or_reuse_plan(config, keys, files)
     account = config.store.account_id or os.environ.get("R2_ACCOUNT_ID")
     location = Location.parse(config.store.url, account_id=account)
     url = str(location)
@@ -272,7 +272,7 @@ def shard_dataset(
     if config.card:
         check_readme(store, keys)
     try:
-        plan, partitioned = _make_plan(config, keys, files, store)
+        plan, partitioned = _make_or_reuse_plan(config, keys, files, store)
         plan = commit_plan(store, keys, plan, partitioned.objects, progress)
     except errors.ChangedError:
         if not (accept_changed_source and exists(store, keys.manifest)):

@@ -185,7 +185,7 @@ class AttemptSurvey:
             "released": set(),
         }
 
-    def record_key(self, key: str) -> None:
+    def note_key(self, key: str) -> None:
         """Record which attempt a key opens or closes, if any."""
         prefix, inner_key = split_nested_key(key)
         parsed = parse_attempt(inner_key)

@@ -9,6 +9,7 @@ from millrace.rentals.machine_environment import (
 )
 from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
+from millrace.rentals.outside_release import release_rental
 from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.reaper import MachineStatus, ReapResult, list_rentals, reap
 from millrace.rentals.rental import Rental
@@ -25,7 +26,6 @@ from millrace.rentals.settings import (
     open_account,
 )
 from millrace.rentals.supervisor import RentalSupervisor
-from millrace.rentals.unowned import release_rental
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import IDENTITY_PORT, Instance
 

@@ -120,7 +120,7 @@ class MachineInspector:
             )
         if machine.reports.heartbeat is not None and instance is not None and instance.is_running:
             machine.is_ready = True
-            self._policy.record_ready(machine.slot)
+            self._policy.note_ready(machine.slot)
             self._context.progress(MachineReady(machine=machine.name, instance=instance.id))
         elif age > self._timeouts.startup_timeout.total_seconds():
             state = setup.state if setup else instance.status if instance else "unknown"

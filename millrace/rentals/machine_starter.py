@@ -42,11 +42,11 @@ class CreatePacer:
         self.resume_at = 0.0
         """Earliest time of the next create request, by `Clock.monotonic`."""
 
-    def record_answer(self) -> None:
+    def note_answer(self) -> None:
         """End the pauses: a machine was rented."""
         self._unanswered, self.resume_at = 0, 0.0
 
-    def record_unanswered(self) -> None:
+    def note_unanswered(self) -> None:
         """Count a create request without an answer; pause after the third in succession."""
         self._unanswered += 1
         if (excess := self._unanswered - _MAX_UNANSWERED_CREATES) >= 0:
@@ -174,8 +174,8 @@ class MachineStarter:
         """
         self.commit_contract(machine, instance_id)
         self._state.active[machine.slot] = machine
-        self.pacer.record_answer()
-        self._policy.record_rented(machine.slot)
+        self.pacer.note_answer()
+        self._policy.note_rented(machine.slot)
         self._context.progress(MachineRented(machine=machine.name, instance=instance_id))
 
     def commit_contract(self, machine: Machine, instance_id: int) -> None:

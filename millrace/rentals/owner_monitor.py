@@ -89,8 +89,8 @@ def watch_owner(config: dict[str, Any]) -> None:
 
 def _release_rental(config: dict[str, Any]) -> None:
     from millrace import errors  # noqa: PLC0415
+    from millrace.rentals.outside_release import release_rental  # noqa: PLC0415
     from millrace.rentals.settings import LedgerSettings  # noqa: PLC0415
-    from millrace.rentals.unowned import release_rental  # noqa: PLC0415
 
     settings = LedgerSettings.model_validate(config["ledger"])
     for _ in range(_MAX_RELEASE_TRIES):

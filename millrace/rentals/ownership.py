@@ -95,13 +95,13 @@ class StepTimer:
     @contextlib.contextmanager
     def expect_steps(self) -> Generator[None]:
         """Expect that steps complete, until the block ends."""
-        self.record_step()
+        self.note_step()
         try:
             yield
         finally:
             self._step_started_at = None
 
-    def record_step(self) -> None:
+    def note_step(self) -> None:
         """Note that a step is complete, and that the next one starts."""
         self._step_started_at = self._clock()
 

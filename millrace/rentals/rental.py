@@ -237,7 +237,7 @@ class Rental:
         with self._timer.expect_steps():
             while not stop.is_set():
                 self._poll_machines()
-                self._timer.record_step()
+                self._timer.note_step()
                 self._fill_slots(stop)
                 if not self._state.find_missing_slots() and is_complete():
                     return
@@ -251,7 +251,7 @@ class Rental:
         for slot in self._state.find_missing_slots():
             if stop.is_set() or not self._fill_slot(slot):
                 return
-            self._timer.record_step()
+            self._timer.note_step()
 
     def _fill_slot(self, slot: int) -> bool:
         """Rent a machine for a slot. A failure is only reported while other machines run.
@@ -313,7 +313,7 @@ class Rental:
             decision = self._inspector.inspect(machine, instances)
             if decision is not None and decision.reason is ReleaseReason.NEVER_RENTED:
                 self._state.free_slot(machine)  # each poll still searches for the machine
-                self._starter.pacer.record_unanswered()
+                self._starter.pacer.note_unanswered()
             elif decision is not None:
                 decisions.append(decision)
         return decisions
@@ -332,7 +332,7 @@ class Rental:
         if reason is ReleaseReason.DONE:
             self._state.done[machine.slot] = machine
             return
-        self._policy.record_loss(decision)
+        self._policy.note_loss(decision)
         self._state.excluded_host_ids.add(machine.attempt.intent.machine_id)
 
     def _list_instances(self) -> list[Instance] | None:

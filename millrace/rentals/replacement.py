@@ -29,15 +29,15 @@ class ReplacementPolicy:
         self._retry_times: dict[int, float] = {}
         self._setup_errors: list[str] = []
 
-    def record_rented(self, slot: int) -> None:
+    def note_rented(self, slot: int) -> None:
         """Count a machine that was rented for a slot."""
         self._attempts[slot] = self._attempts.get(slot, 0) + 1
 
-    def record_ready(self, slot: int) -> None:
+    def note_ready(self, slot: int) -> None:
         """Remember that the program has run on a machine of a slot."""
         self._proven_slots.add(slot)
 
-    def record_loss(self, decision: ReleaseDecision) -> None:
+    def note_loss(self, decision: ReleaseDecision) -> None:
         """Remember why a machine was lost.
 
         A machine whose program has run does not count as an attempt, unless the program failed.

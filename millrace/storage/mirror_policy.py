@@ -75,12 +75,12 @@ class CircuitBreaker:
             self._is_probed = True
             return True
 
-    def record_success(self) -> None:
+    def note_success(self) -> None:
         """Note an answer: requests may be made."""
         with self._lock:
             self._failures, self._pause, self._is_probed = 0, 0.0, False
 
-    def record_failure(self, *, is_probe: bool = False) -> bool:
+    def note_failure(self, *, is_probe: bool = False) -> bool:
         """Note a failure.
 
         Args:

@@ -463,11 +463,11 @@ class MirroredReader:
         try:
             self._request(location, item, 0, size, etag=None)
         except _OBJECT_ERRORS:
-            location.breaker.record_success()
+            location.breaker.note_success()
         except errors.MillraceError as error:
             self._count_failure(location, error, is_probe=True)
         else:
-            location.breaker.record_success()
+            location.breaker.note_success()
 
     # One attempt, in a thread of its location.
 
@@ -477,7 +477,7 @@ class MirroredReader:
             if race.is_over:
                 return
             fetched = self._read_copy(race, location)
-            location.breaker.record_success()
+            location.breaker.note_success()
             if fetched.is_proven:
                 race.state.keep_sample(race.start, fetched.data)
             race.outcomes.put(_Outcome(number, is_hedge, fetched=fetched))
@@ -667,7 +667,7 @@ class MirroredReader:
     ) -> None:
         with location.lock:
             location.failures += 1
-        if location.breaker.record_failure(is_probe=is_probe):
+        if location.breaker.note_failure(is_probe=is_probe):
             logger.warning("%s is not read for a while: %s", location.name, error)
 
     def _leave_out(
@@ -697,7 +697,7 @@ class MirroredReader:
             )
             location.is_dropped |= drops
         if is_missing and location.served == 0:
-            location.breaker.record_failure()  # the bucket may be missing
+            location.breaker.note_failure()  # the bucket may be missing
         if not is_missing or is_first_missing:
             reason = "it has no such object" if is_missing else str(error)
             logger.warning("%s is not used for %s: %s.", location.name, item.key, reason)

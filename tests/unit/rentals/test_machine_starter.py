@@ -177,15 +177,15 @@ def test_creates_pause_after_three_without_an_answer() -> None:
     pacer = CreatePacer(clock)
     pauses: list[float] = []
     for _ in range(9):
-        pacer.record_unanswered()
+        pacer.note_unanswered()
         pauses.append(max(0.0, pacer.resume_at - clock.monotonic()))
     assert pauses == [0, 0, 60, 120, 240, 480, 960, 960, 960]
     with pytest.raises(errors.UnavailableError, match="does not answer whether"):
         pacer.refuse_during_pause()
     clock.sleep(960)
     pacer.refuse_during_pause()
-    pacer.record_answer()
-    pacer.record_unanswered()
+    pacer.note_answer()
+    pacer.note_unanswered()
     pacer.refuse_during_pause()
 
 

@@ -77,14 +77,14 @@ def test_an_owner_in_a_step_that_does_not_end_sends_no_heartbeat(
         for _ in range(3):
             elapsed += 3600
             assert is_renewed()
-            timer.record_step()
+            timer.note_step()
         elapsed += 3601
         assert not is_renewed()
         assert not is_renewed()
         assert [one.getMessage().partition(".")[0] for one in caplog.records] == [
             "The owner of fleet has not checked its machines for 1:00:00"
         ]
-        timer.record_step()
+        timer.note_step()
         assert is_renewed()
         assert caplog.records[-1].getMessage() == "The owner of fleet sends heartbeats again."
     elapsed += 1e6  # no step is expected
@@ -113,6 +113,6 @@ def test_an_owner_in_a_step_that_does_not_end_loses_its_lease(
             elapsed = 3601.0
             started[0]._send_heartbeats()
             assert len(beats) == 1
-            timer.record_step()
+            timer.note_step()
             started[0]._send_heartbeats()
             assert len(beats) == 2

@@ -219,7 +219,7 @@ def test_a_price_that_a_killed_reaper_saw_counts(
     bench.vast.clock.sleep(HOUR.total_seconds())
     raise_price(bench, 1.5)
     settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
-    module = "reaper" if way == "reap" else "unowned"
+    module = "reaper" if way == "reap" else "outside_release"
     with monkeypatch.context() as patch:
         kill_before(patch, f"millrace.rentals.{module}.record_release")
         with pytest.raises(KilledError):

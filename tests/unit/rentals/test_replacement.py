@@ -20,10 +20,10 @@ def lose(
     folder: Path, policy: ReplacementPolicy, *, setup_error: str = "", is_ready: bool = False
 ) -> None:
     """Have a machine of slot 0 rented and lost."""
-    policy.record_rented(0)
+    policy.note_rented(0)
     machine = make_machine(folder)
     machine.is_ready = is_ready
-    policy.record_loss(
+    policy.note_loss(
         ReleaseDecision(machine, ReleaseReason.DEAD, "the host vanished.", setup_error)
     )
 
@@ -52,7 +52,7 @@ def test_two_equal_installation_errors_end_the_rental(tmp_path: Path) -> None:
     lose(tmp_path, policy, setup_error="no package x in 12 s (commit 9876543210)")
     with pytest.raises(errors.MachineError, match=r"cannot be installed.* 2 machines.*package x"):
         policy.refuse_uninstallable()
-    policy.record_ready(1)  # it was installed elsewhere
+    policy.note_ready(1)  # it was installed elsewhere
     policy.refuse_uninstallable()
 
 
@@ -68,7 +68,7 @@ def test_after_a_failed_installation_the_other_machines_are_awaited(tmp_path: Pa
     lose(tmp_path, policy, setup_error="no package x")
     assert not policy.can_try(0, 0.0, has_machines=True)
     assert policy.can_try(0, 0.0, has_machines=False)
-    policy.record_ready(1)
+    policy.note_ready(1)
     assert policy.can_try(0, 0.0, has_machines=True)
 
 
@@ -79,7 +79,7 @@ def test_a_failed_try_is_postponed_while_other_machines_run(tmp_path: Path) -> N
     assert [policy.can_try(0, now, has_machines=True) for now in (499.0, 500.0)] == [False, True]
     with pytest.raises(errors.NotFoundError):  # the program never ran on this slot
         policy.postpone(0, gone, 100.0, resume_at=0.0, has_machines=True)
-    policy.record_ready(0)
+    policy.note_ready(0)
     policy.postpone(0, gone, 600.0, resume_at=0.0, has_machines=True)
     assert not policy.can_try(0, 599.0 + RETRY_INTERVAL, has_machines=True)
     assert policy.can_try(0, 600.0 + RETRY_INTERVAL, has_machines=True)

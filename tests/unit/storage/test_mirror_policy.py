@@ -27,16 +27,16 @@ class Clock:
 def test_a_breaker_opens_after_failures_in_a_row_and_a_probe_closes_it():
     clock = Clock()
     breaker = CircuitBreaker(MirrorPolicy(failures=3, first_pause=5), clock)
-    breaker.record_failure()
-    breaker.record_failure()
-    breaker.record_success()
-    assert [breaker.record_failure() for _ in range(3)] == [False, False, True]
+    breaker.note_failure()
+    breaker.note_failure()
+    breaker.note_success()
+    assert [breaker.note_failure() for _ in range(3)] == [False, False, True]
     assert breaker.is_open
     assert not breaker.take_probe()
     clock.now += 5
     assert breaker.take_probe()
     assert not breaker.take_probe()  # one request only
-    breaker.record_success()
+    breaker.note_success()
     assert not breaker.is_open
     assert not breaker.take_probe()
 
@@ -44,20 +44,20 @@ def test_a_breaker_opens_after_failures_in_a_row_and_a_probe_closes_it():
 def test_each_failed_probe_doubles_the_pause_up_to_a_limit():
     clock = Clock()
     breaker = CircuitBreaker(MirrorPolicy(failures=1, first_pause=5, longest_pause=15), clock)
-    breaker.record_failure()
+    breaker.note_failure()
     for pause in (5, 10, 15, 15):
         assert breaker.resumes_at == clock.now + pause
         clock.now += pause
         assert breaker.take_probe()
-        assert not breaker.record_failure(is_probe=True)
+        assert not breaker.note_failure(is_probe=True)
 
 
 def test_requests_that_began_before_the_pause_do_not_make_it_longer():
     clock = Clock()
     breaker = CircuitBreaker(MirrorPolicy(failures=1, first_pause=5), clock)
-    breaker.record_failure()
+    breaker.note_failure()
     clock.now += 4
-    breaker.record_failure()
+    breaker.note_failure()
     assert breaker.resumes_at == 105
 
 
