@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from millrace import cluster, errors, settings
+from millrace import cluster, errors
 from millrace.datasets.card import check_readme, make_card, write_card
 from millrace.datasets.dispatch import shard_all_partitions
 from millrace.datasets.finalize import finalize_dataset
@@ -44,6 +44,7 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest, Partition, SourceRecord
+from millrace.settings import load_settings
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
 
 _DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
@@ -93,18 +94,18 @@ class ShardReport:
         return sum(self.manifest.samples.values())
 
 
-def plan_dataset(config: PipelineSettings) -> DatasetPlan:
+def plan_dataset(settings: PipelineSettings) -> DatasetPlan:
     """Plan the partitions of a dataset. Lists the source, writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
     """
-    keys = DatasetKeys(config.dataset)
-    return make_plan(keys, config.source, config.source.open_files(), config.sharding)[0]
+    keys = DatasetKeys(settings.dataset)
+    return make_plan(keys, settings.source, settings.source.open_files(), settings.sharding)[0]
 
 
 def _make_or_reuse_plan(
-    config: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None = None
+    settings: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None = None
 ) -> tuple[DatasetPlan, PartitionedSource]:
     """Plan a dataset. If no location answers that could be listed, use the committed plan.
 
@@ -113,25 +114,25 @@ def _make_or_reuse_plan(
         MillraceError: The source cannot be divided.
     """
     try:
-        return make_plan(keys, config.source, files, config.sharding, store)
+        return make_plan(keys, settings.source, files, settings.sharding, store)
     except errors.MillraceError as error:
         committed = None
         if isinstance(files, MirroredFiles) and not files.is_listed:
-            committed = _find_committed_plan(config, keys, store)
+            committed = _find_committed_plan(settings, keys, store)
         if committed is None:
             if isinstance(error, _DIVISION_ERRORS):
-                _check_source(config, keys, files, store)
+                _check_source(settings, keys, files, store)
             raise
-    return make_plan(keys, config.source, files, config.sharding, store, committed)
+    return make_plan(keys, settings.source, files, settings.sharding, store, committed)
 
 
 def _check_source(
-    config: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None
+    settings: PipelineSettings, keys: DatasetKeys, files: SourceFiles, store: Store | None
 ) -> None:
     """Check whether a source that cannot be divided has changed since the plan was made.
 
     Args:
-        config: Settings of the dataset.
+        settings: Settings of the dataset.
         keys: Names of the dataset.
         files: Files of the source.
         store: Store of the dataset; None if the caller finds what is wrong with it.
@@ -140,10 +141,10 @@ def _check_source(
         ChangedError: The source has other files than the committed plan.
     """
     if store is not None:
-        check_source(store, keys, config.source, files)
+        check_source(store, keys, settings.source, files)
         return
     try:
-        check_source(_open_for_preflight(config), keys, config.source, files)
+        check_source(_open_for_preflight(settings), keys, settings.source, files)
     except errors.ChangedError:
         raise
     except errors.MillraceError:
@@ -175,18 +176,18 @@ class Preflight:
 _PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # longest wait for an answer of the destination
 
 
-def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
+def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
     """Plan a dataset, and check whether `shard_dataset` can make the shards. Writes nothing.
 
     Raises:
         NotFoundError: The source has no files.
         ChangedError: The source cannot be divided, and it differs from that of the committed plan.
     """
-    keys = DatasetKeys(config.dataset)
-    files = _open_files(config, keys)
-    plan, partitioned = _make_or_reuse_plan(config, keys, files)
-    account = config.store.account_id or os.environ.get("R2_ACCOUNT_ID")
-    location = Location.parse(config.store.url, account_id=account)
+    keys = DatasetKeys(settings.dataset)
+    files = _open_files(settings, keys)
+    plan, partitioned = _make_or_reuse_plan(settings, keys, files)
+    account = settings.store.account_id or os.environ.get("R2_ACCOUNT_ID")
+    location = Location.parse(settings.store.url, account_id=account)
     url = str(location)
     unchecked = [
         "Whether the credentials may write there is not checked, since a plan writes nothing."
@@ -194,9 +195,9 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     refusals: list[str] = []
     state = ""
     try:
-        store = _open_for_preflight(config)
-        _refuse_overlap(config, files, store)
-        if config.card:
+        store = _open_for_preflight(settings)
+        _refuse_overlap(settings, files, store)
+        if settings.card:
             check_readme(store, keys)
         begun = check_committed(store, keys, plan, partitioned.objects)
         complete = exists(store, keys.manifest)
@@ -214,12 +215,12 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
         refusals.append(f"{url} does not answer: {errors.format_error(error)}")
     except errors.MillraceError as error:
         unchecked.append(f"The location cannot be read: {errors.format_error(error)}")
-    if config.execution.ray:
+    if settings.execution.ray:
         try:
-            cluster.check_reachable(config.execution.ray)
+            cluster.check_reachable(settings.execution.ray)
         except errors.ConfigurationError as error:
             refusals.append(str(error))
-    where = f"{url}/{config.dataset}"
+    where = f"{url}/{settings.dataset}"
     found = Preflight(
         url=where,
         state=state,
@@ -231,15 +232,15 @@ def preflight_dataset(config: PipelineSettings) -> tuple[DatasetPlan, Preflight]
     return plan, found
 
 
-def _open_for_preflight(config: PipelineSettings) -> Store:
+def _open_for_preflight(settings: PipelineSettings) -> Store:
     """Open the store of a dataset to read it, without a long wait and without a new folder."""
-    timeout = min(config.store.retry_timeout, _PREFLIGHT_TIMEOUT)
-    spec = config.store.model_copy(update={"retry_timeout": timeout})
+    timeout = min(settings.store.retry_timeout, _PREFLIGHT_TIMEOUT)
+    spec = settings.store.model_copy(update={"retry_timeout": timeout})
     return open_store(spec, make_folder=False)
 
 
 def shard_dataset(
-    config: PipelineSettings,
+    settings: PipelineSettings,
     *,
     progress: Progress = ignore_event,
     accept_changed_source: bool = False,
@@ -251,7 +252,7 @@ def shard_dataset(
     except for a dataset card that is missing or has other settings.
 
     Args:
-        config: Settings of the dataset.
+        settings: Settings of the dataset.
         progress: Called at each boundary, in this thread; without workers, in one thread at a
             time.
         accept_changed_source: Whether a complete dataset is accepted although its source has
@@ -265,14 +266,14 @@ def shard_dataset(
         MillraceError: Another error stopped the run. The message names the remedy.
     """
     began = time.monotonic()
-    store = open_store(config.store)
-    keys = DatasetKeys(config.dataset)
-    files = _open_files(config, keys, store)
-    _refuse_overlap(config, files, store)
-    if config.card:
+    store = open_store(settings.store)
+    keys = DatasetKeys(settings.dataset)
+    files = _open_files(settings, keys, store)
+    _refuse_overlap(settings, files, store)
+    if settings.card:
         check_readme(store, keys)
     try:
-        plan, partitioned = _make_or_reuse_plan(config, keys, files, store)
+        plan, partitioned = _make_or_reuse_plan(settings, keys, files, store)
         plan = commit_plan(store, keys, plan, partitioned.objects, progress)
     except errors.ChangedError:
         if not (accept_changed_source and exists(store, keys.manifest)):
@@ -292,22 +293,22 @@ def shard_dataset(
         manifest = fetch(store, keys.manifest, Manifest)
         check_manifest(store, keys, plan, manifest)
     else:
-        limit = QuarantineLimit(store, keys, plan, config.execution)
+        limit = QuarantineLimit(store, keys, plan, settings.execution)
         limit.resume(plan)
         if isinstance(files, MirroredFiles):
             files.store_digests(list_planned_files(store, plan))
         shard_all_partitions(
             store,
             keys,
-            _make_jobs(config, plan, files, store.spec.model_copy(update={"url": store.url})),
-            execution=config.execution,
+            _make_jobs(settings, plan, files, store.spec.model_copy(update={"url": store.url})),
+            execution=settings.execution,
             progress=limit.wrap_progress(counter),
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
-    if config.card:
-        write_card(store, make_card(config.card, plan), manifest, progress=progress)
+    if settings.card:
+        write_card(store, make_card(settings.card, plan), manifest, progress=progress)
     return ShardReport(
-        url=store.make_url(config.dataset),
+        url=store.make_url(settings.dataset),
         manifest_key=keys.manifest,
         manifest=manifest,
         source=plan.source,
@@ -335,43 +336,43 @@ def run_from_file(
         ConfigurationError: The file is missing, invalid, or names a variable that is not set.
         MillraceError: The run failed, with the errors of `shard_dataset`.
     """
-    config = settings.load_settings(Path(path), PipelineSettings)
+    settings = load_settings(Path(path), PipelineSettings)
     if dataset is not None:
-        config = config.model_copy(update={"dataset": dataset})
-    return shard_dataset(config, progress=progress)
+        settings = settings.model_copy(update={"dataset": dataset})
+    return shard_dataset(settings, progress=progress)
 
 
 def _open_files(
-    config: PipelineSettings, keys: DatasetKeys, store: Store | None = None
+    settings: PipelineSettings, keys: DatasetKeys, store: Store | None = None
 ) -> SourceFiles:
     """Open the files of a source, as the plan pins them if there is one.
 
     Args:
-        config: Settings of the dataset.
+        settings: Settings of the dataset.
         keys: Names of the dataset.
         store: Store of the dataset; None if the caller finds what is wrong with it.
     """
     committed = None
-    if config.source.url.startswith("hf://") or config.source.mirrors:
-        committed = _find_committed_plan(config, keys, store)
+    if settings.source.url.startswith("hf://") or settings.source.mirrors:
+        committed = _find_committed_plan(settings, keys, store)
     digests = StoredDigests(store, keys) if store else None
-    return config.source.open_files(committed.source if committed else None, digests)
+    return settings.source.open_files(committed.source if committed else None, digests)
 
 
 def _find_committed_plan(
-    config: PipelineSettings, keys: DatasetKeys, store: Store | None
+    settings: PipelineSettings, keys: DatasetKeys, store: Store | None
 ) -> DatasetPlan | None:
     if store is not None:
         return find_committed_plan(store, keys)
     with contextlib.suppress(errors.MillraceError):
-        return find_committed_plan(_open_for_preflight(config), keys)
+        return find_committed_plan(_open_for_preflight(settings), keys)
     return None
 
 
-def _refuse_overlap(config: PipelineSettings, files: SourceFiles, target: Store) -> None:
-    locations = config.source.list_locations() if config.source.mirrors else []
+def _refuse_overlap(settings: PipelineSettings, files: SourceFiles, target: Store) -> None:
+    locations = settings.source.list_locations() if settings.source.mirrors else []
     for url in [spec.url for spec in locations] or [files.url]:
-        if f"{target.make_url(config.dataset)}/".startswith(f"{url}/"):
+        if f"{target.make_url(settings.dataset)}/".startswith(f"{url}/"):
             raise errors.ConfigurationError(
                 f"The dataset would lie inside of its own source, {url}, and change it: name "
                 "another store, or a source folder beside it."
@@ -379,7 +380,7 @@ def _refuse_overlap(config: PipelineSettings, files: SourceFiles, target: Store)
 
 
 def _make_jobs(
-    config: PipelineSettings, plan: DatasetPlan, files: SourceFiles, target: StoreSpec
+    settings: PipelineSettings, plan: DatasetPlan, files: SourceFiles, target: StoreSpec
 ) -> PartitionJobs:
     """Return the jobs of all partitions. The source is at the URL of this run's settings.
 
@@ -388,10 +389,10 @@ def _make_jobs(
     """
     digest = compute_plan_digest(plan)
     mirrors: list[StoreSpec] = []
-    if config.source.mirrors:
-        source_store, *mirrors = config.source.list_locations()
+    if settings.source.mirrors:
+        source_store, *mirrors = settings.source.list_locations()
     else:
-        source_store = complete_spec(config.source.store.model_copy(update={"url": files.url}))
+        source_store = complete_spec(settings.source.store.model_copy(update={"url": files.url}))
 
     def make_job(partition: Partition) -> PartitionJob:
         return PartitionJob(
@@ -401,11 +402,11 @@ def _make_jobs(
             source=plan.source,
             source_store=source_store,
             mirrors=tuple(mirrors),
-            allow_private=config.source.allow_private,
-            downloads=config.execution.downloads,
+            allow_private=settings.source.allow_private,
+            downloads=settings.execution.downloads,
             store=target,
             partition=partition,
-            uploads=config.execution.uploads,
+            uploads=settings.execution.uploads,
         )
 
     return PartitionJobs(make_job, plan.partitions)

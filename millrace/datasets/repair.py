@@ -65,7 +65,7 @@ class Repair:
     remade_keys: tuple[str, ...]
 
 
-def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
+def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
     """Verify a complete dataset, and make each shard again that is missing or damaged.
 
     A shard is made from the source by the committed plan. A file is also read if it was written
@@ -75,7 +75,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
     shard of each format, and the memory of `verify_dataset`.
 
     Args:
-        config: Settings that the dataset was made with.
+        settings: Settings that the dataset was made with.
         progress: Called for each shard verified, and before and after each shard made.
 
     Raises:
@@ -86,12 +86,12 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
             are none.
         CorruptError: The ledger does not have the digests of all blocks.
     """
-    store, keys = open_store(config.store), DatasetKeys(config.dataset)
-    found = verify_dataset(store, config.dataset, progress=progress)
+    store, keys = open_store(settings.store), DatasetKeys(settings.dataset)
+    found = verify_dataset(store, settings.dataset, progress=progress)
     if found.is_intact:
         return Repair(found.shards, ())
     plan = fetch(store, keys.plan, DatasetPlan)
-    _check_transforms(plan, config, store)
+    _check_transforms(plan, settings, store)
     manifest = read_manifest(store, keys)
     manifest_shards = {shard.key: shard for shard in manifest.shards}
     committed = {
@@ -110,7 +110,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
         named = manifest_shards[fault.key]
         expected = replace(shard, size=named.size, digest=named.digest)
         lost.append(LostShard(entry, expected, fault.reason))
-    remake_shards(store, plan, config.source.open_files(plan.source), lost, progress=progress)
+    remake_shards(store, plan, settings.source.open_files(plan.source), lost, progress=progress)
     remade = [fault.key for fault in found.faults]
     indexes = make_indexes(manifest)
     for fault in found.other_faults:
@@ -118,7 +118,7 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
             shards = {key: shard for key, (_, shard) in committed.items()}
             put(store, fault.key, join_shard_blocks(manifest, shards))
         elif fault.key in {keys.card, keys.readme}:
-            write_card(store, _find_card(store, keys, plan, config), manifest)
+            write_card(store, _find_card(store, keys, plan, settings), manifest)
         else:
             put(store, fault.key, indexes[fault.key])
         remade.append(fault.key)
@@ -126,15 +126,15 @@ def repair_dataset(config: PipelineSettings, *, progress: Progress = ignore_even
 
 
 def _find_card(
-    store: Store, keys: DatasetKeys, plan: DatasetPlan, config: PipelineSettings
+    store: Store, keys: DatasetKeys, plan: DatasetPlan, settings: PipelineSettings
 ) -> DatasetCard:
     """Return the record of a card, from the settings or else from the store.
 
     Raises:
         ConflictError: The settings have no card, and the record cannot be read.
     """
-    if config.card:
-        return make_card(config.card, plan)
+    if settings.card:
+        return make_card(settings.card, plan)
     try:
         return fetch(store, keys.card, DatasetCard)
     except errors.CorruptError:
@@ -144,23 +144,23 @@ def _find_card(
         ) from None
 
 
-def _check_transforms(plan: DatasetPlan, config: PipelineSettings, store: Store) -> None:
+def _check_transforms(plan: DatasetPlan, settings: PipelineSettings, store: Store) -> None:
     """Check that a plan has the transforms of the settings, since their code is run.
 
     Raises:
         ConflictError: The plan has other transforms.
     """
     proposed = record_transforms(
-        config.sharding.transforms,
-        DatasetKeys(config.dataset),
-        seed=config.sharding.seed,
+        settings.sharding.transforms,
+        DatasetKeys(settings.dataset),
+        seed=settings.sharding.seed,
         dataset_store=store,
-        allow_private=config.source.allow_private,
+        allow_private=settings.source.allow_private,
     ).record
     if changes := list_transform_changes(plan.source.settings.get("transforms", {}), proposed):
         raise errors.ConflictError(
-            f"The dataset {config.dataset} was planned with other settings: {', '.join(changes)}. "
-            "Repair it with those."
+            f"The dataset {settings.dataset} was planned with other settings: "
+            f"{', '.join(changes)}. Repair it with those."
         )
 
 
