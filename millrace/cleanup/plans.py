@@ -25,7 +25,7 @@ from millrace.keys.kinds import ClassifiedKey, ObjectKind
 from millrace.storage import Stat, Store, open_writer, stream
 
 _PART = 8 << 20
-GB_MONTH = 0.015  # dollars, of R2's standard storage; deletes are free there
+_GB_MONTH = 0.015  # dollars, of R2's standard storage; deletes are free there
 _LINES = 1000
 _WORKERS = 1000  # workers whose junk is listed
 
@@ -266,7 +266,7 @@ def read_first_keys(store: Store, name: str, limit: int) -> list[tuple[str, int]
         return [(entry.key, entry.size) for entry in islice(entries, limit)]
 
 
-def estimate_monthly_cost(size: int, price: float = GB_MONTH) -> float:
+def estimate_monthly_cost(size: int, price: float = _GB_MONTH) -> float:
     """Return the dollars that so many bytes cost a month.
 
     Args:
