@@ -23,6 +23,7 @@ class UploadQueue:
         self._unchecked = deque[str]()
         self._verified: set[str] = set()
         self._sending = 0
+        self._is_shared = False
         self._is_helping = False
         self._is_stopped = False
 
@@ -43,6 +44,7 @@ class UploadQueue:
             rank: Index of this member among the uploading ones, from 0.
             uploaders: Number of uploading members. A share is every ``uploaders``-th file.
         """
+        self._is_shared = uploaders > 1
         own = self._digests[rank % uploaders :: uploaders]
         self._own.extend(own)
         mine = set(own)
@@ -52,16 +54,19 @@ class UploadQueue:
     def pick_upload(self) -> str | None:
         """Return the next file of this member's share, and after its end of the others' shares.
 
-        The files of others begin when this member sends no file of its own. The caller sends the
-        file, and then calls `end_upload`.
+        The files of others begin when this member sends no file of its own. Towards the end of its
+        share, this member sends ever fewer files at once, so that the other members verify the
+        first of them while it sends the last. The caller sends the file, and then calls
+        `end_upload`.
 
         Returns:
             The digest; None when there is no other file, or the upload was stopped.
         """
         with self._changed:
             while not self._is_stopped:
-                if not self._own and self._sending and not self._is_helping:
-                    self._changed.wait()  # this member's link is busy
+                is_link_busy = not self._own and self._sending and not self._is_helping
+                if is_link_busy or self._is_share_ending():
+                    self._changed.wait()
                     continue
                 self._is_helping = not self._own
                 waiting = self._others if self._is_helping else self._own
@@ -72,6 +77,11 @@ class UploadQueue:
                     self._sending += 1
                     return digest
             return None
+
+    def _is_share_ending(self) -> bool:
+        """Decide whether half of the remaining files of this member's share are being sent."""
+        remaining = len(self._own) + self._sending
+        return self._is_shared and bool(self._own) and self._sending >= max(1, remaining // 2)
 
     def end_upload(self) -> None:
         """End the upload of a file that `pick_upload` returned."""

@@ -41,6 +41,42 @@ def test_files_of_others_wait_for_the_end_of_the_own_uploads() -> None:
         assert waiting.result(30) == "e"
 
 
+def test_ever_fewer_files_are_sent_at_once_towards_the_end_of_a_share() -> None:
+    """Others verify the first files of a share while its last ones are sent."""
+    queue = UploadQueue([f"{number:02d}" for number in range(16)], lambda: None)
+    queue.divide(0, 2)  # 8 files
+    sent: list[int] = []  # files that are being sent, whenever another one begins
+    sending = 0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(queue.pick_upload)
+        while (picked := waiting.result(30)) is not None and int(picked) % 2 == 0:
+            sending += 1
+            sent.append(sending)
+            waiting = pool.submit(queue.pick_upload)
+            remaining = 8 - len(sent) + sending
+            while len(sent) < 8 and sending >= max(1, remaining // 2):
+                assert not waiting.done()
+                queue.end_upload()
+                sending, remaining = sending - 1, remaining - 1
+            if len(sent) == 8:
+                for _ in range(sending):
+                    queue.end_upload()
+                sending = 0
+    assert sent == [1, 2, 3, 4, 3, 2, 1, 1]
+
+
+def test_threads_that_share_an_upload_send_each_file_once() -> None:
+    for uploaders in (1, 2, 3):
+        files = [f"{number:02d}" for number in range(40)]
+        queue = UploadQueue(files, lambda: None)
+        queue.divide(uploaders - 1, uploaders)
+        with ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(drain, queue) for _ in range(4)]
+            picked = [digest for run in runs for digest in run.result(60)]
+        assert sorted(picked) == files
+        assert queue.is_complete
+
+
 def test_found_files_are_not_uploaded_but_verified() -> None:
     completed: list[bool] = []
     queue = queue_of(completed)
