@@ -222,7 +222,7 @@ def make_parameters(system: str, dataset: str, source: Path, store: Path) -> dic
 def find_times(store: Path, dataset: str, shards: int) -> tuple[float, float]:
     """Return when the first shard and the last object of a complete dataset were written."""
     keys = DatasetKeys(dataset)
-    written = [path.stat().st_mtime for path in (store / keys.shards).glob("*.tar")]
+    written = [path.stat().st_mtime for path in (store / keys.shards).rglob("*.tar")]
     if len(written) != shards or not (store / keys.manifest).exists():
         raise RuntimeError(f"{dataset}: {len(written)} shards instead of {shards}")
     objects = (store / name for name in (keys.manifest, keys.index, keys.block_digests))
