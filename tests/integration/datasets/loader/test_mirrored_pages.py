@@ -96,7 +96,9 @@ def test_a_damaged_page_is_read_elsewhere(world: Mirrors, caplog: pytest.LogCapt
         damaged[at] ^= 1
     put(world.stores[1], "1.parquet", bytes(damaged))
     loader = PageLoader(world.specs)
+    read_epoch(loader)
     while not report(loader).locations[1].differing:  # a slow location serves few pages
+        loader = PageLoader(world.specs)  # another one keeps no page of the first
         read_epoch(loader)
     (warning,) = [one.getMessage() for one in caplog.records if "is not used" in one.getMessage()]
     assert world.stores[1].url in warning
