@@ -142,9 +142,7 @@ def measure_usage(
         ):
             groups[name] = groups.get(name, UsageGroup(name)).add(stat)
     progress(ObjectsListed(store=store.url, objects=total.objects))
-    return StoreUsage(
-        store.url, total, _sort(kinds), _sort(folders), tuple(one for one in ages.values())
-    )
+    return StoreUsage(store.url, total, _sort(kinds), _sort(folders), tuple(ages.values()))
 
 
 def limit_groups(groups: tuple[UsageGroup, ...], count: int) -> tuple[UsageGroup, ...]:

@@ -56,7 +56,7 @@ def _take_filter(command: AnyFunction) -> AnyFunction:
         suffix: str,
         pattern: str,
         older_than: timedelta | None,
-        newer_than: timedelta | None,
+        newer_than: timedelta | None = None,
         **options: Any,
     ) -> Any:
         from millrace.cleanup import ObjectFilter
@@ -71,7 +71,6 @@ def _take_filter(command: AnyFunction) -> AnyFunction:
         return command(*args, objects=objects, **options)
 
     for option in (
-        click.option("--newer-than", type=DURATION, help="Only objects that are younger."),
         click.option("--older-than", type=DURATION, help="Only objects that are as old or older."),
         click.option(
             "--match",
@@ -87,8 +86,14 @@ def _take_filter(command: AnyFunction) -> AnyFunction:
     return run
 
 
+_take_youngest_age = click.option(
+    "--newer-than", type=DURATION, help="Only objects that are younger."
+)
+
+
 @bucket.command()
 @click.argument("location", metavar="URL|FILE")
+@_take_youngest_age
 @_take_filter
 @click.option(
     "--depth",
@@ -124,8 +129,7 @@ def usage(
     Example: millrace bucket usage r2://ACCOUNT/BUCKET --depth 2
              millrace bucket usage s3://bucket --older-than 30d --suffix .pt
     """
-    from millrace.cleanup import limit_groups, measure_usage
-    from millrace.cleanup.plans import estimate_monthly_cost
+    from millrace.cleanup import estimate_monthly_cost, limit_groups, measure_usage
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
@@ -161,6 +165,7 @@ def usage(
 
 @bucket.command("list")
 @click.argument("location", metavar="URL|FILE")
+@_take_youngest_age
 @_take_filter
 @click.option(
     "--limit", type=click.IntRange(min=1), help="Largest number of objects; by default all."
@@ -255,18 +260,7 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 @click.option(
     "--config", metavar="FILE", help="Settings file; the same as FILE.  [default: clean.yaml]"
 )
-@click.option(
-    "--older-than", type=DURATION, help="Of a URL: only objects that are older; 0s for all."
-)
-@click.option("--prefix", default="", help="Of a URL: only keys that begin with this text.")
-@click.option("--suffix", default="", help="Of a URL: only keys that end with this text.")
-@click.option(
-    "--match",
-    "pattern",
-    metavar="GLOB",
-    default="",
-    help="Of a URL: only keys that match, such as 'logs/*.txt'; * matches slashes, too.",
-)
+@_take_filter
 @click.option("--plan", "name", metavar="NAME", help="Execute this plan instead of a new one.")
 @click.option("--keys", "with_keys", is_flag=True, help="Print each object of the plan, too.")
 @click.option("--dry-run", is_flag=True, help="Write the plan into the store; delete nothing.")
@@ -276,10 +270,7 @@ def clean(
     location: str | None,
     *,
     config: str | None,
-    older_than: timedelta | None,
-    prefix: str,
-    suffix: str,
-    pattern: str,
+    objects: "ObjectFilter",
     name: str | None,
     with_keys: bool,
     dry_run: bool,
@@ -288,7 +279,7 @@ def clean(
     r"""Delete the objects that rules select, except for protected objects.
 
     The rules are those of a settings file. Of a URL, the objects go that Millrace did not write,
-    are older than `--older-than`, and meet the other options.
+    and that `--older-than`, `--prefix`, `--suffix` and `--match` select.
 
     The command writes a plan, shows the plan, and asks. Then the command executes the plan. Objects
     that were written again or are protected by now stay. Exit code 1 if an object could not be
@@ -306,7 +297,7 @@ def clean(
     if location and config:
         raise click.UsageError("Name the settings file once: as FILE, or with --config.")
     location = location or config or "clean.yaml"
-    settings = _read_cleanup_settings(location, older_than, prefix, suffix, pattern, name)
+    settings = _read_cleanup_settings(location, objects, name)
     if name:
         plan = read_plan(open_store(settings.store, make_folder=False), name)
     else:
@@ -335,23 +326,18 @@ def clean(
 
 
 def _read_cleanup_settings(
-    location: str,
-    older_than: timedelta | None,
-    prefix: str,
-    suffix: str,
-    pattern: str,
-    plan: str | None,
+    location: str, objects: "ObjectFilter", plan: str | None
 ) -> "CleanupSettings":
     """Return the settings of a file, or those that the options of a URL make.
 
     Raises:
         UsageError: A settings file has options of a URL, or a URL has no age.
     """
-    from millrace.cleanup import CleanupKind, CleanupSettings, Rule
+    from millrace.cleanup import CleanupKind, CleanupSettings, ObjectFilter, Rule
     from millrace.settings import load_settings
     from millrace.storage import StoreSpec
 
-    is_selected = older_than is not None or prefix or suffix or pattern
+    is_selected = objects != ObjectFilter()
     if "://" not in location:
         if is_selected:
             raise click.UsageError(
@@ -361,14 +347,14 @@ def _read_cleanup_settings(
         return load_settings(Path(location), CleanupSettings)
     if plan and is_selected:
         raise click.UsageError("A plan has its objects: leave the options that select objects out.")
-    if older_than is None and not plan:
+    if objects.older_than is None and not plan:
         raise click.UsageError("Give the least age of the objects, such as --older-than 48h.")
     rule = Rule(
         kinds=(CleanupKind.OTHER,),
-        older_than=older_than or timedelta(0),
-        prefix=prefix,
-        suffix=suffix,
-        match=pattern or "*",
+        older_than=objects.older_than or timedelta(0),
+        prefix=objects.prefix,
+        suffix=objects.suffix,
+        match=objects.pattern or "*",
     )
     return CleanupSettings(store=StoreSpec(url=location), rules=(rule,))
 
