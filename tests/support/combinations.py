@@ -31,10 +31,13 @@ def list_further_combinations(items: Iterable[pytest.Item]) -> Iterator[pytest.I
     """List the tests that have no row of a `parametrize` and no value of a fixture for themselves.
 
     The functions of a module take the values of a fixture in turn. In a module with the mark
-    `contract`, each function has all of them.
+    `contract`, each function has all of them. A test that has the mark `soak` already stands for no
+    value, since it does not run beside the others.
     """
     functions: dict[tuple[Path, str], list[Combination]] = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("soak"):
+            continue
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions[item.path, item.originalname].append(_read_combination(item))
     uses: dict[Path, Counter[Value]] = defaultdict(Counter)
