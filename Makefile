@@ -13,18 +13,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Nothing of a run may be sent anywhere but to its own Prefect server.
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
-# Many processes start here. Each one would compile what it imports: half of the start of a flow.
+# Many processes start here. Each one would compile what it imports: 40 % of the start of a flow.
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
 	@echo "make unit    run the tests that need no server (two minutes)"
-	@echo "make test    run all tests (root and Debian: installs what they need with apt)"
+	@echo "make test    run the tests of each change (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make docs    write docs/reference from the code"
 	@echo "make bench   print the benchmarks' tables"
-	@echo "make soak    run the long kill and fault matrices"
+	@echo "make soak    run the long tests, and long kill and fault matrices"
 
 .venv/empty:
 	$(PYTHON) -m venv .venv
