@@ -162,7 +162,8 @@ def make_supervisor(
 @task(cache_policy=NO_CACHE)
 def await_rental(rental: RentalSupervisor) -> float:
     """Wait until all programs of a supervised rental run; return the cost so far in dollars."""
-    return rental.wait_until_ready()
+    rental.wait_until_ready()
+    return rental.cost
 
 
 def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | str) -> Hosts:

@@ -84,7 +84,8 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
         OwnerMonitor(rental_settings.ledger, rental_settings.name),
         Rental(rental_settings, detached=True, progress=EventPrinter()) as rental,
     ):
-        running = rental.wait_until_ready()
+        rental.wait_until_ready()
+        running = rental.machines
         for one in running:
             address = one.instance.address if one.instance else ""
             echo(f"{rental_settings.name}/{one.slot} runs at {address or 'no address'}.")

@@ -110,7 +110,7 @@ def shard_partition(
                 store, keys, partition, layout, plan_digest, number, uploads, progress,
                 is_reproducible=is_reproducible,
             ) as uploader:  # fmt: skip
-                _add_rows(uploader, source, position)
+                _PartitionWriter(uploader, position).write_rows(source)
         except _SupersededError:
             logger.info("%s: another run has committed these rows first", partition.name)
             continue
@@ -120,95 +120,100 @@ def shard_partition(
         )  # fmt: skip
 
 
-def _add_rows(
-    uploader: "_ShardUploader", source: TransformedSource, position: tuple[int, int]
-) -> None:
-    """Add the rows of a partition from a position on."""
-    pending = uploader.begin_commit(position)
-    takes_batches = pending.shards.takes_batches and uploader.is_reproducible
-    iterate = source.iterate_batches if takes_batches else source.iterate_rows
-    rows = iterate(uploader.partition.source_range, *position)
-    try:
-        for row in rows:
-            if isinstance(row, RowBatch):
-                pending = _add_batch(pending, row, uploader)
+class _PartitionWriter:
+    """Writer of a partition's rows into its next commit, and of this commit into the store.
+
+    Args:
+        uploader: Uploader of the commits.
+        position: Cursor and `skip` of the first row.
+    """
+
+    def __init__(self, uploader: "_ShardUploader", position: tuple[int, int]) -> None:
+        self._uploader, self._layout = uploader, uploader.layout
+        self._position = position
+        self._pending = uploader.begin_commit(position)
+
+    def write_rows(self, source: TransformedSource) -> None:
+        """Write all rows from the first position on. The last commit may still be uploading."""
+        takes_batches = self._pending.shards.takes_batches and self._uploader.is_reproducible
+        iterate = source.iterate_batches if takes_batches else source.iterate_rows
+        rows = iterate(self._uploader.partition.source_range, *self._position)
+        try:
+            for row in rows:
+                if isinstance(row, RowBatch):
+                    self._add_batch(row)
+                else:
+                    self._add_row(row)
+                del row  # a large row is not held while the next is read
+        finally:
+            if isinstance(rows, Generator):
+                rows.close()  # ends downloads, also if an error holds this frame
+        self._uploader.finish(self._pending)
+
+    def _add_batch(self, batch: RowBatch) -> None:
+        """Add samples. The commits are the same as those of `_add_row` for each sample.
+
+        Bad samples are rare, so the samples of their batch are added one by one.
+        """
+        while batch:
+            try:
+                added = self._pending.shards.add_batch(
+                    batch, self._layout.shard_bytes, self._layout.shard_samples
+                )
+            except BadSampleError:
+                for sample in batch.iterate_samples():
+                    self._add_row(sample)
+                return
+            if added:
+                self._move_on(batch.get_position(added - 1))
+                batch = batch.slice(added, len(batch))
             else:
-                pending = _add_row(pending, row, uploader)
-            del row  # a large row is not held while the next is read
-    finally:
-        if isinstance(rows, Generator):
-            rows.close()  # ends downloads, also if an error holds this frame
-    uploader.finish(pending)
+                self._upload()
 
+    def _add_row(self, row: Row) -> None:
+        """Add a sample, or quarantine a row that makes none.
 
-def _add_batch(
-    pending: "_PendingCommit", batch: RowBatch, uploader: "_ShardUploader"
-) -> "_PendingCommit":
-    """Add samples, and return the pending commit for the next row.
-
-    The commits are the same as those of `_add_row` for each sample. Bad samples are rare, so the
-    samples of their batch are added one by one.
-    """
-    layout = uploader.layout
-    while batch:
-        try:
-            added = pending.shards.add_batch(batch, layout.shard_bytes, layout.shard_samples)
-        except BadSampleError:
-            for sample in batch.iterate_samples():
-                pending = _add_row(pending, sample, uploader)
-            return pending
-        if added:
-            pending = _move_on(pending, batch.get_position(added - 1), uploader)
-            batch = batch.slice(added, len(batch))
-        else:
-            pending = uploader.upload(pending)
-    return pending
-
-
-def _add_row(pending: "_PendingCommit", row: Row, uploader: "_ShardUploader") -> "_PendingCommit":
-    """Add a row to a pending commit; return the pending commit for the next row.
-
-    Raises:
-        ConfigurationError: The row is one of several samples of a row that may not be the same when
-            it is read again.
-    """
-    layout = uploader.layout
-    if row.next_skip and not uploader.is_reproducible:
-        raise errors.ConfigurationError(
-            f"A transform makes several samples of one row, such as {_get_name(row)}, and another "
-            "download of its URL may give other bytes. Shard the URLs without this transform, and "
-            "then the shards with it (`kind: webdataset`), under another dataset name."
-        )
-    if not isinstance(row, BadRow):
-        try:
-            if not pending.shards.add(row, layout.shard_bytes):
-                pending = uploader.upload(pending)
-                pending.shards.add(row, layout.shard_bytes)
-        except BadSampleError as error:
-            row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
-    if isinstance(row, BadRow):
-        pending.quarantine(row)
-    return _move_on(pending, (row.next_cursor, row.next_skip), uploader)
-
-
-def _move_on(
-    pending: "_PendingCommit", position: tuple[int, int], uploader: "_ShardUploader"
-) -> "_PendingCommit":
-    """Set the position of a pending commit; return the pending commit for the next row."""
-    layout = uploader.layout
-    pending.next_position = position
-    if not pending.is_halfway and 2 * pending.shards.size >= layout.shard_bytes:
-        pending.is_halfway = True
-        uploader.progress(
-            ShardHalfEncoded(
-                partition=pending.name.partition,
-                number=pending.name.number,
-                samples=pending.shards.samples,
+        Raises:
+            ConfigurationError: The row is one of several samples of a row that may not be the same
+                when it is read again.
+        """
+        if row.next_skip and not self._uploader.is_reproducible:
+            raise errors.ConfigurationError(
+                f"A transform makes several samples of one row, such as {_get_name(row)}, and "
+                "another download of its URL may give other bytes. Shard the URLs without this "
+                "transform, and then the shards with it (`kind: webdataset`), under another "
+                "dataset name."
             )
-        )
-    if pending.shards.samples >= layout.shard_samples or pending.bad_bytes >= _MAX_BAD_BYTES:
-        return uploader.upload(pending)
-    return pending
+        if not isinstance(row, BadRow):
+            try:
+                if not self._pending.shards.add(row, self._layout.shard_bytes):
+                    self._upload()
+                    self._pending.shards.add(row, self._layout.shard_bytes)
+            except BadSampleError as error:
+                row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
+        if isinstance(row, BadRow):
+            self._pending.quarantine(row)
+        self._move_on((row.next_cursor, row.next_skip))
+
+    def _move_on(self, position: tuple[int, int]) -> None:
+        """Set the position after the rows of the next commit; upload the commit if it is full."""
+        pending = self._pending
+        pending.next_position = position
+        if not pending.is_halfway and 2 * pending.shards.size >= self._layout.shard_bytes:
+            pending.is_halfway = True
+            self._uploader.progress(
+                ShardHalfEncoded(
+                    partition=pending.name.partition,
+                    number=pending.name.number,
+                    samples=pending.shards.samples,
+                )
+            )
+        is_full = pending.shards.samples >= self._layout.shard_samples
+        if is_full or pending.bad_bytes >= _MAX_BAD_BYTES:
+            self._upload()
+
+    def _upload(self) -> None:
+        self._pending = self._uploader.upload(self._pending)
 
 
 def _get_name(row: Row) -> str:

@@ -159,7 +159,7 @@ class Rental:
         """Dollars that all machines have cost, including released machines."""
         return self._state.compute_cost(self._context.now())
 
-    def wait_until_ready(self, stop: threading.Event | None = None) -> tuple[Machine, ...]:
+    def wait_until_ready(self, stop: threading.Event | None = None) -> None:
         """Rent the missing machines, and wait until every program runs or has ended.
 
         Args:
@@ -171,7 +171,6 @@ class Rental:
             NotFoundError: No offer fits.
         """
         self._poll_until(lambda: all(one.is_ready for one in self.machines), stop)
-        return self.machines
 
     def wait_until_done(self, stop: threading.Event | None = None) -> None:
         """Rent the missing machines, and wait until every program has ended with exit code 0.

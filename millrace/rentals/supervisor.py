@@ -110,8 +110,8 @@ class RentalSupervisor:
         if interrupt is not None and kind is None:
             raise interrupt
 
-    def wait_until_ready(self) -> float:
-        """Wait until all programs run or have ended, and return the cost so far in dollars.
+    def wait_until_ready(self) -> None:
+        """Wait until all programs run or have ended.
 
         Raises:
             HeldError: Another owner holds the rental.
@@ -119,7 +119,6 @@ class RentalSupervisor:
         """
         self._ready.wait()
         self.raise_failure()
-        return self.cost
 
     @property
     def cost(self) -> float:

@@ -126,9 +126,9 @@ class _PrewarmDriver:
         settings, followers = self._settings, self._followers
         called = time.monotonic()
         try:
-            with connect_agents(settings.nodes, settings.root, followers.add) as expected:
+            with connect_agents(settings.nodes, settings.root, followers.add) as node_count:
                 try:
-                    self._quorum.expected = expected
+                    self._quorum.node_count = node_count
                     self._wait(called)
                     seconds = time.monotonic() - self._began
                 finally:
@@ -197,7 +197,7 @@ class _PrewarmDriver:
         for number in self._catalogue.list_unproven_pieces():
             needs[number] = VOTES_NEEDED
         tracker = Tracker(
-            sizes, self._settings.limits, votes_needed=needs, expected=self._known.pieces
+            sizes, self._settings.limits, votes_needed=needs, known_digests=self._known.pieces
         )
         return RunState(tracker, sizes, self._request_piece)
 

@@ -84,8 +84,8 @@ def connect_agents(
         return
     if root is None:
         raise ConfigurationError("`root` is missing: name the folder on the nodes of the cluster.")
-    with _RayAgents(settings, root, on_node) as expected:
-        yield expected
+    with _RayAgents(settings, root, on_node) as node_count:
+        yield node_count
 
 
 def _iterate_hosts(settings: Hosts) -> Iterator[Node]:

@@ -58,7 +58,7 @@ class Tracker:
         sizes: Bytes of each piece.
         limits: Limits on concurrent transfers.
         votes_needed: Number of equal votes that decide the digest of each piece; by default one.
-        expected: Digests of pieces that are known before the run.
+        known_digests: Digests of pieces that are known before the run.
         seed: Seed of the random pauses before a failed read is tried again.
     """
 
@@ -68,7 +68,7 @@ class Tracker:
         limits: LimitSettings | None = None,
         *,
         votes_needed: Sequence[int] = (),
-        expected: Mapping[int, str] | None = None,
+        known_digests: Mapping[int, str] | None = None,
         seed: int = 0,
     ) -> None:
         limits, count = limits or LimitSettings(), len(sizes)
@@ -89,7 +89,7 @@ class Tracker:
             output=self._output,
         )
         self._copies.require_votes(votes_needed)
-        self._copies.expect_digests(expected or {})
+        self._copies.set_known_digests(known_digests or {})
         self._direct = DirectReads(
             self._nodes, self._copies, self._read_queue, allowed=limits.direct_reads
         )
@@ -163,9 +163,9 @@ class Tracker:
         """Tell whether votes, or the driver, have decided the digest of a piece."""
         return bool(self._copies[piece].votes.digest)
 
-    def get_expected(self, piece: int) -> str:
+    def get_known_digest(self, piece: int) -> str:
         """Return the digest of a piece that is known before the run; empty if there is none."""
-        return self._copies[piece].votes.expected
+        return self._copies[piece].votes.known_digest
 
     def is_lacked(self, piece: int) -> bool:
         """Tell whether a living node lacks a piece."""

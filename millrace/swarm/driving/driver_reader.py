@@ -44,7 +44,7 @@ class PieceRequester(Protocol):
         """Tell whether the digest of a piece is still needed."""
         ...
 
-    def get_expected(self, number: int) -> str:
+    def get_known_digest(self, number: int) -> str:
         """Return the digest of a piece that is known from block lists; empty if there is none."""
         ...
 
@@ -209,7 +209,7 @@ class DriverReader:
         if not self._pieces.is_useful(number):
             return
         digest = self._hash_piece(number)
-        if digest and self._pieces.get_expected(number) not in {"", digest}:
+        if digest and self._pieces.get_known_digest(number) not in {"", digest}:
             digest = self._hash_piece(number)
         if digest:
             self._pieces.handle_digest(number, digest)

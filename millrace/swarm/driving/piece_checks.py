@@ -108,9 +108,9 @@ class PieceChecks:
             names = [*self._reports.get(number, ()), *self._doubters.get(number, ())]
             return any(not members[name].is_lost for name in names)
 
-    def get_expected(self, number: int) -> str:
+    def get_known_digest(self, number: int) -> str:
         """Return the digest of a piece that is known from block lists; empty if there is none."""
-        return self._state.tracker.get_expected(number)
+        return self._state.tracker.get_known_digest(number)
 
     def handle_digest(self, number: int, digest: str) -> None:
         """Settle a piece that the driver has read, and give up nodes that could not read it."""
@@ -118,9 +118,9 @@ class PieceChecks:
         with state.news:
             self._failing.pop(number, None)
             self._own_failing.pop(number, None)
-            if digest != (self.get_expected(number) or digest):
+            if digest != (self.get_known_digest(number) or digest):
                 origins = self._describe_origins(number)
-                state.fatal = make_corruption_error(origins, self.get_expected(number))
+                state.fatal = make_corruption_error(origins, self.get_known_digest(number))
                 state.news.notify_all()
                 return
             self._intact.add(number)

@@ -19,7 +19,7 @@ class Quorum:
         began: Time of the call.
 
     Attributes:
-        expected: Number of expected nodes; 0 until the number is known.
+        node_count: Number of expected nodes; 0 until the number is known.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Quorum:
     ) -> None:
         self._members = members
         self._min_share, self._start_timeout, self._began = min_share, start_timeout, began
-        self.expected = 0
+        self.node_count = 0
 
     def can_start(self, now: float) -> bool:
         """Tell whether to give the first order.
@@ -38,7 +38,7 @@ class Quorum:
         members = self._members
         joined = len(members.list_joined())
         settled = joined + sum(member.is_lost for member in members) + len(members.absent)
-        if self._is_enough(joined) and settled >= self.expected > 0:
+        if self._is_enough(joined) and settled >= self.node_count > 0:
             return True
         return joined > 0 and self._is_start_over(now)
 
@@ -69,22 +69,22 @@ class Quorum:
         over = is_last or self._is_start_over(now)
         living = len(members.list_living())
         if not is_last:  # agents that are being started
-            living += max(0, self.expected - len(members) - len(members.absent))
+            living += max(0, self.node_count - len(members) - len(members.absent))
         for absent in members.absent.values():
             if over or not members.is_awaited(absent):
                 lost[members.format_name(absent)] = absent.reason
             else:
                 living += 1
-        if not self.expected or not self._is_enough(living):
+        if not self.node_count or not self._is_enough(living):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(lost.items())[:5])
             raise errors.WorkerError(
-                f"{self.expected - living} of {self.expected} nodes are lost, and at least "
+                f"{self.node_count - living} of {self.node_count} nodes are lost, and at least "
                 f"{self._min_share:.0%} must live ({reasons or 'the cluster has no node'}). Run "
                 "it again when they are back: the other nodes keep the data that they have."
             )
 
     def _is_enough(self, nodes: int) -> bool:
-        return nodes > 0 and nodes >= self._min_share * self.expected - 1e-9
+        return nodes > 0 and nodes >= self._min_share * self.node_count - 1e-9
 
     def _is_start_over(self, now: float) -> bool:
         return now - self._began > self._start_timeout

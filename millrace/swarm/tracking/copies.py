@@ -81,10 +81,10 @@ class CopyTable:
         for piece, count in zip(self.pieces, votes_needed, strict=False):
             piece.votes.votes_needed = count
 
-    def expect_digests(self, digests: Mapping[int, str]) -> None:
+    def set_known_digests(self, digests: Mapping[int, str]) -> None:
         """Decide pieces whose digests are known before the run."""
         for number, digest in digests.items():
-            self.pieces[number].votes.expect(digest)
+            self.pieces[number].votes.set_known_digest(digest)
 
     def is_disputed(self, number: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
@@ -140,7 +140,7 @@ class CopyTable:
 
         A digest that is known before the run stays.
         """
-        if self.pieces[number].votes.expected:
+        if self.pieces[number].votes.known_digest:
             return
         self.pieces[number].votes.is_settled = True
         self._decide(number, digest)

@@ -132,6 +132,6 @@ class SlotFiller:
             tried += 1
 
     def _order_read(self, node: NodeState, number: int, now: float) -> None:
-        digest = self._copies[number].votes.expected
+        digest = self._copies[number].votes.known_digest
         self._transfers.begin_read(node.transfers, number, now, digest)
         self._output.orders.append(PieceOrder(node.id, number, STORE, digest))

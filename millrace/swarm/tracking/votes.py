@@ -16,7 +16,8 @@ class PieceVotes:
             is known before the run.
         digests: Digest of the copy of each living node that has one.
         voters: Nodes whose copies are votes: no other node has sent them in this run.
-        expected: Digest that is known before the run; empty if there is none. No vote changes it.
+        known_digest: Digest that is known before the run; empty if there is none. No vote
+            changes it.
     """
 
     votes_needed: int = 1
@@ -24,11 +25,11 @@ class PieceVotes:
     is_settled: bool = False
     digests: dict[str, str] = field(default_factory=dict[str, str])
     voters: set[str] = field(default_factory=set[str])
-    expected: str = ""
+    known_digest: str = ""
 
-    def expect(self, digest: str) -> None:
+    def set_known_digest(self, digest: str) -> None:
         """Decide the piece before the run: its digest is known."""
-        self.expected = self.digest = digest
+        self.known_digest = self.digest = digest
         self.is_settled = True
 
     def add(self, name: str, digest: str, *, vote: bool) -> None:

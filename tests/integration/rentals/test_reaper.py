@@ -209,7 +209,8 @@ def test_machines_of_another_account_are_neither_closed_nor_called_gone(world: R
 def test_a_machine_that_bears_the_label_of_another_costs_that_one_nothing(world: Reset) -> None:
     account = world()
     with Rental(account.make_settings(), vast=account.vast, progress=account.note_event) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
         stray = account.server.plant(machine.attempt.intent.label)
         rental.wait_until_ready()
         done = reap(account.make_ledger_settings(), vast=account.vast)
@@ -231,7 +232,8 @@ def test_a_label_that_was_changed_gives_a_machine_no_more_time(world: Reset) -> 
     account = world()
     request = {"max_lifetime": timedelta(hours=2)}
     with Rental(account.make_settings(request=request), vast=account.vast, detached=True) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
     assert machine.attempt.instance_id
     label = machine.attempt.intent.label.rpartition("/")[0] + "/9999999999"
     account.server.ask("label", {"instance": machine.attempt.instance_id, "label": label})

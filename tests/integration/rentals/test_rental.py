@@ -46,7 +46,8 @@ def test_machines_are_rented_used_and_released(world: Reset) -> None:
     account = world(program=600.0)
     settings = account.make_settings(machines=3)
     with Rental(settings, vast=account.vast, progress=account.note_event) as rental:
-        ready = rental.wait_until_ready()
+        rental.wait_until_ready()
+        ready = rental.machines
         assert [one.slot for one in ready] == [0, 1, 2]
         assert len({one["machine"] for one in account.server.list_alive()}) == 3
         rental.wait_until_done()
@@ -63,7 +64,8 @@ def test_a_machine_that_does_not_come_up_is_released_and_another_taken(
 ) -> None:
     account = world(first=fate)
     with Rental(account.make_settings(machines=1), vast=account.vast) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
         dead, other = account.server.list_machines()
         assert dead["fate"] == fate
         assert machine.instance
@@ -90,7 +92,8 @@ def test_work_goes_on_elsewhere_when_a_machine_is_lost(
     request = {"interruptible": fate == "outbid", "max_hourly": 1.5}
     settings = account.make_settings(request=request, poll_interval=timedelta(seconds=30))
     with Rental(settings, vast=account.vast) as rental:
-        (first,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (first,) = rental.machines
         assert first.instance
         account.server.befall(first.instance.id, fate)
         rental.wait_until_done()
@@ -146,7 +149,8 @@ def test_a_price_that_rose_between_search_and_create_is_said(world: Reset) -> No
     account = world(first="raised")
     settings = account.make_settings()
     with Rental(settings, vast=account.vast, progress=account.note_event) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
     (raised,) = [event for event in account.told if isinstance(event, PriceRaised)]
     offered = machine.attempt.intent.dollars_per_hour
     assert (raised.offered, raised.dollars_per_hour) == (offered, pytest.approx(offered * 1.5))
@@ -174,7 +178,8 @@ def test_what_is_left_at_a_price_that_rose_does_not_cost_more_than_was_granted(
     account = world(first="raised")
     settings = account.make_settings(request={"max_total": 1.0})
     with Rental(settings, vast=account.vast, detached=True) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
     account.server.advance(20 * 3600)
     reap(account.make_ledger_settings(), vast=account.vast)
     assert account.server.list_alive() == []
@@ -187,7 +192,8 @@ def test_one_that_is_lost_and_cannot_be_replaced_ends_no_other(world: Reset) -> 
     account = world(program=1000.0, machines=2)
     settings = account.make_settings(machines=2)
     with Rental(settings, vast=account.vast, progress=account.note_event) as rental:
-        first, _ = rental.wait_until_ready()
+        rental.wait_until_ready()
+        first, _ = rental.machines
         assert first.instance
         account.server.befall(first.instance.id, "exited")
         rental.wait_until_done()
@@ -232,7 +238,8 @@ def test_a_create_whose_answer_was_lost_is_looked_for_and_not_sent_again(
     account = world(lag=lag)
     account.server.fail_next(1, "lost", "create")
     with Rental(account.make_settings(), vast=account.vast) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
         assert len(account.server.list_machines()) == 1
         creates = [one for one in account.server.list_requests() if one["call"] == "create"]
         assert len(creates) == 1
@@ -249,7 +256,8 @@ def test_a_create_whose_answer_was_lost_is_waited_for_before_another_is_sent(wor
     account = world(late=90.0)
     account.server.fail_next(1, "lost, listed late", "create")
     with Rental(account.make_settings(), vast=account.vast) as rental:
-        (machine,) = rental.wait_until_ready()
+        rental.wait_until_ready()
+        (machine,) = rental.machines
         assert creates(account) == 1
         assert machine.attempt.instance_id == account.server.list_alive()[0]["id"]
     assert account.server.list_alive() == []
@@ -303,7 +311,8 @@ def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Res
 
     settings = account.make_settings(machines=2)
     with Rental(settings, vast=account.vast, progress=fail_searches) as rental:
-        assert [one.slot for one in rental.wait_until_ready()] == [0, 1]
+        rental.wait_until_ready()
+        assert [one.slot for one in rental.machines] == [0, 1]
         assert account.count_events(MachineMissing) > 0
         assert len(account.server.list_alive()) == len(account.server.list_machines()) == 2
     assert account.server.list_alive() == []
@@ -453,10 +462,12 @@ def test_whoever_goes_on_with_a_rental_has_its_machines(world: Reset) -> None:
     account = world(program=900.0)
     settings = account.make_settings(machines=2)
     with Rental(settings, vast=account.vast, detached=True) as rental:
-        before = {one.attempt.contract for one in rental.wait_until_ready()}
+        rental.wait_until_ready()
+        before = {one.attempt.contract for one in rental.machines}
     assert len(account.server.list_alive()) == 2
     with Rental(settings, vast=account.vast) as rental:
-        assert {one.attempt.contract for one in rental.wait_until_ready()} == before
+        rental.wait_until_ready()
+        assert {one.attempt.contract for one in rental.machines} == before
         rental.wait_until_done()
     assert len(account.server.list_machines()) == 2
     assert account.server.list_alive() == []

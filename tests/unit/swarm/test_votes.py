@@ -245,7 +245,7 @@ def test_where_digests_are_known_one_honest_node_among_any_number_of_liars_is_en
 ):
     rng = random.Random(seed)
     known = {p: f"d{p}" for p in range(pieces)}
-    swarm = Votes(Tracker([100] * pieces, expected=known, seed=seed), rng, alike=alike)
+    swarm = Votes(Tracker([100] * pieces, known_digests=known, seed=seed), rng, alike=alike)
     names = [f"h{i}" for i in range(honest)] + [f"liar{i}" for i in range(liars)]
     rng.shuffle(names)
     for name in names:
@@ -270,7 +270,7 @@ def test_where_digests_are_known_one_honest_node_among_any_number_of_liars_is_en
 
 def test_of_two_nodes_that_read_known_pieces_the_one_that_flips_bits_is_named():
     known = {p: f"d{p}" for p in range(20)}
-    swarm = Votes(Tracker([100] * 20, expected=known), random.Random(0), lies={"bad": 1.0})
+    swarm = Votes(Tracker([100] * 20, known_digests=known), random.Random(0), lies={"bad": 1.0})
     for name in ("a", "bad"):
         swarm.join(name)
     orders = swarm.tracker.begin(0.0)
@@ -282,14 +282,14 @@ def test_of_two_nodes_that_read_known_pieces_the_one_that_flips_bits_is_named():
 
 
 def test_a_known_digest_stands_against_the_votes_and_the_reads_of_the_owner():
-    tracker = Tracker([100] * 2, votes_needed=[2] * 2, expected={0: "d0"})
+    tracker = Tracker([100] * 2, votes_needed=[2] * 2, known_digests={0: "d0"})
     for name in ("a", "b"):
         tracker.add_node(name, [(0, "wrong"), (1, "wrong")], 0.0)
     assert [tracker.has("a", piece) for piece in (0, 1)] == [False, True]
     tracker.settle_piece(0, "other", 0.0)
     tracker.add_node("c", [(0, "d0")], 0.0)
     assert tracker.has("c", 0)
-    assert tracker.get_expected(0) == "d0"
+    assert tracker.get_known_digest(0) == "d0"
     assert not tracker.take_disputed()
 
 

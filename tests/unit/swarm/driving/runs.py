@@ -43,9 +43,9 @@ class Run:
         *,
         pieces: int = 2,
         needs: int = 1,
-        expected: Mapping[int, str] | None = None,
+        known: Mapping[int, str] | None = None,
     ) -> None:
-        tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces, expected=expected)
+        tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces, known_digests=known)
         self.disputed: list[int] = []
         self.state = RunState(tracker, [SIZE] * pieces, self.disputed.append)
         self.state.news.acquire()  # as whoever calls its methods does

@@ -48,20 +48,20 @@ def test_a_member_that_does_not_answer_is_absent_until_it_joins():
 def test_a_run_begins_when_all_have_come_or_long_enough_was_waited():
     run = Run("a")
     quorum = Quorum(run.state.members, 0.5, 10.0, 0.0)
-    quorum.expected = 2
+    quorum.node_count = 2
     assert not quorum.can_start(1.0)
     assert quorum.can_start(11.0)
     run.state.members.add_absent(AbsentNode("b", "b", "gone"))
     assert quorum.can_start(1.0)
     quorum = Quorum(run.state.members, 0.9, 10.0, 0.0)
-    quorum.expected = 2
+    quorum.node_count = 2
     assert not quorum.can_start(1.0)
 
 
 def test_a_run_ends_when_too_many_are_lost():
     run = Run("abc")
     quorum = Quorum(run.state.members, 0.5, 10.0, 0.0)
-    quorum.expected = 4
+    quorum.node_count = 4
     quorum.check(0.0)
     run.state.lose(run["a"], "broken")
     run.state.members.await_member(make_member("d"), "silent")
@@ -77,7 +77,7 @@ def test_a_run_ends_when_too_many_are_lost():
 def test_a_run_does_not_begin_or_end_without_a_living_node():
     run = Run("a")
     quorum = Quorum(run.state.members, 0.5, 30.0, 0.0)
-    quorum.expected = 2
+    quorum.node_count = 2
     run.state.lose(run["a"], "the request is signed with another key")
     run.state.members.await_member(make_member("b"), "silent")
     assert not quorum.can_start(1.0)
@@ -91,7 +91,7 @@ def test_a_run_does_not_begin_or_end_without_a_living_node():
 def test_too_few_ready_nodes_end_no_run_well():
     run = Run("ab")
     quorum = Quorum(run.state.members, 0.5, 30.0, 0.0)
-    quorum.expected = 4
+    quorum.node_count = 4
     run.state.lose(run["a"], "broken")
     for name in "cd":
         run.state.members.await_member(make_member(name), "silent")
@@ -104,7 +104,7 @@ def test_too_few_ready_nodes_end_no_run_well():
 def test_nodes_that_were_replaced_are_not_missing():
     run = Run("abcd")
     quorum = Quorum(run.state.members, 0.75, 30.0, 0.0)
-    quorum.expected = 4
+    quorum.node_count = 4
     for old, new in zip("abc", "efg", strict=True):
         run.state.lose(run[old], "preempted")
         run.join(new)
@@ -118,7 +118,7 @@ def test_nodes_that_were_replaced_are_not_missing():
 
 def test_agents_that_are_still_starting_are_not_lost():
     quorum = Quorum(RunMembers(), 0.5, 30.0, 0.0)
-    quorum.expected = 2
+    quorum.node_count = 2
     quorum.check(1.0)
     assert not quorum.can_start(31.0)
 
@@ -126,7 +126,7 @@ def test_agents_that_are_still_starting_are_not_lost():
 def test_a_latecomer_is_waited_for_a_few_seconds():
     run = Run("a")
     quorum = Quorum(run.state.members, 0.5, 60.0, 0.0)
-    quorum.expected = 2
+    quorum.node_count = 2
     assert not quorum.awaits_latecomers(1.0)
     run.state.members.await_member(make_member("b"), "silent")
     assert quorum.awaits_latecomers(1.0)

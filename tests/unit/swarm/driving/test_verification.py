@@ -103,7 +103,7 @@ def test_what_a_node_says_of_the_store_does_not_shorten_the_patience_of_the_driv
 
 
 def test_a_node_whose_read_the_driver_finds_right_in_the_store_is_named_and_then_lost():
-    run = Run("ab", expected={0: RIGHT})
+    run = Run("ab", known={0: RIGHT})
     pieces, requested = make_piece_checks(run)
     handler = EventHandler(run.state, pieces, make_file_checks(run)[0], file_count=2, began=0.0)
     wrong = PieceFailed(0, "", "wrong bytes", is_wrong=True)
@@ -128,7 +128,7 @@ def test_a_node_whose_read_the_driver_finds_right_in_the_store_is_named_and_then
 
 
 def test_a_piece_that_does_not_have_its_known_digest_in_the_store_ends_the_run():
-    run = Run("ab", expected={0: RIGHT})
+    run = Run("ab", known={0: RIGHT})
     pieces, _ = make_piece_checks(run)
     pieces.note_wrong_read(run["a"], 0)
     pieces.handle_digest(0, compute_blake3(b"other"))
@@ -138,7 +138,7 @@ def test_a_piece_that_does_not_have_its_known_digest_in_the_store_ends_the_run()
 
 
 def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_nothing():
-    run = Run("ab", expected={0: RIGHT})
+    run = Run("ab", known={0: RIGHT})
     requested: list[int] = []
     catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
     files = FileChecks(run.state, catalogue, requested.append, known={0: RIGHT})
@@ -240,7 +240,7 @@ def test_an_uploader_that_two_nodes_accuse_of_what_was_ordered_is_untrusted():
 
 
 def test_an_order_does_not_tell_the_digest_of_a_piece():
-    run = Run("ab", pieces=1, expected={0: RIGHT})
+    run = Run("ab", pieces=1, known={0: RIGHT})
     handler, state = make_handler(run), run.state
     state.dispatch(state.tracker.begin(0.0))
     orders = {name: run.take_orders(name) for name in "ab"}
