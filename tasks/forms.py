@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 from prefect import Flow
 from prefect.blocks.core import Block
-from prefect.utilities.callables import parameter_schema
 from pydantic import (
     BaseModel,
     ByteSize,
@@ -90,7 +89,6 @@ def draw_form(flow: F) -> F:
     flow.fn.__signature__ = signature.replace(parameters=wrapped)  # pyright: ignore[reportFunctionMemberAccess] - Prefect validates by it
     drawn = [one.replace(default=_describe_parameter(one)) for one in wrapped]
     flow.__signature__ = signature.replace(parameters=drawn)  # pyright: ignore[reportAttributeAccessIssue] - `prefect deploy` reads it
-    flow.parameters = parameter_schema(flow)
     flow.description = (inspect.getdoc(flow.fn) or "").partition("\nArgs:")[0].strip()
     return flow
 

@@ -1,18 +1,58 @@
-"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, `gcs`, `vast` and `hub`."""
+"""The stand-ins as session fixtures: `rgw`, `r2` in front of it, `gcs`, `vast` and `hub`.
 
+The processes of a run share one RGW, which starts while they collect their tests. An RGW takes a
+thirtieth of a processor also while no test uses it.
+"""
+
+import json
+import os
+import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millrace.testing.gcs import GCSServer
 from millrace.testing.hub import HubServer
+from millrace.testing.process import start_module
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.repository import snapshot
 from millrace.testing.rgw import RGW
 from millrace.testing.vast import VastServer
+
+_SHARED_RGW = "MILLRACE_TESTS_RGW"
+"""Variable with the process id and the folder of the RGW that processes share."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Start the shared RGW before the processes, unless they only run tests without servers."""
+    unit = config.rootpath / "tests/unit"
+    if all((config.invocation_params.dir / one).is_relative_to(unit) for one in config.args):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="millrace-rgw-"))
+    server = start_module("millrace.testing.rgw", str(folder / "rgw"), log=folder / "log")
+    os.environ[_SHARED_RGW] = f"{server.pid} {folder}"
+
+    def stop() -> None:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(stop)
+
+
+def find_shared_rgw(pid: int, folder: Path) -> RGW:
+    """Return the shared RGW once it serves."""
+    state = folder / "rgw/state.json"
+    while not state.exists():
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            raise RuntimeError((folder / "log").read_text())
+        time.sleep(0.05)
+    return RGW(folder / "rgw", json.loads(state.read_text()))
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +64,13 @@ def server_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def rgw(server_folder: Path) -> Iterator[RGW]:
-    """A Ceph RGW."""
-    with RGW.start(server_folder / "rgw") as server:
-        yield server
+    """A Ceph RGW. Other processes may use it at the same time, each with buckets of its own."""
+    if shared := os.environ.get(_SHARED_RGW):
+        pid, _, folder = shared.partition(" ")
+        yield find_shared_rgw(int(pid), Path(folder))
+    else:
+        with RGW.start(server_folder / "rgw") as server:
+            yield server
 
 
 @pytest.fixture(scope="session")

@@ -163,7 +163,9 @@ class RGW:
             rgw.kill()
             raise
         if fresh:
-            noted.write_text(json.dumps(noted_state))
+            whole = noted.with_suffix(".new")
+            whole.write_text(json.dumps(noted_state))
+            whole.rename(noted)
         return rgw
 
     def __enter__(self) -> Self:
@@ -267,7 +269,7 @@ class RGW:
         for uid in ("full", "other"):
             self._admin(
                 "user", "create", f"--uid={uid}", f"--display-name={uid}",
-                f"--access-key={uid}", f"--secret-key={state[uid]}",
+                f"--access-key={uid}", f"--secret-key={state[uid]}", "--max-buckets=100000",
             )  # fmt: skip
         self._admin(
             "subuser", "create", "--uid=full", "--subuser=full:readonly", "--access=read",
