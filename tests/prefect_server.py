@@ -1,5 +1,6 @@
 """A real Prefect server of the tests' own, and workers for it, each a process."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -146,6 +147,27 @@ class PrefectServer(PrefectServerProcess):
             lambda: self._ended(run), f"the end of {deployment}, {run}", progress=self._doing(run)
         )
         return Started(run, int(not state.is_completed()), f"{state.name}: {state.message}")
+
+    def run_here(self, deployment: str, **parameters: Any) -> "Started":
+        """Run a deployment as the process of a worker does, but in this one (`prefect_api`)."""
+        from prefect.context import AsyncClientContext
+        from prefect.flow_engine import run_flow
+        from prefect.flows import load_flow_from_flow_run
+        from prefect.logging.handlers import APILogHandler
+        from prefect.states import Pending
+
+        async def load() -> "Flow[..., Any]":
+            async with AsyncClientContext.get_or_create():  # closes the client
+                return await load_flow_from_flow_run(run, use_placeholder_flow=False)
+
+        with self.make_client() as client:
+            of = client.read_deployment_by_name(deployment).id
+            # A worker takes runs that are scheduled.
+            run = client.create_flow_run_from_deployment(of, parameters=parameters, state=Pending())
+        with contextlib.chdir(REPOSITORY):  # loading the flow changes the folder
+            state: State[Any] = run_flow(asyncio.run(load()), run, return_type="state")  # pyright: ignore[reportAssignmentType]
+        APILogHandler().flush()
+        return Started(run.id, int(not state.is_completed()), f"{state.name}: {state.message}")
 
     def call(self, flow: "Flow[..., Any]", /, **parameters: Any) -> "Started":
         """Call a flow in this process, which is a client of the server (`prefect_api`)."""

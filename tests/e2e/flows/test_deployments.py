@@ -3,6 +3,7 @@
 import base64
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -113,11 +114,11 @@ ENDS = {
 """What runs say that cannot do more here: a value of the form has reached the engine."""
 
 
-def test_each_other_deployment_runs_its_flow(
-    deployed: PrefectServer, worker: Worker, rgw: RGW, bucket: str, block: MakeBlock, payer: Any,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """A worker loads each flow and passes its values. Other tests run the flows in process."""
+@pytest.fixture
+def values(
+    rgw: RGW, bucket: str, block: MakeBlock, payer: Any, tmp_path: Path
+) -> dict[str, dict[str, Any]]:
+    """Values of each other deployment's form."""
     store = (tmp_path / "store").as_uri()
     with Saver(open_store(store), "job") as saver:
         saver.save({"w": torch.zeros(10)}, step=3).result()
@@ -147,18 +148,43 @@ def test_each_other_deployment_runs_its_flow(
     }  # fmt: skip
     made = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
     assert asked.keys() | ELSEWHERE == {one["name"] for one in made}
+    return asked
+
+
+def check_ends(ends: Mapping[str, str]) -> None:
+    """Check how each deployment's run ended, given as its state and the message of this state."""
+    wrong = {
+        name: end
+        for name, end in ends.items()
+        if not end.startswith("Failed" if name in ENDS else "Completed")
+        or ENDS.get(name, "") not in end
+    }
+    assert wrong == {}
+
+
+def test_each_other_deployment_runs_its_flow(
+    deployed: PrefectServer, prefect_api: PrefectServer, values: dict[str, dict[str, Any]]
+) -> None:
+    """Each flow is loaded and gets its values, as in the process of a worker."""
+    assert deployed is prefect_api
+    check_ends(
+        {
+            name: prefect_api.run_here(f"{name}/{name}", **given).output
+            for name, given in values.items()
+        }
+    )
+
+
+@pytest.mark.soak
+def test_a_worker_runs_each_other_deployment(
+    deployed: PrefectServer, worker: Worker, values: dict[str, dict[str, Any]]
+) -> None:
     runs = {
         name: deployed.start(f"{name}/{name}", watch=False, **given).run
-        for name, given in asked.items()
+        for name, given in values.items()
     }
-    ends = {
+    states = {
         name: deployed.wait(run, "Completed", "Failed", "Crashed").state
         for name, run in runs.items()
     }
-    wrong = {
-        name: state and state.message
-        for name, state in ends.items()
-        if (state and state.name) != ("Failed" if name in ENDS else "Completed")
-        or ENDS.get(name, "") not in ((state and state.message) or "")
-    }
-    assert wrong == {}
+    check_ends({name: f"{s.name}: {s.message}" for name, s in states.items() if s is not None})
