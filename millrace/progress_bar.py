@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from millrace.cleanup.progress_events import ObjectsListed
+from millrace.cleanup.progress_events import ObjectsCopied, ObjectsListed
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionsPending,
@@ -214,9 +214,13 @@ class ObjectsBar(_TerminalBar):
         """
         self._progress.update(self._task, description="deleted", completed=0, total=float(objects))
 
+    def start_copying(self) -> None:
+        """Count compared and copied objects from now on, whose total is not known."""
+        self._progress.update(self._task, description="compared or copied")
+
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        if isinstance(event, ObjectsListed | ObjectsDeleted):
+        if isinstance(event, ObjectsListed | ObjectsDeleted | ObjectsCopied):
             self._progress.update(self._task, completed=float(event.objects))
             self._print_line_if_due()
 

@@ -1,6 +1,7 @@
 """Delete what nobody needs from buckets, by rules and after a plan was shown."""
 
 from millrace.checkpoints import VerifyDepth
+from millrace.cleanup.copying import CopyFailure, CopyOutcome, CopyResult, copy_objects
 from millrace.cleanup.executor import CleanupResult, execute
 from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
@@ -39,6 +40,9 @@ __all__ = [
     "CleanupPlan",
     "CleanupResult",
     "CleanupSettings",
+    "CopyFailure",
+    "CopyOutcome",
+    "CopyResult",
     "DeleteGatherPreset",
     "ObjectFilter",
     "Rule",
@@ -51,6 +55,7 @@ __all__ = [
     "VerifyDepth",
     "WorkerJunk",
     "abort_uploads",
+    "copy_objects",
     "describe_rule",
     "estimate_monthly_cost",
     "execute",

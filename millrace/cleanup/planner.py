@@ -56,13 +56,21 @@ def make_plan_name(now: datetime) -> str:
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
-def list_with_progress(store: Store, prefix: str, progress: Progress) -> Iterator[Stat]:
+def list_with_progress(
+    store: Store, prefix: str, progress: Progress, *, exact: bool = False
+) -> Iterator[Stat]:
     """Yield objects, and send the count as an event every 10,000.
 
     What a folder reaches through a link to another folder is no object of its.
+
+    Args:
+        store: Store to list.
+        prefix: Text that the keys begin with.
+        progress: Receives `ObjectsListed`.
+        exact: Whether keys keep a slash at their end, as in `list_objects`.
     """
     links = LinkFinder(store)
-    for count, stat in enumerate(list_objects(store, prefix), start=1):
+    for count, stat in enumerate(list_objects(store, prefix, exact=exact), start=1):
         if count % _TOLD_EVERY == 0:
             progress(ObjectsListed(store=store.url, objects=count))
         if not links.is_linked(stat.key):

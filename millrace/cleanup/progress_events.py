@@ -1,4 +1,4 @@
-"""Progress events of the planning of a cleanup; `millrace.deletion` has those of the deletion."""
+"""Progress events of listings and copies; `millrace.deletion` has those of a deletion."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,3 +19,18 @@ class ObjectsListed(Event):
 
     store: str
     objects: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectsCopied(Event):
+    """Event after objects were copied or compared, at most a few times a second.
+
+    Attributes:
+        objects: Number of objects that are done.
+        size: Bytes of these objects.
+    """
+
+    kind: ClassVar[str] = "copying.copied"
+
+    objects: int
+    size: int

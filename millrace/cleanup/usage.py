@@ -47,10 +47,22 @@ class ObjectFilter:
     newer_than: timedelta | None = None
 
     def iterate_objects(
-        self, store: Store, now: datetime, *, progress: Progress = ignore_event
+        self,
+        store: Store,
+        now: datetime,
+        *,
+        exact: bool = False,
+        progress: Progress = ignore_event,
     ) -> Iterator[Stat]:
-        """List the objects of a store that meet the conditions."""
-        for stat in list_with_progress(store, self.prefix, progress):
+        """List the objects of a store that meet the conditions.
+
+        Args:
+            store: Store to list.
+            now: Time from which ages are counted.
+            exact: Whether keys keep a slash at their end, as in `list_objects`.
+            progress: Receives `ObjectsListed`.
+        """
+        for stat in list_with_progress(store, self.prefix, progress, exact=exact):
             age = now - stat.last_modified
             if (
                 stat.key.endswith(self.suffix)

@@ -1,4 +1,4 @@
-"""``millrace bucket``: what a bucket holds, the rights of credentials, and unneeded objects."""
+"""``millrace bucket``: what a bucket holds, copies, the rights of credentials, unneeded objects."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +28,23 @@ from millrace.terminal import echo, is_stdout_reserved, make_console, make_table
 
 if TYPE_CHECKING:
     from millrace.audit import Finding
-    from millrace.cleanup import CleanupPlan, CleanupSettings, ObjectFilter, Rule, WorkerJunk
+    from millrace.cleanup import (
+        CleanupPlan,
+        CleanupSettings,
+        CopyResult,
+        ObjectFilter,
+        Rule,
+        WorkerJunk,
+    )
     from millrace.storage import VersionCount
 
 _BAR_WIDTH = 10  # characters
+_SHOWN_CONFLICTS = 20
 
 
 @click.group(cls=NounGroup)
 def bucket() -> None:
-    r"""Show what a bucket holds, delete unneeded objects, and prove the rights of credentials.
+    r"""Show, copy and clean what a bucket holds, and prove the rights of credentials.
 
     \b
     Example:
@@ -196,6 +204,90 @@ def list_command(location: str, *, objects: "ObjectFilter", limit: int | None) -
             echo(f"{format_size(stat.size):>10}  {age:>6}  {stat.key}")
     echo(f"{format_count(count, 'object')}, {format_size(size)}.", err=True)
     return CommandResult(found)
+
+
+@bucket.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("destination", metavar="DESTINATION")
+@_take_youngest_age
+@_take_filter
+@click.option("--overwrite", is_flag=True, help="Replace objects at the destination that differ.")
+@click.option("--dry-run", is_flag=True, help="Compare only, and copy nothing.")
+@add_yes_option
+@print_result
+def copy(
+    source: str,
+    destination: str,
+    *,
+    objects: "ObjectFilter",
+    overwrite: bool,
+    dry_run: bool,
+    yes: bool,
+) -> CommandResult:
+    r"""Copy the objects of a bucket or folder into another one, and prove that each copy is right.
+
+    SOURCE and DESTINATION are URLs, or settings files with a `store` and its credentials. Objects
+    that are at the destination with the same bytes are skipped, so the same command continues a
+    copy that was stopped, within a large object, too. Objects that differ stay: exit code 1, unless
+    `--overwrite` is given.
+
+    Within one account, the store copies by itself, and no byte comes here.
+
+    \b
+    Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run
+             millrace bucket copy s3://bucket/runs /data/runs --suffix .pt
+    """
+    from millrace.cleanup import copy_objects
+    from millrace.progress_bar import ObjectsBar
+    from millrace.storage import open_store
+
+    here = open_store(read_store(source), make_folder=False)
+    there = open_store(read_store(destination), make_folder=not dry_run)
+    if overwrite and not dry_run and not yes:
+        with ObjectsBar() as progress:
+            found = copy_objects(
+                here, there, objects, overwrite=True, dry_run=True, progress=progress
+            )
+        _show_copy(found)
+        if not confirm("Copy the missing objects, and replace those that differ?", yes=False):
+            return CommandResult(found, 1)
+    with ObjectsBar() as progress:
+        progress.start_copying()
+        found = copy_objects(
+            here, there, objects, overwrite=overwrite, dry_run=dry_run, progress=progress
+        )
+    return CommandResult(found, _show_copy(found))
+
+
+def _show_copy(found: "CopyResult") -> int:
+    """Show what was copied, and return the exit code."""
+    from millrace.cleanup import CopyOutcome
+
+    table = make_table("", "objects", "bytes")
+    for outcome, title in (
+        (CopyOutcome.COPIED, "copied"),
+        (CopyOutcome.MISSING, "would be copied"),
+        (CopyOutcome.EQUAL, "were there already"),
+        (CopyOutcome.CONFLICT, "differ, and stay"),
+    ):
+        if found.objects[outcome]:
+            size = format_size(found.sizes[outcome])
+            table.add_row(title, f"{found.objects[outcome]:,}", size)
+    if table.rows:
+        make_console().print(table)
+    for key in found.conflicts[:_SHOWN_CONFLICTS]:
+        echo(f"{clean_text(key)} differs: --overwrite replaces it.", err=True)
+    if (more := found.objects[CopyOutcome.CONFLICT] - _SHOWN_CONFLICTS) > 0:
+        echo(f"and {more:,} more differ", err=True)
+    show_failures(found.failures)
+    by_store = f", {format_size(found.by_store)} of them by the store itself"
+    failed = f"; {format_count(found.failed, 'object')} could not be copied" if found.failed else ""
+    echo(
+        f"Copied {format_count(found.objects[CopyOutcome.COPIED], 'object')}, "
+        f"{format_size(found.sizes[CopyOutcome.COPIED])}{by_store if found.by_store else ''}, in "
+        f"{found.seconds:.1f} s{failed}."
+    )
+    return 1 if found.failed or found.objects[CopyOutcome.CONFLICT] else 0
 
 
 @bucket.command()

@@ -19,6 +19,7 @@ from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, echo_text, print_json, reserve_stdout
 
 if TYPE_CHECKING:
+    from millrace.cleanup import CopyFailure
     from millrace.deletion import DeletionResult
     from millrace.storage import DeleteFailure, StoreSpec
 
@@ -215,8 +216,8 @@ def write_template(path: Path, text: str) -> None:
         raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def show_failures(failures: "Sequence[DeleteFailure]") -> None:
-    """Show the first objects or uploads that could not be deleted, with the reasons."""
+def show_failures(failures: "Sequence[DeleteFailure | CopyFailure]") -> None:
+    """Show the first objects or uploads that a command failed for, with the reasons."""
     for failure in failures[:_SHOWN_FAILURES]:
         echo(f"{failure.key}: {failure.reason}", err=True)
     if len(failures) > _SHOWN_FAILURES:

@@ -1,0 +1,613 @@
+"""Copy the objects of a store into another store, with a proof that each copy is right.
+
+Both stores are listed. An object that is at the destination with the same bytes is skipped, so a
+killed copy continues where it was. Another object with the same key is a conflict, and stays.
+
+Within one account, the store copies by itself. Otherwise the bytes go through this process, and the
+attributes of the object (its type, and the metadata of its writer) go with them. Large objects are
+copied in the parts that they were uploaded in. So the copy has the ETag of its source, which proves
+the bytes (`millrace.storage.etags`), and the parts that a killed process has sent are not sent
+again. Where ETags prove nothing, the copy is read back, unless the store has made it by itself.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import obstore
+
+from millrace import errors
+from millrace.cleanup.planner import list_with_progress
+from millrace.cleanup.progress_events import ObjectsCopied
+from millrace.cleanup.usage import ObjectFilter
+from millrace.digest import compute_stream_digest
+from millrace.progress import Progress, ignore_event
+from millrace.storage import (
+    Backend,
+    Stat,
+    Store,
+    call_boto3,
+    delete_one,
+    head,
+    make_boto3_client,
+    open_writer,
+    read_range,
+    stream,
+)
+from millrace.storage.clients import make_full_key
+from millrace.storage.etags import (
+    EtagHasher,
+    ParsedEtag,
+    compute_etag,
+    find_part_size,
+    parse_etag,
+)
+from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, Part, PartUpload
+from millrace.storage.retry import call_with_retries
+from millrace.storage.write import PART_SIZE
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from obstore import Attributes, GetOptions, PutResult
+
+_CONCURRENCY = 16  # objects that are copied at once
+_PART_CONCURRENCY = 4  # parts of an object that are copied at once
+_MAX_PENDING = 1000  # objects that wait for a thread
+_SMALL = 32 << 20  # bytes of an object that is copied in one piece, if its source is one
+_MAX_PART_IN_MEMORY = 64 << 20
+_MIB = 1 << 20
+_MAX_PARTS_IN_MEMORY = 16
+_MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
+_MAX_LISTED = 1000  # keys of conflicts and failures that are kept
+_SOURCE_ETAG = "millrace-source-etag"
+"""Metadata of a copy whose ETag differs from that of its source, with the latter."""
+_ATTRIBUTES = (
+    "CacheControl", "ContentDisposition", "ContentEncoding", "ContentLanguage", "ContentType",
+    "Metadata",
+)  # fmt: skip
+"""Attributes of an object that a copy has, as boto3 names them."""
+
+
+class CopyOutcome(StrEnum):
+    """Outcome of one object.
+
+    Attributes:
+        COPIED: The object was copied, and the copy is right.
+        EQUAL: The destination had the same bytes already.
+        MISSING: The destination lacks the object, which a dry run does not copy.
+        CONFLICT: The destination has another object with the same key, which stays.
+    """
+
+    COPIED = "copied"
+    EQUAL = "equal"
+    MISSING = "missing"
+    CONFLICT = "conflict"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailure:
+    """Object that was not copied, and the reason."""
+
+    key: str
+    reason: str
+
+
+@dataclass
+class CopyResult:
+    """Result of a copy.
+
+    Attributes:
+        source: URL of the source.
+        destination: URL of the destination.
+        objects: Number of objects by their outcome.
+        sizes: Bytes of these objects.
+        by_store: Bytes that the store has copied by itself.
+        reused: Bytes that an earlier, killed copy had sent.
+        conflicts: Keys of conflicts, up to 1,000.
+        failures: Objects that could not be copied, up to 1,000.
+        failed: Number of objects that could not be copied.
+        seconds: Duration in seconds.
+    """
+
+    source: str
+    destination: str
+    objects: dict[CopyOutcome, int] = field(default_factory=lambda: dict.fromkeys(CopyOutcome, 0))
+    sizes: dict[CopyOutcome, int] = field(default_factory=lambda: dict.fromkeys(CopyOutcome, 0))
+    by_store: int = 0
+    reused: int = 0
+    conflicts: list[str] = field(default_factory=list[str])
+    failures: list[CopyFailure] = field(default_factory=list[CopyFailure])
+    failed: int = 0
+    seconds: float = 0.0
+
+    def add(self, stat: Stat, outcome: CopyOutcome) -> None:
+        """Count an object."""
+        self.objects[outcome] += 1
+        self.sizes[outcome] += stat.size
+        if outcome is CopyOutcome.CONFLICT and len(self.conflicts) < _MAX_LISTED:
+            self.conflicts.append(stat.key)
+
+    def add_failure(self, stat: Stat, error: errors.MillraceError) -> None:
+        """Count an object that could not be copied."""
+        self.failed += 1
+        if len(self.failures) < _MAX_LISTED:
+            self.failures.append(CopyFailure(stat.key, errors.format_error(error)))
+
+
+def copy_objects(
+    source: Store,
+    destination: Store,
+    objects: ObjectFilter | None = None,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = ignore_event,
+) -> CopyResult:
+    """Copy objects of a store into another store, under the same keys.
+
+    Another process may write to the destination at the same time: a small object is created only if
+    there is none, and before a large object appears, the key is looked up once more.
+
+    Memory: that of a page of each listing, and of up to 16 parts of at most 64 MiB. The listing of
+    a folder has no order, so a folder's names are in memory.
+
+    Args:
+        source: Store to copy from.
+        destination: Store to copy to.
+        objects: Conditions for the objects that are copied; by default all are.
+        overwrite: Whether to replace objects at the destination that differ.
+        dry_run: Whether to compare only, and copy nothing.
+        progress: Receives `ObjectsCopied`.
+
+    Raises:
+        ConfigurationError: A store is inside the other one.
+        DeniedError, UnavailableError: A store cannot be listed, or the destination refuses writes.
+    """
+    _refuse_overlap(source, destination)
+    began, result = time.monotonic(), CopyResult(source.url, destination.url)
+    copier = _ObjectCopier(source, destination, result, overwrite=overwrite, dry_run=dry_run)
+    recorder = _ProgressRecorder(result, progress)
+    pairs = _pair(source, destination, objects or ObjectFilter())
+    pending: dict[Future[CopyOutcome], Stat] = {}
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
+        try:
+            for stat, there in pairs:
+                pending[pool.submit(copier.copy, stat, there)] = stat
+                while len(pending) >= _MAX_PENDING:
+                    _take_done(pending, result)
+                recorder.record()
+            while pending:
+                _take_done(pending, result)
+                recorder.record()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    recorder.record(is_last=True)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _take_done(pending: dict[Future[CopyOutcome], Stat], result: CopyResult) -> None:
+    """Count the objects that are done; wait for one.
+
+    Raises:
+        UnavailableError, NoSpaceError: No other object would fare better.
+        DeniedError: The same, since no object was copied before.
+    """
+    done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+    for one in done:
+        stat = pending.pop(one)
+        try:
+            result.add(stat, one.result())
+        except (errors.UnavailableError, errors.NoSpaceError):
+            raise
+        except errors.DeniedError as error:
+            if not any(result.objects.values()):
+                raise
+            result.add_failure(stat, error)
+        except errors.MillraceError as error:
+            result.add_failure(stat, error)
+
+
+def _refuse_overlap(source: Store, destination: Store) -> None:
+    if source.endpoint != destination.endpoint:
+        return
+    one, other = f"{source.url}/", f"{destination.url}/"
+    if one.startswith(other) or other.startswith(one):
+        raise errors.ConfigurationError(
+            f"{destination.url} and {source.url} overlap: the copies would be copied again. Choose "
+            "a prefix or a bucket beside it."
+        )
+
+
+def _pair(
+    source: Store, destination: Store, objects: ObjectFilter
+) -> Iterator[tuple[Stat, Stat | None]]:
+    """Yield the objects to copy, each with the object that the destination has; in key order."""
+    listed = list_with_progress(destination, objects.prefix, ignore_event, exact=True)
+    existing = _sort(destination, listed)
+    there = next(existing, None)
+    chosen = objects.iterate_objects(source, datetime.now(UTC), exact=True)
+    for stat in _sort(source, chosen):
+        while there is not None and there.key < stat.key:
+            there = next(existing, None)
+        yield stat, there if there is not None and there.key == stat.key else None
+
+
+def _sort(store: Store, stats: Iterator[Stat]) -> Iterator[Stat]:
+    """Sort the listing of a folder, which has no order, in memory."""
+    if store.location.backend is not Backend.FILE:
+        return stats
+    return iter(sorted(stats, key=lambda one: one.key))
+
+
+class _ProgressRecorder:
+    def __init__(self, result: CopyResult, progress: Progress) -> None:
+        self._result, self._progress = result, progress
+        self._due = 0.0
+
+    def record(self, *, is_last: bool = False) -> None:
+        if is_last or time.monotonic() >= self._due:
+            self._due = time.monotonic() + 0.3
+            done = sum(self._result.objects.values()) + self._result.failed
+            self._progress(ObjectsCopied(objects=done, size=sum(self._result.sizes.values())))
+
+
+class _ObjectCopier:
+    """Copies single objects, in several threads."""
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        result: CopyResult,
+        *,
+        overwrite: bool,
+        dry_run: bool,
+    ) -> None:
+        self._source, self._destination, self._result = source, destination, result
+        self._overwrite, self._dry_run = overwrite, dry_run
+        self._can_copy_by_store = _share_account(source, destination)
+        self._source_client, self._client = (
+            make_boto3_client(one, max_attempts=1) if one.is_s3_compatible else None
+            for one in (source, destination)
+        )
+        self._room = threading.BoundedSemaphore(_MAX_PARTS_IN_MEMORY)
+        self._lock = threading.Lock()
+
+    def copy(self, stat: Stat, there: Stat | None) -> CopyOutcome:
+        """Copy one object, unless the destination has an object under its key.
+
+        Args:
+            stat: Object to copy.
+            there: Object of the destination; None without one.
+
+        Raises:
+            ChangedError, NotFoundError: The object was replaced or deleted since the listing.
+            CorruptError: The copy has other bytes. It was deleted.
+        """
+        if there is not None:
+            if self._are_equal(stat, there):
+                return CopyOutcome.EQUAL
+            if not self._overwrite:
+                return CopyOutcome.CONFLICT
+        if self._dry_run:
+            return CopyOutcome.MISSING
+        try:
+            is_proven = self._copy(stat)
+        except errors.ExistsError:  # written since the listing, maybe by a request of this copy
+            is_equal = self._are_equal(stat, head(self._destination, stat.key))
+            return CopyOutcome.COPIED if is_equal else CopyOutcome.CONFLICT
+        if not is_proven and not self._have_equal_bytes(stat, head(self._destination, stat.key)):
+            delete_one(self._destination, stat.key)
+            raise errors.CorruptError(
+                f"{self._destination.make_url(stat.key)} had other bytes than "
+                f"{self._source.make_url(stat.key)} after the copy, and was deleted."
+            )
+        return CopyOutcome.COPIED
+
+    def _are_equal(self, stat: Stat, there: Stat) -> bool:
+        """Compare two objects by their ETags; read them if the ETags prove nothing."""
+        if stat.size != there.size:
+            return False
+        mine = parse_etag(self._source, stat.etag)
+        theirs = parse_etag(self._destination, there.etag)
+        if mine is not None and mine == theirs:
+            return True
+        if mine is not None and theirs is not None and not mine[1] and not theirs[1]:
+            return False  # two MD5s of whole objects
+        return self._is_noted_copy(stat, there) or self._have_equal_bytes(stat, there)
+
+    def _is_noted_copy(self, stat: Stat, there: Stat) -> bool:
+        """Decide by an object's metadata whether it is a proven copy. One request."""
+        if self._client is None or stat.etag is None or stat.size < MIN_PART_SIZE:
+            return False
+        found = call_boto3(
+            self._destination,
+            there.key,
+            lambda s3: s3.head_object(**self._name_target(stat)),
+            client=self._client,
+        )
+        is_listed = found["ETag"].strip('"') == (there.etag or "").strip('"')
+        return is_listed and found.get("Metadata", {}).get(_SOURCE_ETAG) == stat.etag
+
+    def _have_equal_bytes(self, stat: Stat, there: Stat) -> bool:
+        """Compare the bytes of two objects. A file is compared with the ETag of the other one."""
+        mine, theirs = (self._source, stat), (self._destination, there)
+        for (store, one), (other_store, other) in ((mine, theirs), (theirs, mine)):
+            etag = parse_etag(other_store, other.etag)
+            if store.location.backend is Backend.FILE and etag is not None:
+                hasher = EtagHasher(self._find_part_size(other_store, other, etag[1])[0])
+                for block in stream(store, one.key):
+                    hasher.update(block)
+                if hasher.compute_etag() == etag[0]:
+                    return True
+        digests = {
+            compute_stream_digest(stream(store, one.key, etag=one.etag))[0]
+            for store, one in (mine, theirs)
+        }
+        return len(digests) == 1
+
+    def _copy(self, stat: Stat) -> bool:
+        """Copy an object; return whether its ETag proves the copy."""
+        parsed = parse_etag(self._source, stat.etag)
+        parts = 0 if parsed is None else parsed[1]
+        if not self._destination.is_s3_compatible:
+            return self._copy_as_stream(stat, parsed)
+        if not parts and self._can_copy_by_store and stat.size <= _MAX_SERVER_COPY:
+            return self._copy_by_store(stat, parsed)
+        if not parts and stat.size <= _SMALL:
+            return self._copy_whole(stat, parsed)
+        return self._copy_in_parts(stat, parsed)
+
+    def _copy_by_store(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+        """Let the store copy an object with its attributes, by one request."""
+
+        def copy(client: "S3Client") -> str:
+            answer: Any = client.copy_object(
+                **self._name_target(stat),
+                CopySource=self._name_source(stat),
+                CopySourceIfMatch=stat.etag or "",
+            )
+            return answer["CopyObjectResult"]["ETag"]
+
+        etag = call_boto3(self._destination, stat.key, copy, client=self._client)
+        self._count(by_store=stat.size)
+        return parsed is None or parse_etag(self._destination, etag) == parsed
+
+    def _copy_whole(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+        """Copy an object with its attributes through memory, by two requests."""
+        if _is_odd(stat.key) and self._source_client is not None:
+            return self._copy_odd_key(stat, parsed)
+        options: GetOptions = {} if stat.etag is None else {"if_match": stat.etag}
+
+        def read() -> "tuple[memoryview, Attributes]":
+            found = obstore.get(self._source.raw, stat.key, options=options)
+            return memoryview(found.bytes()), found.attributes
+
+        def write() -> "PutResult":
+            return obstore.put(
+                self._destination.raw,
+                stat.key,
+                data,
+                attributes=attributes,
+                mode="overwrite" if self._overwrite else "create",
+                use_multipart=False,
+            )
+
+        with self._room:
+            data, attributes = call_with_retries(self._source, stat.key, read)
+            put = call_with_retries(self._destination, stat.key, write)
+            expected = parsed or (compute_etag(data), 0)
+        return parse_etag(self._destination, put["e_tag"]) == expected
+
+    def _copy_odd_key(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+        """Copy a small object whose key obstore refuses, such as one with a slash at its end."""
+        with self._room:
+            found: Any = call_boto3(
+                self._source,
+                stat.key,
+                lambda s3: _read_whole(s3, {**self._name_source(stat), "IfMatch": stat.etag or ""}),
+                client=self._source_client,
+            )
+            body = found["Body"]
+            headers = {name: found[name] for name in _ATTRIBUTES if found.get(name)}
+            written = call_boto3(
+                self._destination,
+                stat.key,
+                lambda s3: s3.put_object(**self._name_target(stat), Body=body, **headers),
+                client=self._client,
+            )
+        expected = parsed or (compute_etag(body), 0)
+        return parse_etag(self._destination, written["ETag"]) == expected
+
+    def _copy_in_parts(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+        """Copy a large object in the parts of its source if they fit, otherwise in own parts."""
+        by_store = self._can_copy_by_store
+        size, is_told = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
+        largest = _MAX_SERVER_COPY if by_store else _MAX_PART_IN_MEMORY
+        smallest = MIN_PART_SIZE if size < stat.size else 1
+        if parsed is not None and (is_told or by_store) and smallest <= size <= largest:
+            try:
+                return self._send_parts(stat, size, parsed[0])
+            except errors.CorruptError:
+                if is_told:
+                    raise  # otherwise the source has other parts
+        return self._send_parts(
+            stat, max(PART_SIZE, -(-stat.size // (MAX_PARTS * _MIB)) * _MIB), ""
+        )
+
+    def _send_parts(self, stat: Stat, size: int, etag: str) -> bool:
+        """Copy an object in parts of a size; return whether the copy is proven.
+
+        Args:
+            stat: Object to copy.
+            size: Bytes of a part.
+            etag: ETag that the copy must have; empty if it gets another one than its source.
+        """
+        headers = self._fetch_headers(stat)
+        if not etag:
+            headers["Metadata"] = {**headers.get("Metadata", {}), _SOURCE_ETAG: stat.etag or ""}
+        sender = _PartSender(self._source, stat, self._room, has_digest=bool(etag))
+        by_store = _StorePartSender(self._name_source(stat), stat)
+        upload = PartUpload(
+            self._destination,
+            stat.key,
+            stat.size,
+            size,
+            by_store if self._can_copy_by_store else sender,
+            etag=etag,
+            headers=headers,
+            overwrite=self._overwrite,
+            concurrency=_PART_CONCURRENCY,
+        )
+        found = upload.run()
+        self._count(
+            by_store=stat.size if self._can_copy_by_store else 0, reused=upload.reused_bytes
+        )
+        return self._can_copy_by_store or (found == etag if etag else sender.is_proven)
+
+    def _copy_as_stream(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+        """Copy an object into a folder, or into a store that does not speak S3."""
+        if _is_odd(stat.key):
+            raise errors.ConfigurationError(
+                f"{self._destination.url} cannot have the key {stat.key!r}, which has an empty or "
+                "a relative segment. Leave it out, or copy into a bucket."
+            )
+        part_size, _ = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
+        hasher, size = EtagHasher(part_size), 0
+        with open_writer(self._destination, stat.key) as writer:
+            for block in stream(self._source, stat.key, etag=stat.etag):
+                hasher.update(block)
+                writer.write(block)
+                size += len(block)
+            if size != stat.size:
+                raise errors.ChangedError(
+                    f"{self._source.make_url(stat.key)} has {size} bytes, and was listed with "
+                    f"{stat.size}: it was written meanwhile. Copy it again."
+                )
+        is_folder = self._destination.location.backend is Backend.FILE
+        return is_folder and parsed is not None and hasher.compute_etag() == parsed[0]
+
+    def _find_part_size(self, store: Store, stat: Stat, parts: int) -> tuple[int, bool]:
+        """Return the size of an object's parts, 0 if it has none, and whether the store told it."""
+        client = self._source_client if store is self._source else self._client
+        return (
+            (0, True) if not parts or client is None else find_part_size(store, stat, parts, client)
+        )
+
+    def _fetch_headers(self, stat: Stat) -> dict[str, Any]:
+        """Return the attributes of an object of a bucket, as boto3 names them."""
+        if self._source_client is None:
+            return {}
+        found: Any = call_boto3(
+            self._source,
+            stat.key,
+            lambda s3: s3.head_object(**self._name_source(stat)),
+            client=self._source_client,
+        )
+        return {name: found[name] for name in _ATTRIBUTES if found.get(name)}
+
+    def _name_source(self, stat: Stat) -> Any:
+        key = make_full_key(self._source, stat.key)
+        return {"Bucket": self._source.location.bucket, "Key": key}
+
+    def _name_target(self, stat: Stat) -> Any:
+        key = make_full_key(self._destination, stat.key)
+        return {"Bucket": self._destination.location.bucket, "Key": key}
+
+    def _count(self, *, by_store: int = 0, reused: int = 0) -> None:
+        with self._lock:
+            self._result.by_store += by_store
+            self._result.reused += reused
+
+
+class _PartSender:
+    """Sender of the parts of an object through memory.
+
+    Args:
+        source: Store of the object.
+        stat: Description of the object.
+        room: Semaphore of the parts that may be in memory.
+        has_digest: Whether the ETag of the whole object proves the parts.
+
+    Attributes:
+        is_proven: Whether the store has confirmed the MD5 of each part.
+    """
+
+    def __init__(
+        self, source: Store, stat: Stat, room: threading.BoundedSemaphore, *, has_digest: bool
+    ) -> None:
+        self._source, self._stat, self._room = source, stat, room
+        self._has_digest = has_digest
+        self.is_proven = True
+
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+        """Read a part of the source, and send it."""
+        with self._room:
+            data = self._read(part)
+            etag = client.upload_part(**upload, Body=data)["ETag"].strip('"')
+            self.is_proven &= self._has_digest or etag == compute_etag(data)
+        return etag
+
+    def is_right(self, part: Part, etag: str) -> bool:
+        """Compare a part that is there with the source."""
+        with self._room:
+            return compute_etag(self._read(part)) == etag
+
+    def _read(self, part: Part) -> bytes:
+        stat = self._stat
+        data = read_range(self._source, stat.key, part.start, part.end, etag=stat.etag)
+        if len(data) != part.size:
+            raise errors.ChangedError(
+                f"{self._source.make_url(stat.key)} is shorter than the {stat.size} bytes that it "
+                "was listed with: it was written meanwhile. Copy it again."
+            )
+        return data
+
+
+class _StorePartSender:
+    """Sender of the parts of an object within the store."""
+
+    def __init__(self, source: Any, stat: Stat) -> None:
+        self._source, self._stat = source, stat
+
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+        """Let the store copy a part."""
+        answer: Any = client.upload_part_copy(
+            **upload,
+            CopySource=self._source,
+            CopySourceIfMatch=self._stat.etag or "",
+            CopySourceRange=f"bytes={part.start}-{part.end - 1}",
+        )
+        return answer["CopyPartResult"]["ETag"]
+
+    def is_right(self, part: Part, etag: str) -> bool:
+        """Trust no part that the ETag of the object does not prove."""
+        return False
+
+
+def _is_odd(key: str) -> bool:
+    """Decide whether obstore and folders refuse a key."""
+    return not {"", ".", ".."}.isdisjoint(key.split("/"))
+
+
+def _read_whole(client: "S3Client", names: Any) -> dict[str, Any]:
+    """Read an object and its attributes."""
+    answer = client.get_object(**names)
+    return {**answer, "Body": answer["Body"].read()}
+
+
+def _share_account(source: Store, destination: Store) -> bool:
+    """Decide whether the destination can read the source by the credentials of its own requests."""
+    return (
+        source.is_s3_compatible
+        and destination.is_s3_compatible
+        and source.endpoint == destination.endpoint
+        and source.region == destination.region
+        and source.spec.credentials == destination.spec.credentials
+    )

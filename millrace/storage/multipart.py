@@ -1,0 +1,226 @@
+"""Upload a large object part by part, and continue an upload that a killed process has left.
+
+The parts of an unfinished upload stay in the bucket. The next call lists them, and sends the other
+ones. Without a proof that the parts are right, the object would be a mixture of two contents. So
+the ETag of the whole object is computed from those of the parts before the object appears.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from millrace.errors import CorruptError, ExistsError, NotFoundError
+from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.etags import combine_etags
+from millrace.storage.open import Store
+from millrace.storage.read import exists, head
+from millrace.storage.retry import call_boto3
+from millrace.storage.write import abort_upload, list_uploads
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+MIN_PART_SIZE = 5 << 20
+"""Smallest size of a part, except for the last one, of S3 and R2."""
+MAX_PARTS = 10_000
+"""Largest number of parts of an object, of S3 and R2."""
+_MAX_CANDIDATES = 20  # unfinished uploads of a key whose parts are listed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of an object.
+
+    Attributes:
+        number: Number of the part, from 1.
+        start: Offset of the first byte.
+        end: Offset after the last one.
+    """
+
+    number: int
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part."""
+        return self.end - self.start
+
+
+class PartSource(Protocol):
+    """Sender of the parts of an object."""
+
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+        """Send a part, and return its ETag. One try of one request.
+
+        Args:
+            client: Client of the bucket.
+            upload: Arguments that name the upload and the number of the part.
+            part: Part to send.
+        """
+        ...
+
+    def is_right(self, part: Part, etag: str) -> bool:
+        """Tell whether a part that an earlier process has sent is a part of this object."""
+        ...
+
+
+class PartUpload:
+    """Upload of one object in parts.
+
+    Args:
+        store: Bucket that the object is written to.
+        key: Key of the object.
+        size: Bytes of the object.
+        part_size: Bytes of each part except the last one.
+        source: Sender of the parts.
+        etag: ETag that the object must have; empty if it is not known.
+        headers: Arguments of boto3 for the new object, such as ``ContentType``.
+        overwrite: Whether to replace an object that is there.
+        concurrency: Number of parts that are sent at once.
+
+    Attributes:
+        sent: Number of parts that this process has sent.
+        reused: Number of parts that an earlier process had sent.
+        reused_bytes: Bytes of these parts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        size: int,
+        part_size: int,
+        source: PartSource,
+        *,
+        etag: str = "",
+        headers: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        concurrency: int = 4,
+    ) -> None:
+        self._store, self._key, self._source = store, key, source
+        self._etag, self._headers, self._overwrite = etag, headers or {}, overwrite
+        self._concurrency = concurrency
+        self._parts = [
+            Part(number, start, min(size, start + part_size))
+            for number, start in enumerate(range(0, size, part_size), start=1)
+        ]
+        self._client = make_boto3_client(store, max_attempts=1)
+        self._target = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+        self.sent = self.reused = self.reused_bytes = 0
+
+    def run(self) -> str:
+        """Send the missing parts, and return the ETag of the object.
+
+        Raises:
+            ExistsError: There is an object, and ``overwrite`` is false.
+            CorruptError: The parts do not have the ETag of the object. No object was written.
+            NotFoundError: Another process has completed or aborted the upload.
+        """
+        for upload, done in self._find_uploads():
+            self.reused = len(done)
+            self.reused_bytes = sum(self._parts[number - 1].size for number in done)
+            etag = self._send_missing(upload, done)
+            if not self._etag or etag == self._etag:
+                return self._complete(upload, done)
+            self._abort(upload)  # parts of another content with the same sizes
+        self.reused = self.reused_bytes = 0
+        upload, done = self._begin(), dict[int, str]()
+        etag = self._send_missing(upload, done)
+        if self._etag and etag != self._etag:
+            self._abort(upload)
+            raise CorruptError(
+                f"{self._store.make_url(self._key)}: the parts have the ETag {etag}, not "
+                f"{self._etag}. No object was written."
+            )
+        return self._complete(upload, done)
+
+    def _find_uploads(self) -> list[tuple[str, dict[int, str]]]:
+        """Return unfinished uploads with right parts, and these parts; those with most first."""
+        found: list[tuple[str, dict[int, str]]] = []
+        uploads = (one for one in list_uploads(self._store, self._key) if one.key == self._key)
+        for one in islice(uploads, _MAX_CANDIDATES):
+            done = self._list_right_parts(one.id)
+            if done:
+                found.append((one.id, done))
+        return sorted(found, key=lambda one: -len(one[1]))
+
+    def _list_right_parts(self, upload: str) -> dict[int, str]:
+        """Return the ETags of right parts by their numbers; none if a part has a wrong size."""
+        done: dict[int, str] = {}
+
+        def list_parts(client: "S3Client") -> list[Any]:
+            pages = client.get_paginator("list_parts").paginate(**self._target, UploadId=upload)
+            return [one for page in pages for one in page.get("Parts", [])]
+
+        try:
+            listed = call_boto3(self._store, self._key, list_parts, client=self._client)
+        except NotFoundError:  # completed or aborted meanwhile
+            return {}
+        for one in listed:
+            number, etag = one["PartNumber"], one["ETag"].strip('"')
+            if number > len(self._parts) or one["Size"] != self._parts[number - 1].size:
+                return {}
+            if self._etag or self._source.is_right(self._parts[number - 1], etag):
+                done[number] = etag
+        return done
+
+    def _begin(self) -> str:
+        begun = call_boto3(
+            self._store,
+            self._key,
+            lambda client: client.create_multipart_upload(**self._target, **self._headers),
+            client=self._client,
+        )
+        return begun["UploadId"]
+
+    def _send_missing(self, upload: str, done: dict[int, str]) -> str:
+        """Send the parts that are not done, and return the ETag of the whole object."""
+        missing = [part for part in self._parts if part.number not in done]
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="part") as pool:
+            try:
+                for part, etag in zip(
+                    missing, pool.map(partial(self._send, upload), missing), strict=True
+                ):
+                    done[part.number] = etag
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        return combine_etags([done[part.number] for part in self._parts])
+
+    def _send(self, upload: str, part: Part) -> str:
+        names = {**self._target, "UploadId": upload, "PartNumber": part.number}
+
+        def send(client: "S3Client") -> str:
+            return self._source.send(client, names, part).strip('"')
+
+        etag = call_boto3(self._store, self._key, send, client=self._client)
+        self.sent += 1
+        return etag
+
+    def _complete(self, upload: str, done: Mapping[int, str]) -> str:
+        if not self._overwrite and exists(self._store, self._key):
+            self._abort(upload)
+            raise ExistsError(f"{self._store.make_url(self._key)} already exists.")
+        parts: Any = [{"PartNumber": number, "ETag": done[number]} for number in sorted(done)]
+
+        def complete(client: "S3Client") -> str:
+            answer = client.complete_multipart_upload(
+                **self._target, UploadId=upload, MultipartUpload={"Parts": parts}
+            )
+            return answer["ETag"].strip('"')
+
+        try:
+            return call_boto3(self._store, self._key, complete, client=self._client)
+        except NotFoundError:  # an earlier try has completed the upload, and its answer was lost
+            etag = (head(self._store, self._key).etag or "").strip('"')
+            if etag != combine_etags([done[number] for number in sorted(done)]):
+                raise
+            return etag
+
+    def _abort(self, upload: str) -> None:
+        for one in list_uploads(self._store, self._key):
+            if one.id == upload:
+                abort_upload(self._store, one)
