@@ -66,7 +66,7 @@ servers:
 
 test:
 	@$(MAKE) --no-print-directory --jobs 2 servers .venv/dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --durations 60
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 60
 
 bench: .venv/dev
 	@deployments/test-servers.sh

@@ -27,6 +27,8 @@ pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fix
 TIERS = ["e2e", "integration", "unit"]
 SERVERS = {"prefect_server", "ray_cluster"}
 """Fixtures of servers that are slow to start. Some tests need both."""
+SHARED_FOLDERS = {"integration/datasets/formats"}
+"""Folders whose modules share what is slow to install."""
 LONGEST = ["servers", "e2e/test_readme.py", "e2e/datasets/test_kills.py"]
 
 
@@ -37,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of the combinations of a test's parameters, `make test` runs only so many that each value of a
     parameter is in one of them. The others get the mark `soak`.
 
-    There are three processes, and each starts the servers that its groups need, once. Tests that
-    wait for a server leave a fifth of two processors idle when there are two processes. The groups
-    that take longest run first. The options are `-n 3 --dist loadgroup --no-loadscope-reorder`.
+    There are four processes, since tests that wait for a server leave a sixth of two processors
+    idle when there are three. The groups that take longest run first. The options are
+    `-n 4 --dist loadgroup --no-loadscope-reorder`.
     """
     for item in list_further_combinations(items):
         item.add_marker(pytest.mark.soak)
@@ -50,10 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Return what shares a process: a module, or all tests of servers that are slow to start."""
+    """Return what shares a process: mostly a module."""
     if SERVERS & {*getattr(item, "fixturenames", ())}:
         return "servers"
-    return item.path.relative_to(item.config.rootpath / "tests").as_posix()
+    module = item.path.relative_to(item.config.rootpath / "tests")
+    folder = module.parent.as_posix()
+    return folder if folder in SHARED_FOLDERS else module.as_posix()
 
 
 def _order(group: str, item: pytest.Item) -> tuple[int, int]:

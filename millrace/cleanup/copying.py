@@ -187,6 +187,8 @@ def copy_objects(
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     recorder.record(is_last=True)
+    result.conflicts.sort()
+    result.failures.sort(key=lambda one: one.key)
     result.seconds = time.monotonic() - began
     return result
 
@@ -358,11 +360,16 @@ class _ObjectCopier:
         parts = 0 if parsed is None else parsed[1]
         if not self._destination.is_s3_compatible:
             return self._copy_as_stream(stat, parsed)
-        if not parts and self._can_copy_by_store and stat.size <= _MAX_SERVER_COPY:
-            return self._copy_by_store(stat, parsed)
+        if self._can_copy_by_store:
+            try:
+                if not parts and stat.size <= _MAX_SERVER_COPY:
+                    return self._copy_by_store(stat, parsed)
+                return self._copy_in_parts(stat, parsed, by_store=True)
+            except errors.NotFoundError:  # Ceph decodes the name of a part's source twice
+                pass
         if not parts and stat.size <= _SMALL:
             return self._copy_whole(stat, parsed)
-        return self._copy_in_parts(stat, parsed)
+        return self._copy_in_parts(stat, parsed, by_store=False)
 
     def _copy_by_store(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Let the store copy an object with its attributes, by one request."""
@@ -425,51 +432,47 @@ class _ObjectCopier:
         expected = parsed or (compute_etag(body), 0)
         return parse_etag(self._destination, written["ETag"]) == expected
 
-    def _copy_in_parts(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
+    def _copy_in_parts(self, stat: Stat, parsed: ParsedEtag | None, *, by_store: bool) -> bool:
         """Copy a large object in the parts of its source if they fit, otherwise in own parts."""
-        by_store = self._can_copy_by_store
         size, is_told = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
         largest = _MAX_SERVER_COPY if by_store else _MAX_PART_IN_MEMORY
         smallest = MIN_PART_SIZE if size < stat.size else 1
         if parsed is not None and (is_told or by_store) and smallest <= size <= largest:
             try:
-                return self._send_parts(stat, size, parsed[0])
+                return self._send_parts(stat, size, parsed[0], by_store=by_store)
             except errors.CorruptError:
                 if is_told:
                     raise  # otherwise the source has other parts
-        return self._send_parts(
-            stat, max(PART_SIZE, -(-stat.size // (MAX_PARTS * _MIB)) * _MIB), ""
-        )
+        own_size = max(PART_SIZE, -(-stat.size // (MAX_PARTS * _MIB)) * _MIB)
+        return self._send_parts(stat, own_size, "", by_store=by_store)
 
-    def _send_parts(self, stat: Stat, size: int, etag: str) -> bool:
+    def _send_parts(self, stat: Stat, size: int, etag: str, *, by_store: bool) -> bool:
         """Copy an object in parts of a size; return whether the copy is proven.
 
         Args:
             stat: Object to copy.
             size: Bytes of a part.
             etag: ETag that the copy must have; empty if it gets another one than its source.
+            by_store: Whether the store copies by itself.
         """
         headers = self._fetch_headers(stat)
         if not etag:
             headers["Metadata"] = {**headers.get("Metadata", {}), _SOURCE_ETAG: stat.etag or ""}
         sender = _PartSender(self._source, stat, self._room, has_digest=bool(etag))
-        by_store = _StorePartSender(self._name_source(stat), stat)
         upload = PartUpload(
             self._destination,
             stat.key,
             stat.size,
             size,
-            by_store if self._can_copy_by_store else sender,
+            _StorePartSender(self._name_source(stat), stat) if by_store else sender,
             etag=etag,
             headers=headers,
             overwrite=self._overwrite,
             concurrency=_PART_CONCURRENCY,
         )
         found = upload.run()
-        self._count(
-            by_store=stat.size if self._can_copy_by_store else 0, reused=upload.reused_bytes
-        )
-        return self._can_copy_by_store or (found == etag if etag else sender.is_proven)
+        self._count(by_store=stat.size if by_store else 0, reused=upload.reused_bytes)
+        return by_store or (found == etag if etag else sender.is_proven)
 
     def _copy_as_stream(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object into a folder, or into a store that does not speak S3."""
