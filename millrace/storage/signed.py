@@ -5,6 +5,8 @@ the connection is encrypted and the store checks a CRC-64/NVME (as R2 and S3 do)
 SHA-256. A SHA-256 takes 0.7 to 2.7 CPU seconds per GB, and a CRC takes 0.1. obstore does not show
 the headers of an answer, from which this module learns what the store checks.
 
+`copy_with_signature` lets a store copy an object between its buckets.
+
 `iterate_with_signature` and `head_with_signature` read, where obstore cannot be used.
 `matches_stored_checksum` compares bytes with the checksum that a store keeps, and
 `fetch_stored_sha256` returns a digest that it keeps.
@@ -17,11 +19,13 @@ import base64
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlsplit
+from xml.sax.saxutils import unescape as unescape_xml
 
 from obstore.exceptions import AlreadyExistsError, GenericError
 
@@ -49,6 +53,7 @@ The policy of a bucket can refuse unsigned bodies.
 """
 _refused_trials: set[str] = set()
 """URLs of objects whose trial was refused, until the store has answered to their signed body."""
+_COPIED = re.compile(rb"<ETag>([^<]*)</ETag>")
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obstore supports
 
 
@@ -104,6 +109,37 @@ def put_with_signature(store: Store, key: str, data: bytes | bytearray | memoryv
         GenericError: The request failed, or the key has relative segments.
     """
     _raise_failure("PUT", _put_body(store, key, data, {}))
+
+
+def copy_with_signature(store: Store, key: str, source: Store, source_key: str, etag: str) -> str:
+    """Let a store copy an object with its attributes into another bucket. One try of one request.
+
+    Args:
+        store: Store to copy to, for which `can_sign` returns true.
+        key: Key of the copy.
+        source: Store of the object, at the same endpoint. The credentials of the other one read it.
+        source_key: Key of the object.
+        etag: ETag that the object must have.
+
+    Returns:
+        ETag of the copy, with its quotes.
+
+    Raises:
+        GenericError: The request failed. Its status is 412 if the object has another ETag.
+    """
+    name = f"/{source.location.bucket}/{make_full_key(source, source_key)}"
+    headers = {
+        "x-amz-content-sha256": _EMPTY,
+        "x-amz-copy-source": quote(name, safe="/-_.~"),
+        "x-amz-copy-source-if-match": etag,
+        "content-length": "0",
+    }
+    answer = _send_request(store, "PUT", key, headers)
+    _raise_failure("PUT", answer)
+    found = _COPIED.search(answer.data[:_MAX_ERROR_SIZE])
+    if found is None:  # an error after the head of the answer
+        raise GenericError(_describe_failure("PUT", answer))
+    return unescape_xml(found[1].decode(), {"&quot;": '"'})
 
 
 def _put_body(

@@ -1,5 +1,6 @@
 """Copies of buckets: by the store, through this process, into folders; killed, and continued."""
 
+import json
 import random
 import signal
 from collections import Counter
@@ -229,20 +230,6 @@ copy_objects(here, there)
 """
 
 
-def dump(store: Store) -> str:
-    """Return the settings of a store with their secrets."""
-    assert store.spec.credentials is not None
-    secret = store.spec.credentials.secret_access_key.get_secret_value()
-    given = store.spec.model_dump(mode="json", exclude_none=True)
-    given["credentials"]["secret_access_key"] = secret
-    return StoreSpec.model_validate(given).model_dump_json(
-        exclude_none=True, exclude={"credentials"}
-    )[:-1] + (
-        f', "credentials": {{"access_key_id": "{store.spec.credentials.access_key_id}", '
-        f'"secret_access_key": "{secret}"}}}}'
-    )
-
-
 @pytest.mark.parametrize("after", [1, 2, 99])
 def test_a_killed_copy_continues_within_a_large_object(
     rgw: RGW, source: Bucket, target: Bucket, after: int
@@ -251,7 +238,9 @@ def test_a_killed_copy_continues_within_a_large_object(
     body = source.put("large", 2 * OWN_PARTS + MIB)
     here = source.open(rgw.read_only)
     child = get_fork_server("millrace.cleanup").start(
-        KILLED, dump(here), dump(target.open()), f"{after}"
+        KILLED,
+        *(json.dumps(one.spec.reveal_secrets()) for one in (here, target.open())),
+        f"{after}",
     )
     with child:
         assert child.wait() == -signal.SIGKILL
