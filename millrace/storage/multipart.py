@@ -110,6 +110,7 @@ class PartUpload:
         ]
         self._client = make_boto3_client(store, max_attempts=1)
         self._target = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+        self._found: list[tuple[str, dict[int, str]]] | None = None  # not looked for yet
         self.sent = self.reused = self.reused_bytes = 0
 
     def run(self) -> str:
@@ -120,7 +121,8 @@ class PartUpload:
             CorruptError: The parts do not have the ETag of the object. No object was written.
             NotFoundError: Another process has completed or aborted the upload.
         """
-        for upload, done in self._find_uploads():
+        self.find_right_parts()
+        for upload, done in self._found or ():
             self.reused = len(done)
             self.reused_bytes = sum(self._parts[number - 1].size for number in done)
             etag = self._send_missing(upload, done)
@@ -137,6 +139,12 @@ class PartUpload:
                 f"{self._etag}. No object was written."
             )
         return self._complete(upload, done)
+
+    def find_right_parts(self) -> bool:
+        """Decide whether an earlier process has sent right parts. One listing or more."""
+        if self._found is None:
+            self._found = self._find_uploads()
+        return bool(self._found)
 
     def _find_uploads(self) -> list[tuple[str, dict[int, str]]]:
         """Return unfinished uploads with right parts, and these parts; those with most first."""

@@ -25,6 +25,7 @@ from millrace.storage.signed import (
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
     from mypy_boto3_s3.type_defs import ListMultipartUploadsOutputTypeDef
+    from obstore import Attributes
 
 Bytes = bytes | bytearray | memoryview
 
@@ -150,7 +151,12 @@ class Writer(Protocol):
 
 @contextlib.contextmanager
 def open_writer(
-    store: Store, key: str, *, part_size: int = PART_SIZE, concurrency: int = 4
+    store: Store,
+    key: str,
+    *,
+    part_size: int = PART_SIZE,
+    concurrency: int = 4,
+    attributes: "Attributes | None" = None,
 ) -> Generator[Writer]:
     """Open a writer of an object whose size is not known in advance.
 
@@ -164,9 +170,12 @@ def open_writer(
         key: Key of the object, which is replaced if it exists.
         part_size: Bytes of a part: at least 5 MiB, and at least 1/10,000 of the object.
         concurrency: Number of parts that are sent at once.
+        attributes: Attributes of the object, such as ``Content-Type``, and its metadata.
     """
     raw = open_with_crc(store) if can_sign(store) and has_crc_check(store) else store.retrying
-    writer = obstore.open_writer(raw, key, buffer_size=part_size, max_concurrency=concurrency)
+    writer = obstore.open_writer(
+        raw, key, buffer_size=part_size, max_concurrency=concurrency, attributes=attributes
+    )
     earliest = datetime.now(UTC) - timedelta(minutes=5)  # the store's clock may differ
     try:
         yield writer

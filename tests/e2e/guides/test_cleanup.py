@@ -34,10 +34,12 @@ def test_every_block_of_the_guide_to_cleanup(
         "r2://0123456789abcdef0123456789abcdef/gradients": gradients.as_uri(),
         "r2://0123456789abcdef0123456789abcdef/aggregates": aggregates.as_uri(),
         "r2://ACCOUNT/BUCKET": other.as_uri(),
+        "/data/backup": str(tmp_path / "backup"),
     }
     folder = tmp_path / "clean"
     with follow("cleanup", folder, monkeypatch, values=values, environment={}) as guide:
         seen = guide.run()
+        copied = guide.run()
         guide.write("clean.yaml", {"keep_last: 10": "keep_last: 0"})
         first = "$(ls ../gradients/_clean | sort | head -1)"
         cleaned = guide.run({"--plan NAME": f"--plan {first}"}, answer="y")
@@ -46,6 +48,8 @@ def test_every_block_of_the_guide_to_cleanup(
         wiped = guide.run()
     assert "1 object, 1 byte, $0.00 a month" in seen
     assert "0 objects, 0 bytes." in seen
+    assert "Copied 1 object, 9 bytes" in copied
+    assert (tmp_path / "backup/data.bin").read_bytes() == (other / "data.bin").read_bytes()
     assert "1 stay: it is pinned" in cleaned
     assert "4 were gone already" in cleaned  # of the first plan, which the last command executes
     assert "0 objects, 0 bytes." in foreign

@@ -149,11 +149,12 @@ def test_equal_objects_are_compared_without_reading_them(
     assert [line for line in asked if '"GET /' in line and "list-type" not in line] == []
 
 
+@pytest.mark.parametrize("by_store", [True, False])
 def test_keys_that_clients_refuse_are_copied_between_buckets_and_named_by_folders(
-    rgw: RGW, source: Bucket, target: Bucket, tmp_path: Path
+    rgw: RGW, source: Bucket, target: Bucket, tmp_path: Path, by_store: bool
 ) -> None:
     bodies = {key: source.put(key, 100) for key in ("folder/", "a//b", "./c", "plain")}
-    done = copy_objects(source.open(rgw.read_only), target.open())
+    done = copy_objects(source.open(None if by_store else rgw.read_only), target.open())
     assert count(done) == {CopyOutcome.COPIED: 4}
     assert {key: target.read(key) for key in target.list_etags()} == bodies
     done = copy_objects(source.open(), open_store((tmp_path / "out").as_uri()))
@@ -255,11 +256,59 @@ def test_a_killed_copy_continues_within_a_large_object(
     assert list(list_uploads(target.open())) == []
 
 
-def test_parts_of_another_content_are_not_used(rgw: RGW, source: Bucket, target: Bucket) -> None:
-    body = source.put("large", OWN_PARTS + MIB)
+KILLED_STREAM = """
+import json, os, signal, sys, time
+from millrace.cleanup import copying
+from millrace.storage import StoreSpec, list_uploads, measure_upload, open_store
+
+here, there = (open_store(StoreSpec.model_validate(json.loads(one))) for one in sys.argv[1:])
+stream = copying.stream
+
+def stream_and_kill(*arguments, **options):
+    for number, block in enumerate(stream(*arguments, **options)):
+        yield block
+        if number == 2:
+            while not any(measure_upload(there, one) for one in list_uploads(there)):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+copying.stream = stream_and_kill
+copying.copy_objects(here, there)
+"""
+
+
+def test_a_killed_copy_of_an_object_with_parts_continues(
+    rgw: RGW, source: Bucket, target: Bucket
+) -> None:
+    """No part that has arrived is sent twice."""
+    body = source.put_parts("large", *[8 * MIB] * 4, MIB)
+    here = source.open(rgw.read_only)
+    stores = (json.dumps(one.spec.reveal_secrets()) for one in (here, target.open()))
+    child = get_fork_server("millrace.cleanup").start(KILLED_STREAM, *stores)
+    with child:
+        assert child.wait() == -signal.SIGKILL
+    assert target.list_etags() == {}
+    assert target.count_parts().total() > 0
+    done = copy_objects(here, target.open())
+    assert count(done) == {CopyOutcome.COPIED: 1}
+    assert done.reused > 0
+    assert target.list_etags() == source.list_etags()
+    assert target.read("large") == body
+    assert target.count_parts() == dict.fromkeys(range(1, 6), 1)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_parts_of_another_content_are_not_used(
+    rgw: RGW, source: Bucket, target: Bucket, parts: bool
+) -> None:
+    if parts:
+        body = source.put_parts("large", 8 * MIB, MIB)
+    else:
+        body = source.put("large", 2 * OWN_PARTS + MIB)
     names: dict[str, Any] = {"Bucket": target.name, "Key": "large"}
     upload = target.client.create_multipart_upload(**names)["UploadId"]
-    target.client.upload_part(**names, UploadId=upload, PartNumber=1, Body=bytes(OWN_PARTS))
+    size = 8 * MIB if parts else OWN_PARTS
+    target.client.upload_part(**names, UploadId=upload, PartNumber=1, Body=bytes(size))
     done = copy_objects(source.open(rgw.read_only), target.open())
     assert (count(done), done.reused) == ({CopyOutcome.COPIED: 1}, 0)
     assert target.read("large") == body

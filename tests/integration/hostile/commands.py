@@ -182,6 +182,7 @@ CHECKPOINTS: dict[str, Words] = {
 BUCKETS: dict[str, Words] = {
     "bucket audit": lambda site: ["bucket", "audit", _audit(site)],
     "bucket clean": lambda site: ["bucket", "clean", _rules(site), "--keys", "--yes"],
+    "bucket copy": lambda site: ["bucket", "copy", _url(site), str(site.folder / "backup")],
     "bucket list": lambda site: ["bucket", "list", _url(site)],
     "bucket usage": lambda site: ["bucket", "usage", _url(site), "--depth", "2"],
     "bucket wipe": _wipe,
