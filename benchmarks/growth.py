@@ -121,7 +121,7 @@ def measure_tensors(count: int) -> dict[str, float]:
 def measure_nodes(count: int) -> dict[str, float]:
     """Bring all pieces to so many nodes. Each transfer takes 0.5 to 1.5 simulated seconds."""
     dice, now, due = random.Random(0), 0.0, TICK
-    tracker = Tracker([MIB] * PIECES, expected={n: f"d{n}" for n in range(PIECES)})
+    tracker = Tracker([MIB] * PIECES, known_digests={n: f"d{n}" for n in range(PIECES)})
     pending: list[tuple[float, int, PieceOrder]] = []
     given, arrived = 0, set[tuple[str, int]]()
 

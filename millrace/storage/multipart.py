@@ -104,12 +104,13 @@ class PartUpload:
         self._store, self._key, self._source = store, key, source
         self._etag, self._headers, self._overwrite = etag, headers or {}, overwrite
         self._concurrency = concurrency
-        self._parts = [
+        self._parts: list[Part] = [
             Part(number, start, min(size, start + part_size))
             for number, start in enumerate(range(0, size, part_size), start=1)
         ]
         self._client = make_boto3_client(store, max_attempts=1)
-        self._target = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+        key = make_full_key(store, key)
+        self._target: Any = {"Bucket": store.location.bucket, "Key": key}
         self._found: list[tuple[str, dict[int, str]]] | None = None  # not looked for yet
         self.sent = self.reused = self.reused_bytes = 0
 
@@ -169,7 +170,8 @@ class PartUpload:
         except NotFoundError:  # completed or aborted meanwhile
             return {}
         for one in listed:
-            number, etag = one["PartNumber"], one["ETag"].strip('"')
+            number: int = one["PartNumber"]
+            etag: str = one["ETag"].strip('"')
             if number > len(self._parts) or one["Size"] != self._parts[number - 1].size:
                 return {}
             if self._etag or self._source.is_right(self._parts[number - 1], etag):
