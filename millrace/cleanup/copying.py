@@ -47,7 +47,7 @@ from millrace.storage.etags import (
     find_part_size,
     parse_etag,
 )
-from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, Part, PartUpload
+from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload, UploadPart
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, copy_with_signature
 from millrace.storage.write import PART_SIZE, Writer
@@ -599,18 +599,18 @@ class _PartSender:
         self._source, self._stat, self._has_etag = source, stat, has_etag
         self.is_proven = True
 
-    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: UploadPart) -> str:
         """Read a part of the source, and send it."""
         data = self._read(part)
         etag = client.upload_part(**upload, Body=data)["ETag"].strip('"')
         self.is_proven &= self._has_etag or etag == compute_etag(data)
         return etag
 
-    def is_right(self, part: Part, etag: str) -> bool:
+    def is_right(self, part: UploadPart, etag: str) -> bool:
         """Compare a part that is there with the source."""
         return compute_etag(self._read(part)) == etag
 
-    def _read(self, part: Part) -> bytes:
+    def _read(self, part: UploadPart) -> bytes:
         stat = self._stat
         data = read_range(self._source, stat.key, part.start, part.end, etag=stat.etag)
         if len(data) != part.size:
@@ -627,7 +627,7 @@ class _StorePartSender:
     def __init__(self, source: Any, stat: Stat) -> None:
         self._source, self._stat = source, stat
 
-    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: UploadPart) -> str:
         """Let the store copy a part."""
         answer: Any = client.upload_part_copy(
             **upload,
@@ -637,7 +637,7 @@ class _StorePartSender:
         )
         return answer["CopyPartResult"]["ETag"]
 
-    def is_right(self, part: Part, etag: str) -> bool:
+    def is_right(self, part: UploadPart, etag: str) -> bool:
         """Trust no part that the ETag of the object does not prove."""
         return False
 

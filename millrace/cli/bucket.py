@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Rule,
         WorkerJunk,
     )
-    from millrace.storage import VersionCount
+    from millrace.storage import Store, VersionCount
 
 _BAR_WIDTH = 10  # characters
 _SHOWN_CONFLICTS = 20
@@ -242,7 +242,7 @@ def copy(
     from millrace.storage import open_store
 
     here = open_store(read_store(source), make_folder=False)
-    there = open_store(read_store(destination), make_folder=not dry_run)
+    there = _open_destination(destination, make_folder=not dry_run)
     if overwrite and not dry_run and not yes:
         with ObjectsBar() as progress:
             found = copy_objects(
@@ -259,6 +259,23 @@ def copy(
     return CommandResult(found, _show_copy(found))
 
 
+def _open_destination(location: str, *, make_folder: bool) -> "Store":
+    """Open a store to copy to. A path that is not there yet is a folder, unless it names YAML.
+
+    Without `make_folder`, a folder that is not there is an empty store.
+    """
+    from millrace.errors import NotFoundError
+    from millrace.storage import StoreSpec, open_store
+
+    is_new = "://" not in location and not Path(location).exists()
+    is_folder = is_new and Path(location).suffix not in {".yaml", ".yml", ".json"}
+    spec = StoreSpec(url=location) if is_folder else read_store(location)
+    try:
+        return open_store(spec, make_folder=make_folder)
+    except NotFoundError:
+        return open_store("memory://copy")
+
+
 def _show_copy(found: "CopyResult") -> int:
     """Show what was copied, and return the exit code."""
     from millrace.cleanup import CopyOutcome
@@ -266,7 +283,7 @@ def _show_copy(found: "CopyResult") -> int:
     table = make_table("", "objects", "bytes")
     for outcome, title in (
         (CopyOutcome.COPIED, "copied"),
-        (CopyOutcome.MISSING, "would be copied"),
+        (CopyOutcome.MISSING, "are missing, or would be replaced"),
         (CopyOutcome.EQUAL, "were there already"),
         (CopyOutcome.CONFLICT, "differ, and stay"),
     ):
@@ -280,12 +297,13 @@ def _show_copy(found: "CopyResult") -> int:
     if (more := found.objects[CopyOutcome.CONFLICT] - _SHOWN_CONFLICTS) > 0:
         echo(f"and {more:,} more differ", err=True)
     show_failures(found.failures)
+    done = CopyOutcome.MISSING if found.objects[CopyOutcome.MISSING] else CopyOutcome.COPIED
+    verb = "Would copy" if done is CopyOutcome.MISSING else "Copied"
     by_store = f", {format_size(found.by_store)} of them by the store itself"
     failed = f"; {format_count(found.failed, 'object')} could not be copied" if found.failed else ""
     echo(
-        f"Copied {format_count(found.objects[CopyOutcome.COPIED], 'object')}, "
-        f"{format_size(found.sizes[CopyOutcome.COPIED])}{by_store if found.by_store else ''}, in "
-        f"{found.seconds:.1f} s{failed}."
+        f"{verb} {format_count(found.objects[done], 'object')}, {format_size(found.sizes[done])}"
+        f"{by_store if found.by_store else ''}, in {found.seconds:.1f} s{failed}."
     )
     return 1 if found.failed or found.objects[CopyOutcome.CONFLICT] else 0
 

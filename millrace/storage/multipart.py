@@ -31,7 +31,7 @@ _MAX_CANDIDATES = 20  # unfinished uploads of a key whose parts are listed
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """Part of an object.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part:
 class PartSource(Protocol):
     """Sender of the parts of an object."""
 
-    def send(self, client: "S3Client", upload: Mapping[str, Any], part: Part) -> str:
+    def send(self, client: "S3Client", upload: Mapping[str, Any], part: UploadPart) -> str:
         """Send a part, and return its ETag. One try of one request.
 
         Args:
@@ -63,7 +63,7 @@ class PartSource(Protocol):
         """
         ...
 
-    def is_right(self, part: Part, etag: str) -> bool:
+    def is_right(self, part: UploadPart, etag: str) -> bool:
         """Tell whether a part that an earlier process has sent is a part of this object."""
         ...
 
@@ -104,8 +104,8 @@ class PartUpload:
         self._store, self._key, self._source = store, key, source
         self._etag, self._headers, self._overwrite = etag, headers or {}, overwrite
         self._concurrency = concurrency
-        self._parts: list[Part] = [
-            Part(number, start, min(size, start + part_size))
+        self._parts: list[UploadPart] = [
+            UploadPart(number, start, min(size, start + part_size))
             for number, start in enumerate(range(0, size, part_size), start=1)
         ]
         self._client = make_boto3_client(store, max_attempts=1)
@@ -200,7 +200,7 @@ class PartUpload:
                 pool.shutdown(wait=True, cancel_futures=True)
         return combine_etags([done[part.number] for part in self._parts])
 
-    def _send(self, upload: str, part: Part) -> str:
+    def _send(self, upload: str, part: UploadPart) -> str:
         names = {**self._target, "UploadId": upload, "PartNumber": part.number}
 
         def send(client: "S3Client") -> str:

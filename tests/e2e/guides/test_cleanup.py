@@ -48,7 +48,7 @@ def test_every_block_of_the_guide_to_cleanup(
         wiped = guide.run()
     assert "1 object, 1 byte, $0.00 a month" in seen
     assert "0 objects, 0 bytes." in seen
-    assert "Copied 1 object, 9 bytes" in copied
+    assert "Copied 1 object, 1 byte" in copied
     assert (tmp_path / "backup/data.bin").read_bytes() == (other / "data.bin").read_bytes()
     assert "1 stay: it is pinned" in cleaned
     assert "4 were gone already" in cleaned  # of the first plan, which the last command executes

@@ -411,11 +411,25 @@ def test_the_command_copies_and_says_what_differs(
     }
 
 
-def test_a_folder_that_is_killed_into_is_finished(source: Bucket, tmp_path: Path) -> None:
-    """A file that a killed copy has left half written is not taken for the object."""
+def test_a_half_file_of_a_killed_copy_is_not_taken_for_the_object(
+    source: Bucket, tmp_path: Path
+) -> None:
     body = source.put("large", OWN_PARTS)
     there = open_store(tmp_path.as_uri())
     put(there, "large", body[:100])
     assert count(copy_objects(source.open(), there)) == {CopyOutcome.CONFLICT: 1}
     assert count(copy_objects(source.open(), there, overwrite=True)) == {CopyOutcome.COPIED: 1}
     assert read(there, "large") == body
+
+
+def test_a_folder_that_is_not_there_is_made_unless_it_is_a_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/a.bin").write_bytes(b"abc")
+    words = ["bucket", "copy", str(tmp_path / "here"), str(tmp_path / "new/there")]
+    done = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert (done.exit_code, (tmp_path / "new").exists()) == (0, False)
+    assert "Would copy 1 object, 3 bytes" in done.output
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert (tmp_path / "new/there/a.bin").read_bytes() == b"abc"
+    absent = CliRunner().invoke(main, ["bucket", "copy", words[2], str(tmp_path / "s.yaml")])
+    assert (absent.exit_code, "no settings file" in absent.output) == (2, True)
