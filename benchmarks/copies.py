@@ -6,8 +6,8 @@ own, in a Ceph RGW on the loopback interface.
 - ``by the store``: 10,000 objects of 10 KB within an account. The peers are s5cmd (``cp``) and
   boto3 (``copy_object`` in 16 threads).
 - ``again``: the same once more, when all objects are there. The peer is ``s5cmd sync``.
-- ``through``: the same objects, by credentials that may not write to the destination, so that the
-  bytes go through the process. The peer is boto3 (``get_object`` and ``put_object`` in 16 threads).
+- ``through``: the same objects, into a bucket of another account, so that the bytes go through the
+  process. The peer is boto3 (``get_object`` and ``put_object`` in 16 threads).
 - ``large``: four objects of 256 MiB, in the same way. The peer is ``upload_fileobj`` of boto3.
 
 The lower bound (``floor``) of ``through`` and ``large`` reads and writes with obstore alone, and
@@ -45,6 +45,7 @@ from millrace.storage import (
     put,
 )
 from millrace.testing.credentials import make_credentials
+from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
 
 CAPACITY = 30 << 30  # size of the server's disk
@@ -67,27 +68,26 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder,
         RGW.start(Path(folder) / "rgw", capacity=CAPACITY) as rgw,
     ):
-        owner, reader = make_credentials(rgw.full), make_credentials(rgw.read_only)
 
-        def make(bucket: str, *, may_write: bool = True) -> StoreSpec:
-            credentials = owner if may_write else reader
+        def make(bucket: str, owner: Key) -> StoreSpec:
+            credentials = make_credentials(owner)
             return StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=credentials)
 
         for bucket, objects, bytes_each in (("small", count, SMALL), ("large", 4, size)):
             rgw.create_bucket(bucket)
-            fill(make(bucket), objects, bytes_each)
+            fill(make(bucket, rgw.full), objects, bytes_each)
         for repeat in range(repeats):
             for work, systems in WORKS.items():
-                name = "large" if work == "large" else "small"
-                source = make(name, may_write=work == "by the store")
+                source = make("large" if work == "large" else "small", rgw.full)
+                owner = rgw.full if work == "by the store" else rgw.other
                 for system in rotate_systems(systems, repeat):
                     target = f"{work.replace(' ', '-')}-{system}-{repeat}"
-                    rgw.create_bucket(target)
-                    specs = source.reveal_secrets(), make(target).reveal_secrets()
+                    rgw.make_client(owner).create_bucket(Bucket=target)
+                    specs = source.reveal_secrets(), make(target, owner).reveal_secrets()
                     for key, value in measure_process(run, system, work, *specs).figures.items():
                         done, _, metric = key.rpartition(" | ")
                         results.add(done, system, metric, value)
-                    check(source, make(target))
+                    check(source, make(target, owner))
     report(results)
     results.save(options.file)
     return 0

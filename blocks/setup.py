@@ -54,8 +54,8 @@ _FAILURE_REASON = (
 )
 """Reason of a failure in a notice, with text from stores and machines."""
 _HOUSEKEEPING_FLOWS = (
-    "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "delete-gathers",
-    "reap-machines", "verify-checkpoints", "verify-datasets", "wipe-bucket",
+    "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "copy-bucket",
+    "delete-gathers", "reap-machines", "verify-checkpoints", "verify-datasets", "wipe-bucket",
 )  # fmt: skip
 
 B = TypeVar("B", bound=Block)

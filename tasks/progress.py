@@ -14,7 +14,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from millrace.checkpoints.progress_events import CooldownProgressed, PartStored
-from millrace.cleanup.progress_events import ObjectsListed
+from millrace.cleanup.progress_events import ObjectsCopied, ObjectsListed
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionOpened,
@@ -427,6 +427,30 @@ class CleaningProgress(LiveProgress):
             return f"{format_count(self._seen, 'object')} seen."
         deleted = format_count(self._deleted, "object")
         return f"{deleted} of {self._total:,} deleted, {format_size(self._size)}."
+
+
+class CopyProgress(LiveProgress):
+    """Progress of a copy: objects that were compared or copied. Their total is not known."""
+
+    _objects = _size = 0
+    _is_over = False
+
+    def _handle_event(self, event: Event) -> None:
+        if isinstance(event, ObjectsCopied):
+            self._add_bytes(event.size - self._size)
+            self._objects, self._size = event.objects, event.size
+
+    def _complete(self) -> None:
+        self._is_over = True
+
+    def _compute_share(self) -> float:
+        return float(self._is_over)
+
+    def _describe(self, seconds: float) -> str:
+        return (
+            f"{format_count(self._objects, 'object')} compared or copied, "
+            f"{format_size(self._size)}, at {format_rate(self._size, seconds)}."
+        )
 
 
 class RentalProgress(LiveProgress):

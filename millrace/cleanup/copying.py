@@ -3,11 +3,12 @@
 Both stores are listed. An object that is at the destination with the same bytes is skipped, so a
 killed copy continues where it was. Another object with the same key is a conflict, and stays.
 
-Within one account, the store copies by itself. Otherwise the bytes go through this process, and the
-attributes of the object (its type, and the metadata of its writer) go with them. Large objects are
-copied in the parts that they were uploaded in. So the copy has the ETag of its source, which proves
-the bytes (`millrace.storage.etags`), and the parts that a killed process has sent are not sent
-again. Where ETags prove nothing, the copy is read back, unless the store has made it by itself.
+The store copies by itself if the credentials of the destination may read the source. Otherwise the
+bytes go through this process, and the attributes of the object (its type, and the metadata of its
+writer) go with them. Large objects are copied in the parts that they were uploaded in. So the copy
+has the ETag of its source, which proves the bytes (`millrace.storage.etags`), and the parts that a
+killed process has sent are not sent again. Where ETags prove nothing, the copy is read back, unless
+the store has made it by itself.
 """
 
 import threading
@@ -278,7 +279,7 @@ class _ObjectCopier:
     ) -> None:
         self._source, self._destination, self._result = source, destination, result
         self._overwrite, self._dry_run = overwrite, dry_run
-        self._can_copy_by_store = _share_account(source, destination)
+        self._can_copy_by_store = _share_endpoint(source, destination)
         self._source_client, self._client = (
             make_boto3_client(one, max_attempts=1) if one.is_s3_compatible else None
             for one in (source, destination)
@@ -372,6 +373,8 @@ class _ObjectCopier:
                 return self._copy_in_parts(stat, parsed, by_store=True)
             except errors.NotFoundError:  # Ceph decodes the name of a part's source twice
                 pass
+            except errors.DeniedError:  # the credentials may not read there, or not write here
+                self._can_copy_by_store = False
         if not parts and stat.size <= _SMALL:
             return self._copy_whole(stat, parsed)
         return self._copy_in_parts(stat, parsed, by_store=False)
@@ -664,12 +667,11 @@ def _read_whole(client: "S3Client", names: Any) -> dict[str, Any]:
     return {**answer, "Body": answer["Body"].read()}
 
 
-def _share_account(source: Store, destination: Store) -> bool:
-    """Decide whether the destination can read the source by the credentials of its own requests."""
+def _share_endpoint(source: Store, destination: Store) -> bool:
+    """Decide whether a request to the destination can name an object of the source."""
     return (
         source.is_s3_compatible
         and destination.is_s3_compatible
         and source.endpoint == destination.endpoint
         and source.region == destination.region
-        and source.spec.credentials == destination.spec.credentials
     )

@@ -231,7 +231,8 @@ def copy(
     copy that was stopped, within a large object, too. Objects that differ stay: exit code 1, unless
     `--overwrite` is given.
 
-    Within one account, the store copies by itself, and no byte comes here.
+    Within one account, the store copies by itself if the credentials of DESTINATION may read
+    SOURCE. Then no byte comes here.
 
     \b
     Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run

@@ -135,6 +135,7 @@ def values(
         "clean-bucket": {"bucket": both, "related_buckets": []},
         "clean-versions": {"bucket": store, "current_version": "0.2.1", "related_buckets": []},
         "cooldown": {"bucket": both, "job": "job", "epoch": 0, "timeout": "1s"},
+        "copy-bucket": {"source": both, "destination": (tmp_path / "backup").as_uri()},
         "delete-gathers": {"bucket": store, "version": "0.2.1"},
         "list-machines": rented,
         "prewarm": {"files": [{"bucket": store}]},

@@ -30,14 +30,14 @@ OWN_PARTS = 16 * MIB
 class Bucket:
     """A bucket, by boto3, with what others have written."""
 
-    def __init__(self, rgw: RGW, name: str) -> None:
-        self.client, self.name = rgw.make_client(rgw.full), name
-        self._rgw = rgw
+    def __init__(self, rgw: RGW, name: str, owner: Key | None = None) -> None:
+        self._rgw, self._owner = rgw, owner or rgw.full
+        self.client, self.name = rgw.make_client(self._owner), name
         self._dice = random.Random(name)
 
     def open(self, key: Key | None = None) -> Store:
         """Open the bucket, by the owner's key or by another one."""
-        key = key or self._rgw.full
+        key = key or self._owner
         spec = StoreSpec(
             url=f"s3://{self.name}", endpoint=self._rgw.endpoint, credentials=make_credentials(key)
         )
@@ -96,6 +96,14 @@ def target(rgw: RGW, bucket: str) -> Bucket:
     return Bucket(rgw, rgw.create_bucket(f"{bucket}-copy"))
 
 
+@pytest.fixture
+def foreign(rgw: RGW, bucket: str) -> Bucket:
+    """A bucket of another account, which cannot read the source: all bytes go through a process."""
+    name = f"{bucket}-foreign"
+    rgw.make_client(rgw.other).create_bucket(Bucket=name)
+    return Bucket(rgw, name, rgw.other)
+
+
 def fill(bucket: Bucket) -> dict[str, bytes]:
     """Write objects of all shapes; return their bytes."""
     attributes = {"ContentType": "text/x-odd", "CacheControl": "no-store", "Metadata": {"by": "me"}}
@@ -116,47 +124,48 @@ def count(result: CopyResult) -> dict[CopyOutcome, int]:
 
 @pytest.mark.parametrize("by_store", [True, False])
 def test_copies_have_the_bytes_and_the_attributes(
-    rgw: RGW, source: Bucket, target: Bucket, by_store: bool
+    source: Bucket, target: Bucket, foreign: Bucket, by_store: bool
 ) -> None:
     bodies = fill(source)
-    here = source.open(None if by_store else rgw.read_only)
-    done = copy_objects(here, target.open())
+    here, there = source.open(), target if by_store else foreign
+    done = copy_objects(here, there.open())
     assert count(done) == {CopyOutcome.COPIED: len(bodies)}
     # Ceph cannot copy the parts of an object whose name has a percent sign.
     by_process = len(bodies["b parts ü+%20"])
     assert done.by_store == (sum(map(len, bodies.values())) - by_process if by_store else 0)
-    assert {key: target.read(key) for key in target.list_etags()} == bodies
+    assert {key: there.read(key) for key in there.list_etags()} == bodies
     for key in ("a/small", "a/whole", "c/odd parts"):
-        described = target.client.head_object(Bucket=target.name, Key=key)
+        described = there.client.head_object(Bucket=there.name, Key=key)
         assert (described["ContentType"], described["CacheControl"]) == ("text/x-odd", "no-store")
         assert described["Metadata"]["by"] == "me"
     # Objects that were uploaded whole, and in parts of a usual size, have the same ETags.
     same = {"a/small", "a/empty", "one part"} | ({"a/whole"} if by_store else set())
-    mine, theirs = source.list_etags(), target.list_etags()
+    mine, theirs = source.list_etags(), there.list_etags()
     assert {key for key in mine if mine[key] == theirs[key]} >= same
-    again = copy_objects(here, target.open())
+    again = copy_objects(here, there.open())
     assert count(again) == {CopyOutcome.EQUAL: len(bodies)}
 
 
 def test_equal_objects_are_compared_without_reading_them(
-    rgw: RGW, source: Bucket, target: Bucket
+    rgw: RGW, source: Bucket, foreign: Bucket
 ) -> None:
     fill(source)
-    copy_objects(source.open(rgw.read_only), target.open())
+    copy_objects(source.open(), foreign.open())
     before = len(rgw.list_requests())
-    copy_objects(source.open(rgw.read_only), target.open())
+    copy_objects(source.open(), foreign.open())
     asked = [line for line in rgw.list_requests()[before:] if source.name in line]
     assert [line for line in asked if '"GET /' in line and "list-type" not in line] == []
 
 
 @pytest.mark.parametrize("by_store", [True, False])
 def test_keys_that_clients_refuse_are_copied_between_buckets_and_named_by_folders(
-    rgw: RGW, source: Bucket, target: Bucket, tmp_path: Path, by_store: bool
+    source: Bucket, target: Bucket, foreign: Bucket, tmp_path: Path, by_store: bool
 ) -> None:
     bodies = {key: source.put(key, 100) for key in ("folder/", "a//b", "./c", "plain")}
-    done = copy_objects(source.open(None if by_store else rgw.read_only), target.open())
+    there = target if by_store else foreign
+    done = copy_objects(source.open(), there.open())
     assert count(done) == {CopyOutcome.COPIED: 4}
-    assert {key: target.read(key) for key in target.list_etags()} == bodies
+    assert {key: there.read(key) for key in there.list_etags()} == bodies
     done = copy_objects(source.open(), open_store((tmp_path / "out").as_uri()))
     assert (done.objects[CopyOutcome.COPIED], done.failed) == (1, 3)
     assert all("empty or a relative segment" in one.reason for one in done.failures)
@@ -233,27 +242,27 @@ copy_objects(here, there)
 
 @pytest.mark.parametrize("after", [1, 2, 99])
 def test_a_killed_copy_continues_within_a_large_object(
-    rgw: RGW, source: Bucket, target: Bucket, after: int
+    source: Bucket, foreign: Bucket, after: int
 ) -> None:
     """The last boundary is before the object appears. No part is sent twice."""
     body = source.put("large", 2 * OWN_PARTS + MIB)
-    here = source.open(rgw.read_only)
+    here = source.open()
     child = get_fork_server("millrace.cleanup").start(
         KILLED,
-        *(json.dumps(one.spec.reveal_secrets()) for one in (here, target.open())),
+        *(json.dumps(one.spec.reveal_secrets()) for one in (here, foreign.open())),
         f"{after}",
     )
     with child:
         assert child.wait() == -signal.SIGKILL
-    assert target.list_etags() == {}
+    assert foreign.list_etags() == {}
     sent = min(after, 3)
-    assert target.count_parts().total() == sent
-    done = copy_objects(here, target.open())
+    assert foreign.count_parts().total() == sent
+    done = copy_objects(here, foreign.open())
     assert count(done) == {CopyOutcome.COPIED: 1}
     assert done.reused == min(sent * OWN_PARTS, len(body))
-    assert target.read("large") == body
-    assert target.count_parts() == {1: 1, 2: 1, 3: 1}
-    assert list(list_uploads(target.open())) == []
+    assert foreign.read("large") == body
+    assert foreign.count_parts() == {1: 1, 2: 1, 3: 1}
+    assert list(list_uploads(foreign.open())) == []
 
 
 KILLED_STREAM = """
@@ -277,41 +286,39 @@ copying.copy_objects(here, there)
 """
 
 
-def test_a_killed_copy_of_an_object_with_parts_continues(
-    rgw: RGW, source: Bucket, target: Bucket
-) -> None:
+def test_a_killed_copy_of_an_object_with_parts_continues(source: Bucket, foreign: Bucket) -> None:
     """No part that has arrived is sent twice."""
     body = source.put_parts("large", *[8 * MIB] * 4, MIB)
-    here = source.open(rgw.read_only)
-    stores = (json.dumps(one.spec.reveal_secrets()) for one in (here, target.open()))
+    here = source.open()
+    stores = (json.dumps(one.spec.reveal_secrets()) for one in (here, foreign.open()))
     child = get_fork_server("millrace.cleanup").start(KILLED_STREAM, *stores)
     with child:
         assert child.wait() == -signal.SIGKILL
-    assert target.list_etags() == {}
-    assert target.count_parts().total() > 0
-    done = copy_objects(here, target.open())
+    assert foreign.list_etags() == {}
+    assert foreign.count_parts().total() > 0
+    done = copy_objects(here, foreign.open())
     assert count(done) == {CopyOutcome.COPIED: 1}
     assert done.reused > 0
-    assert target.list_etags() == source.list_etags()
-    assert target.read("large") == body
-    assert target.count_parts() == dict.fromkeys(range(1, 6), 1)
+    assert foreign.list_etags() == source.list_etags()
+    assert foreign.read("large") == body
+    assert foreign.count_parts() == dict.fromkeys(range(1, 6), 1)
 
 
 @pytest.mark.parametrize("parts", [True, False])
 def test_parts_of_another_content_are_not_used(
-    rgw: RGW, source: Bucket, target: Bucket, parts: bool
+    source: Bucket, foreign: Bucket, parts: bool
 ) -> None:
     if parts:
         body = source.put_parts("large", 8 * MIB, MIB)
     else:
         body = source.put("large", 2 * OWN_PARTS + MIB)
-    names: dict[str, Any] = {"Bucket": target.name, "Key": "large"}
-    upload = target.client.create_multipart_upload(**names)["UploadId"]
+    names: dict[str, Any] = {"Bucket": foreign.name, "Key": "large"}
+    upload = foreign.client.create_multipart_upload(**names)["UploadId"]
     size = 8 * MIB if parts else OWN_PARTS
-    target.client.upload_part(**names, UploadId=upload, PartNumber=1, Body=bytes(size))
-    done = copy_objects(source.open(rgw.read_only), target.open())
+    foreign.client.upload_part(**names, UploadId=upload, PartNumber=1, Body=bytes(size))
+    done = copy_objects(source.open(), foreign.open())
     assert (count(done), done.reused) == ({CopyOutcome.COPIED: 1}, 0)
-    assert target.read("large") == body
+    assert foreign.read("large") == body
 
 
 @pytest.mark.parametrize(
@@ -345,7 +352,7 @@ def test_faults_of_the_destination_change_nothing(
 
 
 def test_an_object_that_was_replaced_after_the_listing_is_named(
-    rgw: RGW, source: Bucket, target: Bucket, monkeypatch: pytest.MonkeyPatch
+    source: Bucket, foreign: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.put("a", 100)
     source.put("b", 3 * OWN_PARTS)
@@ -360,9 +367,9 @@ def test_an_object_that_was_replaced_after_the_listing_is_named(
         return pairs
 
     monkeypatch.setattr(copying, "_pair", replace_then_pair)
-    done = copy_objects(source.open(rgw.read_only), target.open())
+    done = copy_objects(source.open(), foreign.open())
     assert [one.key for one in done.failures] == ["a", "b"]
-    assert target.list_etags() == {}
+    assert foreign.list_etags() == {}
 
 
 def test_credentials_and_buckets_that_are_wrong_are_a_sentence(

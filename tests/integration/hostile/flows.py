@@ -45,6 +45,7 @@ from millrace.cleanup import (
     DeleteGatherPreset,
     Rule,
     abort_uploads,
+    copy_objects,
     execute,
     find_stale_uploads,
     make_confirmation,
@@ -90,6 +91,7 @@ from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
+from millrace.storage import list_objects, open_store
 from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
@@ -337,6 +339,14 @@ def _wipe(site: Site) -> Any:
         len(done.failures),
         [key for key in site.list_everything() if not key.startswith("_clean/")],
     ]
+
+
+def _copy(site: Site) -> Any:
+    target = open_store((site.folder / "backup").as_uri())
+    done = copy_objects(site.open_store(), target)
+    site.said += [f"{one.key}: {one.reason}" for one in done.failures] + done.conflicts
+    foreign = {one.key for one in site.junk}
+    return sorted(stat.key for stat in list_objects(target) if stat.key not in foreign)
 
 
 def _abort(site: Site) -> Any:
@@ -683,6 +693,7 @@ FLOWS: dict[str, Flow] = {
         Flow("clean-versions", WORKER, _bucket, _clean_versions, BUCKET),
         Flow("delete-gathers", WORKER, _bucket, _delete_gathers, BUCKET),
         Flow("wipe-bucket", FOREIGN, _bucket, _wipe, BUCKET),
+        Flow("copy-bucket", FOREIGN, _bucket, _copy, BUCKET),
         Flow("abort-uploads", FOREIGN, _bucket, _abort, BUCKET),
         Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
