@@ -11,10 +11,11 @@ killed process has sent are not sent again. Where ETags prove nothing, the copy 
 the store has made it by itself.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -179,16 +180,18 @@ def copy_objects(
     copier = _ObjectCopier(source, destination, result, overwrite=overwrite, dry_run=dry_run)
     recorder = _ProgressRecorder(result, progress)
     pairs = _pair(source, destination, objects or ObjectFilter())
-    pending: dict[Future[CopyOutcome], Stat] = {}
+    done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
+    pending = 0
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
         try:
             for stat, there in pairs:
-                pending[pool.submit(copier.copy, stat, there)] = stat
-                while len(pending) >= _MAX_PENDING:
-                    _take_done(pending, result)
+                copying = pool.submit(copier.copy, stat, there)
+                copying.add_done_callback(lambda one, stat=stat: done.put((stat, one)))
+                pending += 1
+                pending -= _take_done(done, result, must_wait=pending >= _MAX_PENDING)
                 recorder.record()
             while pending:
-                _take_done(pending, result)
+                pending -= _take_done(done, result, must_wait=True)
                 recorder.record()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -199,16 +202,30 @@ def copy_objects(
     return result
 
 
-def _take_done(pending: dict[Future[CopyOutcome], Stat], result: CopyResult) -> None:
-    """Count the objects that are done; wait for one.
+def _take_done(
+    done: "queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]]",
+    result: CopyResult,
+    *,
+    must_wait: bool,
+) -> int:
+    """Count the objects that are done, and return their number.
+
+    Args:
+        done: Objects that are done.
+        result: Result to count in.
+        must_wait: Whether to wait up to half a second for one.
 
     Raises:
         UnavailableError, NoSpaceError: No other object would fare better.
         DeniedError: The same, since no object was copied before.
     """
-    done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-    for one in done:
-        stat = pending.pop(one)
+    count = 0
+    while True:
+        try:
+            stat, one = done.get(must_wait and not count, 0.5)
+        except queue.Empty:
+            return count
+        count += 1
         try:
             result.add(stat, one.result())
         except (errors.UnavailableError, errors.NoSpaceError):
