@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from millrace.storage.clients import make_full_key
 from millrace.storage.open import Store
 from millrace.storage.read import Stat
-from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -90,7 +89,7 @@ class EtagHasher:
 
 
 def find_part_size(store: Store, stat: Stat, parts: int, client: "S3Client") -> tuple[int, bool]:
-    """Return the size of the parts that an object was uploaded in. One request.
+    """Return the size of the parts that an object was uploaded in. One try of one request.
 
     Some stores tell the size of the first part. For others, the result is the usual size, or else
     the smallest number of whole MiB, that gives the number of parts.
@@ -106,12 +105,13 @@ def find_part_size(store: Store, stat: Stat, parts: int, client: "S3Client") -> 
     """
     if parts == 1:
         return stat.size, True
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
     bucket, key = store.location.bucket, make_full_key(store, stat.key)
-
-    def describe_part(client: "S3Client") -> int:
-        return client.head_object(Bucket=bucket, Key=key, PartNumber=1)["ContentLength"]
-
-    size = call_boto3(store, stat.key, describe_part, client=client)
+    try:
+        size = client.head_object(Bucket=bucket, Key=key, PartNumber=1)["ContentLength"]
+    except (BotoCoreError, ClientError):  # some stores refuse the number of a part
+        size = 0
     if 0 < size < stat.size and -(-stat.size // size) == parts:
         return size, True
     smallest = -(-stat.size // (parts * _MIB))
