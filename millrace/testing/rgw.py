@@ -223,7 +223,7 @@ class RGW:
         with contextlib.closing(urlopen(f"{self.endpoint}{mark}")):
             pass
         log = self.folder / "log" / "client.rgw.log"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             text = log.read_text(errors="replace")
             if mark in text:
