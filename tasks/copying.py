@@ -72,18 +72,18 @@ def describe_copied_objects(found: CopyResult, *, dry_run: bool) -> Markdown:
         dry_run: Whether objects were only compared.
     """
     copied = CopyOutcome.MISSING if dry_run else CopyOutcome.COPIED
-    size = found.sizes[copied]
+    size = found.sizes.get(copied, 0)
     rows = [
-        (title, f"{found.objects[outcome]:,}", format_size(found.sizes[outcome]))
+        (title, f"{found.objects[outcome]:,}", format_size(found.sizes.get(outcome, 0)))
         for outcome, title in _OUTCOMES.items()
-        if found.objects[outcome]
+        if found.objects.get(outcome)
     ]
     conflicts = [(format_code(key),) for key in found.conflicts]
     failures = [(format_code(one.key), one.reason) for one in found.failures]
     return join_blocks(
         format_markdown(
             "{} of {}, {}, {} {} in {}{}.",
-            format_count(found.objects[copied], "object"), format_code(found.source),
+            format_count(found.objects.get(copied, 0), "object"), format_code(found.source),
             format_size(size),
             format_markdown("**would be copied** to") if dry_run else "copied to",
             format_code(found.destination), format_duration(found.seconds),

@@ -32,6 +32,7 @@ REPORTS = [
     "tasks.cleaning.report_plan",
     "tasks.cleaning.report_uploads",
     "tasks.cooldown.report_epoch",
+    "tasks.copying.report_copied_objects",
     "tasks.merging.report_windows",
     "tasks.renting.report_offers",
     "tasks.renting.report_rentals",
