@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
-	@echo "make unit    run the tests that need no server (two minutes)"
+	@echo "make unit    run the tests that need no server (a minute and a half)"
 	@echo "make test    run the tests of each change (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make docs    write docs/reference from the code"
@@ -59,7 +59,7 @@ docs: .venv/dev
 	$(BIN)/python -m docs.generate
 
 unit: .venv/dev
-	$(BIN)/python -m pytest tests/unit --numprocesses 2
+	$(BIN)/python -m pytest tests/unit --numprocesses 3
 
 servers:
 	@deployments/test-servers.sh
