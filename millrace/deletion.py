@@ -18,7 +18,7 @@ from millrace.keys.names import find_common_prefix
 from millrace.progress import Event, Progress, ignore_event
 from millrace.storage import (
     Backend,
-    DeleteFailure,
+    ObjectFailure,
     Stat,
     Store,
     UnfinishedUpload,
@@ -124,7 +124,7 @@ class DeletionResult:
     deleted_bytes: int
     missing: int
     skipped: dict[str, int]
-    failures: tuple[DeleteFailure, ...]
+    failures: tuple[ObjectFailure, ...]
     has_given_up: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class _BatchResult(Generic[PlannedT]):
     deleted: list[PlannedT]
     missing: int
     changed: int
-    failures: list[DeleteFailure]
+    failures: list[ObjectFailure]
 
     @property
     def is_complete(self) -> bool:
@@ -197,7 +197,7 @@ class _BatchDeleter(Generic[PlannedT]):
     size: int = 0
     missing: int = 0
     skipped: Counter[str] = field(default_factory=Counter[str])
-    failures: list[DeleteFailure] = field(default_factory=list[DeleteFailure])
+    failures: list[ObjectFailure] = field(default_factory=list[ObjectFailure])
     incomplete_units: set[Hashable] = field(default_factory=set[Hashable])
 
     @property
@@ -338,7 +338,7 @@ class StaleUploads:
 
     uploads: tuple[StaleUpload, ...]
     recent: int
-    failures: tuple[DeleteFailure, ...]
+    failures: tuple[ObjectFailure, ...]
     is_aborted: bool = False
 
     @property
@@ -372,7 +372,7 @@ def find_stale_uploads(
         DeniedError: The credentials may not list uploads.
     """
     uploads: list[StaleUpload] = []
-    failures: list[DeleteFailure] = []
+    failures: list[ObjectFailure] = []
     recent = 0
     for one in list_uploads(store, prefix):
         if not is_included(one.key):
@@ -384,7 +384,7 @@ def find_stale_uploads(
         try:
             size = measure_upload(store, one)
         except errors.MillraceError as error:
-            failures.append(DeleteFailure(one.key, errors.format_error(error)))
+            failures.append(ObjectFailure(one.key, errors.format_error(error)))
         uploads.append(StaleUpload(one.key, one.id, one.started_at, size))
     return StaleUploads(tuple(uploads), recent, tuple(failures))
 
@@ -400,5 +400,5 @@ def abort_uploads(store: Store, found: StaleUploads) -> StaleUploads:
         try:
             abort_upload(store, one)
         except errors.MillraceError as error:
-            failures.append(DeleteFailure(one.key, errors.format_error(error)))
+            failures.append(ObjectFailure(one.key, errors.format_error(error)))
     return replace(found, failures=tuple(failures), is_aborted=True)

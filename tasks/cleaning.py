@@ -26,11 +26,12 @@ from millrace.cleanup import (
     read_plan,
 )
 from millrace.errors import MillraceError
-from millrace.storage import DeleteFailure, Right, StoreSpec, VersionCount, open_store
+from millrace.storage import ObjectFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
 from tasks.locations import describe_bucket, find_location, make_store_spec, skip_run
 from tasks.progress import CleaningProgress
 from tasks.reports import (
+    SHOWN_ROWS,
     Markdown,
     format_bold,
     format_code,
@@ -39,10 +40,9 @@ from tasks.reports import (
     join,
     join_blocks,
     publish_report,
+    tabulate_failures,
 )
 from tasks.retries import retried_task
-
-_SHOWN = 50  # keys and errors in a report
 
 
 def clean_with_rules(
@@ -92,7 +92,7 @@ def clean_with_rules(
     )
     made = load_plan(store, plan) if plan else plan_cleaning(settings)
     if dry_run:
-        report_plan(made, read_first_keys(open_store(store), made.name, _SHOWN))
+        report_plan(made, read_first_keys(open_store(store), made.name, SHOWN_ROWS))
         return made
     done = execute_plan(settings, made)
     report_cleaning(made, done)
@@ -100,7 +100,7 @@ def clean_with_rules(
     return done
 
 
-def raise_failures(url: str, failures: tuple[DeleteFailure, ...]) -> None:
+def raise_failures(url: str, failures: tuple[ObjectFailure, ...]) -> None:
     """Fail a run that could not delete all objects.
 
     Raises:
@@ -283,7 +283,7 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
         _tabulate_junk(done.junk),
         _tabulate_kept({**plan.totals.kept, **done.skipped}),
         gone if done.missing else Markdown(),
-        _tabulate_failures(done.failures),
+        tabulate_failures(done.failures),
         given_up if done.has_given_up else Markdown(),
     )
 
@@ -306,7 +306,7 @@ def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
             estimate_monthly_cost(whole),
         ),
         format_table(("Location", ">Uploads", ">Size", ">Younger uploads", ">Errors"), rows),
-        _tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
+        tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
     )
 
 
@@ -335,7 +335,7 @@ def _tabulate_rules(
 def _tabulate_kept(kept: Mapping[str, int]) -> Markdown:
     rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
     columns = ("Objects that stay although a rule selects them, because", ">Objects")
-    return format_table(columns, rows, _SHOWN) if rows else Markdown()
+    return format_table(columns, rows, SHOWN_ROWS) if rows else Markdown()
 
 
 def _tabulate_junk(junk: Sequence[WorkerJunk]) -> Markdown:
@@ -344,9 +344,4 @@ def _tabulate_junk(junk: Sequence[WorkerJunk]) -> Markdown:
         for one in junk
     ]
     columns = ("Worker whose junk is deleted", "Run or job", ">Objects", ">Size")
-    return format_table(columns, rows, _SHOWN) if rows else Markdown()
-
-
-def _tabulate_failures(failures: tuple[DeleteFailure, ...]) -> Markdown:
-    rows = [(format_code(one.key), one.reason) for one in failures]
-    return format_table(("Object", "Error"), rows, _SHOWN) if rows else Markdown()
+    return format_table(columns, rows, SHOWN_ROWS) if rows else Markdown()

@@ -15,16 +15,17 @@ from tasks.formatting import (
 )
 from tasks.progress import CopyProgress
 from tasks.reports import (
+    SHOWN_ROWS,
     Markdown,
     format_code,
     format_markdown,
     format_table,
     join_blocks,
     publish_report,
+    tabulate_failures,
 )
 from tasks.retries import retried_task
 
-_SHOWN = 50  # keys and errors in a report
 _OUTCOMES = {
     CopyOutcome.COPIED: "Copied",
     CopyOutcome.MISSING: "Missing, or would be replaced",
@@ -79,7 +80,6 @@ def describe_copied_objects(found: CopyResult, *, dry_run: bool) -> Markdown:
         if found.objects.get(outcome)
     ]
     conflicts = [(format_code(key),) for key in found.conflicts]
-    failures = [(format_code(one.key), one.reason) for one in found.failures]
     return join_blocks(
         format_markdown(
             "{} of {}, {}, {} {} in {}{}.",
@@ -95,10 +95,10 @@ def describe_copied_objects(found: CopyResult, *, dry_run: bool) -> Markdown:
         if found.by_store
         else Markdown(),
         format_table(("Objects", ">Number", ">Size"), rows) if rows else Markdown(),
-        format_table(("Object that differs, and stays",), conflicts, _SHOWN)
+        format_table(("Object that differs, and stays",), conflicts, SHOWN_ROWS)
         if conflicts
         else Markdown(),
-        format_table(("Object", "Error"), failures, _SHOWN) if failures else Markdown(),
+        tabulate_failures(found.failures),
     )  # fmt: skip
 
 

@@ -12,6 +12,10 @@ from typing import LiteralString
 from prefect.artifacts import create_markdown_artifact
 
 from millrace.formatting import MAX_LENGTH, clean_text
+from millrace.storage import ObjectFailure
+
+SHOWN_ROWS = 50
+"""Keys and errors in a report."""
 
 _MAX_CODE_LENGTH = 200
 _MAX_ROWS = 500  # of a table
@@ -123,6 +127,12 @@ def format_table(
     if hidden:
         lines.append(_format_row([f"and {hidden:,} more", *[""] * (len(columns) - 1)]))
     return Markdown("\n".join(lines))
+
+
+def tabulate_failures(failures: Sequence[ObjectFailure]) -> Markdown:
+    """Return a table of objects that a run failed for; empty without any."""
+    rows = [(format_code(one.key), one.reason) for one in failures]
+    return format_table(("Object", "Error"), rows, SHOWN_ROWS) if rows else Markdown()
 
 
 def format_bullets(items: Iterable[object]) -> Markdown:

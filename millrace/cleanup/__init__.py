@@ -1,7 +1,7 @@
 """Delete what nobody needs from buckets, by rules and after a plan was shown."""
 
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.copying import CopyFailure, CopyOutcome, CopyResult, copy_objects
+from millrace.cleanup.copying import CopyOutcome, CopyResult, copy_objects
 from millrace.cleanup.executor import CleanupResult, execute
 from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
@@ -40,7 +40,6 @@ __all__ = [
     "CleanupPlan",
     "CleanupResult",
     "CleanupSettings",
-    "CopyFailure",
     "CopyOutcome",
     "CopyResult",
     "DeleteGatherPreset",

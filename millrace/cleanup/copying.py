@@ -31,6 +31,7 @@ from millrace.digest import compute_stream_digest
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
     Backend,
+    ObjectFailure,
     Stat,
     Store,
     call_boto3,
@@ -96,14 +97,6 @@ class CopyOutcome(StrEnum):
     CONFLICT = "conflict"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyFailure:
-    """Object that was not copied, and the reason."""
-
-    key: str
-    reason: str
-
-
 @dataclass
 class CopyResult:
     """Result of a copy.
@@ -128,7 +121,7 @@ class CopyResult:
     by_store: int = 0
     reused: int = 0
     conflicts: list[str] = field(default_factory=list[str])
-    failures: list[CopyFailure] = field(default_factory=list[CopyFailure])
+    failures: list[ObjectFailure] = field(default_factory=list[ObjectFailure])
     failed: int = 0
     seconds: float = 0.0
 
@@ -143,7 +136,7 @@ class CopyResult:
         """Count an object that could not be copied."""
         self.failed += 1
         if len(self.failures) < _MAX_LISTED:
-            self.failures.append(CopyFailure(stat.key, errors.format_error(error)))
+            self.failures.append(ObjectFailure(stat.key, errors.format_error(error)))
 
 
 def copy_objects(
@@ -157,8 +150,10 @@ def copy_objects(
 ) -> CopyResult:
     """Copy objects of a store into another store, under the same keys.
 
-    Another process may write to the destination at the same time: a small object is created only if
-    there is none, and before a large object appears, the key is looked up once more.
+    Another process may write to the destination at the same time. A small object that goes through
+    this process is created only if there is none. Before a large object appears, its key is looked
+    up once more. A small object that the store copies by itself replaces what was written since the
+    listing.
 
     Memory: that of a page of each listing, of 20 parts of at most 64 MiB, and of 16 objects of at
     most 32 MiB. The listing of a folder has no order, so a folder's names are in memory.

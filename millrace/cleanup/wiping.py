@@ -26,8 +26,8 @@ from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
     Backend,
-    DeleteFailure,
     Location,
+    ObjectFailure,
     Store,
     StoreSpec,
     VersionCount,
@@ -159,7 +159,7 @@ def wipe(
         stale_uploads = find_stale_uploads(spec, older_than=timedelta(0), any_name=True)
         failures = abort_uploads(spec, stale_uploads).failures
     except errors.DeniedError as error:
-        failures = (DeleteFailure("unfinished uploads", errors.format_error(error)),)
+        failures = (ObjectFailure("unfinished uploads", errors.format_error(error)),)
     if versions:  # last, because the deletes above have left versions too
         failures = (*failures, *_delete_all_versions(store))
     return replace(
@@ -203,7 +203,7 @@ class _LeaseCheck:
         return self._protection.describe_holder(scope) if scope else ""
 
 
-def _delete_all_versions(store: Store) -> list[DeleteFailure]:
+def _delete_all_versions(store: Store) -> list[ObjectFailure]:
     try:
         # A version without its delete marker would be an object again, so markers are deleted last.
         versions = (one for one in list_versions(store) if not one.is_delete_marker)
@@ -211,7 +211,7 @@ def _delete_all_versions(store: Store) -> list[DeleteFailure]:
             return failures
         return delete_versions(store, list_versions(store))
     except errors.DeniedError as error:
-        return [DeleteFailure("older versions", errors.format_error(error))]
+        return [ObjectFailure("older versions", errors.format_error(error))]
 
 
 def check_confirmation(location: Location, typed: str) -> None:

@@ -19,9 +19,8 @@ from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, echo_text, print_json, reserve_stdout
 
 if TYPE_CHECKING:
-    from millrace.cleanup import CopyFailure
     from millrace.deletion import DeletionResult
-    from millrace.storage import DeleteFailure, StoreSpec
+    from millrace.storage import ObjectFailure, StoreSpec
 
 AnyFunction = Callable[..., Any]
 _SHOWN_FAILURES = 20
@@ -216,7 +215,7 @@ def write_template(path: Path, text: str) -> None:
         raise errors.ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def show_failures(failures: "Sequence[DeleteFailure | CopyFailure]") -> None:
+def show_failures(failures: "Sequence[ObjectFailure]") -> None:
     """Show the first objects or uploads that a command failed for, with the reasons."""
     for failure in failures[:_SHOWN_FAILURES]:
         echo(f"{failure.key}: {failure.reason}", err=True)

@@ -21,7 +21,7 @@ from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acq
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
-from millrace.storage import DeleteFailure, Stat, Store, exists, list_objects
+from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _LISTED_PER_BATCH = 1000  # leases of partitions: one request, as a batch has 1,000 objects
@@ -61,7 +61,7 @@ class GarbageResult:
     uploads: StaleUploads
 
     @property
-    def failures(self) -> tuple[DeleteFailure, ...]:
+    def failures(self) -> tuple[ObjectFailure, ...]:
         """Objects that could not be deleted, and uploads that could not be aborted."""
         return (*self.deletion.failures, *self.uploads.failures)
 
@@ -96,7 +96,7 @@ def plan_garbage(
                 store, horizon, prefix=f"{dataset}/", is_included=held.keys.is_own
             )
         except errors.DeniedError as error:
-            failure = DeleteFailure("unfinished uploads", errors.format_error(error))
+            failure = ObjectFailure("unfinished uploads", errors.format_error(error))
             uploads = StaleUploads((), 0, (failure,))
     return GarbagePlan(dataset, objects, uploads)
 

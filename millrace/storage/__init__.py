@@ -36,8 +36,8 @@ from millrace.storage.versions import (
     list_versions,
 )
 from millrace.storage.write import (
-    DeleteFailure,
     LinkFinder,
+    ObjectFailure,
     UnfinishedUpload,
     abort_upload,
     copy,
@@ -53,9 +53,9 @@ from millrace.storage.write import (
 __all__ = [
     "Backend",
     "Credentials",
-    "DeleteFailure",
     "LinkFinder",
     "Location",
+    "ObjectFailure",
     "ObjectVersion",
     "Right",
     "Stat",

@@ -8,6 +8,7 @@ the ETag of the whole object is computed from those of the parts before the obje
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ from millrace.storage.etags import combine_etags
 from millrace.storage.open import Store
 from millrace.storage.read import exists, head
 from millrace.storage.retry import call_boto3
-from millrace.storage.write import abort_upload, list_uploads
+from millrace.storage.write import UnfinishedUpload, abort_upload, list_uploads
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -83,9 +84,7 @@ class PartUpload:
         concurrency: Number of parts that are sent at once.
 
     Attributes:
-        sent: Number of parts that this process has sent.
-        reused: Number of parts that an earlier process had sent.
-        reused_bytes: Bytes of these parts.
+        reused_bytes: Bytes of the parts that an earlier process had sent.
     """
 
     def __init__(
@@ -111,8 +110,8 @@ class PartUpload:
         self._client = make_boto3_client(store, max_attempts=1)
         key = make_full_key(store, key)
         self._target: Any = {"Bucket": store.location.bucket, "Key": key}
-        self._found: list[tuple[str, dict[int, str]]] | None = None  # not looked for yet
-        self.sent = self.reused = self.reused_bytes = 0
+        self._found: list[tuple[UnfinishedUpload, dict[int, str]]] | None = None  # not looked for
+        self.reused_bytes = 0
 
     def run(self) -> str:
         """Send the missing parts, and return the ETag of the object.
@@ -124,17 +123,16 @@ class PartUpload:
         """
         self.find_right_parts()
         for upload, done in self._found or ():
-            self.reused = len(done)
             self.reused_bytes = sum(self._parts[number - 1].size for number in done)
             etag = self._send_missing(upload, done)
             if not self._etag or etag == self._etag:
                 return self._complete(upload, done)
-            self._abort(upload)  # parts of another content with the same sizes
-        self.reused = self.reused_bytes = 0
+            abort_upload(self._store, upload)  # parts of another content with the same sizes
+        self.reused_bytes = 0
         upload, done = self._begin(), dict[int, str]()
         etag = self._send_missing(upload, done)
         if self._etag and etag != self._etag:
-            self._abort(upload)
+            abort_upload(self._store, upload)
             raise CorruptError(
                 f"{self._store.make_url(self._key)}: the parts have the ETag {etag}, not "
                 f"{self._etag}. No object was written."
@@ -147,22 +145,22 @@ class PartUpload:
             self._found = self._find_uploads()
         return bool(self._found)
 
-    def _find_uploads(self) -> list[tuple[str, dict[int, str]]]:
+    def _find_uploads(self) -> list[tuple[UnfinishedUpload, dict[int, str]]]:
         """Return unfinished uploads with right parts, and these parts; those with most first."""
-        found: list[tuple[str, dict[int, str]]] = []
+        found: list[tuple[UnfinishedUpload, dict[int, str]]] = []
         uploads = (one for one in list_uploads(self._store, self._key) if one.key == self._key)
         for one in islice(uploads, _MAX_CANDIDATES):
-            done = self._list_right_parts(one.id)
+            done = self._list_right_parts(one)
             if done:
-                found.append((one.id, done))
+                found.append((one, done))
         return sorted(found, key=lambda one: -len(one[1]))
 
-    def _list_right_parts(self, upload: str) -> dict[int, str]:
+    def _list_right_parts(self, upload: UnfinishedUpload) -> dict[int, str]:
         """Return the ETags of right parts by their numbers; none if a part has a wrong size."""
         done: dict[int, str] = {}
 
         def list_parts(client: "S3Client") -> list[Any]:
-            pages = client.get_paginator("list_parts").paginate(**self._target, UploadId=upload)
+            pages = client.get_paginator("list_parts").paginate(**self._target, UploadId=upload.id)
             return [one for page in pages for one in page.get("Parts", [])]
 
         try:
@@ -178,16 +176,16 @@ class PartUpload:
                 done[number] = etag
         return done
 
-    def _begin(self) -> str:
+    def _begin(self) -> UnfinishedUpload:
         begun = call_boto3(
             self._store,
             self._key,
             lambda client: client.create_multipart_upload(**self._target, **self._headers),
             client=self._client,
         )
-        return begun["UploadId"]
+        return UnfinishedUpload(self._key, begun["UploadId"], datetime.now(UTC))
 
-    def _send_missing(self, upload: str, done: dict[int, str]) -> str:
+    def _send_missing(self, upload: UnfinishedUpload, done: dict[int, str]) -> str:
         """Send the parts that are not done, and return the ETag of the whole object."""
         missing = [part for part in self._parts if part.number not in done]
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="part") as pool:
@@ -200,25 +198,23 @@ class PartUpload:
                 pool.shutdown(wait=True, cancel_futures=True)
         return combine_etags([done[part.number] for part in self._parts])
 
-    def _send(self, upload: str, part: UploadPart) -> str:
-        names = {**self._target, "UploadId": upload, "PartNumber": part.number}
+    def _send(self, upload: UnfinishedUpload, part: UploadPart) -> str:
+        names = {**self._target, "UploadId": upload.id, "PartNumber": part.number}
 
         def send(client: "S3Client") -> str:
             return self._source.send(client, names, part).strip('"')
 
-        etag = call_boto3(self._store, self._key, send, client=self._client)
-        self.sent += 1
-        return etag
+        return call_boto3(self._store, self._key, send, client=self._client)
 
-    def _complete(self, upload: str, done: Mapping[int, str]) -> str:
+    def _complete(self, upload: UnfinishedUpload, done: Mapping[int, str]) -> str:
         if not self._overwrite and exists(self._store, self._key):
-            self._abort(upload)
+            abort_upload(self._store, upload)
             raise ExistsError(f"{self._store.make_url(self._key)} already exists.")
         parts: Any = [{"PartNumber": number, "ETag": done[number]} for number in sorted(done)]
 
         def complete(client: "S3Client") -> str:
             answer = client.complete_multipart_upload(
-                **self._target, UploadId=upload, MultipartUpload={"Parts": parts}
+                **self._target, UploadId=upload.id, MultipartUpload={"Parts": parts}
             )
             return answer["ETag"].strip('"')
 
@@ -229,8 +225,3 @@ class PartUpload:
             if etag != combine_etags([done[number] for number in sorted(done)]):
                 raise
             return etag
-
-    def _abort(self, upload: str) -> None:
-        for one in list_uploads(self._store, self._key):
-            if one.id == upload:
-                abort_upload(self._store, one)

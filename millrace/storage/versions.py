@@ -13,7 +13,7 @@ from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_boto3
-from millrace.storage.write import DeleteFailure
+from millrace.storage.write import ObjectFailure
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -115,25 +115,25 @@ def count_versions(store: Store, prefix: str = "") -> VersionCount:
     return VersionCount(versions, markers, size)
 
 
-def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[DeleteFailure]:
+def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[ObjectFailure]:
     """Delete versions permanently, 1,000 per request. A missing version is a success.
 
     Returns:
         Versions that could not be deleted, each with the reason.
     """
     bucket = store.location.bucket
-    failures: list[DeleteFailure] = []
+    failures: list[ObjectFailure] = []
     remaining = iter(versions)
     while batch := list(islice(remaining, _BATCH)):
 
-        def request(client: "S3Client", batch: list[ObjectVersion] = batch) -> list[DeleteFailure]:
+        def request(client: "S3Client", batch: list[ObjectVersion] = batch) -> list[ObjectFailure]:
             named: Any = [
                 {"Key": make_full_key(store, one.key), "VersionId": one.id} for one in batch
             ]
             answer = client.delete_objects(Bucket=bucket, Delete={"Objects": named, "Quiet": True})
             root = make_full_key(store, "")
             return [
-                DeleteFailure(
+                ObjectFailure(
                     error.get("Key", "").removeprefix(root),
                     f"version {error.get('VersionId', '')}: {error.get('Message', '')}",
                 )
@@ -148,9 +148,9 @@ def delete_versions(store: Store, versions: Iterable[ObjectVersion]) -> list[Del
     return failures
 
 
-def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[DeleteFailure]:
+def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[ObjectFailure]:
     """Delete each version with its own request, and return the failures."""
-    bucket, failures = store.location.bucket, list[DeleteFailure]()
+    bucket, failures = store.location.bucket, list[ObjectFailure]()
     client = make_boto3_client(store, max_attempts=1)
     for number, one in enumerate(versions):
         asked: Any = {"Bucket": bucket, "Key": make_full_key(store, one.key), "VersionId": one.id}
@@ -161,7 +161,7 @@ def _delete_singly(store: Store, versions: list[ObjectVersion]) -> list[DeleteFa
         except errors.UnavailableError as error:
             # Each further version would be retried as long, which could take days.
             reason = errors.format_error(error)
-            return failures + [DeleteFailure(rest.key, reason) for rest in versions[number:]]
+            return failures + [ObjectFailure(rest.key, reason) for rest in versions[number:]]
         except errors.MillraceError as error:
-            failures.append(DeleteFailure(one.key, errors.format_error(error)))
+            failures.append(ObjectFailure(one.key, errors.format_error(error)))
     return failures

@@ -203,14 +203,14 @@ def copy(store: Store, source: str, target: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteFailure:
-    """Key that could not be deleted, and the reason."""
+class ObjectFailure:
+    """Key of an object that could not be deleted or copied, and the reason."""
 
     key: str
     reason: str
 
 
-def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
+def delete(store: Store, keys: Iterable[str]) -> list[ObjectFailure]:
     """Delete objects, up to 1,000 per request. A missing object is a success.
 
     A key with a slash at an end is deleted with its own request, since obstore would delete the
@@ -219,11 +219,11 @@ def delete(store: Store, keys: Iterable[str]) -> list[DeleteFailure]:
     Returns:
         Keys that could not be deleted, with the reasons.
     """
-    failures: list[DeleteFailure] = []
+    failures: list[ObjectFailure] = []
     remaining = iter(keys)
     while batch := list(islice(remaining, _BATCH)):
         links = LinkFinder(store)
-        failures += [DeleteFailure(key, f"It {_LINKED}.") for key in batch if links.is_linked(key)]
+        failures += [ObjectFailure(key, f"It {_LINKED}.") for key in batch if links.is_linked(key)]
         own = [key for key in batch if not links.is_linked(key)]
         plain = [key for key in own if key == key.strip("/")]
         alone = [key for key in own if key != key.strip("/")]
@@ -264,8 +264,8 @@ class LinkFinder:
         return self._linked[folder]
 
 
-def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
-    failures: list[DeleteFailure] = []
+def _delete_singly(store: Store, keys: list[str]) -> list[ObjectFailure]:
+    failures: list[ObjectFailure] = []
     client = make_boto3_client(store, max_attempts=1) if keys and store.is_s3_compatible else None
     for number, key in enumerate(keys):
         try:
@@ -273,9 +273,9 @@ def _delete_singly(store: Store, keys: list[str]) -> list[DeleteFailure]:
         except errors.UnavailableError as error:
             # Each further key would be retried as long, which could take days.
             reason = errors.format_error(error)
-            return failures + [DeleteFailure(rest, reason) for rest in keys[number:]]
+            return failures + [ObjectFailure(rest, reason) for rest in keys[number:]]
         except errors.MillraceError as error:
-            failures.append(DeleteFailure(key, errors.format_error(error)))
+            failures.append(ObjectFailure(key, errors.format_error(error)))
     return failures
 
 

@@ -1,6 +1,5 @@
 """Resolve requests: look up the objects in the stores, with their sizes, ETags and digests."""
 
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from millrace.storage import (
     read_range,
     sign_url,
 )
+from millrace.storage.etags import parse_etag
 from millrace.swarm.archives.unpack import (
     HEAD_SIZE,
     SINGLE_FILE_METHODS,
@@ -36,7 +36,6 @@ from millrace.swarm.settings import PrewarmSettings, Request
 
 _CONCURRENCY = 16
 _MD5_SAMPLES = 4  # objects of a store whose ETags are compared with the MD5s of their bytes
-_MD5 = re.compile('"?([0-9a-f]{32})"?')
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +211,12 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
-    md5, digest = None, ""
+    md5 = digest = ""
     if store.location.backend is Backend.FILE:
         etag = make_local_etag((Path(store.location.bucket) / stat.key).stat())
     elif stat.etag:
-        etag, md5 = stat.etag, _MD5.fullmatch(stat.etag)
+        etag, parsed = stat.etag, parse_etag(store, stat.etag)
+        md5 = parsed[0] if parsed is not None and not parsed[1] else ""
     else:
         raise errors.ConfigurationError(
             f"{store.make_url(stat.key)} has no ETag, so a change would not be noticed: copy it "
@@ -225,7 +225,7 @@ def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> 
     if request.sha256:
         digest = f"{Algorithm.SHA256}:{request.sha256}"
     elif md5:
-        digest = f"{Algorithm.MD5}:{md5.group(1)}"
+        digest = f"{Algorithm.MD5}:{md5}"
     return File(
         path=check_relative_path(destination),
         size=stat.size,

@@ -21,9 +21,9 @@ def test_the_names_of_storage():
     assert millrace.storage.__all__ == [
         "Backend",
         "Credentials",
-        "DeleteFailure",
         "LinkFinder",
         "Location",
+        "ObjectFailure",
         "ObjectVersion",
         "Right",
         "Stat",

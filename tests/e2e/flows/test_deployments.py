@@ -188,4 +188,4 @@ def test_a_worker_runs_each_other_deployment(
         name: deployed.wait(run, "Completed", "Failed", "Crashed").state
         for name, run in runs.items()
     }
-    check_ends({name: f"{s.name}: {s.message}" for name, s in states.items() if s is not None})
+    check_ends({name: f"{s.name}: {s.message}" if s else "" for name, s in states.items()})
