@@ -7,7 +7,8 @@ PYTHON ?= python3
 # Options of the demo: make demo DEMO='--machines 2 --windows 2'.
 DEMO ?=
 BIN := .venv/bin
-# Without --no-compile, pip compiles all of a library, of which a run imports a small part.
+# Without --no-compile, pip compiles all of a library, of which a run imports a small part. The pip
+# that Python brings takes three times as long to resolve this as a new one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	--constraint constraints.txt
 # Nothing of a run may be sent anywhere but to its own Prefect server.
@@ -27,7 +28,7 @@ help:
 	@echo "make soak    run the long tests, and long kill and fault matrices"
 
 .venv/empty:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --upgrade-deps .venv
 	@touch $@
 
 .venv/demo: .venv/empty pyproject.toml constraints.txt
@@ -59,7 +60,7 @@ docs: .venv/dev
 	$(BIN)/python -m docs.generate
 
 unit: .venv/dev
-	$(BIN)/python -m pytest tests/unit --numprocesses 3
+	$(BIN)/python -m pytest tests/unit --numprocesses 4
 
 servers:
 	@deployments/test-servers.sh

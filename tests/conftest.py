@@ -1,3 +1,5 @@
+import gc
+import importlib
 import os
 import signal
 
@@ -22,6 +24,9 @@ hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
 
+# What tests import stays until the end. To look for garbage among it again and again takes time.
+gc.disable()
+
 pytest_plugins = ["tests.prefect_server", "tests.ray_cluster", "tests.server_fixtures"]
 
 TIERS = ["e2e", "integration", "unit"]
@@ -30,6 +35,26 @@ SERVERS = {"prefect_server", "ray_cluster"}
 SHARED_FOLDERS = {"integration/datasets/formats"}
 """Folders whose modules share what is slow to install."""
 LONGEST = ["servers", "e2e/test_readme.py", "e2e/datasets/test_kills.py"]
+LIBRARIES = ["torch.distributed.fsdp", "prefect_aws", "datasets", "ray"]
+"""The libraries that take longest to compile."""
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Compile the libraries of a fresh environment once, not in each process.
+
+    Each process begins with another one, and finds the others compiled.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and session.config.args == session.config.getini("testpaths"):
+        first = int(worker.removeprefix("gw")) % len(LIBRARIES)
+        for name in LIBRARIES[first:] + LIBRARIES[:first]:
+            importlib.import_module(name)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the marks
