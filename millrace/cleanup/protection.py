@@ -28,6 +28,7 @@ _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan i
 _MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggregator's job
 _SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
 _MAX_PLAN_SIZE = 1 << 20  # bytes of a campaign's plan
+_CHAIN_KINDS = {ObjectKind.UPDATE, ObjectKind.LINK, ObjectKind.OPENING, ObjectKind.SCORES}
 _POSITION = "window"  # position in an aggregator's checkpoint: the window after which it was saved
 
 
@@ -99,6 +100,7 @@ class ProtectionPolicy:
         self._lease_cache: dict[str, tuple[float, str]] = {}
         self._machine_cache: tuple[float, dict[str, str]] = 0.0, {}
         self._heads: dict[tuple[str, str], ChainHead | str] = {}
+        self._newest_scores: dict[tuple[str, str], int] = {}
         self._campaigns: dict[str, set[str]] = {}
         self._next_search_at = 0.0
 
@@ -120,11 +122,7 @@ class ProtectionPolicy:
         if classified is None:
             return self.describe_holder(key.rpartition("/")[0])
         holder = self.describe_holder(classified.lease_scope)
-        if holder or classified.kind not in {
-            ObjectKind.UPDATE,
-            ObjectKind.LINK,
-            ObjectKind.OPENING,
-        }:
+        if holder or classified.kind not in _CHAIN_KINDS:
             return holder
         return self._explain_chain_protection(classified)
 
@@ -218,6 +216,11 @@ class ProtectionPolicy:
         if classified.kind is ObjectKind.LINK and classified.number == 0:
             return f"{classified.scope} begins with it"
         chain = (classified.scope, classified.version)
+        if classified.kind is ObjectKind.SCORES:
+            if chain not in self._newest_scores:
+                self._newest_scores[chain] = _find_newest_scores(self._store, ChainKeys(*chain))
+            if classified.number == self._newest_scores[chain]:
+                return f"the next scores of {classified.scope} follow from it"
         if chain not in self._heads:
             self._heads[chain] = _find_chain_head(self._store, ChainKeys(*chain), self._check)
         head = self._heads[chain]
@@ -228,6 +231,11 @@ class ProtectionPolicy:
         if classified.kind is not ObjectKind.UPDATE and classified.number >= head.window:
             return f"{classified.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
+
+
+def _find_newest_scores(store: Store, keys: ChainKeys) -> int:
+    numbers = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
+    return max((number for number in numbers if number is not None), default=-1)
 
 
 def _find_open_machines(store: Store) -> dict[str, str]:
@@ -395,11 +403,7 @@ class BucketSurvey:
         classified = classify_key(stat.key)
         if classified is not None and classified.version:
             self._runs.add(classified.scope)
-        if classified is not None and classified.kind in {
-            ObjectKind.UPDATE,
-            ObjectKind.LINK,
-            ObjectKind.OPENING,
-        }:
+        if classified is not None and classified.kind in _CHAIN_KINDS:
             self.versions[classified.scope].add(classified.version)
         if classified is not None and classified.kind is ObjectKind.LINK and classified.number == 0:
             self._record_chain_start(store, classified)

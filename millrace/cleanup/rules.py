@@ -49,6 +49,7 @@ KINDS_OF_SINGLE_OBJECTS = {
     ObjectKind.UPDATE: CleanupKind.GATHERS,
     ObjectKind.LINK: CleanupKind.GATHERS,
     ObjectKind.OPENING: CleanupKind.GATHERS,
+    ObjectKind.SCORES: CleanupKind.GATHERS,
     ObjectKind.TEMPORARY: CleanupKind.TEMPORARY,
     ObjectKind.JUNK: CleanupKind.JUNK,
 }

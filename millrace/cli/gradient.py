@@ -1,4 +1,4 @@
-"""``millrace gradient``: merge the pseudo-gradients of a run, and save its newest weights."""
+"""``millrace gradient``: merge the pseudo-gradients of a run, score workers, and save weights."""
 
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from millrace.terminal import echo
 
 @click.group(cls=NounGroup)
 def gradient() -> None:
-    r"""Merge the pseudo-gradients of a run, and save its newest weights.
+    r"""Merge the pseudo-gradients of a run, score its workers, and save its newest weights.
 
     \b
     Example:
       millrace gradient aggregate aggregate.yaml
+      millrace gradient score score.yaml
+      millrace gradient standings r2://ACCOUNT/BUCKET runs/one
       millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
     """
 
@@ -99,3 +101,97 @@ def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
         "bytes": saved.size, "url": to,
     }  # fmt: skip
     return CommandResult(data)
+
+
+@gradient.command()
+@take_settings_file("score.yaml")
+@click.option("--until", type=click.IntRange(min=1), help="Number of the last window to score.")
+@click.option("--follow", is_flag=True, help="Wait for further windows.")
+@print_result
+def score(settings: Path, *, until: int | None, follow: bool) -> CommandResult:
+    r"""Score the workers of a run by what their gradients do to the loss.
+
+    Each merged window without scores is scored. The gradients come from the chain, so the command
+    may run at any time. It continues where an earlier one ended.
+
+    \b
+    Example: millrace gradient score score.yaml --follow
+    """
+    from millrace.gradients import ScorerSettings, load_compute_loss, score_run
+    from millrace.settings import load_settings
+    from millrace.storage import open_store
+
+    config = load_settings(settings, ScorerSettings)
+    scored: list[dict[str, object]] = []
+    for scores in score_run(
+        open_store(config.store, make_folder=False),
+        config.chain_keys,
+        load_compute_loss(config.loss, settings.parent),
+        config,
+        until=until or config.until,
+        follow=config.poll_interval if follow or config.follow else None,
+        threads=config.threads,
+    ):
+        evidence = scores.evidence
+        best = max(scores.standings, key=lambda uid: scores.standings[uid].score, default="nobody")
+        copied = f", {len(evidence.copies)} copied" if evidence.copies else ""
+        echo(
+            f"window {evidence.window}: {format_count(len(evidence.evaluations), 'worker')} "
+            f"evaluated{copied}; {best} leads"
+        )
+        scored.append(
+            {
+                "window": evidence.window, "evaluated": sorted(evidence.evaluations),
+                "copies": {uid: one.earlier for uid, one in evidence.copies.items()},
+                "scores": {uid: one.score for uid, one in scores.standings.items()},
+            }
+        )  # fmt: skip
+    if not scored:
+        echo("All merged windows have scores.")
+    return CommandResult(scored)
+
+
+@gradient.command()
+@click.argument("url")
+@click.argument("run")
+@click.option("--version", default="1", show_default=True, help="Version that the workers run.")
+@print_result
+def standings(url: str, run: str, version: str) -> CommandResult:
+    r"""Show the standings of a run's workers, and prove that they follow from the evidence.
+
+    \b
+    Example: millrace gradient standings r2://ACCOUNT/BUCKET runs/one
+    """
+    from millrace.errors import NotFoundError
+    from millrace.gradients import iterate_scores
+    from millrace.keys.gradients import ChainKeys
+    from millrace.storage import open_store
+
+    store, keys = open_store(url, make_folder=False), ChainKeys(run, version)
+    last = None
+    for scores in iterate_scores(store, keys):
+        last = scores
+    if last is None:
+        raise NotFoundError(
+            f"{run} has no scores below {store.make_url(keys.scores)}: run `millrace gradient "
+            "score` first."
+        )
+    echo(f"{run}, after window {last.evidence.window}:")
+    ranked = sorted(last.standings.items(), key=lambda one: (-one[1].score, one[0]))
+    width = max(6, *(len(uid) for uid, _ in ranked), 0)
+    columns = "{:{}} {:>8} {:>8} {:>14} {:>10} {:>8}"
+    echo(columns.format("worker", width, "weight", "score", "rating", "own pages", "windows"))
+    for uid, one in ranked:
+        rating = f"{one.mu:.1f} ± {one.sigma:.1f}"
+        echo(
+            columns.format(
+                uid, width, f"{one.weight:.1%}", f"{one.score:.2f}", rating, f"{one.use:+.2f}",
+                one.evaluations,
+            )
+        )  # fmt: skip
+    return CommandResult(
+        {
+            "run": run, "window": last.evidence.window,
+            "standings": {uid: one.model_dump(mode="json") for uid, one in ranked},
+        }
+    )  # fmt: skip

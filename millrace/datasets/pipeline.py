@@ -369,10 +369,10 @@ def _find_committed_plan(
     return None
 
 
-def _refuse_overlap(settings: PipelineSettings, files: SourceFiles, target: Store) -> None:
+def _refuse_overlap(settings: PipelineSettings, files: SourceFiles, store: Store) -> None:
     locations = settings.source.list_locations() if settings.source.mirrors else []
     for url in [spec.url for spec in locations] or [files.url]:
-        if f"{target.make_url(settings.dataset)}/".startswith(f"{url}/"):
+        if f"{store.make_url(settings.dataset)}/".startswith(f"{url}/"):
             raise errors.ConfigurationError(
                 f"The dataset would lie inside of its own source, {url}, and change it: name "
                 "another store, or a source folder beside it."
@@ -380,7 +380,7 @@ def _refuse_overlap(settings: PipelineSettings, files: SourceFiles, target: Stor
 
 
 def _make_jobs(
-    settings: PipelineSettings, plan: DatasetPlan, files: SourceFiles, target: StoreSpec
+    settings: PipelineSettings, plan: DatasetPlan, files: SourceFiles, store: StoreSpec
 ) -> PartitionJobs:
     """Return the jobs of all partitions. The source is at the URL of this run's settings.
 
@@ -404,7 +404,7 @@ def _make_jobs(
             mirrors=tuple(mirrors),
             allow_private=settings.source.allow_private,
             downloads=settings.execution.downloads,
-            store=target,
+            store=store,
             partition=partition,
             uploads=settings.execution.uploads,
         )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from millrace.extras import import_extra_module
+from millrace.gradients.scoring.settings import ScorerOptions, ScorerSettings
 from millrace.gradients.settings import (
     AggregationOptions,
     AggregationSettings,
@@ -17,6 +18,7 @@ from millrace.gradients.settings import (
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, Support, Transform
 from millrace.schemas.merge import MergeRule, MergeSettings
+from millrace.schemas.scores import ScoreFormula, ScoringRules, WindowScores
 
 if TYPE_CHECKING:
     from millrace.gradients.codec.compress import (
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
         compute_worker_factors,
         merge,
     )
+    from millrace.gradients.scoring.evaluation import ComputeLoss
+    from millrace.gradients.scoring.loss_function import load_compute_loss
+    from millrace.gradients.scoring.scorer import iterate_scores, score_run
     from millrace.gradients.state import WeightState, copy_state
     from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
     from millrace.gradients.sync.gather import gather
@@ -77,6 +82,7 @@ __all__ = [
     "CheckedGradient",
     "CodeError",
     "Codec",
+    "ComputeLoss",
     "Decoder",
     "ErrorFeedback",
     "ExcludedWorker",
@@ -99,6 +105,10 @@ __all__ = [
     "QuorumError",
     "RunOptions",
     "RunSettings",
+    "ScoreFormula",
+    "ScorerOptions",
+    "ScorerSettings",
+    "ScoringRules",
     "Sender",
     "Support",
     "TrainingWindow",
@@ -106,6 +116,7 @@ __all__ = [
     "WeightState",
     "WeightsSource",
     "WindowOptions",
+    "WindowScores",
     "WorkerFactors",
     "aggregate_run",
     "begin_run",
@@ -122,13 +133,16 @@ __all__ = [
     "find_newest_window",
     "gather",
     "iterate_links",
+    "iterate_scores",
     "load_checkpoint_state",
+    "load_compute_loss",
     "load_newest_state",
     "merge",
     "merge_window",
     "merge_windows",
     "read_gradient",
     "read_link",
+    "score_run",
     "select_weights",
 ]
 
@@ -175,6 +189,10 @@ _MODULES = {
     "load_checkpoint_state": "weights",
     "compute_worker_factors": "merging.merge",
     "select_weights": "sync.model_tensors",
+    "ComputeLoss": "scoring.evaluation",
+    "iterate_scores": "scoring.scorer",
+    "load_compute_loss": "scoring.loss_function",
+    "score_run": "scoring.scorer",
 }
 
 

@@ -110,6 +110,25 @@ class WindowMerged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowScored(Event):
+    """Event after the scores of a window are committed.
+
+    Attributes:
+        run: Name of the run.
+        window: Number of the window.
+        evaluated: Number of workers whose gradients were evaluated.
+        copies: Number of gradients that are copies.
+    """
+
+    kind: ClassVar[str] = "window.scored"
+
+    run: str
+    window: int
+    evaluated: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkApplied(Event):
     """Event after the link of a merged window was applied to the weights.
 

@@ -134,6 +134,7 @@ def load_newest_weights(
     allocate: Callable[[Shapes], S],
     *,
     ranks: RankGroup | None = None,
+    until: int | None = None,
     progress: Progress = ignore_event,
 ) -> tuple[S, int]:
     """Load the verified weights of the chain's newest checkpoint into allocated memory.
@@ -143,6 +144,7 @@ def load_newest_weights(
         keys: Keys of the run's chain.
         allocate: Function that allocates weights from their shapes.
         ranks: Group of ranks with some weights each. All of them call this function.
+        until: Number of the last window whose checkpoint may be loaded; by default any.
         progress: Receives `CheckpointDamaged` for each skipped checkpoint.
 
     Returns:
@@ -169,6 +171,8 @@ def load_newest_weights(
             continue
         try:
             link = ranks.run_on_each(partial(_read_checkpoint_link, store, keys, found))
+            if until is not None and isinstance(link, ChainLink) and link.window > until:
+                continue
             shapes = _read_shapes(found, f"{KINDS[0]}.")
             if weights is None or weights.shapes != shapes:
                 weights = allocate(shapes)

@@ -20,7 +20,7 @@ WORKER_KEY = re.compile(
 CHAIN_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
     r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,})\.json"
-    r"|windows/(?P<opening>[0-9]{9,})\.json)"
+    r"|windows/(?P<opening>[0-9]{9,})\.json|scores/(?P<scores>[0-9]{9,})\.json)"
 )
 """Key of an object of any chain, by which `classify_key` recognises it.
 
@@ -132,6 +132,20 @@ class ChainKeys:
     def make_opening_key(self, window: int) -> str:
         """Return the key of the opening of a window, which has its options."""
         return f"{self.prefix}windows/{window:09d}.json"
+
+    @property
+    def scores(self) -> str:
+        """Prefix of the scores."""
+        return f"{self.prefix}scores/"
+
+    def make_scores_key(self, window: int) -> str:
+        """Return the key of the scores after a window: created once."""
+        return f"{self.scores}{window:09d}.json"
+
+    def parse_scores(self, key: str) -> int | None:
+        """Return the window whose scores have this key; None for other keys."""
+        match = re.fullmatch(re.escape(self.scores) + r"([0-9]{9,18})\.json", key)
+        return int(match[1]) if match and self.make_scores_key(int(match[1])) == key else None
 
     def make_update_key(self, step: int, digest: str) -> str:
         """Return the key of an update, from its step and the digest of its bytes."""

@@ -31,6 +31,7 @@ class ObjectKind(StrEnum):
     UPDATE = "merged gradient"
     LINK = "link"
     OPENING = "opening"  # the rules of a window
+    SCORES = "scores"  # of the workers, after a window
     CHECKPOINT = "checkpoint"
     DATASET = "dataset"
     TEMPORARY = "temporary"  # a probe, a cleanup plan, a report of a rented machine
@@ -76,6 +77,13 @@ _RECORD_KEY = re.compile(
 )
 
 
+_CHAIN_KINDS = {
+    "step": ObjectKind.UPDATE,
+    "window": ObjectKind.LINK,
+    "opening": ObjectKind.OPENING,
+    "scores": ObjectKind.SCORES,
+}
+"""Kinds of the objects of a chain, by the groups of `CHAIN_KEY`."""
 _KIND_PATTERNS = (
     (ObjectKind.CHECKPOINT, CHECKPOINT_KEY),
     (ObjectKind.DATASET, DATASET_KEY),
@@ -177,12 +185,10 @@ def _classify(key: str) -> ClassifiedKey | None:
         return ClassifiedKey(kind, match["scope"], worker=match["uid"])
     match = CHAIN_KEY.fullmatch(key)
     if match and is_valid_name(CheckpointKeys, ChainKeys(match["scope"], match["version"]).job):
-        kind, number = (
-            (ObjectKind.UPDATE, match["step"])
-            if match["step"]
-            else (ObjectKind.LINK, match["window"])
-            if match["window"]
-            else (ObjectKind.OPENING, match["opening"])
+        kind, number = next(
+            (kind, number)
+            for group, kind in _CHAIN_KINDS.items()
+            if (number := match[group]) is not None
         )
         return ClassifiedKey(kind, match["scope"], match["version"], int(number))
     for kind, pattern in _KIND_PATTERNS:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
@@ -65,6 +65,7 @@ class MergedWorker(RecordPart):
         size: Size of the object in bytes.
         tokens: Number of tokens that the worker reports.
         samples: Digest of its samples that the worker reports; empty if it reports none.
+        written: Time of the upload, by the store's clock.
     """
 
     scale: float = Field(ge=0, le=1)
@@ -75,6 +76,7 @@ class MergedWorker(RecordPart):
     size: int
     tokens: int
     samples: str = ""
+    written: AwareDatetime | None = None
 
 
 class ExcludedWorker(RecordPart):
@@ -138,7 +140,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 4  # its updates have gradients or merged values
+    record_version: ClassVar[int] = 5  # with the times of uploads
 
     run: str
     window: int

@@ -1,6 +1,7 @@
 """An access key, as the stand-ins hand it out."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import boto3
@@ -16,6 +17,7 @@ class Key:
     session_token: str | None = field(default=None, repr=False)
 
 
+@lru_cache(maxsize=32)
 def connect(
     endpoint: str,
     key: Key,
@@ -24,7 +26,10 @@ def connect(
     region: str = "us-east-1",
     verify: str | bool | None = None,
 ) -> Any:
-    """Return a boto3 client: path-style, no retries, no checksum that was not asked for."""
+    """Return a boto3 client: path-style, no retries, no checksum that was not asked for.
+
+    Equal arguments have one client, which several threads may use.
+    """
     return cast("Any", boto3).client(
         service,
         endpoint_url=endpoint,

@@ -191,6 +191,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "shard-commit",
         "start-window",
         "window-opening",
+        "window-scores",
     ]
 
 

@@ -35,7 +35,12 @@ from millrace.gradients.merging.merge import (
     group_tensors,
     merge_tensor,
 )
-from millrace.gradients.merging.updates import StoredTensor, encode_stored_tensor
+from millrace.gradients.merging.updates import (
+    EncodedTensor,
+    StoredTensor,
+    choose_forms,
+    encode_tensor,
+)
 from millrace.gradients.state import Array, WeightState, copy_state
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
@@ -218,14 +223,15 @@ class WeightShard:
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[UpdateEntry] = []
         for names in group_tensors(shapes, request.settings.values):
-            bodies: dict[str, bytes] = {}
+            encoded: dict[str, EncodedTensor] = {}
             for name in names:
                 merged = merge_tensor(name, self._received, request, threads=self._threads)
-                bodies[name] = encode_stored_tensor(
+                encoded[name] = encode_tensor(
                     name, merged, self._received, request, threads=self._threads
                 )
                 self._state.step_tensor(name, merged, request.codec, outer)
-            made.append(store_update(store, keys, step, encode_byte_tensors(bodies), len(names)))
+            body = encode_byte_tensors(choose_forms(encoded, request.codec))
+            made.append(store_update(store, keys, step, body, len(names)))
         return made
 
     # -- checkpoints

@@ -8,9 +8,10 @@ names the form of the others:
 - 1: the merged values, in little-endian order: the number of values of each chunk (uint16), the
   ascending indices of the values within their chunks (uint16), and the values (float32).
 
-The aggregator stores the shorter form of each tensor, so an update is never larger than the merged
-gradients together. Readers merge the gradients with the code of the aggregator, and get the same
-bytes.
+The aggregator stores the gradients, from which workers can be scored. It stores the merged values
+of buffers, and of all weights of an object, where these are shorter. So an update is never larger
+than the merged gradients together. Readers merge the gradients with the code of the aggregator, and
+get the same bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,15 +77,35 @@ class StoredTensor:
         return merge_tensor(name, sent, request, threads=threads)
 
 
-def encode_stored_tensor(
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """Tensor of an update, encoded in both forms.
+
+    Attributes:
+        gradients: Bytes of the workers' gradients.
+        merged: Bytes of the merged values; empty if they are longer.
+        merged_size: Number of these bytes.
+    """
+
+    gradients: bytes = field(repr=False)
+    merged: bytes = field(repr=False)
+    merged_size: int
+
+    @property
+    def shortest(self) -> bytes:
+        """Bytes of the shorter form."""
+        return self.merged or self.gradients
+
+
+def encode_tensor(
     name: str,
     merged: Sequence[MergedChunks],
     gradients: GradientsByWorker,
     request: MergeRequest,
     *,
     threads: int = 1,
-) -> bytes:
-    """Encode a tensor of an update in its shorter form. Equal gradients give equal bytes.
+) -> EncodedTensor:
+    """Encode a tensor of an update. Equal gradients give equal bytes.
 
     Args:
         name: Name of the tensor.
@@ -98,15 +119,33 @@ def encode_stored_tensor(
     def pack_one(rows: slice) -> bytes:
         return pack_tensor(gradients[workers[rows.start]][name], codec)
 
-    packed = map_blocks(pack_one, len(workers), threads, 1)
-    if sum(map(len, packed)) <= _compute_merged_size(
+    packed = b"".join((_GRADIENTS, *map_blocks(pack_one, len(workers), threads, 1)))
+    size = 1 + _compute_merged_size(
         sum(len(group.counts) for group in merged), sum(len(group.values) for group in merged)
-    ):
-        return b"".join((_GRADIENTS, *packed))
+    )
+    if len(packed) <= size:
+        return EncodedTensor(packed, b"", size)
     counts = [group.counts.astype("<u2").tobytes() for group in merged]
     indices = [group.indices.astype("<u2").tobytes() for group in merged]
     values = [group.values.astype("<f4").tobytes() for group in merged]
-    return b"".join((_MERGED, *counts, *indices, *values))
+    return EncodedTensor(packed, b"".join((_MERGED, *counts, *indices, *values)), size)
+
+
+def choose_forms(encoded: Mapping[str, EncodedTensor], codec: Codec) -> dict[str, bytes]:
+    """Return the bytes of the tensors of an object, each in the form that is stored.
+
+    Args:
+        encoded: Tensors of the object by their names.
+        codec: Codec of the gradients.
+    """
+    weights = [one for name, one in encoded.items() if not codec.is_buffer(name)]
+    has_gradients = sum(len(one.gradients) for one in weights) <= sum(
+        one.merged_size for one in weights
+    )
+    return {
+        name: one.gradients if has_gradients and not codec.is_buffer(name) else one.shortest
+        for name, one in encoded.items()
+    }
 
 
 def compute_largest_update(shapes: Shapes, codec: Codec, workers: int) -> int:
@@ -117,12 +156,17 @@ def compute_largest_update(shapes: Shapes, codec: Codec, workers: int) -> int:
         codec: Codec of the workers' gradients.
         workers: Number of workers whose gradients are merged.
     """
-    bodies = 0
+    buffers = sent_weights = merged_weights = 0
     for name, shape in shapes.items():
         its = codec.select_for_tensor(name)
         rows = sum(chunks.count for chunks in make_chunks(shape, its))
         sent = workers * compute_largest_size(shape, its)
-        bodies += 1 + min(sent, _compute_merged_size(rows, prod(shape)))
+        merged = _compute_merged_size(rows, prod(shape))
+        if codec.is_buffer(name):
+            buffers += min(sent, merged)
+        else:
+            sent_weights, merged_weights = sent_weights + sent, merged_weights + merged
+    bodies = len(shapes) + buffers + min(sent_weights, merged_weights)
     return count_header_bytes(compute_largest_header(shapes)) + bodies
 
 

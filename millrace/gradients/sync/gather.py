@@ -212,8 +212,9 @@ class _Gathering:
         seconds = round(seconds, 3)
         valid_ones = {uid: results.get_valid(uid) for uid in taken}
         gradients = {uid: gradient for uid, (gradient, _) in valid_ones.items()}
-        size = sum(size for _, size in valid_ones.values())
-        gathered = GatheredWindow(gradients, excluded, tuple(spare), size, seconds)
+        size = sum(gradient.size for gradient in gradients.values())
+        written = {uid: written for uid, (_, written) in valid_ones.items()}
+        gathered = GatheredWindow(gradients, excluded, tuple(spare), size, seconds, written)
         if len(taken) < self._settings.quorum:
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._gather_window.number} arrived in time, "

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import PurePosixPath
 
 from millrace import errors
@@ -34,6 +35,7 @@ class GatheredWindow:
         spare: Workers whose gradients were not needed. Some were not read completely.
         size: Size of the gradients to merge, in bytes.
         seconds: Duration of the gathering.
+        written: Times of the uploads of the gradients to merge, by the stores' clock.
     """
 
     taken: Mapping[str, CheckedGradient] = field(repr=False)
@@ -41,6 +43,7 @@ class GatheredWindow:
     spare: tuple[str, ...]
     size: int
     seconds: float
+    written: Mapping[str, datetime] = field(default_factory=dict[str, datetime], repr=False)
 
     def exclude_all(self) -> "GatheredWindow":
         """Return the same window without a quorum: all of its valid gradients are excluded."""
@@ -89,11 +92,12 @@ class GatherResults:
         """Decide whether a worker has a result."""
         return uid in self._results
 
-    def get_valid(self, uid: str) -> tuple[CheckedGradient, int]:
-        """Return the valid gradient of a worker, and its size in bytes."""
+    def get_valid(self, uid: str) -> tuple[CheckedGradient, datetime]:
+        """Return the valid gradient of a worker, and the time of its upload."""
         result = self._results[uid]
         assert result.gradient is not None
-        return result.gradient, result.size
+        assert result.written is not None
+        return result.gradient, result.written
 
     def note_failed_listing(self, failed: Mapping[str, ExcludedWorker]) -> None:
         """Note the reason why workers could not be listed, until a listing succeeds."""

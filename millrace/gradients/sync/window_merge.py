@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 
 from millrace import errors
@@ -117,7 +118,7 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
-        taken=_list_merged_workers(gradients, worker_factors),
+        taken=_list_merged_workers(gradients, worker_factors, gathered.written),
         excluded=excluded,
         seconds=gathered.seconds,
         previous=digest_link(step.before),
@@ -133,7 +134,9 @@ def merge_window(
 
 
 def _list_merged_workers(
-    gradients: Mapping[str, CheckedGradient], worker_factors: WorkerFactors | None
+    gradients: Mapping[str, CheckedGradient],
+    worker_factors: WorkerFactors | None,
+    written: Mapping[str, datetime],
 ) -> dict[str, MergedWorker]:
     """Return the merged workers with their weights."""
     if worker_factors is None:
@@ -148,6 +151,7 @@ def _list_merged_workers(
             size=gradients[uid].size,
             tokens=gradients[uid].header.tokens,
             samples=gradients[uid].header.samples,
+            written=written.get(uid),
         )
         for number, uid in enumerate(worker_factors.workers)
     }

@@ -47,7 +47,12 @@ def test_every_block_of_the_guide_to_gradients(
                 one.result()
         assert shown.count("4 taken, 0 excluded") == WINDOWS
         caught_up = guide.run()
+        (guide.folder / "loss.py").write_text(guide.read_python())
+        guide.write("score.yaml")
+        scored = guide.run()
     assert "runs/one is at step 60" in caught_up
+    assert "window 2: 4 workers evaluated" in scored
+    assert "runs/one, after window 2:" in scored
     found = load(open_store((tmp_path / "scratch/weights").as_uri()), "runs/one")
     for worker in workers:
         for name, tensor in worker["model"].state_dict().items():

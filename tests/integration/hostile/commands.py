@@ -214,6 +214,23 @@ def _catch_up(site: Site) -> list[str]:
     return ["gradient", "catch-up", _url(site), RUN.run, "--version", RUN.version, "--to", to]
 
 
+def _score(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import RUN
+
+    (site.folder / "loss.py").write_text("def make():\n    return lambda *_: 1.0\n")
+    file = settings(
+        site, "score.yaml", store=_store(site), run=RUN.run, version=RUN.version,
+        loss="./loss.py:make",
+    )  # fmt: skip
+    return ["gradient", "score", file]
+
+
+def _show_standings(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import RUN
+
+    return ["gradient", "standings", _url(site), RUN.run, "--version", RUN.version]
+
+
 def _cool_down(site: Site) -> list[str]:
     from tests.integration.hostile.flows import CAMPAIGN, UIDS
 
@@ -227,5 +244,7 @@ def _cool_down(site: Site) -> list[str]:
 RUNS: dict[str, Words] = {
     "gradient aggregate": lambda site: ["gradient", "aggregate", _aggregate(site)],
     "gradient catch-up": _catch_up,
+    "gradient score": _score,
+    "gradient standings": _show_standings,
     "checkpoint cooldown": _cool_down,
 }

@@ -220,6 +220,7 @@ def build_names():
     gradients, chain = GradientKeys("runs/one", "1"), ChainKeys("runs/one", "1")
     yield from (gradients.make_gradient_key("w", 1), gradients.make_start_window_key("w", 1))
     yield from (chain.make_link_key(1), chain.make_opening_key(1), chain.make_update_key(1, DIGEST))
+    yield chain.make_scores_key(1)
     yield CheckpointKeys(chain.job).make_metadata_key(1)
     yield LeaseKeys(chain.job, "aggregator").make_beat_key(1)
     campaign = CampaignKeys("camp")

@@ -38,6 +38,9 @@ FULL = (FormatName.WEBDATASET, FormatName.LITDATA, FormatName.MDS, FormatName.PA
 PAGES = {"body": FieldType.BYTES, "txt": FieldType.STR}
 TOKENS = {"tokens": FieldType.UINT32_ARRAY}
 
+LETTERS = {code: "aé漢\N{ROCKET}\n"[code % 5] for code in range(256)}
+"""Letters of one to four bytes, for the letters of Latin-1."""
+
 
 def make_sample(number: int, size: int) -> tuple[Sample, Loaded]:
     """Return a sample as a source gives it, and as a trainer gets it."""
@@ -48,9 +51,9 @@ def make_sample(number: int, size: int) -> tuple[Sample, Loaded]:
         "count": rng.randrange(-(1 << 63), 1 << 63),
         "meta": {"number": number, "grün": [None, "x", 1.5]},
         "score": rng.random(),
-        "text": "".join(rng.choices("aé漢\N{ROCKET}\n", k=rng.randrange(size))),
-        "wide": np.array(rng.choices(range(1 << 32), k=rng.randrange(300)), np.uint32),
-        "words": np.array(rng.choices(range(1 << 16), k=rng.randrange(300)), np.uint16),
+        "text": rng.randbytes(rng.randrange(size)).decode("latin-1").translate(LETTERS),
+        "wide": np.frombuffer(rng.randbytes(4 * rng.randrange(300)), np.uint32),
+        "words": np.frombuffer(rng.randbytes(2 * rng.randrange(300)), np.uint16),
     }
     fields = {
         "body": loaded["body"],

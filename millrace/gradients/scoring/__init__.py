@@ -1,0 +1,1 @@
+"""Scores of workers: what a worker's gradient does to the loss, and what follows from it."""

@@ -1,0 +1,94 @@
+"""Overlap of the indices that workers send: a gradient with those of another is its copy.
+
+Equal bytes are refused as duplicates before. A copy with other values still has the indices of the
+original, and honest workers share few of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.gradients.codec.tensors import SparseChunks
+from millrace.gradients.merging.merge import GradientsByWorker
+from millrace.schemas.gradient import Codec, Support
+from millrace.schemas.scores import CopiedGradient
+
+
+def compute_overlaps(
+    gradients: GradientsByWorker, workers: Sequence[str], codec: Codec
+) -> npt.NDArray[np.float64]:
+    """Return the share of equal indices of each pair of workers.
+
+    Each index is looked at once for each worker that sent it, so the time grows with the number of
+    values that were sent, not with the number of pairs. Buffers, and tensors of which every value
+    is sent, say nothing and are left out.
+
+    Args:
+        gradients: Gradients of the workers.
+        workers: Names of the workers, in the order of the result.
+        codec: Codec of the gradients.
+
+    Returns:
+        Shares from 0 to 1: (workers, workers). All are 0 if the codec prescribes the indices.
+    """
+    every = len(workers)
+    equal = np.zeros(every * every, np.int64)
+    sent = 0
+    if not workers or codec.support is Support.SHARED:
+        return np.zeros((every, every))
+    for name in gradients[workers[0]]:
+        if codec.is_buffer(name):
+            continue
+        for groups in zip(*(gradients[worker][name] for worker in workers), strict=True):
+            if groups[0].chunks.k < groups[0].chunks.size:
+                sent += groups[0].chunks.sent
+                equal += _count_equal(groups)
+    counts = equal.reshape(every, every)
+    return (counts + counts.T) / max(sent, 1)
+
+
+def find_copies(
+    overlaps: npt.NDArray[np.float64],
+    workers: Sequence[str],
+    written: Mapping[str, datetime],
+    max_overlap: float,
+) -> dict[str, CopiedGradient]:
+    """Return the copies, by the names of the workers that sent them.
+
+    Of two gradients, the later one is the copy; of two at the same time, that of the later name.
+
+    Args:
+        overlaps: Result of `compute_overlaps`.
+        workers: Names of the workers, in the order of ``overlaps``.
+        written: Times of the uploads, by the store's clock.
+        max_overlap: Share of equal indices from which a gradient is a copy.
+    """
+    order = sorted(range(len(workers)), key=lambda one: (written[workers[one]], workers[one]))
+    copies: dict[str, CopiedGradient] = {}
+    for place, later in enumerate(order):
+        shares = [(float(overlaps[earlier, later]), earlier) for earlier in order[:place]]
+        share, earlier = max(shares, key=lambda one: one[0], default=(0.0, 0))
+        if share >= max_overlap:
+            copies[workers[later]] = CopiedGradient(earlier=workers[earlier], overlap=share)
+    return copies
+
+
+def _count_equal(groups: Sequence[SparseChunks]) -> npt.NDArray[np.int64]:
+    """Return, for each pair of workers, how many indices both sent: (workers * workers,)."""
+    every, (count, k) = len(groups), groups[0].indices.shape
+    rows = np.repeat(np.arange(count, dtype=np.int64), k) * groups[0].chunks.size
+    places: Any = np.concatenate([rows + one.indices.ravel() for one in groups])
+    senders = np.repeat(np.arange(every, dtype=np.int64), count * k)
+    order = np.argsort(places, kind="stable")  # within a place, in the order of the workers
+    places, senders = places[order], senders[order]
+    equal = np.zeros(every * every, np.int64)
+    for apart in range(1, every):
+        same = places[apart:] == places[:-apart]
+        if not same.any():
+            break
+        pairs = senders[:-apart][same] * every + senders[apart:][same]
+        equal += np.bincount(pairs, minlength=every * every)
+    return equal

@@ -1,0 +1,221 @@
+"""Scorer of a run: it follows the chain, and commits the scores after each window.
+
+The chain is the only source: the links name the workers, and the updates have their gradients. So a
+scorer may run at any time and anywhere, and nobody can change what it judges.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+from millrace import errors
+from millrace.digest import compute_digest, dump_canonical_json
+from millrace.gradients.backends.local import allocate_locally
+from millrace.gradients.merging.links import (
+    ChainError,
+    apply_link,
+    digest_link,
+    find_newest_window,
+    read_link,
+    read_link_after,
+)
+from millrace.gradients.progress_events import WindowScored
+from millrace.gradients.scoring.evaluation import (
+    ComputeLoss,
+    WindowEvaluator,
+    read_merged_gradients,
+)
+from millrace.gradients.scoring.overlap import compute_overlaps, find_copies
+from millrace.gradients.scoring.settings import ScorerOptions
+from millrace.gradients.scoring.standings import choose_workers, update_standings
+from millrace.gradients.state import WeightState
+from millrace.gradients.weights import load_newest_weights
+from millrace.keys.gradients import ChainKeys
+from millrace.progress import Progress, ignore_event
+from millrace.records import commit_once, fetch
+from millrace.schemas.chain import ChainLink
+from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.scores import CopiedGradient, Standing, WindowEvidence, WindowScores
+from millrace.storage import Store, list_objects
+
+
+def score_run(
+    store: Store,
+    keys: ChainKeys,
+    compute_loss: ComputeLoss,
+    options: ScorerOptions | None = None,
+    *,
+    until: int | None = None,
+    follow: timedelta | None = None,
+    threads: int = 1,
+    progress: Progress = ignore_event,
+) -> Iterator[WindowScores]:
+    """Score the merged windows of a run that have no scores yet. After a kill, call it again.
+
+    Several scorers of one run agree: the first one's scores of a window are those of all.
+
+    Args:
+        store: Bucket of the aggregator. The scores are written there.
+        keys: Keys of the run's chain.
+        compute_loss: Function that computes the loss of weights.
+        options: Options of the evaluation.
+        until: Number of the last window to score; by default there is none.
+        follow: Interval between two looks for a new window; by default the newest one is the last.
+        threads: Number of threads for merges.
+        progress: Receives `LinkApplied` and `WindowScored`.
+
+    Yields:
+        Scores after each window.
+
+    Raises:
+        NotFoundError: The run has not begun.
+        ChainError: The chain, or the scores of an earlier window, are broken.
+        ConfigurationError: A loss before a window is not a finite number above 0, or the updates
+            have no gradients of workers.
+    """
+    options = options or ScorerOptions()
+    before = read_newest_scores(store, keys)
+    window = before.evidence.window if before else 0
+    weights, loaded = load_newest_weights(
+        store, keys, allocate_locally(threads=threads), until=window, progress=progress
+    )
+    state = weights.collect_state()
+    for link in _iterate_links(store, keys, after=loaded, until=window):
+        apply_link(store, link, state, progress)
+    link = read_link(store, keys, window)
+    while until is None or window < until:
+        newest = find_newest_window(store, keys)
+        if newest <= window:
+            if follow is None:
+                return
+            time.sleep(follow.total_seconds())
+            continue
+        window += 1
+        link = read_link_after(store, keys, window, link)
+        evidence = _evaluate_window(
+            store, link, state, compute_loss, options, before and before.standings, threads
+        )
+        before = _commit_scores(store, keys, link, evidence, before, options)
+        apply_link(store, link, state, progress)
+        progress(
+            WindowScored(
+                run=link.run,
+                window=window,
+                evaluated=len(before.evidence.evaluations),
+                copies=len(before.evidence.copies),
+            )
+        )
+        yield before
+
+
+def read_newest_scores(store: Store, keys: ChainKeys) -> WindowScores | None:
+    """Return the newest scores of a run; None if there are none."""
+    found = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
+    newest = max((window for window in found if window is not None), default=None)
+    return None if newest is None else fetch(store, keys.make_scores_key(newest), WindowScores)
+
+
+def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
+    """Yield the scores of a run, in order. Each is computed again from its evidence.
+
+    Raises:
+        ChainError: The scores of a window are missing, or do not follow from its evidence and from
+            the scores before.
+    """
+    found = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
+    before: WindowScores | None = None
+    for window in sorted(window for window in found if window is not None):
+        scores = fetch(store, keys.make_scores_key(window), WindowScores)
+        if before is not None and scores.previous != digest_scores(before):
+            raise ChainError(
+                f"The scores of window {window} of {keys.run} do not follow those before: restore "
+                f"{store.make_url(keys.scores)}."
+            )
+        first = before is None and not scores.previous
+        if before is not None or first:  # else older scores were cleaned
+            known = before.standings if before else {}
+            if update_standings(known, scores.evidence, scores.rules) != scores.standings:
+                raise ChainError(
+                    f"The scores of window {window} of {keys.run} do not follow from their "
+                    f"evidence: restore {store.make_url(keys.make_scores_key(window))}."
+                )
+        yield scores
+        before = scores
+
+
+def digest_scores(scores: WindowScores) -> str:
+    """Return the digest of scores, which those of the next window have."""
+    return compute_digest(dump_canonical_json(scores.model_dump(mode="json")))
+
+
+def _iterate_links(store: Store, keys: ChainKeys, *, after: int, until: int) -> Iterator[ChainLink]:
+    before = read_link(store, keys, after)
+    for window in range(after + 1, until + 1):
+        before = read_link_after(store, keys, window, before)
+        yield before
+
+
+def _evaluate_window(
+    store: Store,
+    link: ChainLink,
+    state: WeightState,
+    compute_loss: ComputeLoss,
+    options: ScorerOptions,
+    standings: Mapping[str, Standing] | None,
+    threads: int,
+) -> WindowEvidence:
+    """Evaluate the gradients of a window. The state is that before the window."""
+    gradients = read_merged_gradients(store, link, threads=threads)
+    workers = sorted(gradients)
+    written = {uid: link.taken[uid].written for uid in workers}
+    if undated := [uid for uid, one in written.items() if one is None]:
+        raise ChainError(
+            f"The link of window {link.window} of {link.run} has no time of the upload of "
+            f"{undated[0]}, so nobody can tell copies from originals: score later windows."
+        )
+    overlaps = compute_overlaps(gradients, workers, link.codec)
+    dated = {uid: one for uid, one in written.items() if one is not None}
+    copies = find_copies(overlaps, workers, dated, options.rules.max_overlap)
+    for uid, excluded in link.excluded.items():
+        if excluded.reason is ExclusionReason.DUPLICATE:
+            copies[uid] = CopiedGradient(earlier="", overlap=1.0)
+    chosen = choose_workers(standings or {}, workers, link.window, options.count, digest_link(link))
+    evaluator = WindowEvaluator(
+        state, link, gradients, compute_loss, step_size=options.step_size, threads=threads
+    )
+    return WindowEvidence(
+        window=link.window,
+        evaluations={
+            uid: evaluator.evaluate(uid, dated[uid], with_value=options.with_values)
+            for uid in chosen
+        },
+        copies=copies,
+        valid=tuple(sorted({*link.taken, *copies})),
+        missing=tuple(sorted({*link.excluded} - {*copies})),
+    )
+
+
+def _commit_scores(
+    store: Store,
+    keys: ChainKeys,
+    link: ChainLink,
+    evidence: WindowEvidence,
+    before: WindowScores | None,
+    options: ScorerOptions,
+) -> WindowScores:
+    """Commit the scores of a window, and return those that are committed."""
+    made = WindowScores(
+        run=keys.run,
+        rules=options.rules,
+        link=digest_link(link),
+        previous=digest_scores(before) if before else "",
+        evidence=evidence,
+        standings=update_standings(before.standings if before else {}, evidence, options.rules),
+    )
+    found = commit_once(store, keys.make_scores_key(link.window), made).record
+    if (found.link, found.previous) != (made.link, made.previous):
+        raise errors.ConflictError(
+            f"Window {link.window} of {keys.run} has scores of another chain: remove "
+            f"{store.make_url(keys.make_scores_key(link.window))}, and score it again."
+        )
+    return found

@@ -1,0 +1,165 @@
+"""A scorer follows the chain, and its scores are those of everyone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.gradients import ChainError, Codec, MergeRule, MergeSettings
+from millrace.gradients.progress_events import WindowScored
+from millrace.gradients.scoring.scorer import iterate_scores, read_newest_scores, score_run
+from millrace.gradients.scoring.settings import ScorerOptions
+from millrace.records import fetch
+from millrace.schemas.scores import WindowScores
+from millrace.storage import Store, delete, open_store, put, read
+from tests.support.scored_run import ScoredRun
+
+WORKERS = [f"w{number}" for number in range(6)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path.as_uri())
+
+
+def make_run(store: Store, windows: int = 3, **options: object) -> ScoredRun:
+    run = ScoredRun(store, WORKERS, **options)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    for _ in run.merge_windows(windows):
+        pass
+    return run
+
+
+def test_each_window_has_scores_and_a_second_scorer_has_nothing_to_do(store: Store):
+    run = make_run(store, attacks={"w5": "copy"})
+    events: list[WindowScored] = []
+
+    def progress(event: object) -> None:
+        if isinstance(event, WindowScored):
+            events.append(event)
+
+    scores = list(score_run(store, run.keys, run.compute_loss, progress=progress))
+    assert [one.evidence.window for one in scores] == [1, 2, 3]
+    assert [(one.evaluated, one.copies) for one in events] == [(6, 1)] * 3
+    assert scores[-1].standings["w5"].weight == 0.0
+    assert {one.evidence.copies["w5"].overlap for one in scores} == {1.0}
+    assert not list(score_run(store, run.keys, run.compute_loss))
+    assert list(iterate_scores(store, run.keys)) == scores
+    assert read_newest_scores(store, run.keys) == scores[-1]
+
+
+def test_a_scorer_that_was_killed_goes_on_with_equal_scores(store: Store, tmp_path: Path):
+    run = make_run(store)
+    whole = list(score_run(store, run.keys, run.compute_loss))
+    delete(store, [run.keys.make_scores_key(window) for window in (2, 3)])
+    again = list(score_run(store, run.keys, run.compute_loss))
+    assert again == whole[1:]
+
+
+def test_scores_stop_at_a_window(store: Store):
+    run = make_run(store)
+    assert len(list(score_run(store, run.keys, run.compute_loss, until=2))) == 2
+    assert len(list(score_run(store, run.keys, run.compute_loss))) == 1
+
+
+def test_of_two_scorers_the_first_decides(store: Store):
+    run = make_run(store, windows=1)
+    (first,) = score_run(store, run.keys, run.compute_loss)
+    body = read(store, run.keys.make_scores_key(1))
+    delete(store, [run.keys.make_scores_key(1)])
+
+    def compute_other_loss(weights: Mapping[str, torch.Tensor], window: int, uid: str | None):
+        if uid == WORKERS[0]:  # another scorer commits meanwhile
+            put(store, run.keys.make_scores_key(1), body)
+        return 2 * run.compute_loss(weights, window, uid) + 1
+
+    (second,) = score_run(store, run.keys, compute_other_loss)
+    assert second == first
+
+
+def test_changed_scores_are_found(store: Store):
+    run = make_run(store)
+    list(score_run(store, run.keys, run.compute_loss))
+    key = run.keys.make_scores_key(3)
+    body, score = read(store, key), fetch(store, key, WindowScores).standings["w1"].score
+    put(store, key, body.replace(f'"score":{score}'.encode(), b'"score":99.0'))
+    assert fetch(store, key, WindowScores).standings["w1"].score == 99.0
+    with pytest.raises(ChainError, match="window 3 of runs/one do not follow from their evidence"):
+        list(iterate_scores(store, run.keys))
+    put(store, run.keys.make_scores_key(2), read(store, run.keys.make_scores_key(1)))
+    with pytest.raises(ChainError, match="window 2 of runs/one do not follow those before"):
+        list(iterate_scores(store, run.keys))
+
+
+def test_only_some_workers_are_evaluated(store: Store):
+    run = make_run(store)
+    scores = list(score_run(store, run.keys, run.compute_loss, ScorerOptions(count=2)))
+    assert [len(one.evidence.evaluations) for one in scores] == [2, 2, 2]
+    assert {len(one.evidence.valid) for one in scores} == {6}
+
+
+@pytest.mark.parametrize("rule", [MergeRule.MEAN, MergeRule.SENDERS, MergeRule.CENTERED_CLIP])
+def test_the_merge_is_worse_without_an_honest_worker_and_better_without_noise(
+    store: Store, rule: MergeRule
+):
+    run = make_run(store, attacks={"w5": "noise"}, merge=MergeSettings(rule=rule, clip=False))
+    options = ScorerOptions(with_values=True)
+    values = dict.fromkeys(WORKERS, 0.0)
+    for scores in score_run(store, run.keys, run.compute_loss, options):
+        for uid, one in scores.evidence.evaluations.items():
+            assert one.value is not None
+            values[uid] += one.value
+    assert all(values["w5"] < values[uid] for uid in WORKERS[:5])
+
+
+def test_a_loss_that_is_not_finite_after_a_gradient_is_noted(store: Store):
+    run = make_run(store, windows=1)
+    before = run.state.weights["a"].copy()
+
+    def compute_loss(weights: Mapping[str, torch.Tensor], window: int, uid: str | None) -> float:
+        loss = run.compute_loss(weights, window, uid)
+        return loss if calls.pop() else float("nan")
+
+    # w0's own and random pages before, then after; each other one before and after
+    calls = [True] * (2 * 5 + 5) + [False, False, True, True]
+    (scores,) = score_run(store, run.keys, compute_loss)
+    first = scores.evidence.evaluations["w0"]
+    assert (first.own.after, first.random.after) == (None, None)
+    assert scores.standings["w0"].mu == min(one.mu for one in scores.standings.values())
+    assert (run.state.weights["a"] == before).all()
+
+
+def test_a_loss_of_zero_before_a_window_is_a_sentence(store: Store):
+    run = make_run(store, windows=1)
+    with pytest.raises(errors.ConfigurationError, match="the pages of w0 before window 1 is 0"):
+        list(score_run(store, run.keys, lambda weights, window, uid: 0.0))
+
+
+def test_updates_with_merged_values_are_a_sentence(store: Store):
+    run = make_run(store, windows=1, codec=Codec(k=4096, bits=32))
+    with pytest.raises(errors.ConfigurationError, match="stores merged values"):
+        list(score_run(store, run.keys, run.compute_loss))
+
+
+def test_a_run_that_has_not_begun_is_a_sentence(store: Store):
+    run = ScoredRun(open_store("memory://elsewhere"), WORKERS)
+    with pytest.raises(errors.NotFoundError):
+        list(score_run(store, run.keys, run.compute_loss))
+
+
+@pytest.mark.parametrize(
+    ("count", "windows", "seed"),
+    [(6, 12, 0), *(pytest.param(16, 20, seed, marks=pytest.mark.soak) for seed in range(3))],
+)
+def test_attackers_are_below_all_honest_workers(store: Store, count: int, windows: int, seed: int):
+    workers = [f"w{number:02}" for number in range(count)]
+    attacks = {"w01": "noise", "w03": "copy", "w05": "skip"}
+    run = ScoredRun(store, workers, attacks, seed)
+    for _ in run.merge_windows(windows):
+        pass
+    *_, last = score_run(store, run.keys, run.compute_loss)
+    honest = [one.score for uid, one in last.standings.items() if uid not in attacks]
+    attackers = [last.standings[uid].score for uid in attacks]
+    assert max(attackers) < min(honest)
+    assert sum(last.standings[uid].weight for uid in attacks) < 0.001
