@@ -4,6 +4,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from xml.sax.saxutils import escape
 
@@ -18,6 +19,8 @@ _MAX_TICKS, _MAX_WINDOW_TICKS = 5, 8
 _MAX_TEXT_LENGTH = 100  # characters
 # Colours that are readable on white and on black, since an image does not know the page's colour.
 _INK, _BAR, _ACCENT = "#7f8791", "#2563eb", "#d97706"
+_LINE_COLOURS = (_BAR, _ACCENT, "#0d9488", "#c026d3", "#65a30d", "#dc2626")
+_MAX_NAME = 11  # characters of a line's name beside the plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +102,38 @@ def draw_line(values: Mapping[int, float], title: str, x_label: str, y_label: st
         x_label: Label of the x axis.
         y_label: Label of the y axis.
     """
-    numbers = sorted(values)
-    heights = _fit_axis(min(values.values()), max(values.values()))
+    return draw_lines({"": values}, title, x_label, y_label)
+
+
+def draw_lines(
+    lines: Mapping[str, Mapping[int, float]], title: str, x_label: str, y_label: str = ""
+) -> str:
+    """Draw lines over whole numbers, as a data URI. The axes fit the values.
+
+    Args:
+        lines: Values by their positions on the x axis, by the names of the lines. Names are written
+            on the right, in the colours of their lines. Empty lines are left out.
+        title: Title above the plot.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+    """
+    drawn_lines = {name: values for name, values in lines.items() if values}
+    numbers = sorted({number for values in drawn_lines.values() for number in values}) or [0]
+    heights = [height for values in drawn_lines.values() for height in values.values()] or [0.0]
+    up = _fit_axis(min(heights), max(heights))
     across = _fit_axis(numbers[0], numbers[-1], is_whole=True, is_tight=True)
-    drawn = [*_draw_frame(title, x_label), *_draw_y_axis(heights, y_label)]
-    points = [
-        f"{_LEFT + across.place(number) * _PLOT_WIDTH:.2f},"
-        f"{_place_y(heights.place(values[number])):.2f}"
-        for number in numbers
-    ]
-    line = " ".join(points)
-    drawn.append(f'<polyline points="{line}" fill="none" stroke="{_BAR}" stroke-width="2"/>')
+    drawn = [*_draw_frame(title, x_label), *_draw_y_axis(up, y_label)]
+    for (name, values), colour in zip(drawn_lines.items(), cycle(_LINE_COLOURS)):
+        points = " ".join(
+            f"{_LEFT + across.place(number) * _PLOT_WIDTH:.2f},"
+            f"{_place_y(up.place(values[number])):.2f}"
+            for number in sorted(values)
+        )
+        drawn.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
+        y = _place_y(up.place(values[max(values)])) + 4
+        drawn.append(_draw_text(_WIDTH - _RIGHT + 4, y, name[:_MAX_NAME], colour, "start"))
     drawn += [_draw_x_tick(across.place(tick), tick) for tick in across.ticks]
     return _make_data_uri("".join(drawn))
 

@@ -110,6 +110,7 @@ ENDS = {
     "cooldown": "Epoch 0 of job has not ended",
     "prewarm": "Name `root`",
     "release-machines": "has no rental 'fleet'",
+    "score-gradients": "has no link: the run has not begun",
 }
 """What runs say that cannot do more here: a value of the form has reached the engine."""
 
@@ -143,6 +144,7 @@ def values(
         "release-machines": {**rented, "name": "fleet"},
         "rent-machines": {**rented, "name": "fleet", "settings": RENT},
         "save-checkpoint": {"source": {"url": store, "job": "job"}, "job": "copy", "bucket": both},
+        "score-gradients": {"bucket": store, "run": "runs/one", "loss": "unittest.mock:Mock"},
         "verify-checkpoints": {"bucket": store},
         "verify-datasets": {"bucket": store},
         "wipe-bucket": {"bucket": both},

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from pydantic import BaseModel, SecretStr
+from pydantic import AwareDatetime, BaseModel, SecretStr
 
 import tasks
-from millrace.gradients import ChainLink
-from tasks import merging, reports
+from millrace.gradients import ChainLink, WindowScores
+from tasks import merging, reports, scoring
 
 TEXTS = (
     "[click](http://evil.example/) ![x](https://evil.example/x.png) <img src=x onerror=alert(1)>",
@@ -46,6 +46,7 @@ def made(kind: Any, text: str, last: bool = False) -> Any:  # noqa: PLR0911 - on
     simple: dict[Any, Any] = {
         str: text, object: text, Any: text, int: 3, float: 1.5, bool: last, bytes: text.encode(),
         datetime: datetime(2026, 1, 2, tzinfo=UTC), timedelta: timedelta(hours=1),
+        AwareDatetime: datetime(2026, 1, 2, tzinfo=UTC),
         UUID: UUID(int=1), Path: Path("x"), SecretStr: SecretStr("x"), types.NoneType: None,
     }  # fmt: skip
     if kind in simple:
@@ -106,7 +107,16 @@ def _windows(text: str, last: bool) -> None:
     )
 
 
-SPECIAL: dict[str, Callable[[str, bool], None]] = {"tasks.merging.report_windows": _windows}
+def _scores(text: str, last: bool) -> None:
+    """Publish as `tasks.scoring.report_scores` does, but of scores that are in no bucket."""
+    found = made(list[WindowScores], text, last)
+    reports.publish_report(scoring.describe_scores(text, found), key="scores", description=text)
+
+
+SPECIAL: dict[str, Callable[[str, bool], None]] = {
+    "tasks.merging.report_windows": _windows,
+    "tasks.scoring.report_scores": _scores,
+}
 
 
 def publish(name: str, text: str, last: bool) -> None:

@@ -36,6 +36,7 @@ REPORTS = [
     "tasks.merging.report_windows",
     "tasks.renting.report_offers",
     "tasks.renting.report_rentals",
+    "tasks.scoring.report_scores",
     "tasks.sharding.report_shards",
     "tasks.verifying.report_verifications",
     "tasks.warming.report_nodes",

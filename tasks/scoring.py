@@ -1,0 +1,138 @@
+"""Tasks that score the workers of a run of gradients."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import get_run_logger
+
+from millrace.gradients import (
+    ScorerSettings,
+    WindowScores,
+    iterate_scores,
+    load_compute_loss,
+    score_run,
+)
+from millrace.schemas.scores import CopiedGradient, Standing
+from millrace.storage import open_store
+from tasks.formatting import format_count
+from tasks.plot import draw_lines
+from tasks.reports import (
+    Markdown,
+    format_code,
+    format_image,
+    format_markdown,
+    format_table,
+    join_blocks,
+    publish_report,
+)
+from tasks.retries import retried_task
+
+_ROWS = 100  # workers in a report
+_LINES = 6  # workers in the plot
+_SHOWN = 500  # windows in the plot
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringResult:
+    """Result of a run of the scorer.
+
+    Attributes:
+        windows: Number of windows that the run has scored.
+        newest_window: Number of the newest scored window; 0 if the run has scored none.
+        seconds: Duration of the run.
+    """
+
+    windows: int
+    newest_window: int
+    seconds: float
+
+
+@retried_task
+def score_windows(settings: ScorerSettings) -> ScoringResult:
+    """Score the merged windows without scores. A later run continues after a kill."""
+    log, began = get_run_logger(), time.monotonic()
+    compute_loss = load_compute_loss(settings.loss, Path.cwd())
+    windows = newest = 0
+    for scores in score_run(
+        open_store(settings.store),
+        settings.chain_keys,
+        compute_loss,
+        settings,
+        until=settings.until,
+        threads=settings.threads,
+    ):
+        windows, newest = windows + 1, scores.evidence.window
+        log.info(
+            "Window %d: %s evaluated, %d copied", newest,
+            format_count(len(scores.evidence.evaluations), "worker"), len(scores.evidence.copies),
+        )  # fmt: skip
+    return ScoringResult(windows, newest, round(time.monotonic() - began, 3))
+
+
+@retried_task
+def report_scores(settings: ScorerSettings) -> None:
+    """Publish a report of the standings. All scores are computed again from their evidence."""
+    store, keys = open_store(settings.store), settings.chain_keys
+    publish_report(
+        describe_scores(store.make_url(keys.scores), list(iterate_scores(store, keys))),
+        key="scores-of-workers",
+        description="Scores of workers",
+    )
+
+
+def describe_scores(url: str, found: Sequence[WindowScores]) -> Markdown:
+    """Return the report of the scores of a run."""
+    if not found:
+        return join_blocks(format_markdown("{}: no window has scores.", format_code(url)))
+    last = found[-1]
+    ranked = sorted(last.standings.items(), key=lambda one: (-one[1].score, one[0]))
+    copies = {uid: one for scores in found for uid, one in scores.evidence.copies.items()}
+    whole = format_markdown(
+        "{}: **{}** of {} scored, up to window {:,}, by the formula {}. The scores follow from the "
+        "recorded evidence.",
+        format_code(url), format_count(len(found), "window"), format_code(last.run),
+        last.evidence.window, format_code(last.rules.formula),
+    )  # fmt: skip
+    columns = (
+        "Worker", ">Weight", ">Score", ">Rating", ">Own pages", ">Evaluated", ">Missed", "Copied",
+    )  # fmt: skip
+    return join_blocks(
+        whole,
+        format_image(_plot_scores(found, [uid for uid, _ in ranked[:_LINES]]), "scores of workers"),
+        format_table(columns, (_make_row(uid, one, copies.get(uid)) for uid, one in ranked), _ROWS),
+    )
+
+
+def _make_row(uid: str, standing: Standing, copied: CopiedGradient | None) -> Sequence[object]:
+    return (
+        format_code(uid),
+        f"{standing.weight:.1%}",
+        f"{standing.score:.2f}",
+        f"{standing.mu:.1f} ± {standing.sigma:.1f}",
+        f"{standing.use:+.2f}",
+        format_count(standing.evaluations, "window"),
+        standing.missed,
+        _describe_copy(copied),
+    )
+
+
+def _describe_copy(copied: CopiedGradient | None) -> Markdown | str:
+    if copied is None:
+        return ""
+    if not copied.earlier:
+        return "an equal gradient"
+    return format_markdown("{:.0%} of {}", copied.overlap, format_code(copied.earlier))
+
+
+def _plot_scores(found: Sequence[WindowScores], uids: Sequence[str]) -> str:
+    lines = {
+        uid: {
+            scores.evidence.window: scores.standings[uid].score
+            for scores in found[-_SHOWN:]
+            if uid in scores.standings
+        }
+        for uid in uids
+    }
+    return draw_lines(lines, "Scores of the best workers", "windows merged", "score")
