@@ -80,7 +80,9 @@ from millrace.gradients import (
     catch_up,
     copy_state,
     find_newest_window,
+    iterate_scores,
     load_newest_state,
+    score_run,
 )
 from millrace.gradients.progress_events import GradientRefused
 from millrace.keys.campaigns import CampaignKeys
@@ -495,6 +497,18 @@ def _catch_up(site: Site) -> Any:
     return [find_newest_window(store, RUN.chain_keys), hashlib.sha256(weights).hexdigest()]
 
 
+def _score(site: Site) -> Any:
+    """Score the workers of the merged windows."""
+    store = site.open_store()
+
+    def compute_loss(weights: Mapping[str, torch.Tensor], window: int, uid: str | None) -> float:
+        return 1.0 + sum(float(values.abs().sum()) for values in weights.values())
+
+    scores = list(score_run(store, RUN.chain_keys, compute_loss))
+    assert list(iterate_scores(store, RUN.chain_keys)) == scores
+    return [(one.evidence.window, sorted(one.standings)) for one in scores]
+
+
 def _forge(site: Site) -> None:
     """Have the aggregator commit a last link that follows the one before, and claims too much."""
     key = RUN.chain_keys.make_link_key(LAST)
@@ -557,7 +571,12 @@ AGGREGATOR = Reach(prefixes=(RUN.chain_keys.links, RUN.chain_keys.prefix))
 
 CHAIN = Reach(
     prefixes=tuple(RUN.gradient_keys.make_worker_prefix(uid) for uid in UIDS),
-    litter=(RUN.chain_keys.prefix, RUN.chain_keys.links, f"{RUN.chain_keys.job}/checkpoints/"),
+    litter=(
+        RUN.chain_keys.prefix,
+        RUN.chain_keys.links,
+        RUN.chain_keys.scores,
+        f"{RUN.chain_keys.job}/checkpoints/",
+    ),
     ghosts=UIDS[:1],
 )
 
@@ -698,6 +717,7 @@ FLOWS: dict[str, Flow] = {
         Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
         Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
+        Flow("score-gradients", WORKER, _merged, _score, CHAIN),
         Flow("follow-chain", "aggregator", _merged, _follow, AGGREGATOR, count=4),
         Flow("rent-machines", HOST, _nothing, renting.provision, RENTED),
         Flow("reap-machines", HOST, _nothing, renting.reap_instances, RENTED),
