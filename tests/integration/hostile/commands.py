@@ -241,10 +241,11 @@ def _cool_down(site: Site) -> list[str]:
     return ["checkpoint", "cooldown", file, "--member", UIDS[0]]
 
 
+SCORED: dict[str, Words] = {"gradient standings": _show_standings}
+"""Commands over a run whose windows have scores."""
 RUNS: dict[str, Words] = {
     "gradient aggregate": lambda site: ["gradient", "aggregate", _aggregate(site)],
     "gradient catch-up": _catch_up,
     "gradient score": _score,
-    "gradient standings": _show_standings,
     "checkpoint cooldown": _cool_down,
 }

@@ -509,6 +509,11 @@ def _score(site: Site) -> Any:
     return [(one.evidence.window, sorted(one.standings)) for one in scores]
 
 
+def _scored(site: Site) -> None:
+    _merged(site)
+    _score(site)
+
+
 def _forge(site: Site) -> None:
     """Have the aggregator commit a last link that follows the one before, and claims too much."""
     key = RUN.chain_keys.make_link_key(LAST)
@@ -729,6 +734,8 @@ FLOWS: dict[str, Flow] = {
           for name in renting.COMMANDS),
         *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)
           for name, words in commands.RUNS.items()),
+        *(Flow(f"millrace {name}", WORKER, _scored, commands.command(words), CHAIN)
+          for name, words in commands.SCORED.items()),
         *(Flow(f"millrace {name}", HOST, _sharded, commands.command(words), DATASETS)
           for name, words in commands.DATASETS.items()),
         *(Flow(f"millrace {name}", FOREIGN, _parquet, commands.command(words), PAGES)
