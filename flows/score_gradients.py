@@ -14,7 +14,7 @@ from tasks.scoring import ScoringResult, report_scores, score_windows
 
 
 class ScoringInput(ScorerOptions):
-    """Which windows are scored, and how."""
+    """Settings of the scored windows, and of their evaluation."""
 
     until: int | None = Field(
         title="Last window",
@@ -52,7 +52,7 @@ def score_gradients(
         loss: Function that makes the function which computes losses: `module:function` of a module
             that is installed where the worker of this pool runs.
         version: Version of the program of the run's workers.
-        scoring: Which windows are scored, and how.
+        scoring: Settings of the scored windows, and of their evaluation.
     """
     scoring = scoring or ScoringInput()
     settings = ScorerSettings(

@@ -178,7 +178,7 @@ def standings(url: str, run: str, version: str) -> CommandResult:
         )
     echo(f"{run}, after window {last.evidence.window}:")
     ranked = sorted(last.standings.items(), key=lambda one: (-one[1].score, one[0]))
-    width = max(6, *(len(uid) for uid, _ in ranked), 0)
+    width = max([6, *(len(uid) for uid, _ in ranked)])
     columns = "{:{}} {:>8} {:>8} {:>14} {:>10} {:>8}"
     echo(columns.format("worker", width, "weight", "score", "rating", "own pages", "windows"))
     for uid, one in ranked:

@@ -6,7 +6,7 @@ applies the links after it. A missing or broken link is an error, since a worker
 have other weights.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -302,7 +302,12 @@ def apply_update(
 
 
 def apply_link(
-    store: Store, link: ChainLink, state: WeightState, progress: Progress = ignore_event
+    store: Store,
+    link: ChainLink,
+    state: WeightState,
+    progress: Progress = ignore_event,
+    *,
+    updates: Iterable[dict[str, StoredTensor]] | None = None,
 ) -> None:
     """Apply one link to the weights in place, and check their digest.
 
@@ -311,13 +316,16 @@ def apply_link(
         link: Link of the window after that of the weights.
         state: Weights to change.
         progress: Receives `LinkApplied`.
+        updates: Result of `iterate_updates`, if the caller has read them. They are emptied.
 
     Raises:
         ChainError: An update is missing or broken, or the weights have another digest afterwards.
             In the latter case, do not use them.
     """
     check_link_tensors(link, {name: weight.shape for name, weight in state.weights.items()})
-    for stored in list(iterate_updates(store, link)):  # all updates are read before one is applied
+    if updates is None:
+        updates = list(iterate_updates(store, link))  # all are read before one is applied
+    for stored in updates:
         apply_update(link, stored, state)
     check_state(link, state.digest())
     progress(LinkApplied(run=link.run, window=link.window, step=link.step))

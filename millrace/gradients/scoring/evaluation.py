@@ -1,6 +1,6 @@
 """Evaluation of the gradients that a window merged: what each does to the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from math import isfinite
 from typing import Protocol
@@ -10,18 +10,18 @@ import torch
 
 from millrace import errors
 from millrace.gradients.codec.tensors import SparseChunks
-from millrace.gradients.merging.links import iterate_updates, make_merge_request
+from millrace.gradients.merging.links import make_merge_request
 from millrace.gradients.merging.merge import (
     GradientsByWorker,
     MergeRequest,
     WorkerFactors,
     merge_tensor,
 )
+from millrace.gradients.merging.updates import StoredTensor
 from millrace.gradients.state import WeightState
 from millrace.schemas.chain import ChainLink, OuterKind, OuterOptimizer
 from millrace.schemas.merge import MergeRule, MergeSettings
 from millrace.schemas.scores import Evaluation, LossPair
-from millrace.storage import Store
 
 _WEIGHTED_SUMS = {
     MergeRule.MEAN,
@@ -48,24 +48,24 @@ class ComputeLoss(Protocol):
         ...
 
 
-def read_merged_gradients(store: Store, link: ChainLink, *, threads: int = 1) -> GradientsByWorker:
-    """Read the gradients that a link has merged from its updates, which nobody can change.
+def collect_gradients(
+    link: ChainLink, updates: Iterable[Mapping[str, StoredTensor]]
+) -> GradientsByWorker:
+    """Collect the gradients that a link has merged from its updates, which nobody can change.
 
     Args:
-        store: Bucket of the aggregator.
         link: Link of the window.
-        threads: Number of threads.
+        updates: Tensors of its updates, from `iterate_updates`.
 
     Returns:
         Gradients by the workers' names, without those of workers that had no share in the merge,
         and without buffers.
 
     Raises:
-        ChainError: An update is missing, or has other bytes than were committed.
         ConfigurationError: The updates have merged values, not the gradients of workers.
     """
     gradients: dict[str, dict[str, tuple[SparseChunks, ...]]] = {}
-    for stored in iterate_updates(store, link, threads=threads):
+    for stored in updates:
         for name, tensor in stored.items():
             if link.codec.is_buffer(name):
                 continue
@@ -88,7 +88,7 @@ class WindowEvaluator:
     Args:
         state: Weights before the window. They are not changed.
         link: Link of the window.
-        gradients: Gradients from `read_merged_gradients`.
+        gradients: Gradients from `collect_gradients`.
         compute_loss: Function that computes losses.
         step_size: Factor of a gradient that is applied alone, besides the learning rate of the
             run's outer optimizer.

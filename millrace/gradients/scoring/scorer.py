@@ -16,14 +16,16 @@ from millrace.gradients.merging.links import (
     apply_link,
     digest_link,
     find_newest_window,
+    iterate_updates,
     read_link,
     read_link_after,
 )
+from millrace.gradients.merging.merge import GradientsByWorker
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.evaluation import (
     ComputeLoss,
     WindowEvaluator,
-    read_merged_gradients,
+    collect_gradients,
 )
 from millrace.gradients.scoring.overlap import compute_overlaps, find_copies
 from millrace.gradients.scoring.settings import ScorerOptions
@@ -92,11 +94,13 @@ def score_run(
             continue
         window += 1
         link = read_link_after(store, keys, window, link)
+        updates = list(iterate_updates(store, link, threads=threads))
+        gradients = collect_gradients(link, updates)
         evidence = _evaluate_window(
-            store, link, state, compute_loss, options, before and before.standings, threads
+            link, gradients, state, compute_loss, options, before and before.standings, threads
         )
         before = _commit_scores(store, keys, link, evidence, before, options)
-        apply_link(store, link, state, progress)
+        apply_link(store, link, state, progress, updates=updates)
         progress(
             WindowScored(
                 run=link.run,
@@ -156,8 +160,8 @@ def _iterate_links(store: Store, keys: ChainKeys, *, after: int, until: int) -> 
 
 
 def _evaluate_window(
-    store: Store,
     link: ChainLink,
+    gradients: GradientsByWorker,
     state: WeightState,
     compute_loss: ComputeLoss,
     options: ScorerOptions,
@@ -165,7 +169,6 @@ def _evaluate_window(
     threads: int,
 ) -> WindowEvidence:
     """Evaluate the gradients of a window. The state is that before the window."""
-    gradients = read_merged_gradients(store, link, threads=threads)
     workers = sorted(gradients)
     written = {uid: link.taken[uid].written for uid in workers}
     if undated := [uid for uid, one in written.items() if one is None]:

@@ -1,8 +1,18 @@
-"""Protection of the files of rented machines."""
+"""Protection of the files of rented machines, and of scores."""
+
+from datetime import timedelta
 
 import pytest
 
-from millrace.cleanup import CleanupBucketPreset, CleanupSettings, execute, make_plan
+from millrace.cleanup import (
+    CleanupBucketPreset,
+    CleanupKind,
+    CleanupSettings,
+    Rule,
+    execute,
+    make_plan,
+)
+from millrace.keys.gradients import ChainKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.storage import exists, open_store
 from tests.support.cleanup.material import BucketBuilder
@@ -50,3 +60,16 @@ def test_files_whose_machine_was_rented_since_the_plan_stay(bucket):
     done = execute(make_settings(bucket), plan.name)
     assert done.skipped == {"a machine of fleet that is not released uses it": 1}
     assert exists(bucket.store, LATE)
+
+
+def test_the_scores_that_the_next_ones_follow_from_stay(tmp_path):
+    bucket = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
+    bucket.put_chain("run", "1", 6, {4: 100}, hours=100)
+    keys = ChainKeys("run", "1")
+    scores = [bucket.put(keys.make_scores_key(window), b"{}", hours=100) for window in range(1, 4)]
+    rules = (Rule(kinds=(CleanupKind.GATHERS,), older_than=timedelta(days=2)),)
+    settings = CleanupSettings(store=bucket.store.spec, rules=rules)
+    plan = make_plan(settings)
+    assert plan.totals.kept["the next scores of run follow from it"] == 1
+    execute(settings, plan.name)
+    assert [exists(bucket.store, key) for key in scores] == [False, False, True]
