@@ -12,6 +12,7 @@ the store has made it by itself.
 """
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,7 @@ _MAX_LARGE = 4  # large objects that are copied at once
 _MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
 _MAX_LISTED = 1000  # keys of conflicts and failures that are kept
 _SOURCE_ETAG = "millrace-source-etag"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Metadata of a copy whose ETag differs from that of its source, with the latter."""
 _ATTRIBUTES = {
     "CacheControl": "Cache-Control",
@@ -497,7 +499,9 @@ class _ObjectCopier:
         Raises:
             CorruptError: The parts do not have the ETag. No object was written.
         """
-        sender = _PartSender(self._source, stat, has_etag=bool(etag))
+        is_odd = _is_odd(stat.key)  # obstore refuses it
+        client = self._source_client if is_odd else None
+        sender = _PartSender(self._source, stat, client, has_etag=bool(etag))
         upload = PartUpload(
             self._destination,
             stat.key,
@@ -509,7 +513,7 @@ class _ObjectCopier:
             overwrite=self._overwrite,
             concurrency=_PART_CONCURRENCY,
         )
-        if etag and not by_store and not upload.find_right_parts():
+        if etag and not by_store and not is_odd and not upload.find_right_parts():
             return self._stream_parts(stat, size, headers, etag)
         found = upload.run()
         self._count(by_store=stat.size if by_store else 0, reused=upload.reused_bytes)
@@ -538,7 +542,7 @@ class _ObjectCopier:
         if _is_odd(stat.key):
             raise errors.ConfigurationError(
                 f"{self._destination.url} cannot have the key {stat.key!r}, which has an empty or "
-                "a relative segment. Leave it out, or copy into a bucket."
+                "a relative segment, or a control character. Leave it out, or copy into a bucket."
             )
         part_size, _ = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
         hasher = EtagHasher(part_size)
@@ -604,14 +608,18 @@ class _PartSender:
     Args:
         source: Store of the object.
         stat: Description of the object.
+        client: Client of the source for an object whose key obstore refuses; None for others.
         has_etag: Whether the ETag of the whole object proves the parts.
 
     Attributes:
         is_proven: Whether the store has confirmed the MD5 of each part.
     """
 
-    def __init__(self, source: Store, stat: Stat, *, has_etag: bool) -> None:
-        self._source, self._stat, self._has_etag = source, stat, has_etag
+    def __init__(
+        self, source: Store, stat: Stat, client: "S3Client | None", *, has_etag: bool
+    ) -> None:
+        self._source, self._stat, self._client = source, stat, client
+        self._has_etag = has_etag
         self.is_proven = True
 
     def send(self, client: "S3Client", upload: Mapping[str, Any], part: UploadPart) -> str:
@@ -627,7 +635,21 @@ class _PartSender:
 
     def _read(self, part: UploadPart) -> bytes:
         stat = self._stat
-        data = read_range(self._source, stat.key, part.start, part.end, etag=stat.etag)
+        if self._client is None:
+            data = read_range(self._source, stat.key, part.start, part.end, etag=stat.etag)
+        else:
+            names = {
+                "Bucket": self._source.location.bucket,
+                "Key": make_full_key(self._source, stat.key),
+                "Range": f"bytes={part.start}-{part.end - 1}",
+                "IfMatch": stat.etag or "",
+            }
+            data: bytes = call_boto3(
+                self._source,
+                stat.key,
+                lambda s3: _read_whole(s3, names)["Body"],
+                client=self._client,
+            )
         if len(data) != part.size:
             raise errors.ChangedError(
                 f"{self._source.make_url(stat.key)} is shorter than the {stat.size} bytes that it "
@@ -670,7 +692,7 @@ def _name_attributes(headers: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_odd(key: str) -> bool:
     """Decide whether obstore and folders refuse a key."""
-    return not {"", ".", ".."}.isdisjoint(key.split("/"))
+    return not {"", ".", ".."}.isdisjoint(key.split("/")) or _CONTROL.search(key) is not None
 
 
 def _read_whole(client: "S3Client", names: Any) -> dict[str, Any]:

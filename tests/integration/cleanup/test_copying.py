@@ -161,13 +161,16 @@ def test_equal_objects_are_compared_without_reading_them(
 def test_keys_that_clients_refuse_are_copied_between_buckets_and_named_by_folders(
     source: Bucket, target: Bucket, foreign: Bucket, tmp_path: Path, by_store: bool
 ) -> None:
-    bodies = {key: source.put(key, 100) for key in ("folder/", "a//b", "./c", "plain")}
+    odd = ("folder/", "a//b", "./c", "\ttab", "line\nline")
+    bodies = {key: source.put(key, 100) for key in (*odd, "plain")}
+    bodies |= {key: source.put_parts(key, *PARTS) for key in ("large//key", "large\tkey")}
     there = target if by_store else foreign
     done = copy_objects(source.open(), there.open())
-    assert count(done) == {CopyOutcome.COPIED: 4}
+    assert done.failures == []
+    assert count(done) == {CopyOutcome.COPIED: len(bodies)}
     assert {key: there.read(key) for key in there.list_etags()} == bodies
     done = copy_objects(source.open(), open_store((tmp_path / "out").as_uri()))
-    assert (done.objects[CopyOutcome.COPIED], done.failed) == (1, 3)
+    assert (done.objects[CopyOutcome.COPIED], done.failed) == (1, len(bodies) - 1)
     assert all("empty or a relative segment" in one.reason for one in done.failures)
     assert (tmp_path / "out/plain").read_bytes() == bodies["plain"]
 
