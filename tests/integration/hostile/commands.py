@@ -87,6 +87,15 @@ def command(words: Words) -> Callable[[Site], Any]:
     return act
 
 
+def copy_bucket(site: Site) -> list[Any]:
+    """Run `bucket copy` into a folder; return its exit code and whether it prints only text.
+
+    The exit code is 1 where a hostile key cannot be in a folder: the copy names the key.
+    """
+    code, odd = invoke(site, ["bucket", "copy", _url(site), str(site.folder / "backup")])
+    return [0 if site.junk and code == 1 else code, odd]
+
+
 def _url(site: Site, below: str = "") -> str:
     return f"s3://{site.server.bucket}/{site.prefix}{below}".rstrip("/")
 
@@ -182,7 +191,6 @@ CHECKPOINTS: dict[str, Words] = {
 BUCKETS: dict[str, Words] = {
     "bucket audit": lambda site: ["bucket", "audit", _audit(site)],
     "bucket clean": lambda site: ["bucket", "clean", _rules(site), "--keys", "--yes"],
-    "bucket copy": lambda site: ["bucket", "copy", _url(site), str(site.folder / "backup")],
     "bucket list": lambda site: ["bucket", "list", _url(site)],
     "bucket usage": lambda site: ["bucket", "usage", _url(site), "--depth", "2"],
     "bucket wipe": _wipe,

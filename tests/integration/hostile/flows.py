@@ -93,7 +93,7 @@ from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
-from millrace.storage import list_objects, open_store
+from millrace.storage import Store, list_objects, open_store
 from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
@@ -347,8 +347,17 @@ def _copy(site: Site) -> Any:
     target = open_store((site.folder / "backup").as_uri())
     done = copy_objects(site.open_store(), target)
     site.said += [f"{one.key}: {one.reason}" for one in done.failures] + done.conflicts
+    return _list_genuine(site, target)
+
+
+def _copy_by_command(site: Site) -> Any:
+    code = commands.copy_bucket(site)
+    return [*code, _list_genuine(site, open_store((site.folder / "backup").as_uri()))]
+
+
+def _list_genuine(site: Site, copied: Store) -> list[str]:
     foreign = {one.key for one in site.junk}
-    return sorted(stat.key for stat in list_objects(target) if stat.key not in foreign)
+    return sorted(stat.key for stat in list_objects(copied) if stat.key not in foreign)
 
 
 def _abort(site: Site) -> Any:
@@ -718,6 +727,7 @@ FLOWS: dict[str, Flow] = {
         Flow("delete-gathers", WORKER, _bucket, _delete_gathers, BUCKET),
         Flow("wipe-bucket", FOREIGN, _bucket, _wipe, BUCKET),
         Flow("copy-bucket", FOREIGN, _bucket, _copy, BUCKET),
+        Flow("millrace bucket copy", FOREIGN, _bucket, _copy_by_command, BUCKET),
         Flow("abort-uploads", FOREIGN, _bucket, _abort, BUCKET),
         Flow("audit-access", FOREIGN, _bucket, _audit, BUCKET),
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
