@@ -7,13 +7,8 @@ from pathlib import Path
 
 from prefect import get_run_logger
 
-from millrace.gradients import (
-    ScorerSettings,
-    WindowScores,
-    iterate_scores,
-    load_compute_loss,
-    score_run,
-)
+from millrace import gradients
+from millrace.gradients import ScorerSettings, WindowScores
 from millrace.schemas.scores import CopiedGradient, Standing
 from millrace.storage import open_store
 from tasks.formatting import format_count
@@ -53,9 +48,9 @@ class ScoringResult:
 def score_windows(settings: ScorerSettings) -> ScoringResult:
     """Score the merged windows without scores. A later run continues after a kill."""
     log, began = get_run_logger(), time.monotonic()
-    compute_loss = load_compute_loss(settings.loss, Path.cwd())
+    compute_loss = gradients.load_compute_loss(settings.loss, Path.cwd())
     windows = newest = 0
-    for scores in score_run(
+    for scores in gradients.score_run(
         open_store(settings.store),
         settings.chain_keys,
         compute_loss,
@@ -76,7 +71,7 @@ def report_scores(settings: ScorerSettings) -> None:
     """Publish a report of the standings. All scores are computed again from their evidence."""
     store, keys = open_store(settings.store), settings.chain_keys
     publish_report(
-        describe_scores(store.make_url(keys.scores), list(iterate_scores(store, keys))),
+        describe_scores(store.make_url(keys.scores), list(gradients.iterate_scores(store, keys))),
         key="scores-of-workers",
         description="Scores of workers",
     )
