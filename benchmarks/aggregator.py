@@ -105,7 +105,8 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
             found = head(store, window.keys.make_gradient_key(expected.uid, 1))
             gradients[expected.uid] = weights.read_gradient(expected.uid, store, found, expected)
     size = sum(gradient.size for gradient in gradients.values())
-    gathered = GatheredWindow(gradients, {}, (), size, 0.0)
+    written = dict.fromkeys(gradients, datetime.now(UTC))
+    gathered = GatheredWindow(gradients, {}, (), size, 0.0, written)
     step = ChainStep(
         read_link(store, SETTINGS.chain_keys, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )

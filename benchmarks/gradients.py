@@ -211,7 +211,8 @@ class Bench:
         settings = RunSettings(run="run")
         now = datetime.now(UTC)
         size = sum(gradient.size for gradient in gradients.values())
-        gathered = GatheredWindow(gradients, {}, (), size, 0.0)
+        written = dict.fromkeys(gradients, now)
+        gathered = GatheredWindow(gradients, {}, (), size, 0.0, written)
         window = GatherWindow(settings.gradient_keys, 1, 0, CODEC, shapes, opens=now, closes=now)
         with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
             store = open_store(Path(folder).as_uri())

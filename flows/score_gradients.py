@@ -4,25 +4,12 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import Field
 
 from millrace.gradients import ScorerOptions, ScorerSettings
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, check_right, make_store_spec
 from tasks.scoring import ScoringResult, report_scores, score_windows
-
-
-class ScoringInput(ScorerOptions):
-    """Settings of the scored windows, and of their evaluation."""
-
-    until: int | None = Field(
-        title="Last window",
-        default=None,
-        ge=1,
-        description="Number of the last window to score; by default the newest merged one.",
-    )
-    threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
 
 
 def make_run_name() -> str:
@@ -38,7 +25,7 @@ def score_gradients(
     run: str,
     loss: str,
     version: str = "1",
-    scoring: ScoringInput | None = None,
+    scoring: ScorerOptions | None = None,
 ) -> ScoringResult:
     """Score the workers of a run by what their gradients do to the loss.
 
@@ -52,9 +39,9 @@ def score_gradients(
         loss: Function that makes the function which computes losses: `module:function` of a module
             that is installed where the worker of this pool runs.
         version: Version of the program of the run's workers.
-        scoring: Settings of the scored windows, and of their evaluation.
+        scoring: Options of the scorer: which windows it scores, and how it evaluates gradients.
     """
-    scoring = scoring or ScoringInput()
+    scoring = scoring or ScorerOptions()
     settings = ScorerSettings(
         store=make_store_spec(bucket, Right.WRITE),
         run=run,

@@ -296,6 +296,18 @@ def iterate_records(
     return read_records(store, found)
 
 
+def list_numbers(store: Store, prefix: str, parse: Callable[[str], int | None]) -> list[int]:
+    """Return the numbers of numbered objects below a prefix, in ascending order.
+
+    Args:
+        store: Store of the objects.
+        prefix: Prefix of their keys.
+        parse: Function that returns the number in a key; None for other keys.
+    """
+    numbers = (parse(stat.key) for stat in list_objects(store, prefix))
+    return sorted(number for number in numbers if number is not None)
+
+
 def read_records(
     store: Store, wanted: Iterable[tuple[T, str, type[R]]]
 ) -> Iterator[tuple[T, R | errors.CorruptError]]:

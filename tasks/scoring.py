@@ -55,8 +55,6 @@ def score_windows(settings: ScorerSettings) -> ScoringResult:
         settings.chain_keys,
         compute_loss,
         settings,
-        until=settings.until,
-        threads=settings.threads,
     ):
         windows, newest = windows + 1, scores.evidence.window
         log.info(
@@ -82,7 +80,7 @@ def describe_scores(url: str, found: Sequence[WindowScores]) -> Markdown:
     if not found:
         return join_blocks(format_markdown("{}: no window has scores.", format_code(url)))
     last = found[-1]
-    ranked = sorted(last.standings.items(), key=lambda one: (-one[1].score, one[0]))
+    ranked = last.rank()
     copies = {uid: one for scores in found for uid, one in scores.evidence.copies.items()}
     whole = format_markdown(
         "{}: **{}** of {} scored, up to window {:,}, by the formula {}. The scores follow from the "

@@ -70,8 +70,8 @@ _MIB = 1 << 20
 _MAX_LARGE = 4  # large objects that are copied at once
 _MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
 _MAX_LISTED = 1000  # keys of conflicts and failures that are kept
-_SOURCE_ETAG = "millrace-source-etag"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SOURCE_ETAG = "millrace-source-etag"
 """Metadata of a copy whose ETag differs from that of its source, with the latter."""
 _ATTRIBUTES = {
     "CacheControl": "Cache-Control",

@@ -19,7 +19,7 @@ from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, class
 from millrace.keys.names import MAX_DEPTH
 from millrace.keys.rentals import MACHINES, RENTALS, AttemptSurvey
 from millrace.lease import Census, Holder, StoreClock
-from millrace.records import fetch
+from millrace.records import fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Stat, Store, list_objects, read
@@ -218,7 +218,9 @@ class ProtectionPolicy:
         chain = (classified.scope, classified.version)
         if classified.kind is ObjectKind.SCORES:
             if chain not in self._newest_scores:
-                self._newest_scores[chain] = _find_newest_scores(self._store, ChainKeys(*chain))
+                keys = ChainKeys(*chain)
+                scored = list_numbers(self._store, keys.scores, keys.parse_scores)
+                self._newest_scores[chain] = max(scored, default=-1)
             if classified.number == self._newest_scores[chain]:
                 return f"the next scores of {classified.scope} follow from it"
         if chain not in self._heads:
@@ -231,11 +233,6 @@ class ProtectionPolicy:
         if classified.kind is not ObjectKind.UPDATE and classified.number >= head.window:
             return f"{classified.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
-
-
-def _find_newest_scores(store: Store, keys: ChainKeys) -> int:
-    numbers = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
-    return max((number for number in numbers if number is not None), default=-1)
 
 
 def _find_open_machines(store: Store) -> dict[str, str]:

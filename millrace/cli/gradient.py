@@ -122,18 +122,18 @@ def score(settings: Path, *, until: int | None, follow: bool) -> CommandResult:
     from millrace.storage import open_store
 
     config = load_settings(settings, ScorerSettings)
+    if until is not None:
+        config = config.model_copy(update={"until": until})
     scored: list[dict[str, object]] = []
     for scores in score_run(
         open_store(config.store, make_folder=False),
         config.chain_keys,
         load_compute_loss(config.loss, settings.parent),
         config,
-        until=until or config.until,
         follow=config.poll_interval if follow or config.follow else None,
-        threads=config.threads,
     ):
         evidence = scores.evidence
-        best = max(scores.standings, key=lambda uid: scores.standings[uid].score, default="nobody")
+        best = next((uid for uid, _ in scores.rank()), "nobody")
         copied = f", {len(evidence.copies)} copied" if evidence.copies else ""
         echo(
             f"window {evidence.window}: {format_count(len(evidence.evaluations), 'worker')} "
@@ -177,7 +177,7 @@ def standings(url: str, run: str, version: str) -> CommandResult:
             "score` first."
         )
     echo(f"{run}, after window {last.evidence.window}:")
-    ranked = sorted(last.standings.items(), key=lambda one: (-one[1].score, one[0]))
+    ranked = last.rank()
     width = max([6, *(len(uid) for uid, _ in ranked)])
     columns = "{:{}} {:>8} {:>8} {:>14} {:>10} {:>8}"
     echo(columns.format("worker", width, "weight", "score", "rating", "own pages", "windows"))

@@ -126,8 +126,7 @@ class ChainKeys:
 
     def parse_link(self, key: str) -> int | None:
         """Return the window whose link has this key; None for other keys."""
-        match = re.fullmatch(re.escape(self.links) + r"([0-9]{9,18})\.json", key)
-        return int(match[1]) if match and self.make_link_key(int(match[1])) == key else None
+        return _parse_window(key, self.links)
 
     def make_opening_key(self, window: int) -> str:
         """Return the key of the opening of a window, which has its options."""
@@ -144,9 +143,14 @@ class ChainKeys:
 
     def parse_scores(self, key: str) -> int | None:
         """Return the window whose scores have this key; None for other keys."""
-        match = re.fullmatch(re.escape(self.scores) + r"([0-9]{9,18})\.json", key)
-        return int(match[1]) if match and self.make_scores_key(int(match[1])) == key else None
+        return _parse_window(key, self.scores)
 
     def make_update_key(self, step: int, digest: str) -> str:
         """Return the key of an update, from its step and the digest of its bytes."""
         return f"{self.prefix}{step:09d}-{get_hex(digest)}.safetensors"
+
+
+def _parse_window(key: str, folder: str) -> int | None:
+    """Return the window in the key of a record in a folder; None for other keys."""
+    match = re.fullmatch(re.escape(folder) + r"([0-9]{9,18})\.json", key)
+    return int(match[1]) if match and match[1] == f"{int(match[1]):09d}" else None

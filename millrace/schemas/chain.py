@@ -76,7 +76,7 @@ class MergedWorker(RecordPart):
     size: int
     tokens: int
     samples: str = ""
-    written: AwareDatetime | None = None
+    written: AwareDatetime
 
 
 class ExcludedWorker(RecordPart):

@@ -186,3 +186,7 @@ class WindowScores(Record):
     previous: str
     evidence: WindowEvidence
     standings: dict[str, Standing]
+
+    def rank(self) -> list[tuple[str, Standing]]:
+        """Return the workers with their standings, the best first."""
+        return sorted(self.standings.items(), key=lambda one: (-one[1].score, one[0]))

@@ -24,9 +24,9 @@ from millrace.gradients.state import WeightState
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch
+from millrace.records import commit_once, fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart, UpdateEntry
-from millrace.storage import Store, create, list_objects, read
+from millrace.storage import Store, create, read
 
 
 class ChainError(errors.CorruptError):
@@ -76,24 +76,26 @@ def digest_link(link: ChainStart | ChainLink) -> str:
 
 def find_newest_window(store: Store, keys: ChainKeys) -> int:
     """Return the number of the newest committed window; -1 if there is none. One listing."""
-    numbers = (keys.parse_link(stat.key) for stat in list_objects(store, keys.links))
-    return max((number for number in numbers if number is not None), default=-1)
+    return max(list_numbers(store, keys.links, keys.parse_link), default=-1)
 
 
-def iterate_links(store: Store, keys: ChainKeys, *, after: int = 0) -> Iterator[ChainLink]:
+def iterate_links(
+    store: Store, keys: ChainKeys, *, after: int = 0, until: int | None = None
+) -> Iterator[ChainLink]:
     """Yield the links of a run, in order, each checked against the one before.
 
     Args:
         store: Bucket of the aggregator.
         keys: Keys of the run's chain.
         after: Number of the window after which the links begin.
+        until: Number of the last window; by default the newest.
 
     Raises:
         ChainError: A link is missing, or does not have the digest of the previous one.
         NotFoundError: The run has not begun.
     """
     before = read_link(store, keys, after)
-    last = find_newest_window(store, keys)
+    last = find_newest_window(store, keys) if until is None else until
     for window in range(after + 1, last + 1):
         before = read_link_after(store, keys, window, before)
         yield before
@@ -337,6 +339,7 @@ def catch_up(
     state: WeightState,
     *,
     after: int = 0,
+    until: int | None = None,
     progress: Progress = ignore_event,
 ) -> ChainLink | None:
     """Apply all links after a window.
@@ -346,6 +349,7 @@ def catch_up(
         keys: Keys of the run's chain.
         state: Weights after window ``after``, which are changed in place.
         after: Number of the window.
+        until: Number of the last window; by default the newest.
         progress: Receives `LinkApplied` for each link.
 
     Returns:
@@ -356,7 +360,7 @@ def catch_up(
             unless their digest differs.
     """
     last: ChainLink | None = None
-    for link in iterate_links(store, keys, after=after):
+    for link in iterate_links(store, keys, after=after, until=until):
         apply_link(store, link, state, progress)
         last = link
     return last

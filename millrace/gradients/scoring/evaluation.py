@@ -1,7 +1,6 @@
 """Evaluation of the gradients that a window merged: what each does to the loss."""
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from math import isfinite
 from typing import Protocol
 
@@ -107,6 +106,7 @@ class WindowEvaluator:
     ) -> None:
         self._state, self._link, self._gradients = state, link, gradients
         self._compute_loss, self._threads = compute_loss, threads
+        self._request = make_merge_request(link)
         outer = link.outer
         kind = OuterKind.SIGN if outer.kind is OuterKind.SIGN else OuterKind.SGD
         self._alone = outer.model_copy(update={"kind": kind, "lr": outer.lr * step_size})
@@ -116,12 +116,11 @@ class WindowEvaluator:
         self._random_before: float | None = None
         self._merged: float | None = None  # loss after the window
 
-    def evaluate(self, uid: str, written: datetime, *, with_value: bool = False) -> Evaluation:
+    def evaluate(self, uid: str, *, with_value: bool = False) -> Evaluation:
         """Evaluate the gradient of a worker.
 
         Args:
             uid: Name of the worker.
-            written: Time of the upload.
             with_value: Whether to measure what the merge loses without the worker, too.
 
         Raises:
@@ -132,11 +131,11 @@ class WindowEvaluator:
         if self._random_before is None:
             self._random_before = self._compute_before(None)
         self._restore()
-        self._apply(_select_alone(make_merge_request(self._link), uid), self._alone)
+        self._apply(_select_alone(self._request, uid), self._alone)
         own, random = self._compute(uid), self._compute(None)
         return Evaluation(
             digest=self._link.taken[uid].digest,
-            written=written,
+            written=self._link.taken[uid].written,
             own=LossPair(before=own_before, after=own),
             random=LossPair(before=self._random_before, after=random),
             value=self._compute_value(uid) if with_value else None,
@@ -156,8 +155,8 @@ class WindowEvaluator:
     def _compute_value(self, uid: str) -> float | None:
         """Return by how much the loss on the random pages grows without a worker in the merge."""
         if self._merged is None:
-            self._merged = self._compute_merged(make_merge_request(self._link))
-        rest = _leave_out(make_merge_request(self._link), uid)
+            self._merged = self._compute_merged(self._request)
+        rest = _leave_out(self._request, uid)
         without = self._compute_merged(rest) if rest.factors.workers else self._random_before
         return None if self._merged is None or without is None else without - self._merged
 

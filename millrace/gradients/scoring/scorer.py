@@ -14,6 +14,7 @@ from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.merging.links import (
     ChainError,
     apply_link,
+    catch_up,
     digest_link,
     find_newest_window,
     iterate_updates,
@@ -34,11 +35,11 @@ from millrace.gradients.state import WeightState
 from millrace.gradients.weights import load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch
+from millrace.records import commit_once, fetch, list_numbers
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.scores import CopiedGradient, Standing, WindowEvidence, WindowScores
-from millrace.storage import Store, list_objects
+from millrace.storage import Store
 
 
 def score_run(
@@ -47,9 +48,7 @@ def score_run(
     compute_loss: ComputeLoss,
     options: ScorerOptions | None = None,
     *,
-    until: int | None = None,
     follow: timedelta | None = None,
-    threads: int = 1,
     progress: Progress = ignore_event,
 ) -> Iterator[WindowScores]:
     """Score the merged windows of a run that have no scores yet. After a kill, call it again.
@@ -61,9 +60,7 @@ def score_run(
         keys: Keys of the run's chain.
         compute_loss: Function that computes the loss of weights.
         options: Options of the evaluation.
-        until: Number of the last window to score; by default there is none.
         follow: Interval between two looks for a new window; by default the newest one is the last.
-        threads: Number of threads for merges.
         progress: Receives `LinkApplied` and `WindowScored`.
 
     Yields:
@@ -79,13 +76,12 @@ def score_run(
     before = read_newest_scores(store, keys)
     window = before.evidence.window if before else 0
     weights, loaded = load_newest_weights(
-        store, keys, allocate_locally(threads=threads), until=window, progress=progress
+        store, keys, allocate_locally(threads=options.threads), until=window, progress=progress
     )
     state = weights.collect_state()
-    for link in _iterate_links(store, keys, after=loaded, until=window):
-        apply_link(store, link, state, progress)
+    catch_up(store, keys, state, after=loaded, until=window, progress=progress)
     link = read_link(store, keys, window)
-    while until is None or window < until:
+    while options.until is None or window < options.until:
         newest = find_newest_window(store, keys)
         if newest <= window:
             if follow is None:
@@ -94,10 +90,10 @@ def score_run(
             continue
         window += 1
         link = read_link_after(store, keys, window, link)
-        updates = list(iterate_updates(store, link, threads=threads))
+        updates = list(iterate_updates(store, link, threads=options.threads))
         gradients = collect_gradients(link, updates)
         evidence = _evaluate_window(
-            link, gradients, state, compute_loss, options, before and before.standings, threads
+            link, gradients, state, compute_loss, options, before.standings if before else {}
         )
         before = _commit_scores(store, keys, link, evidence, before, options)
         apply_link(store, link, state, progress, updates=updates)
@@ -114,9 +110,8 @@ def score_run(
 
 def read_newest_scores(store: Store, keys: ChainKeys) -> WindowScores | None:
     """Return the newest scores of a run; None if there are none."""
-    found = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
-    newest = max((window for window in found if window is not None), default=None)
-    return None if newest is None else fetch(store, keys.make_scores_key(newest), WindowScores)
+    scored = list_numbers(store, keys.scores, keys.parse_scores)
+    return fetch(store, keys.make_scores_key(scored[-1]), WindowScores) if scored else None
 
 
 def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
@@ -126,9 +121,8 @@ def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
         ChainError: The scores of a window are missing, or do not follow from its evidence and from
             the scores before.
     """
-    found = (keys.parse_scores(stat.key) for stat in list_objects(store, keys.scores))
     before: WindowScores | None = None
-    for window in sorted(window for window in found if window is not None):
+    for window in list_numbers(store, keys.scores, keys.parse_scores):
         scores = fetch(store, keys.make_scores_key(window), WindowScores)
         if before is not None and scores.previous != digest_scores(before):
             raise ChainError(
@@ -152,45 +146,30 @@ def digest_scores(scores: WindowScores) -> str:
     return compute_digest(dump_canonical_json(scores.model_dump(mode="json")))
 
 
-def _iterate_links(store: Store, keys: ChainKeys, *, after: int, until: int) -> Iterator[ChainLink]:
-    before = read_link(store, keys, after)
-    for window in range(after + 1, until + 1):
-        before = read_link_after(store, keys, window, before)
-        yield before
-
-
 def _evaluate_window(
     link: ChainLink,
     gradients: GradientsByWorker,
     state: WeightState,
     compute_loss: ComputeLoss,
     options: ScorerOptions,
-    standings: Mapping[str, Standing] | None,
-    threads: int,
+    standings: Mapping[str, Standing],
 ) -> WindowEvidence:
     """Evaluate the gradients of a window. The state is that before the window."""
     workers = sorted(gradients)
     written = {uid: link.taken[uid].written for uid in workers}
-    if undated := [uid for uid, one in written.items() if one is None]:
-        raise ChainError(
-            f"The link of window {link.window} of {link.run} has no time of the upload of "
-            f"{undated[0]}, so nobody can tell copies from originals: score later windows."
-        )
     overlaps = compute_overlaps(gradients, workers, link.codec)
-    dated = {uid: one for uid, one in written.items() if one is not None}
-    copies = find_copies(overlaps, workers, dated, options.rules.max_overlap)
+    copies = find_copies(overlaps, workers, written, options.rules.max_overlap)
     for uid, excluded in link.excluded.items():
         if excluded.reason is ExclusionReason.DUPLICATE:
             copies[uid] = CopiedGradient(earlier="", overlap=1.0)
-    chosen = choose_workers(standings or {}, workers, link.window, options.count, digest_link(link))
+    chosen = choose_workers(standings, workers, link.window, options.count, digest_link(link))
     evaluator = WindowEvaluator(
-        state, link, gradients, compute_loss, step_size=options.step_size, threads=threads
+        state, link, gradients, compute_loss, step_size=options.step_size, threads=options.threads
     )
     return WindowEvidence(
         window=link.window,
         evaluations={
-            uid: evaluator.evaluate(uid, dated[uid], with_value=options.with_values)
-            for uid in chosen
+            uid: evaluator.evaluate(uid, with_value=options.with_values) for uid in chosen
         },
         copies=copies,
         valid=tuple(sorted({*link.taken, *copies})),

@@ -1,9 +1,8 @@
 """Settings of a scorer: what is evaluated, and by which rules."""
 
 from datetime import timedelta
-from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.keys.gradients import ChainKeys
 from millrace.schemas.scores import ScoringRules
@@ -12,7 +11,7 @@ from millrace.storage import StoreSpec
 
 
 class ScorerOptions(BaseModel):
-    """Options of the evaluation of gradients."""
+    """Options of a scorer: which windows it scores, and how it evaluates gradients."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +36,13 @@ class ScorerOptions(BaseModel):
         "without the worker. It costs a merge for each worker.",
     )
     rules: ScoringRules = Field(default=ScoringRules(), description="Rules of the scores.")
+    until: int | None = Field(
+        title="Last window",
+        default=None,
+        ge=1,
+        description="Number of the last window to score; by default there is none.",
+    )
+    threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
 
 
 class ScorerSettings(ScorerOptions):
@@ -60,20 +66,8 @@ class ScorerSettings(ScorerOptions):
         gt=timedelta(0),
         description="Interval between two looks for a new window.",
     )
-    until: int | None = Field(
-        title="Last window",
-        default=None,
-        ge=1,
-        description="Number of the last window to score; by default there is none.",
-    )
-    threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
 
     @property
     def chain_keys(self) -> ChainKeys:
         """Keys of the run's chain."""
         return ChainKeys(self.run, self.version)
-
-    @model_validator(mode="after")
-    def _names_are_valid(self) -> Self:
-        _ = self.chain_keys.prefix
-        return self

@@ -43,7 +43,7 @@ class GatheredWindow:
     spare: tuple[str, ...]
     size: int
     seconds: float
-    written: Mapping[str, datetime] = field(default_factory=dict[str, datetime], repr=False)
+    written: Mapping[str, datetime] = field(repr=False)
 
     def exclude_all(self) -> "GatheredWindow":
         """Return the same window without a quorum: all of its valid gradients are excluded."""
@@ -51,7 +51,7 @@ class GatheredWindow:
             reason=ExclusionReason.QUORUM, sentence="It is valid, but too few others arrived."
         )
         excluded = {**self.excluded, **dict.fromkeys(self.taken, alone)}
-        return GatheredWindow({}, excluded, (), 0, self.seconds)
+        return GatheredWindow({}, excluded, (), 0, self.seconds, {})
 
 
 class QuorumError(errors.UnavailableError):

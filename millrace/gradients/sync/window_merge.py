@@ -151,7 +151,7 @@ def _list_merged_workers(
             size=gradients[uid].size,
             tokens=gradients[uid].header.tokens,
             samples=gradients[uid].header.samples,
-            written=written.get(uid),
+            written=written[uid],
         )
         for number, uid in enumerate(worker_factors.workers)
     }

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.score_gradients import ScoringInput, score_gradients
-from millrace.gradients import iterate_scores
+from flows.score_gradients import score_gradients
+from millrace.gradients import ScorerOptions, iterate_scores
 from millrace.storage import open_store, put, read
 from tests.prefect_server import PrefectServer
 from tests.support.scored_run import ScoredRun
@@ -38,7 +38,7 @@ def test_windows_are_scored_and_the_report_has_the_standings(
     given = {"bucket": (tmp_path / "bucket").as_uri(), "run": "runs/one"}
     given["loss"] = "loss_of_this_test:make"
 
-    done = prefect_api.call(score_gradients, **given, scoring=ScoringInput(until=2))
+    done = prefect_api.call(score_gradients, **given, scoring=ScorerOptions(until=2))
     assert done.code == 0, done.output
     done = prefect_api.call(score_gradients, **given)
     assert done.code == 0, done.output

@@ -1,6 +1,7 @@
 """Windows and epochs that a training still has to do."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -67,7 +68,14 @@ class Aggregator:
         previous = digest_link(read_link(store, chain, self.newest))
         self.newest += 1
         worker = MergedWorker(
-            scale=1, weight=1, share=1, norm=1, digest=compute_digest(b""), size=1, tokens=0
+            scale=1,
+            weight=1,
+            share=1,
+            norm=1,
+            digest=compute_digest(b""),
+            size=1,
+            tokens=0,
+            written=datetime.now(UTC),
         )
         link = ChainLink(
             run=chain.run, window=self.newest, step=self.newest, updates=(), codec=Codec(),

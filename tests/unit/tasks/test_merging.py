@@ -2,6 +2,7 @@
 
 import base64
 import re
+from datetime import UTC, datetime
 from xml.etree import ElementTree as ET
 
 from millrace.gradients import (
@@ -24,7 +25,14 @@ def link(
 ) -> ChainLink:
     taken = {
         uid: MergedWorker(
-            scale=1, weight=0.5, share=0.5, norm=norm, digest=DIGEST, size=1000, tokens=0
+            scale=1,
+            weight=0.5,
+            share=0.5,
+            norm=norm,
+            digest=DIGEST,
+            size=1000,
+            tokens=0,
+            written=datetime(2026, 1, 1, tzinfo=UTC),
         )
         for uid, norm in norms.items()
     }

@@ -59,7 +59,7 @@ def test_a_scorer_that_was_killed_goes_on_with_equal_scores(store: Store, tmp_pa
 
 def test_scores_stop_at_a_window(store: Store):
     run = make_run(store)
-    assert len(list(score_run(store, run.keys, run.compute_loss, until=2))) == 2
+    assert len(list(score_run(store, run.keys, run.compute_loss, ScorerOptions(until=2)))) == 2
     assert len(list(score_run(store, run.keys, run.compute_loss))) == 1
 
 
