@@ -8,7 +8,7 @@ import pytest
 from millrace.swarm.tracker import PieceOrder, Tracker
 from millrace.swarm.tracking.nodes import NodeState
 from millrace.swarm.tracking.selection import UploaderSelector
-from tests.unit.swarm.test_plan import Swarm
+from tests.integration.swarm.test_plan import Swarm
 
 NODES, PIECES = 24, 24
 select = UploaderSelector.select
