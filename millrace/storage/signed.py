@@ -47,7 +47,7 @@ _UNSIGNED = "UNSIGNED-PAYLOAD"
 _NOT_SUPPORTED = {400, 403, 501}  # answers of stores without unsigned bodies, or for other reasons
 _THROTTLED = {429, 503}
 _crc_checks: dict[tuple[str, str], bool] = {}
-"""Whether a store checks CRCs of unsigned bodies, by its endpoint and its bucket.
+"""True if a store checks CRCs of unsigned bodies, by its endpoint and its bucket.
 
 The policy of a bucket can refuse unsigned bodies.
 """

@@ -45,9 +45,9 @@ class Resumption(StrEnum):
     """Time at which a stopped driver continues."""
 
     MIDWAY = "midway"
-    """When the other driver opens a partition of the stopped driver."""
+    """The driver continues once the other one has opened a partition of it."""
     AFTERWARDS = "afterwards"
-    """When the other driver has ended."""
+    """The driver continues once the other one has ended."""
 
 
 def take_over(case: Case, *, workers_too: bool, resumption: Resumption) -> None:

@@ -6,7 +6,7 @@ cannot know how far the others are, adds its share. The states of all shares mak
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,6 +27,22 @@ KIND = "millrace-shard-loader"
 
 Numbers = tuple[int, int, int, int]
 """Numbers of a `StreamPosition`."""
+
+
+class ReaderProcess(NamedTuple):
+    """One of the processes that read an epoch together.
+
+    Attributes:
+        rank: Number of its rank.
+        worker: Number of the worker process of the rank.
+        world_size: Number of ranks.
+        workers: Number of worker processes of each rank.
+    """
+
+    rank: int
+    worker: int
+    world_size: int
+    workers: int
 
 
 class LoaderShare(BaseModel):
@@ -55,58 +71,77 @@ class LoaderShare(BaseModel):
     streams: dict[int, Numbers] | None = None
 
     @property
-    def process(self) -> Numbers:
-        """Rank and worker, and their numbers."""
-        return self.rank, self.worker, self.world_size, self.workers
+    def process(self) -> ReaderProcess:
+        """The process."""
+        return ReaderProcess(self.rank, self.worker, self.world_size, self.workers)
 
 
-class LoaderState(BaseModel):
-    """State of a loader.
+class OrderSettings(BaseModel):
+    """Values that decide the samples of each epoch, and their order.
 
     Attributes:
-        kind: Mark of such a state.
-        version: Version of the form of the state.
         manifest: Digest of the manifest.
         split: Split of the samples.
         seed: Seed of the order.
-        epoch: Number of the epoch.
         streams: Number of streams.
         window: Samples of a stream that are shuffled among themselves.
         shuffle: Whether the samples are shuffled.
         transform: Whether samples are transformed.
         pack: Number of tokens of a sequence; None without packing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    manifest: str
+    split: str
+    seed: int
+    streams: int = Field(ge=1)
+    window: int = Field(ge=1)
+    shuffle: bool
+    transform: bool
+    pack: int | None
+
+    @property
+    def makes_samples(self) -> bool:
+        """True if samples are made of the rows, so that their number is not known before."""
+        return self.transform or self.pack is not None
+
+
+class LoaderState(OrderSettings):
+    """State of a loader.
+
+    Attributes:
+        kind: Mark of such a state.
+        version: Version of the form of the state.
+        epoch: Number of the epoch.
         position: Position before which all samples of the epoch were received.
         ahead: Number of samples beyond it that were received, by the stream.
         positions: Position of each stream instead, if samples are transformed or packed.
         share: Share of one process, if the state is that of one process only.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["millrace-shard-loader"] = KIND
     version: Literal[1] = 1
-    manifest: str
-    split: str
-    seed: int
     epoch: int = Field(ge=0)
-    streams: int = Field(ge=1)
-    window: int = Field(ge=1)
-    shuffle: bool
-    transform: bool
-    pack: int | None
     position: int = 0
     ahead: dict[int, int] = {}
     positions: list[Numbers] | None = None
     share: LoaderShare | None = None
 
-    def get_process(self) -> Numbers | None:
-        """Return rank, worker, and their numbers of the share; None for a state of all."""
+    @property
+    def process(self) -> ReaderProcess | None:
+        """The process whose share the state has; None for a state of all."""
         return self.share.process if self.share else None
 
     def start_epoch(self, epoch: int) -> "LoaderState":
         """Return the state of the beginning of an epoch."""
         none: dict[str, Any] = {"position": 0, "ahead": {}, "positions": None, "share": None}
         return self.model_copy(update={**none, "epoch": epoch})
+
+    def replace_positions(self, positions: list[list[int]]) -> "LoaderState":
+        """Return the state with the position of each stream instead of one for all."""
+        changed: dict[str, Any] = {"positions": positions, "position": 0, "ahead": {}}
+        return LoaderState.model_validate({**self.model_dump(), **changed})
 
 
 def find_states(saved: Any) -> Iterator[LoaderState]:
@@ -208,19 +243,19 @@ def combine_states(states: Sequence[LoaderState], lengths: Counts) -> LoaderStat
         )
     if len({share.remainder for share in known.values()}) > 1:
         raise ConfigurationError("The states to load are of loaders with different `remainder`.")
-    if first.transform or first.pack:
+    if first.makes_samples:
         return _combine_positions(without, known, lengths)
     return _combine_counts(without, known, lengths)
 
 
 def _combine_positions(
-    state: LoaderState, known: Mapping[Numbers, LoaderShare], lengths: Counts
+    state: LoaderState, known: Mapping[ReaderProcess, LoaderShare], lengths: Counts
 ) -> LoaderState:
     _, _, world_size, workers = next(iter(known))
     positions = [one.list_numbers() for one in read_positions(state, lengths)]
     for rank in range(world_size):
         for worker in range(workers):
-            share = known.get((rank, worker, world_size, workers))
+            share = known.get(ReaderProcess(rank, worker, world_size, workers))
             if share is None or share.streams is None:
                 raise _make_missing_error(rank, worker, world_size, workers)
             for stream, numbers in share.streams.items():
@@ -229,11 +264,11 @@ def _combine_positions(
                 positions[stream] = list(numbers)
     if all(share.is_ended for share in known.values()):
         return state.start_epoch(state.epoch + 1)
-    return LoaderState.model_validate({**state.model_dump(), "positions": positions, "ahead": {}})
+    return state.replace_positions(positions)
 
 
 def _combine_counts(
-    state: LoaderState, known: Mapping[Numbers, LoaderShare], lengths: Counts
+    state: LoaderState, known: Mapping[ReaderProcess, LoaderShare], lengths: Counts
 ) -> LoaderState:
     some, _, world_size, workers = next(iter(known))
     counts = read_counts(state, lengths)
@@ -242,10 +277,12 @@ def _combine_counts(
     ends = compute_ends(counts, lengths, dealt, remainder)
     reached = counts.copy()
     for rank, own in enumerate(dealt):
-        is_known = remainder is Remainder.KEEP or (rank, 0, world_size, workers) in known
+        is_known = (
+            remainder is Remainder.KEEP or ReaderProcess(rank, 0, world_size, workers) in known
+        )
         like = rank if is_known else some
         for worker, streams in enumerate(own):
-            share = known.get((like, worker, world_size, workers))
+            share = known.get(ReaderProcess(like, worker, world_size, workers))
             if share is None:
                 raise _make_missing_error(like, worker, world_size, workers)
             reached[streams] = advance_counts(counts[streams], ends[streams], share.received)

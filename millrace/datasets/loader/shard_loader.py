@@ -12,32 +12,26 @@ from millrace.datasets.formats.tokens import find_tokens
 from millrace.datasets.loader.dataset_files import ProcessFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.loader.epoch_order import EpochOrder
+from millrace.datasets.loader.epoch_progress import EpochProgress
 from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.loader_state import (
     LoaderShare,
     LoaderState,
+    OrderSettings,
+    ReaderProcess,
     combine_states,
     find_states,
-    read_counts,
-    read_positions,
 )
 from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
 from millrace.datasets.loader.sample_stream import (
-    StreamPosition,
     StreamSteps,
     Transform,
     iterate_samples,
     iterate_transformed,
 )
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
-from millrace.datasets.loader.stream_counts import (
-    Remainder,
-    advance_counts,
-    compute_ends,
-    deal_streams,
-    encode_counts,
-)
+from millrace.datasets.loader.stream_counts import Remainder, compute_ends, deal_streams
 from millrace.datasets.loader.window_queue import StreamWindows
 from millrace.datasets.verify import read_manifest
 from millrace.digest import BLOCK_SIZE
@@ -136,41 +130,46 @@ class ShardLoader:
         keys = DatasetKeys(name)
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
-        self._seed, self._shuffle = seed, shuffle
-        self._rank, self._world_size = rank, world_size
-        self._batch_size = batch_size
-        self._streams = _choose_streams(self.table, streams, world_size, shuffle=shuffle)
         _check_numbers(rank, world_size, batch_size, pack)
-        self._window = window or max(
-            1, int(buffer_bytes / self._streams / max(1.0, self.table.mean_size))
-        )
+        streams = _choose_streams(self.table, streams, world_size, shuffle=shuffle)
         field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
         self._steps = StreamSteps(transform, pack, field or "tokens")
+        self._settings = OrderSettings(
+            manifest=self.table.digest,
+            split=split,
+            seed=seed,
+            streams=streams,
+            window=window or max(1, int(buffer_bytes / streams / max(1.0, self.table.mean_size))),
+            shuffle=shuffle,
+            transform=transform is not None,
+            pack=pack,
+        )
         self._remainder = _choose_remainder(remainder, self._steps)
-        self._worker, self._workers = 0, 1
+        self._batch_size = batch_size
+        self._process = ReaderProcess(rank, 0, world_size, 1)
         self._iteration = 0
-        self._begin(LoaderState(**self._make_settings(), epoch=0))
-        if self._order.total < world_size:
+        self._progress = self._begin(self._make_state(epoch=0))
+        if self.samples < world_size:
             raise errors.ConfigurationError(
-                f"The split {split!r} has {self._order.total} samples, fewer than the {world_size} "
+                f"The split {split!r} has {self.samples} samples, fewer than the {world_size} "
                 "ranks. Use fewer ranks."
             )
-        if self._remainder is Remainder.PAD and self._order.total < self._streams:
+        if self._remainder is Remainder.PAD and self.samples < streams:
             raise errors.ConfigurationError(
-                f"The split {split!r} has {self._order.total} samples, fewer than the "
-                f"{self._streams} streams, and a stream without samples has none to repeat. Use "
-                "fewer streams, or another `remainder`."
+                f"The split {split!r} has {self.samples} samples, fewer than the {streams} "
+                "streams, and a stream without samples has none to repeat. Use fewer streams, or "
+                "another `remainder`."
             )
 
     @property
     def epoch(self) -> int:
         """Number of the current epoch. After its end, that of the next one."""
-        return self._start.epoch + self._is_ended
+        return self._progress.epoch
 
     @property
     def samples(self) -> int:
         """Number of samples of an epoch, of all ranks, before `transform` and `pack`."""
-        return self._order.total
+        return self._progress.order.total
 
     def make_mirror_report(self) -> MirrorReport:
         """Return the work of each location in this process, for mirrors and for the cache."""
@@ -182,11 +181,11 @@ class ShardLoader:
 
         Where `remainder` is ``keep``, it is that of this rank.
         """
-        lengths = self._order.lengths
+        lengths = self._progress.order.lengths
         none = np.zeros_like(lengths)
-        dealt = deal_streams(none, self._world_size)
+        dealt = deal_streams(none, self._process.world_size)
         ends = compute_ends(none, lengths, dealt, self._remainder)
-        return int(ends[dealt[self._rank][0]].sum())
+        return int(ends[dealt[self._process.rank][0]].sum())
 
     def seek(self, epoch: int, received: int) -> None:
         """Go to the place in an epoch at which this rank has received a number of samples.
@@ -199,18 +198,17 @@ class ShardLoader:
             ConfigurationError: The rank has fewer samples. Or samples are transformed or packed,
                 whose number is not known before they are read, or there are worker processes.
         """
-        if self._steps or self._workers > 1 or not 0 <= received <= self.rank_samples:
+        if self._steps or self._process.workers > 1 or not 0 <= received <= self.rank_samples:
             raise errors.ConfigurationError(
                 f"The loader cannot go to {received} of the {self.rank_samples} samples of its "
                 "rank. That needs a number in this range, a loader without `transform` and `pack`, "
                 "and no worker processes. Otherwise load a state."
             )
-        self._iteration += 1
         share = LoaderShare(
-            rank=self._rank, world_size=self._world_size, worker=0, workers=1,
-            remainder=self._remainder, received=received, is_ended=False, streams=None,
+            **self._process._asdict(), remainder=self._remainder, received=received,
+            is_ended=False, streams=None,
         )  # fmt: skip
-        self._begin(LoaderState(**self._make_settings(), epoch=epoch, share=share))
+        self._go_to(self._make_state(epoch=epoch, share=share))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch.
@@ -223,17 +221,16 @@ class ShardLoader:
                 iteration has begun. Or a field without a type cannot be decoded.
         """
         self._files.open()
-        if self._is_ended:
-            self._begin(self._start.start_epoch(self.epoch))
+        if self._progress.is_ended:
+            self._progress = self._begin(self._progress.start_epoch(self.epoch))
         self._iteration += 1
         samples = self._iterate(self._iteration)
         return samples if self._batch_size is None else self._batch(samples, self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is."""
-        if epoch != self._start.epoch or self._is_ended:
-            self._iteration += 1
-            self._begin(self._start.start_epoch(epoch))
+        if epoch != self.epoch or self._progress.is_ended:
+            self._go_to(self._progress.start_epoch(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.
@@ -241,7 +238,7 @@ class ShardLoader:
         Ranks that have received equally many samples have equal states. Where `remainder` is
         ``keep``, the states of all ranks are needed to resume with another number of ranks.
         """
-        return self._make_state().model_dump(mode="json")
+        return self._progress.make_state().model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go to the position of a state, with any number of ranks and workers.
@@ -258,14 +255,17 @@ class ShardLoader:
         for one in states:
             self._check_state(one)
         if states:
-            self._streams, self._window = states[0].streams, states[0].window
-            _choose_streams(self.table, self._streams, self._world_size, shuffle=self._shuffle)
-        self._iteration += 1
-        if len(states) == 1 and states[0].get_process() in {None, self._own_process}:
-            self._begin(states[0])
+            first = states[0]
+            _choose_streams(
+                self.table, first.streams, self._process.world_size, shuffle=first.shuffle
+            )
+            changed = {"streams": first.streams, "window": first.window}
+            self._settings = self._settings.model_copy(update=changed)
+        if len(states) == 1 and states[0].process in {None, self._process}:
+            self._go_to(states[0])
         else:
-            order = self._make_order(states[0].epoch) if states else self._order
-            self._begin(combine_states(states, order.lengths))
+            order = self._make_order(states[0].epoch) if states else self._progress.order
+            self._go_to(combine_states(states, order.lengths))
 
     def read_as_worker(self, worker: int, workers: int) -> None:
         """Take the share of one of several worker processes of this rank.
@@ -277,16 +277,11 @@ class ShardLoader:
         Raises:
             ConfigurationError: The rank has received transformed samples in another process.
         """
-        if (worker, workers) == (self._worker, self._workers):
-            return
-        state = self._make_state() if self._received else self._start
-        if state.share is not None:
-            raise errors.ConfigurationError(
-                "This rank has received transformed samples in another process, so its streams "
-                "cannot be dealt to workers. Load the states of all ranks, as a list."
-            )
-        self._worker, self._workers = worker, workers
-        self._begin(state)
+        process = self._process._replace(worker=worker, workers=workers)
+        if process != self._process:
+            state = self._progress.make_undealt_state()
+            self._process = process
+            self._progress = self._begin(state)
 
     def as_torch_dataset(self) -> "TorchShards":
         """Return this loader as an ``IterableDataset`` of PyTorch, for a ``DataLoader``.
@@ -300,99 +295,30 @@ class ShardLoader:
 
         return TorchShards(self)
 
-    @property
-    def _own_process(self) -> tuple[int, int, int, int]:
-        return self._rank, self._worker, self._world_size, self._workers
-
-    def _make_settings(self) -> dict[str, Any]:
-        """Return the values of a state that decide the order."""
-        return {
-            "manifest": self.table.digest,
-            "split": self.table.split,
-            "seed": self._seed,
-            "streams": self._streams,
-            "window": self._window,
-            "shuffle": self._shuffle,
-            "transform": self._steps.transform is not None,
-            "pack": self._steps.pack,
-        }
+    def _make_state(self, epoch: int, share: LoaderShare | None = None) -> LoaderState:
+        return LoaderState(**self._settings.model_dump(), epoch=epoch, share=share)
 
     def _make_order(self, epoch: int) -> EpochOrder:
         return EpochOrder(
             [shard.samples for shard in self.table.shards],
-            seed=self._seed,
+            seed=self._settings.seed,
             epoch=epoch,
-            streams=self._streams,
-            window=self._window,
-            shuffle=self._shuffle,
+            streams=self._settings.streams,
+            window=self._settings.window,
+            shuffle=self._settings.shuffle,
         )
 
-    def _begin(self, state: LoaderState) -> None:
-        """Go to a state, and deal the streams anew."""
-        self._order = self._make_order(state.epoch)
-        lengths = self._order.lengths
-        counts = read_counts(state, lengths)
-        self._start = state.model_copy(update={"share": None})
-        self._counts = counts
-        self._dealt = deal_streams(counts, self._world_size, self._workers)
-        self._ends = compute_ends(counts, lengths, self._dealt, self._remainder)
-        own = self._dealt[self._rank][self._worker]
-        positions = read_positions(state, lengths)
-        self._positions = {stream: positions[stream] for stream in own}
-        self._received, self._is_ended = 0, False
-        if state.share is not None and state.share.process == self._own_process:
-            self._resume_share(state.share)
+    def _begin(self, state: LoaderState) -> EpochProgress:
+        """Return the progress of a state, for which the streams are dealt anew."""
+        order = self._make_order(state.epoch)
+        return EpochProgress(state, order, self._process, self._remainder)
 
-    def _resume_share(self, share: LoaderShare) -> None:
-        """Move the streams of this process to what it had received."""
-        own = list(self._positions)
-        self._received = share.received
-        if share.streams is not None:
-            if sorted(share.streams) != own:
-                raise errors.ConfigurationError("The state of the loader has other streams.")
-            self._positions = {one: StreamPosition(*share.streams[one]) for one in own}
-            return
-        reached = advance_counts(self._counts[own], self._ends[own], share.received)
-        lengths = self._order.lengths[own]
-        for stream, count, length in zip(own, reached.tolist(), lengths.tolist(), strict=True):
-            self._positions[stream] = StreamPosition(count, min(count, length))
-
-    def _make_state(self) -> LoaderState:
-        is_alone = self._world_size == self._workers == 1
-        is_share = not is_alone and (self._workers > 1 or self._remainder is Remainder.KEEP)
-        if self._is_ended and not is_share:
-            return self._start.start_epoch(self.epoch)
-        if is_alone and self._steps:
-            numbers = [self._positions[one].list_numbers() for one in range(self._streams)]
-            changed: dict[str, Any] = {"positions": numbers, "position": 0, "ahead": {}}
-            return LoaderState.model_validate({**self._start.model_dump(), **changed})
-        if is_alone:
-            reached = np.array([self._positions[one].row for one in range(self._streams)])
-            position, ahead = encode_counts(reached, self._order.lengths)
-            return self._start.model_copy(update={"position": position, "ahead": ahead})
-        state = self._start.model_copy(update={"share": self._make_share()})
-        return state if is_share else combine_states([state], self._order.lengths)
-
-    def _make_share(self) -> LoaderShare:
-        streams = None
-        if self._steps:
-            streams = {
-                stream: (one.outputs, one.row, one.part, one.token)
-                for stream, one in self._positions.items()
-            }
-        return LoaderShare(
-            rank=self._rank,
-            world_size=self._world_size,
-            worker=self._worker,
-            workers=self._workers,
-            remainder=self._remainder,
-            received=self._received,
-            is_ended=self._is_ended,
-            streams=streams,
-        )
+    def _go_to(self, state: LoaderState) -> None:
+        """Go to a state, and end the current iteration."""
+        self._iteration += 1
+        self._progress = self._begin(state)
 
     def _check_state(self, state: LoaderState) -> None:
-        own = self._make_settings()
         if state.manifest != self.table.digest:
             raise errors.ConfigurationError(
                 f"The state is of another dataset, or of another version of it: the manifest had "
@@ -400,10 +326,11 @@ class ShardLoader:
                 f"{self.table.digest}. Open the dataset of the state, or begin a new epoch."
             )
         for name in ("split", "seed", "shuffle", "transform", "pack"):
-            if getattr(state, name) != own[name]:
+            theirs, own = getattr(state, name), getattr(self._settings, name)
+            if theirs != own:
                 raise errors.ConfigurationError(
-                    f"The state is of a loader with {name}={getattr(state, name)!r}, and this one "
-                    f"has {name}={own[name]!r}. Open the loader as it was when the state was saved."
+                    f"The state is of a loader with {name}={theirs!r}, and this one has "
+                    f"{name}={own!r}. Open the loader as it was when the state was saved."
                 )
 
     def _batch(self, samples: Iterator[LoadedSample], size: int) -> Iterator[list[LoadedSample]]:
@@ -417,14 +344,10 @@ class ShardLoader:
             yield batch
 
     def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
-        own = list(self._positions)
-        open_streams = [
-            stream
-            for stream in own
-            if self._steps or self._positions[stream].outputs < int(self._ends[stream])
-        ]
+        progress, settings = self._progress, self._settings
+        open_streams = progress.list_open_streams()
         share = max(1, len(open_streams))
-        part = round(self._window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
+        part = round(settings.window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._files.open(),
             self.table,
@@ -433,48 +356,42 @@ class ShardLoader:
         )
         pool = DaemonThreadPool(min(_MAX_THREADS, share), "shard-windows")
         try:
-            depth = min(_MAX_DEPTH, max(1, self._streams // share // 2))
-            samples = {one: self._open_stream(one, fetcher, pool, depth) for one in open_streams}
-            for sample in self._take_turns(samples):
+            depth = min(_MAX_DEPTH, max(1, settings.streams // share // 2))
+            samples = {
+                stream: self._open_stream(progress, stream, fetcher, pool, depth)
+                for stream in open_streams
+            }
+            turns = progress.take_turns(samples)
+            while True:
                 if iteration != self._iteration:
                     raise errors.ConfigurationError(
                         "A later iteration of the loader has begun, or its state was loaded. End "
                         "this one first."
                     )
-                self._received += 1
+                sample = next(turns, None)
+                if sample is None:
+                    return
                 yield sample
-            self._is_ended = True
         finally:
             pool.shutdown()
             fetcher.close()
 
     def _open_stream(
-        self, stream: int, fetcher: ShardFetcher, pool: DaemonThreadPool, depth: int
+        self,
+        progress: EpochProgress,
+        stream: int,
+        fetcher: ShardFetcher,
+        pool: DaemonThreadPool,
+        depth: int,
     ) -> Iterator[LoadedSample]:
-        position, length = self._positions[stream], int(self._order.lengths[stream])
-        windows = StreamWindows(self.table, self._order, fetcher, stream=stream)
+        position, order = progress.positions[stream], progress.order
+        length = int(order.lengths[stream])
+        windows = StreamWindows(self.table, order, fetcher, stream=stream)
         start = position.row if self._steps else min(position.row, length - 1)
         rows = windows.iterate_rows(start, depth=depth, pool=pool)
         if self._steps:
             return iterate_transformed(rows, position, self._steps)
-        return iterate_samples(rows, position, length=length, end=int(self._ends[stream]))
-
-    def _take_turns(self, samples: dict[int, Iterator[LoadedSample]]) -> Iterator[LoadedSample]:
-        """Yield samples in the order of their positions: by index in the stream, then stream."""
-        turns = [(self._positions[stream], found) for stream, found in samples.items()]
-        level = min((position.outputs for position, _ in turns), default=0)
-        while turns:
-            ended: list[StreamPosition] = []
-            for position, found in turns:
-                if position.outputs == level:
-                    sample = next(found, None)
-                    if sample is None:
-                        ended.append(position)
-                    else:
-                        yield sample
-            if ended:
-                turns = [turn for turn in turns if not any(turn[0] is one for one in ended)]
-            level += 1
+        return iterate_samples(rows, position, length=length, end=progress.get_end(stream))
 
 
 def _find_dataset(source: FileLocations, dataset: str | None) -> tuple[list[StoreSpec], str]:

@@ -112,7 +112,7 @@ ENDS = {
     "release-machines": "has no rental 'fleet'",
     "score-gradients": "has no link: the run has not begun",
 }
-"""What runs say that cannot do more here: a value of the form has reached the engine."""
+"""Messages of runs that cannot do more here: a value of the form has reached the engine."""
 
 
 @pytest.fixture
