@@ -291,11 +291,11 @@ def report_offers(name: str, wanted: int, found: Sequence[Offer]) -> None:
     rows = [
         (
             one.id, f"{one.gpus} x {one.gpu}, {one.gpu_memory:.0f} GB", one.location,
-            f"{one.reliability:.3f}", f"{one.dollars_per_hour:.3f}", f"{one.expected_cost:.2f}",
+            f"{one.reliability:.3f}", f"{one.dollars_per_hour:.3f}", f"${one.expected_cost:.2f}",
         )
         for one in found[:_SHOWN]
     ]  # fmt: skip
-    columns = (">offer", "GPU", "location", ">reliability", ">$/h", ">dollars in all")
+    columns = (">Offer", "GPU", "Location", ">Reliability", ">$/h", ">Expected cost")
     text = join_blocks(
         format_markdown(
             "**Nothing was rented.** {} of Vast.ai fit {}, which needs {}.",
