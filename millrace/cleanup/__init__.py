@@ -1,7 +1,8 @@
 """Delete what nobody needs from buckets, by rules and after a plan was shown."""
 
 from millrace.checkpoints import VerifyDepth
-from millrace.cleanup.copying import CopyOutcome, CopyResult, copy_objects
+from millrace.cleanup.copy_result import CopyOutcome, CopyResult
+from millrace.cleanup.copying import copy_objects
 from millrace.cleanup.executor import CleanupResult, execute
 from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (

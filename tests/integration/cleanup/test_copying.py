@@ -237,8 +237,8 @@ def send_and_count(self, *arguments):
 multipart.PartUpload._send = send_and_count
 multipart.PartUpload._complete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 here, there = (open_store(StoreSpec.model_validate_json(one)) for one in (source, target))
-import millrace.cleanup.copying as copying
-copying._PART_CONCURRENCY = 1
+import millrace.cleanup.object_copier as object_copier
+object_copier._PART_CONCURRENCY = 1
 copy_objects(here, there)
 """
 
@@ -270,11 +270,11 @@ def test_a_killed_copy_continues_within_a_large_object(
 
 KILLED_STREAM = """
 import json, os, signal, sys, time
-from millrace.cleanup import copying
+from millrace.cleanup import copy_objects, object_copier
 from millrace.storage import StoreSpec, list_uploads, measure_upload, open_store
 
 here, there = (open_store(StoreSpec.model_validate(json.loads(one))) for one in sys.argv[1:])
-stream = copying.stream
+stream = object_copier.stream
 
 def stream_and_kill(*arguments, **options):
     for number, block in enumerate(stream(*arguments, **options)):
@@ -284,8 +284,8 @@ def stream_and_kill(*arguments, **options):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-copying.stream = stream_and_kill
-copying.copy_objects(here, there)
+object_copier.stream = stream_and_kill
+copy_objects(here, there)
 """
 
 
