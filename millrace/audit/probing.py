@@ -11,16 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from millrace import errors
 from millrace.audit.outcomes import classify_error
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import Backend, Store
 from millrace.storage.signed import describe_body_check
-
-if TYPE_CHECKING:
-    from millrace.checkpoints import Destination
 
 REQUEST_TIMEOUT = timedelta(seconds=20)
 """Longest time that each request of a probe is retried, by default."""
@@ -44,6 +41,16 @@ class ProbeVerdict(StrEnum):
     def exit_code(self) -> int:
         """Exit code of `millrace checkpoint probe`: 0 if ready, else from 11 on in this order."""
         return 0 if self is ProbeVerdict.READY else 10 + list(ProbeVerdict).index(self)
+
+
+_ERRORS: dict[ProbeVerdict, type[errors.MillraceError]] = {
+    ProbeVerdict.NOT_FOUND: errors.NotFoundError,
+    ProbeVerdict.THROTTLED: errors.UnavailableError,
+    ProbeVerdict.UNREACHABLE: errors.UnavailableError,
+    ProbeVerdict.TOO_SLOW: errors.UnavailableError,
+    ProbeVerdict.WRONG: errors.CorruptError,
+    ProbeVerdict.NO_SPACE: errors.NoSpaceError,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +77,50 @@ class ProbeResult:
         """True if a job can save to the destination."""
         return self.verdict is ProbeVerdict.READY
 
+    def check(self, url: str) -> None:
+        """Raise an error, unless the destination is ready.
 
-def check_checkpoint_destination(destination: "Destination", job: str) -> None:
-    """Refuse a destination to which a job cannot save checkpoints.
+        Args:
+            url: URL of the destination.
 
-    Raises:
-        DeniedError: The probe of the destination failed.
-    """
-    found = probe(destination, job)
-    if not found.is_ready:
-        raise errors.DeniedError(f"{destination.url}: {found.verdict}: {found.reason}")
+        Raises:
+            UnavailableError, NotFoundError, NoSpaceError, CorruptError, DeniedError: By the
+                verdict.
+        """
+        if not self.is_ready:
+            kind = _ERRORS.get(self.verdict, errors.DeniedError)
+            raise kind(f"{url}: {self.verdict}: {self.reason}")
+
+
+class ProbedDestination(Protocol):
+    """Destination that can be probed, such as each one of `millrace.checkpoints`."""
+
+    @property
+    def url(self) -> str:
+        """URL of the destination, without credentials."""
+        ...
+
+    @property
+    def store(self) -> Store | None:
+        """Store of the destination; None for the Hub."""
+        ...
+
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Make the requests of a save with a sample, and return its bytes per second."""
+        ...
+
+
+def check_checkpoint_destination(destination: ProbedDestination, job: str) -> None:
+    """Refuse a destination to which a job cannot save checkpoints, see `ProbeResult.check`."""
+    probe(destination, job).check(destination.url)
 
 
 def probe(
-    destination: "Destination",
+    destination: ProbedDestination,
     job: str,
     *,
     size: int = 0,
+    members: int = 1,
     within: timedelta | None = None,
     timeout: timedelta = REQUEST_TIMEOUT,
 ) -> ProbeResult:
@@ -96,6 +130,7 @@ def probe(
         destination: Destination of the checkpoints.
         job: Name of the job.
         size: Size of a checkpoint in bytes, to check its time and space; 0 to check neither.
+        members: Number of members that upload it together.
         within: Longest time of an upload, such as that of the cooldown.
         timeout: Limit on the time for retries of each request.
 
@@ -116,7 +151,7 @@ def probe(
     if lacking and all("multipart" in name for name in lacking):
         reason = f"{url} accepts small objects, but no large ones.{_advise_permissions(lacking)}"
         return ProbeResult(ProbeVerdict.READ_ONLY, reason)
-    expected = size / rate
+    expected = size / members / rate
     free = _find_free_space(store)
     if free is not None and free < size:
         reason = (
@@ -125,8 +160,10 @@ def probe(
         )
         return ProbeResult(ProbeVerdict.NO_SPACE, reason, rate, expected, body_check)
     if within is not None and expected > within.total_seconds():
+        whole = f"a checkpoint of {size:,} bytes"
+        share = whole if members == 1 else f"a share of one in {members} of {whole}"
         reason = (
-            f"At {rate / 1e6:.1f} MB/s a checkpoint of {size:,} bytes takes {expected:.0f} s, and "
+            f"At {rate / 1e6:.1f} MB/s {share} takes {expected:.0f} s, and "
             f"{within.total_seconds():.0f} s are allowed: make the cooldown longer, or let more "
             "members upload."
         )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from millrace.checkpoints.cooldown.epoch_records import count_epochs_without_checkpoint
     from millrace.checkpoints.cooldown.epochs import EpochSaver
     from millrace.checkpoints.cooldown.member import MemberSettings, SavedSource, end_epoch
-    from millrace.checkpoints.cooldown.membership import Membership
+    from millrace.checkpoints.cooldown.membership import ExpectedUpload, Membership
     from millrace.checkpoints.cooldown.result import EpochResult
     from millrace.checkpoints.cooldown.watch import EpochStatus, watch_epoch_end
     from millrace.checkpoints.destinations import (
@@ -60,6 +60,7 @@ __all__ = [
     "EpochResult",
     "EpochSaver",
     "EpochStatus",
+    "ExpectedUpload",
     "HubSpec",
     "LoadedCheckpoint",
     "MemberSettings",
@@ -110,6 +111,7 @@ _MODULES = {
     "EpochSaver": "cooldown.epochs",
     "LoadedCheckpoint": "loading",
     "MemberSettings": "cooldown.member",
+    "ExpectedUpload": "cooldown.membership",
     "Membership": "cooldown.membership",
     "OnTimeout": "settings",
     "CooldownOutcome": "cooldown.result",

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from millrace import errors
 from millrace.checkpoints.contents import open_content
 from millrace.checkpoints.cooldown.cooldown import cool_down
-from millrace.checkpoints.cooldown.membership import Membership
+from millrace.checkpoints.cooldown.membership import ExpectedUpload, Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings
@@ -90,11 +90,14 @@ def end_epoch(
         UnavailableError: Other members are missing, or the store does not answer.
     """
     source, checkpoint = settings.source.open()
-    with Membership(open_store(settings.store), settings.job, member, settings.ttl) as one:
+    content = open_content(source, checkpoint)
+    expected = ExpectedUpload(content.size, settings.members, settings.cooldown.time)
+    store = open_store(settings.store)
+    with Membership(store, settings.job, member, settings.ttl, expected=expected) as one:
         one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
         cooled = cool_down(
             one,
-            open_content(source, checkpoint),
+            content,
             epoch=settings.epoch,
             run=checkpoint.run,
             position=checkpoint.position,

@@ -1,26 +1,48 @@
 """Members of a job: their leases show that they live."""
 
+import logging
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
 from millrace import errors
+from millrace.audit import ProbeVerdict, probe
+from millrace.checkpoints.destinations.bucket import try_writes
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.members import make_member_lease, make_member_scope
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.storage import Store, exists
+
+log = logging.getLogger(__name__)
 
 _GROUP = "members"
 _TTL = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedUpload:
+    """Upload of a checkpoint by members together.
+
+    Attributes:
+        size: Size of the checkpoint in bytes.
+        members: Number of members that upload it.
+        within: Longest time of the upload; None for any.
+    """
+
+    size: int = 0
+    members: int = 1
+    within: timedelta | None = None
+
+
 class Membership:
     """Membership in a job, as a context: a lease and its heartbeat.
 
-    The end of the context ends the membership. A killed member counts as dead after ``ttl`` without
-    a heartbeat.
+    Who cannot save does not join: the begin of the context creates, reads, overwrites and deletes
+    a sample of 4 MiB. The end of the context ends the membership. A killed member counts as dead
+    after ``ttl`` without a heartbeat.
 
     Args:
         store: Store that the member writes to.
@@ -32,6 +54,7 @@ class Membership:
             ``store`` allow only the member's own prefixes. Then the owner of the job commits
             rosters, checkpoints and epochs (`millrace.checkpoints.watch_epoch_end`). By default
             the members commit them.
+        expected: Upload that the destination must have space for, and should have time for.
 
     Attributes:
         confined: Whether the member writes below its own prefixes only.
@@ -45,7 +68,9 @@ class Membership:
         ttl: timedelta = _TTL,
         *,
         reads: Store | None = None,
+        expected: ExpectedUpload | None = None,
     ) -> None:
+        self._expected = expected or ExpectedUpload()
         self.store, self.job, self.member, self.ttl = store, job, member, ttl
         self.reads, self.confined = reads or store, reads is not None
         self._keys = make_member_lease(job, member)
@@ -57,10 +82,13 @@ class Membership:
 
         Raises:
             ConflictError: A live member has the same name.
-            DeniedError: The credentials may not write to the job.
+            DeniedError: The credentials may not write, overwrite or delete objects of the member.
+            NoSpaceError: The folder has too little space for the checkpoint.
+            UnavailableError: The store does not answer.
         """
+        scope = make_member_scope(self.job, self.member)
+        self._check_destination(scope if self.confined else self.job)
         with ExitStack() as stack:
-            scope = make_member_scope(self.job, self.member)
             self.clock = StoreClock.read(self.store, scope, self.holder)
             self.census = make_census(self.reads, self.job, self.clock)
             lease = self._acquire_lease()
@@ -96,6 +124,22 @@ class Membership:
                 )
             time.sleep(_POLL_INTERVAL)
 
+    def _check_destination(self, scope: str) -> None:
+        """Refuse to join without what a save needs. An upload that takes long is only warned of."""
+        destination, expected = _MemberDestination(self.store, scope), self._expected
+        found = probe(
+            destination,
+            self.job,
+            size=expected.size,
+            members=expected.members,
+            within=expected.within,
+            timeout=self.store.spec.retry_timeout,
+        )
+        if found.verdict is ProbeVerdict.TOO_SLOW:
+            log.warning("%s: %s", destination.url, found.reason)
+        else:
+            found.check(destination.url)
+
     def _acquire_lease(self) -> Lease:
         got = await_lease(self.store, self._keys, self.holder, self.ttl, self.clock)
         if isinstance(got, HeldLease):
@@ -104,6 +148,28 @@ class Membership:
                 f"process {got.holder.pid}: give this member another name."
             )
         return got
+
+
+@dataclass(frozen=True, slots=True)
+class _MemberDestination:
+    """Destination of the uploads of a member.
+
+    Attributes:
+        store: Store that the member writes to.
+        scope: Scope in which it may write.
+    """
+
+    store: Store
+    scope: str
+
+    @property
+    def url(self) -> str:
+        """URL of the scope."""
+        return self.store.make_url(self.scope)
+
+    def try_save(self, job: str, *, timeout: timedelta) -> float:
+        """Create, read, overwrite and delete a sample."""
+        return try_writes(self.store.with_retry_timeout(timeout), self.scope)
 
 
 def make_census(store: Store, job: str, clock: StoreClock) -> Census:

@@ -23,6 +23,43 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, create, delete, list_objects, put, read
 
 
+def try_writes(store: Store, scope: str) -> float:
+    """Create, read, overwrite and delete a sample under a scope.
+
+    Returns:
+        Rate of the upload in bytes per second.
+
+    Raises:
+        ReadOnlyError: The credentials may list, but not write, overwrite or delete.
+        DeniedError, NotFoundError, UnavailableError: A request fails.
+        CorruptError: The store returns other bytes than were written.
+    """
+    key = make_write_probe_key(scope, secrets.token_hex(8))
+    url = store.make_url(key)
+    next(list_objects(store, f"{scope}/"), None)
+    body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
+    with mark_read_only():
+        try:
+            began = time.monotonic()
+            # If the object exists, an earlier try has created it, and its answer was lost.
+            with suppress(errors.ExistsError):
+                create(store, key, body)
+            rate = len(body) / max(time.monotonic() - began, 1e-6)
+            check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
+            put(store, key, other)
+            check_sample(url, read(store, key, max_size=SAMPLE_SIZE), other)
+        except BaseException:
+            with suppress(errors.MillraceError):
+                delete(store, [key])
+            raise
+        if failures := delete(store, [key]):
+            raise errors.ReadOnlyError(
+                f"{url} could not be deleted ({failures[0].reason}): allow deletion, so that old "
+                "checkpoints can be removed. Delete this object by hand."
+            )
+    return rate
+
+
 @dataclass(frozen=True, slots=True)
 class StoreDestination:
     """Destination in a store, with each file as an object under its digest.
@@ -40,31 +77,7 @@ class StoreDestination:
 
     def try_save(self, job: str, *, timeout: timedelta) -> float:
         """Create, read, overwrite and delete an object under the job's prefix."""
-        store = self.store.with_retry_timeout(timeout)
-        key = make_write_probe_key(CheckpointKeys(job).job, secrets.token_hex(8))
-        url = store.make_url(key)
-        next(list_objects(store, f"{job}/"), None)
-        body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
-        with mark_read_only():
-            try:
-                began = time.monotonic()
-                # If the object exists, an earlier try has created it, and its answer was lost.
-                with suppress(errors.ExistsError):
-                    create(store, key, body)
-                rate = len(body) / max(time.monotonic() - began, 1e-6)
-                check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
-                put(store, key, other)
-                check_sample(url, read(store, key, max_size=SAMPLE_SIZE), other)
-            except BaseException:
-                with suppress(errors.MillraceError):
-                    delete(store, [key])
-                raise
-            if failures := delete(store, [key]):
-                raise errors.ReadOnlyError(
-                    f"{url} could not be deleted ({failures[0].reason}): allow deletion, so that "
-                    "old checkpoints can be removed. Delete this object by hand."
-                )
-        return rate
+        return try_writes(self.store.with_retry_timeout(timeout), CheckpointKeys(job).job)
 
     def iterate_checkpoints(self, job: str) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints of a job, newest first."""

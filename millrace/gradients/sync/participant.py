@@ -11,6 +11,7 @@ from safetensors.numpy import load as unpack
 from torch import distributed
 
 from millrace import errors
+from millrace.audit import check_access
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
 from millrace.gradients.codec.gradient_object import Shapes, encode_gradient
@@ -24,7 +25,7 @@ from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.gradient import ExclusionReason
-from millrace.storage import Store, put
+from millrace.storage import Right, Store, put
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +110,17 @@ class Participant:
         """Join a run with the weights of its chain's newest checkpoint.
 
         The arguments are those of `Participant`. Each rank of a group loads only its own tensors.
+        A worker that cannot send its gradients does not join: objects are created, described and
+        deleted below its prefix first.
 
         Raises:
+            DeniedError: The credentials may not write or delete below the worker's prefix.
             NotFoundError: The run has not begun.
             ChainError: The chain has no undamaged checkpoint, or is broken.
         """
         ranks = RankGroup(group)
+        scope = settings.gradient_keys.make_worker_prefix(uid).rstrip("/")
+        ranks.run_on_first(lambda: check_access(store, Right.WRITE, scope))
 
         def allocate(shapes: Shapes) -> RankedWeights:
             return RankedWeights(shapes, ranks, threads=threads)
