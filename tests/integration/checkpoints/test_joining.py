@@ -1,4 +1,4 @@
-"""Who cannot save a checkpoint does not become a member of its job."""
+"""Members that cannot save a checkpoint do not join its job."""
 
 import logging
 from datetime import timedelta
