@@ -27,7 +27,7 @@ def prewarm_reports(server: PrefectServer, dataset: str) -> list[str]:
 def test_a_campaign_killed_in_the_middle_ends_right(
     prefect_api: PrefectServer, vast: VastServer, repository: Path, tmp_path: Path
 ) -> None:
-    site = Site(prefect_api, vast, repository, tmp_path, "killed")
+    site = Site(prefect_api, vast, repository, tmp_path, "killed", grace=600)
     killed = kill_and_go_on(site, AT)
     vast.reset()
     assert killed.at == AT

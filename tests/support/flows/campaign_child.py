@@ -1,7 +1,8 @@
 """A campaign in a process of its own, that says at which boundary it is, and waits there.
 
-``python -m tests.support.flows.campaign_child PLAN.json``: before and after each stage, and at each
-of some events within, it prints a line of JSON, and goes on when it has read a line.
+``python -m tests.support.flows.campaign_child PLAN.json GRACE``: before and after each stage, and
+at each of some events within, it prints a line of JSON, and goes on when it has read a line. After
+a kill, the monitor of the machines waits ``GRACE`` seconds for a next leader.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from flows.campaign_plan import CampaignPlan
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.gradients.progress_events import WindowMerged
 from millrace.progress import Event
+from millrace.rentals import supervisor
+from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.progress_events import MachineReady, MachineRented
+from tasks import renting
 from tasks.progress import LiveProgress
 
 STAGES = (
@@ -74,6 +78,9 @@ def main() -> None:
     for name in STAGES:
         setattr(stages, name, announce_stage(name, getattr(stages, name)))
     LiveProgress.__call__ = make_listener(LiveProgress.__call__)
+    monitor = partial(OwnerMonitor, grace_period=float(sys.argv[2]))
+    for module in (renting, supervisor):
+        module.__dict__["OwnerMonitor"] = monitor
     plan = CampaignPlan.model_validate_json(Path(sys.argv[1]).read_text())
     found = stages.run_campaign(plan)
     say({"done": found.windows})

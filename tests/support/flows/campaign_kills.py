@@ -1,5 +1,6 @@
 """A campaign on rented machines whose leader is killed, and started again, until it has ended."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import SecretStr
 
 from blocks import VastCredentials
 from examples.tiny_lm.begin import begin
+from millrace.rentals.owner_monitor import GRACE_PERIOD
 from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from millrace.testing.vast import VastServer
@@ -50,6 +53,15 @@ class Site:
     """A store, a text, and an account at the stand-in.
 
     Its machines are run for real, or only stand in the provider's records.
+
+    Args:
+        server: Prefect server of the leaders.
+        vast: Stand-in of the provider.
+        repository: Repository that the machines clone.
+        folder: Folder of the store and the text.
+        name: Name of the campaign.
+        real: Whether the machines are run.
+        grace: Seconds in which a next leader may take over the machines of a killed one.
     """
 
     def __init__(
@@ -61,8 +73,10 @@ class Site:
         name: str,
         *,
         real: bool = True,
+        grace: float = GRACE_PERIOD,
     ) -> None:
-        self.server, self.vast, self.name = server, vast, name
+        self.server, self.vast, self.name, self.grace = server, vast, name, grace
+        self.monitors: list[psutil.Process] = []
         self.store = folder / "store"
         self.text = make_text(folder / "text")
         packages = sysconfig.get_path("purelib")
@@ -89,12 +103,15 @@ class Site:
 
     def judge(self, killed: Killed, shards: dict[str, tuple[int, int]]) -> Killed:
         """Return the faults at the end, by the store and the provider's records."""
+        for monitor in self.monitors:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                monitor.kill()
         killed.wrong += find_faults(self.store, self.name, self.text)
         if find_shards(self.store, f"{self.name}-text") != shards:
             killed.wrong.append("a shard was made twice")
         books = self.vast.list_machines()
         killed.machines = len(books)
-        # Without a next leader in half a minute, the monitor of a killed one releases its machines.
+        # Without a next leader in time, the monitor of a killed one releases its machines.
         most = WORKERS * (1 + len(killed.at))
         if not WORKERS <= killed.machines <= most:
             killed.wrong.append(f"{killed.machines} machines were rented, at most {most} may be")
@@ -119,9 +136,9 @@ class Leader:
     """A process that leads the campaign, and is at a boundary, or has ended."""
 
     def __init__(self, site: Site) -> None:
-        self._sink = site.log.open("ab")
+        self._sink, child = site.log.open("ab"), "tests.support.flows.campaign_child"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.flows.campaign_child", str(site.plan)],
+            [sys.executable, "-m", child, str(site.plan), str(site.grace)],
             cwd=REPOSITORY,
             env=site.server.environment,
             stdin=subprocess.PIPE,
@@ -150,10 +167,12 @@ class Leader:
         self.end()
         raise RuntimeError(f"the leader ended with {self._process.returncode}")
 
-    def kill(self) -> None:
-        """SIGKILL it; what it has started in other processes is not touched."""
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL it, and return the processes that it has started, which go on."""
+        started = psutil.Process(self._process.pid).children()
         os.kill(self._process.pid, signal.SIGKILL)
         self.end()
+        return started
 
     def end(self) -> None:
         self._process.wait()
@@ -187,7 +206,7 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
             if where in left:
                 left.remove(where)
                 killed.at.append(where)
-                leader.kill()
+                site.monitors += leader.kill()
                 # A shard that is committed now must stay as it is.
                 for name, shard in find_committed_shards(site.store, f"{site.name}-text").items():
                     committed.setdefault(name, shard)
