@@ -1,4 +1,4 @@
-"""Contract of every store: the same tests for each kind of URL."""
+"""Contract of every store: the same tests for each kind of URL, and for the asynchronous twins."""
 
 import contextlib
 import hashlib
@@ -11,13 +11,14 @@ from itertools import pairwise
 import pytest
 from pydantic import SecretStr
 
-from millrace import errors
+from millrace import errors, storage
 from millrace.digest import hash_blocks
 from millrace.storage import (
     Backend,
     Credentials,
     Store,
     StoreSpec,
+    asynchronous,
     copy,
     create,
     delete,
@@ -39,6 +40,7 @@ from millrace.storage import (
 )
 from tests.oracle import compute_blake3
 from tests.stores import make_spec
+from tests.support.event_loops import EventLoopThread
 
 pytestmark = pytest.mark.contract
 
@@ -50,6 +52,18 @@ LARGE = 256 << 10
 @pytest.fixture(params=["local", "memory", "rgw", "r2", "gcs"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     return open_store(make_spec(request.param, request))
+
+
+@pytest.fixture(params=["plain", "asynchronous"], autouse=True)
+def verbs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the tests call the verbs, or their asynchronous twins under the same names."""
+    if request.param == "plain":
+        yield
+        return
+    with EventLoopThread() as loop:
+        for name in globals().keys() & vars(asynchronous).keys() & {*storage.__all__}:
+            monkeypatch.setitem(globals(), name, loop.wrap(getattr(asynchronous, name)))
+        yield
 
 
 def keys_of(store: Store, prefix: str = "", after: str = "") -> list[str]:
