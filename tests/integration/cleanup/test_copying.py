@@ -268,6 +268,37 @@ def test_a_killed_copy_continues_within_a_large_object(
     assert list(list_uploads(foreign.open())) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [(2 * OWN_PARTS + MIB, 1), pytest.param(1 << 30, 8, marks=pytest.mark.soak)],
+)
+def test_a_copy_of_a_file_that_is_killed_again_and_again_sends_no_part_twice(
+    foreign: Bucket, tmp_path: Path, size: int, most: int
+) -> None:
+    """Each process is killed after up to `most` parts."""
+    dice = random.Random(size)
+    body = dice.randbytes(OWN_PARTS - 1) * (1 + size // (OWN_PARTS - 1))
+    body = body[:size]  # each part has other bytes
+    (tmp_path / "large").write_bytes(body)
+    here = open_store(tmp_path.as_uri())
+    stores = [json.dumps(one.spec.reveal_secrets()) for one in (here, foreign.open())]
+    parts = -(-size // OWN_PARTS)
+    sent = 0
+    while sent < parts:
+        after = dice.randint(1, most)
+        sent = min(parts, sent + after)
+        child = get_fork_server("millrace.cleanup").start(KILLED, *stores, f"{after}")
+        with child:
+            assert child.wait() == -signal.SIGKILL
+        assert foreign.count_parts() == dict.fromkeys(range(1, sent + 1), 1)
+    assert foreign.list_etags() == {}
+    done = copy_objects(here, foreign.open())
+    assert (count(done), done.reused) == ({CopyOutcome.COPIED: 1}, size)
+    assert foreign.count_parts() == dict.fromkeys(range(1, parts + 1), 1)
+    assert foreign.read("large") == body
+    assert list(list_uploads(foreign.open())) == []
+
+
 KILLED_STREAM = """
 import json, os, signal, sys, time
 from millrace.cleanup import copy_objects, object_copier
