@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, copy_objects
+from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, compare_objects, copy_objects
 from millrace.errors import MillraceError
 from millrace.storage import StoreSpec, open_store
 from tasks.formatting import (
@@ -43,15 +43,15 @@ def copy_bucket_objects(
     overwrite: bool,
     dry_run: bool,
 ) -> CopyResult:
-    """Copy the objects of a store. A second try continues after the first."""
+    """Copy the objects of a store, or only compare. A second try continues after the first."""
     with CopyProgress(make_artifact_key("progress", "copy")) as progress:
+        here = open_store(source, make_folder=False)
+        if dry_run:
+            return compare_objects(
+                here, destination, objects, overwrite=overwrite, progress=progress
+            )
         return copy_objects(
-            open_store(source, make_folder=False),
-            open_store(destination),
-            objects,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            progress=progress,
+            here, open_store(destination), objects, overwrite=overwrite, progress=progress
         )
 
 

@@ -2,7 +2,7 @@
 
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
-from millrace.cleanup.copying import copy_objects
+from millrace.cleanup.copying import compare_objects, copy_objects
 from millrace.cleanup.executor import CleanupResult, execute
 from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
@@ -55,6 +55,7 @@ __all__ = [
     "VerifyDepth",
     "WorkerJunk",
     "abort_uploads",
+    "compare_objects",
     "copy_objects",
     "describe_rule",
     "estimate_monthly_cost",

@@ -15,6 +15,7 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from millrace import errors
@@ -24,7 +25,7 @@ from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Backend, Stat, Store
+from millrace.storage import Backend, Location, Stat, Store, StoreSpec, open_store
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
@@ -36,7 +37,6 @@ def copy_objects(
     objects: ObjectFilter | None = None,
     *,
     overwrite: bool = False,
-    dry_run: bool = False,
     progress: Progress = ignore_event,
 ) -> CopyResult:
     """Copy objects of a store into another store, under the same keys.
@@ -54,13 +54,48 @@ def copy_objects(
         destination: Store to copy to.
         objects: Conditions for the objects that are copied; by default all are.
         overwrite: Whether to replace objects at the destination that differ.
-        dry_run: Whether to compare only, and copy nothing.
         progress: Receives `ObjectsCopied`.
 
     Raises:
         ConfigurationError: A store is inside the other one.
         DeniedError, UnavailableError: A store cannot be listed, or the destination refuses writes.
     """
+    return _copy_pairs(
+        source, destination, objects, overwrite=overwrite, dry_run=False, progress=progress
+    )
+
+
+def compare_objects(
+    source: Store,
+    destination: StoreSpec,
+    objects: ObjectFilter | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Progress = ignore_event,
+) -> CopyResult:
+    """Return what `copy_objects` would do, and change nothing. The arguments are the same.
+
+    A folder that is not there yet is not made, and counts as empty.
+    """
+    try:
+        there = open_store(destination, make_folder=False)
+    except errors.NotFoundError:
+        there = open_store("memory://missing-folder")
+    found = _copy_pairs(
+        source, there, objects, overwrite=overwrite, dry_run=True, progress=progress
+    )
+    return replace(found, destination=str(Location.parse(destination.url)))
+
+
+def _copy_pairs(
+    source: Store,
+    destination: Store,
+    objects: ObjectFilter | None,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    progress: Progress,
+) -> CopyResult:
     _refuse_overlap(source, destination)
     began, result = time.monotonic(), CopyResult(source.url, destination.url)
     copier = ObjectCopier(source, destination, result, overwrite=overwrite, dry_run=dry_run)

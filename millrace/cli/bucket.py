@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Rule,
         WorkerJunk,
     )
-    from millrace.storage import Store, VersionCount
+    from millrace.storage import StoreSpec, VersionCount
 
 _BAR_WIDTH = 10  # characters
 _SHOWN_CONFLICTS = 20
@@ -238,43 +238,34 @@ def copy(
     Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run
              millrace bucket copy s3://bucket/runs /data/runs --suffix .pt
     """
-    from millrace.cleanup import copy_objects
+    from millrace.cleanup import compare_objects, copy_objects
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
-    here = open_store(read_store(source), make_folder=False)
-    there = _open_destination(destination, make_folder=not dry_run)
-    if overwrite and not dry_run and not yes:
+    here, there = open_store(read_store(source), make_folder=False), _read_destination(destination)
+    if dry_run or (overwrite and not yes):
         with ObjectsBar() as progress:
-            found = copy_objects(
-                here, there, objects, overwrite=True, dry_run=True, progress=progress
-            )
-        _show_copy(found)
+            found = compare_objects(here, there, objects, overwrite=overwrite, progress=progress)
+        code = _show_copy(found)
+        if dry_run:
+            return CommandResult(found, code)
         if not confirm("Copy the missing objects, and replace those that differ?", yes=False):
             return CommandResult(found, 1)
     with ObjectsBar() as progress:
         progress.start_copying()
         found = copy_objects(
-            here, there, objects, overwrite=overwrite, dry_run=dry_run, progress=progress
+            here, open_store(there), objects, overwrite=overwrite, progress=progress
         )
     return CommandResult(found, _show_copy(found))
 
 
-def _open_destination(location: str, *, make_folder: bool) -> "Store":
-    """Open a store to copy to. A path that is not there yet is a folder, unless it names YAML.
-
-    Without `make_folder`, a folder that is not there is an empty store.
-    """
-    from millrace.errors import NotFoundError
-    from millrace.storage import StoreSpec, open_store
+def _read_destination(location: str) -> "StoreSpec":
+    """Return the store to copy to. A path that is not there yet is a folder, unless it is YAML."""
+    from millrace.storage import StoreSpec
 
     is_new = "://" not in location and not Path(location).exists()
     is_folder = is_new and Path(location).suffix not in {".yaml", ".yml", ".json"}
-    spec = StoreSpec(url=location) if is_folder else read_store(location)
-    try:
-        return open_store(spec, make_folder=make_folder)
-    except NotFoundError:
-        return open_store("memory://copy")
+    return StoreSpec(url=location) if is_folder else read_store(location)
 
 
 def _show_copy(found: "CopyResult") -> int:

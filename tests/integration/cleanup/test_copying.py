@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from millrace import errors
-from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, copy_objects
+from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, compare_objects, copy_objects
 from millrace.cli import main
 from millrace.storage import Store, StoreSpec, list_uploads, open_store, put, read
 from millrace.testing.credentials import make_credentials
@@ -185,7 +185,7 @@ def test_objects_that_differ_stay_until_they_may_be_replaced(
     assert count(done) == {CopyOutcome.CONFLICT: 3}
     assert done.conflicts == ["a", "b", "c"]
     assert {key: target.read(key) for key in kept} == kept
-    dry = copy_objects(source.open(), target.open(), overwrite=True, dry_run=True)
+    dry = compare_objects(source.open(), target.open().spec, overwrite=True)
     assert count(dry) == {CopyOutcome.MISSING: 3}
     assert target.read("a") == kept["a"]
     done = copy_objects(source.open(), target.open(), overwrite=True)
@@ -470,6 +470,8 @@ def test_a_folder_that_is_not_there_is_made_unless_it_is_a_dry_run(tmp_path: Pat
     done = CliRunner().invoke(main, [*words, "--dry-run"])
     assert (done.exit_code, (tmp_path / "new").exists()) == (0, False)
     assert "Would copy 1 object, 3 bytes" in done.output
+    told = json.loads(CliRunner().invoke(main, [*words, "--dry-run", "--json"]).stdout)
+    assert told["destination"] == (tmp_path / "new/there").as_uri()
     assert CliRunner().invoke(main, words).exit_code == 0
     assert (tmp_path / "new/there/a.bin").read_bytes() == b"abc"
     absent = CliRunner().invoke(main, ["bucket", "copy", words[2], str(tmp_path / "s.yaml")])

@@ -48,6 +48,9 @@ def test_a_bucket_is_copied_and_what_differs_fails_the_run(
     assert client.get_object(Bucket=target, Key="other")["Body"].read() == b"other"
 
     folder = (tmp_path / "backup").as_uri()
+    done = prefect_api.call(copy_bucket, source=given["source"], destination=folder, dry_run=True)
+    assert done.code == 0, done.output
+    assert not (tmp_path / "backup").exists()
     done = prefect_api.call(copy_bucket, source=given["source"], destination=folder)
     assert done.code == 0, done.output
     assert read(open_store(folder), "runs/2.pt") == b"2"
