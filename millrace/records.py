@@ -304,7 +304,8 @@ def list_numbers(store: Store, prefix: str, parse: Callable[[str], int | None]) 
         prefix: Prefix of their keys.
         parse: Function that returns the number in a key; None for other keys.
     """
-    numbers = (parse(stat.key) for stat in list_objects(store, prefix))
+    # Otherwise, a key with a slash at its end would be listed like the one without.
+    numbers = (parse(stat.key) for stat in list_objects(store, prefix, exact=True))
     return sorted(number for number in numbers if number is not None)
 
 
