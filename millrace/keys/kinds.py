@@ -63,7 +63,7 @@ class ClassifiedKey:
 
     @property
     def is_of_templar(self) -> bool:
-        """Whether the object is one of Templar's, at the root of a bucket."""
+        """Decide whether the object is one of Templar's, at the root of a bucket."""
         return bool(self.version) and not self.scope
 
     @property

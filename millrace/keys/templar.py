@@ -44,25 +44,38 @@ class TemplarKey:
         version: Version of the worker's program, such as ``0.2.80``.
         window: Number of the window; -1 if the key has none.
         uid: Number of the worker; -1 if the key has none.
+        rest: Path below the folder of the version, of `TemplarKind.GATHERS`; empty for others.
     """
 
     kind: TemplarKind
     version: str
     window: int = -1
     uid: int = -1
+    rest: str = ""
 
 
-def make_templar_gradient_key(version: str, window: int, uid: int) -> str:
-    """Return the key of a worker's gradient of a window.
+def make_templar_key(parts: TemplarKey) -> str:
+    """Return the key of an object of Templar's.
 
     Raises:
-        ConfigurationError: The version cannot be part of a key, or a number is negative.
+        ConfigurationError: The parts are not those of a key of this kind.
     """
-    key = f"gradient-{window}-{uid}-v{version}.pt"
-    if parse_templar_key(key) != TemplarKey(TemplarKind.GRADIENT, version, window, uid):
+    kind, version, window = parts.kind, parts.version, parts.window
+    match kind:
+        case TemplarKind.AGGREGATOR:
+            key = f"{kind}-{window}-v{version}.pt"
+        case TemplarKind.START_WINDOW:
+            key = f"{kind}_v{version}.json"
+        case TemplarKind.PEERS:
+            key = f"{kind}_{window}_v{version}.json"
+        case TemplarKind.GATHERS:
+            key = f"{kind}/{version}/{parts.rest}"
+        case _:
+            key = f"{kind}-{window}-{parts.uid}-v{version}.pt"
+    if parse_templar_key(key) != parts:
         raise ConfigurationError(
-            f"Templar has no gradient of version {version!r}, window {window} and worker {uid}: "
-            "give a version such as 0.2.80, and numbers that are not negative."
+            f"Templar has no {kind} object of version {version!r}, window {window} and worker "
+            f"{parts.uid}: give a version such as 0.2.80, and numbers that are not negative."
         )
     return key
 
@@ -80,4 +93,4 @@ def parse_templar_key(key: str) -> TemplarKey | None:
         return TemplarKey(TemplarKind.START_WINDOW, version)
     if version := match["v4"]:
         return TemplarKey(TemplarKind.PEERS, version, int(match["since"]))
-    return TemplarKey(TemplarKind.GATHERS, match["v5"])
+    return TemplarKey(TemplarKind.GATHERS, match["v5"], rest=match["rest"])
