@@ -193,6 +193,7 @@ def _translate_errors() -> Generator[None]:
     except (
         ArithmeticError,
         AttributeError,
+        DeprecationWarning,  # of an escape sequence in a name, where warnings are errors
         EOFError,
         LookupError,
         OSError,

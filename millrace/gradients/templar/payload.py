@@ -148,7 +148,8 @@ class TemplarPayload:
 def parse_payload(body: bytes, expected: ExpectedPayload) -> TemplarPayload:
     """Parse a payload, and check all of it. No code of the payload is executed.
 
-    Memory: at most four times the size of the payload, besides the payload itself.
+    Memory: three times the size of the payload for the result, and while a parameter is read, at
+    most eight times the size of its entries.
 
     Args:
         body: Bytes of the object, from any source.

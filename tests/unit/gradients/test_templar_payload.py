@@ -492,6 +492,22 @@ def test_a_view_of_another_order_is_refused():
     )
 
 
+def test_the_result_takes_three_times_the_size_of_a_payload_of_many_parameters():
+    shapes = {str(number): (256, 256) for number in range(16)}
+    random = torch.Generator().manual_seed(1)
+    changes = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    body = write_payload(changes, k=1024).save()
+    tracemalloc.start()
+    try:
+        payload = parse_payload(body, expect(shapes=shapes, k=1024))
+        held, peak = tracemalloc.get_traced_memory()
+        assert set(payload.parameters) == set(shapes)
+        assert held < 3 * len(body)
+        assert peak < 3 * len(body) + 8 * len(body) / len(shapes)
+    finally:
+        tracemalloc.stop()
+
+
 BODIES = {version: write(version).save() for version in VERSIONS}
 PICKLES = {
     version: (body.index(b"\x80\x02}"), body.index(b"PK\x07\x08"))
