@@ -12,7 +12,7 @@ from millrace.audit import AuditSettings
 from millrace.checkpoints import MemberSettings
 from millrace.cleanup import CleanupSettings
 from millrace.datasets import PipelineSettings
-from millrace.gradients import AggregatorSettings, ScorerSettings
+from millrace.gradients import AggregatorSettings, ScorerSettings, TemplarImportSettings
 from millrace.rentals import RentalSettings
 from millrace.rented_sharding import VastSettings
 from millrace.swarm import PrewarmSettings
@@ -65,6 +65,7 @@ FILES = (
     SettingsFile("cooldown.yaml", MemberSettings, ("millrace checkpoint cooldown",)),
     SettingsFile("aggregate.yaml", AggregatorSettings, ("millrace gradient aggregate",)),
     SettingsFile("score.yaml", ScorerSettings, ("millrace gradient score",)),
+    SettingsFile("import.yaml", TemplarImportSettings, ("millrace gradient import",)),
     SettingsFile("audit.yaml", AuditSettings, ("millrace bucket audit",)),
     SettingsFile(
         "clean.yaml",

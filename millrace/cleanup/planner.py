@@ -115,6 +115,8 @@ class Planner:
         """Collect the facts about all objects that the rules need."""
         keep = max((rule.keep_last for rule in self._matcher.rules), default=0)
         kinds = {kind for rule in self._matcher.rules for kind in rule.kinds}
+        if CleanupKind.CHECKPOINTS in kinds:
+            keep = max(keep, 1)  # the newest checkpoint of a Templar run is kept
         if keep or kinds & {CleanupKind.CHECKPOINTS, CleanupKind.JUNK}:
             self._survey.survey_store(self._store, keep)
         if kinds & {CleanupKind.CHECKPOINTS, CleanupKind.JUNK}:

@@ -13,7 +13,7 @@ from millrace.cleanup.rules import (
     find_rule,
     is_version_in,
 )
-from millrace.keys.kinds import ClassifiedKey
+from millrace.keys.kinds import ClassifiedKey, ObjectKind
 from millrace.storage import Stat
 
 _RESOLUTION = timedelta(seconds=2)  # of the store's clock, as we read it
@@ -54,14 +54,19 @@ class RuleMatcher:
                 return False
             if rule.version and not is_version_in(classified.version, rule.version):
                 return False
+            if classified.is_of_templar and classified.number < 0 and not rule.version:
+                return False  # `start_window` says when a version began, and is old while it runs
             if rule.keep_every and classified.number % rule.keep_every == 0:
                 return False
-            return not (rule.keep_last and self.survey.is_among_newest(classified, rule.keep_last))
+            keep = rule.keep_last
+            if classified.kind is ObjectKind.TEMPLAR_CHECKPOINT:
+                keep = max(keep, 1)  # as of a job, the newest stays
+            return not (keep and self.survey.is_among_newest(classified, keep))
 
         rule_index = find_rule(self.rules, kind, is_match)
-        if kind is not CleanupKind.JUNK:
+        if kind is not CleanupKind.JUNK and not classified.is_of_templar:
             return rule_index
-        # A rule for other objects takes junk too.
+        # A rule for other objects takes junk too, and what Templar wrote.
         rule_indices = [
             one for one in (rule_index, self._find_foreign_rule(stat)) if one is not None
         ]

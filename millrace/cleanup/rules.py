@@ -50,6 +50,8 @@ KINDS_OF_SINGLE_OBJECTS = {
     ObjectKind.LINK: CleanupKind.GATHERS,
     ObjectKind.OPENING: CleanupKind.GATHERS,
     ObjectKind.SCORES: CleanupKind.GATHERS,
+    ObjectKind.TEMPLAR_GATHER: CleanupKind.GATHERS,
+    ObjectKind.TEMPLAR_CHECKPOINT: CleanupKind.CHECKPOINTS,
     ObjectKind.TEMPORARY: CleanupKind.TEMPORARY,
     ObjectKind.JUNK: CleanupKind.JUNK,
 }
@@ -84,7 +86,9 @@ class Rule(_StrictSettings):
         "`dataset orphans`: objects that a complete dataset's ledger does not name. "
         "`temporary`: probes, old plans, reports of rented machines. `junk`: keys "
         "below the prefix of a training worker or member that Millrace does not name. "
-        "`other`: objects that Millrace did not write.",
+        "`other`: objects that Millrace did not write. Templar's objects at the root of a bucket "
+        "are of these kinds too. Its start windows and its gathers in `.npz` files are taken only "
+        "by a rule with a version.",
     )
     older_than: Age = Field(
         default=timedelta(hours=48),

@@ -1,4 +1,4 @@
-"""``millrace gradient``: merge the pseudo-gradients of a run, score workers, and save weights."""
+"""``millrace gradient``: merge or import pseudo-gradients, score workers, and save weights."""
 
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def gradient() -> None:
       millrace gradient score score.yaml
       millrace gradient standings r2://ACCOUNT/BUCKET runs/one
       millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
+      millrace gradient import import.yaml
     """
 
 
@@ -101,6 +102,54 @@ def catch_up(url: str, run: str, version: str, to: str) -> CommandResult:
         "bytes": saved.size, "url": to,
     }  # fmt: skip
     return CommandResult(data)
+
+
+@gradient.command("import")
+@take_settings_file("import.yaml")
+@print_result
+def import_run(settings: Path) -> CommandResult:
+    r"""Make a chain of the gradients of a Templar run.
+
+    The windows of the Templar run become windows 1, 2, and so on. Each payload is checked, and
+    compressed again with the codec of the run. After a kill, the same command continues.
+
+    \b
+    Example: millrace gradient import import.yaml
+    """
+    from millrace.gradients import TemplarImportSettings, import_templar_run
+    from millrace.gradients.progress_events import PayloadConverted
+    from millrace.progress import Event
+    from millrace.schemas.chain import count_reasons
+    from millrace.settings import load_settings
+
+    config = load_settings(settings, TemplarImportSettings)
+    lost: dict[str, float] = {}
+
+    def note_lost(event: Event) -> None:
+        if isinstance(event, PayloadConverted):
+            lost[event.uid] = event.lost
+
+    imported: list[dict[str, object]] = []
+    for link in import_templar_run(config, progress=note_lost):
+        reasons = count_reasons(link.excluded.values())
+        number = config.templar.first_window + link.window - 1
+        most = max(lost.values(), default=0.0)
+        echo(
+            f"Templar's window {number} as window {link.window}: {len(link.taken)} taken, "
+            f"{len(link.excluded)} excluded{reasons and f' ({reasons})'}; at most "
+            f"{most:.1%} of a norm lost"
+        )
+        imported.append(
+            {
+                "window": link.window, "templar_window": number, "taken": sorted(link.taken),
+                "excluded": {uid: str(one.reason) for uid, one in link.excluded.items()},
+                "lost": lost.copy(),
+            }
+        )  # fmt: skip
+        lost.clear()
+    if not imported:
+        echo("All of these windows are in the chain.")
+    return CommandResult(imported)
 
 
 @gradient.command()

@@ -15,6 +15,7 @@ from millrace.gradients.settings import (
     WeightsSource,
     WindowOptions,
 )
+from millrace.gradients.templar.settings import TemplarImportSettings, TemplarSource
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, Support, Transform
 from millrace.schemas.merge import MergeRule, MergeSettings
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
+    from millrace.gradients.sync.templar_import import import_templar_run
     from millrace.gradients.sync.window_merge import ChainStep, merge_window
     from millrace.gradients.sync.windows import merge_windows
     from millrace.gradients.weights import (
@@ -111,6 +113,8 @@ __all__ = [
     "ScoringRules",
     "Sender",
     "Support",
+    "TemplarImportSettings",
+    "TemplarSource",
     "TrainingWindow",
     "Transform",
     "WeightState",
@@ -132,6 +136,7 @@ __all__ = [
     "ensure_run_begun",
     "find_newest_window",
     "gather",
+    "import_templar_run",
     "iterate_links",
     "iterate_scores",
     "load_checkpoint_state",
@@ -192,6 +197,7 @@ _MODULES = {
     "ComputeLoss": "scoring.evaluation",
     "iterate_scores": "scoring.scorer",
     "load_compute_loss": "scoring.loss_function",
+    "import_templar_run": "sync.templar_import",
     "score_run": "scoring.scorer",
 }
 

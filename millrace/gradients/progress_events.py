@@ -40,6 +40,25 @@ class GradientRefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadConverted(Event):
+    """Event after a payload of a Templar worker was checked and converted.
+
+    Attributes:
+        uid: Name of the worker in the run.
+        window: Number of the window in the run.
+        size: Bytes of the payload.
+        lost: Share of the payload's norm that the codec of the run changed.
+    """
+
+    kind: ClassVar[str] = "payload.converted"
+
+    uid: str
+    window: int
+    size: int
+    lost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaExceeded(Event):
     """Event after a listing shows that a worker stores too much, once in each window.
 

@@ -21,6 +21,7 @@ from millrace.keys.rentals import (
     RentalKeys,
     split_nested_key,
 )
+from millrace.keys.templar import TemplarKind, parse_templar_key
 
 
 class ObjectKind(StrEnum):
@@ -36,6 +37,8 @@ class ObjectKind(StrEnum):
     DATASET = "dataset"
     TEMPORARY = "temporary"  # a probe, a cleanup plan, a report of a rented machine
     RECORD = "record"  # a lease, the end of an epoch, a rental
+    TEMPLAR_CHECKPOINT = "Templar checkpoint"  # one object, at the root of a bucket
+    TEMPLAR_GATHER = "Templar gather"  # what Templar's validators write of a window
     JUNK = "junk"  # an object below a worker's own prefix, without a name of Millrace
 
 
@@ -45,7 +48,8 @@ class ClassifiedKey:
 
     Attributes:
         kind: Kind of the object.
-        scope: Name of the run, the job or the dataset of the object; empty if it has none.
+        scope: Name of the run, the job or the dataset of the object; empty if it has none, as all
+            of Templar's.
         version: Version of the workers' program; empty if the key has none.
         number: Window or step; -1 if the key has none.
         worker: Name of the worker or member whose prefix the object is below; empty for others.
@@ -58,9 +62,17 @@ class ClassifiedKey:
     worker: str = ""
 
     @property
+    def is_of_templar(self) -> bool:
+        """Decide whether the object is one of Templar's, at the root of a bucket."""
+        return bool(self.version) and not self.scope
+
+    @property
     def lease_scope(self) -> str:
-        """Scope of the leases that are held while a process works on the object's run or job."""
-        if self.version:
+        """Scope of the leases that are held while a process works on the object's run or job.
+
+        Templar's objects have no scope, and Templar holds no leases.
+        """
+        if self.version and not self.is_of_templar:
             return ChainKeys(self.scope, self.version).job
         return self.scope
 
@@ -84,6 +96,15 @@ _CHAIN_KINDS = {
     "scores": ObjectKind.SCORES,
 }
 """Kinds of the objects of a chain, by the groups of `CHAIN_KEY`."""
+_TEMPLAR_KINDS = {
+    TemplarKind.GRADIENT: ObjectKind.GRADIENT,
+    TemplarKind.START_WINDOW: ObjectKind.START_WINDOW,
+    TemplarKind.CHECKPOINT: ObjectKind.TEMPLAR_CHECKPOINT,
+    TemplarKind.AGGREGATOR: ObjectKind.TEMPLAR_GATHER,
+    TemplarKind.GATHERS: ObjectKind.TEMPLAR_GATHER,
+    TemplarKind.DEBUG: ObjectKind.TEMPLAR_GATHER,
+    TemplarKind.PEERS: ObjectKind.TEMPLAR_GATHER,
+}
 _KIND_PATTERNS = (
     (ObjectKind.CHECKPOINT, CHECKPOINT_KEY),
     (ObjectKind.DATASET, DATASET_KEY),
@@ -158,7 +179,7 @@ def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedK
         workers: Prefixes of workers. Any other key below one of them is `ObjectKind.JUNK`.
             Without prefixes, such a key has no kind.
     """
-    what = _classify(key)
+    what = _classify_templar_key(key) or _classify(key)
     return workers.find(key) if what is None and workers is not None else what
 
 
@@ -202,6 +223,13 @@ def _classify(key: str) -> ClassifiedKey | None:
         number = int(match["number"]) if kind is ObjectKind.CHECKPOINT else -1
         return ClassifiedKey(kind, match["scope"] or "", number=number)
     return None
+
+
+def _classify_templar_key(key: str) -> ClassifiedKey | None:
+    templar = parse_templar_key(key)
+    if templar is None:
+        return None
+    return ClassifiedKey(_TEMPLAR_KINDS[templar.kind], "", templar.version, templar.window)
 
 
 def _classify_machine_key(key: str) -> ClassifiedKey | None:

@@ -236,7 +236,9 @@ def read_header(store: Store, stat: Stat, expected: ExpectedGradient) -> Checked
     if is_torch_file(stat.key):
         body = _from_torch(store, stat, expected)
         return replace(check_header(memoryview(body), len(body), expected), size=stat.size)
-    head = _read(store, stat, 0, min(stat.size, count_header_bytes(expected.header_size)))
+    head = read_untrusted_range(
+        store, stat, 0, min(stat.size, count_header_bytes(expected.header_size))
+    )
     return check_header(memoryview(head), stat.size, expected)
 
 
@@ -265,7 +267,7 @@ def read_tensors(
         body = memoryview(_from_torch(store, stat, expected))
         return check_tensors(body, 0, checked, names, expected)
     begin, end = checked.spans[names[0]][0], checked.spans[names[-1]][1]
-    body = memoryview(_read(store, stat, begin, end))
+    body = memoryview(read_untrusted_range(store, stat, begin, end))
     return check_tensors(body, begin, checked, names, expected)
 
 
@@ -276,7 +278,7 @@ def is_torch_file(key: str) -> bool:
 
 def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
     """Read a file of ``torch.save``, and return a safetensors file with the same content."""
-    body = _read(store, stat, 0, stat.size)
+    body = read_untrusted_range(store, stat, 0, stat.size)
     try:
         texts, tensors = read_texts_and_tensors(
             body, most=len(expected.shapes), head=expected.header_size
@@ -289,7 +291,18 @@ def _from_torch(store: Store, stat: Stat, expected: ExpectedGradient) -> bytes:
     return encode_byte_tensors(tensors, {_KEY: texts[_KEY]})
 
 
-def _read(store: Store, stat: Stat, begin: int, end: int) -> bytes:
+def read_untrusted_range(store: Store, stat: Stat, begin: int, end: int) -> bytes:
+    """Read a range of a worker's object.
+
+    Args:
+        store: Bucket of the worker.
+        stat: Description of the object from a listing.
+        begin: Offset of the first byte.
+        end: Offset after the last byte.
+
+    Raises:
+        GradientError: The range cannot be read, or the object was replaced.
+    """
     try:
         return read_range(store, stat.key, begin, end, etag=stat.etag)
     except (errors.ChangedError, errors.NotFoundError) as error:

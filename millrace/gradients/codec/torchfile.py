@@ -1,4 +1,4 @@
-"""Reader for files of ``torch.save`` that hold a dict of texts and tensors of bytes.
+"""Reader for files of ``torch.save`` that hold a dict of plain values and tensors.
 
 No code of the file is executed. torch's loader is not used, since even with ``weights_only`` it
 trusts the lengths of storages in the file. This reader follows the pickle opcode by opcode, and
@@ -9,20 +9,40 @@ import io
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 _END, _END_SIGNATURE = struct.Struct("<10xHI4xH"), b"PK\x05\x06"
 _LARGER = struct.Struct("<32xQQ8x")  # record of archives above 4 GiB
 _LOCATOR_SIZE, _LOCATOR_SIGNATURE = 20, b"PK\x06\x07"
 _ENTRY_MOST = 1024  # bytes of an entry: its header, its name and torch's padding
 _OTHERS = 16  # files besides the tensors
-_REBUILD, _BYTES, _ORDERED = (
-    "torch._utils _rebuild_tensor_v2",
-    "torch ByteStorage",
-    "collections OrderedDict",
-)
+_DIMENSIONS, _LENGTH_MOST = 8, 1 << 48  # largest number of dimensions, and of values in one
+_REBUILD, _ORDERED = "torch._utils _rebuild_tensor_v2", "collections OrderedDict"
+_DTYPES_OF_STORAGES = {
+    "torch ByteStorage": "uint8",
+    "torch ShortStorage": "int16",
+    "torch IntStorage": "int32",
+    "torch LongStorage": "int64",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+    "torch FloatStorage": "float32",
+}
+_LAYOUTS = {
+    "uint8": np.dtype("u1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),  # numpy has no such type
+    "float32": np.dtype("<f4"),
+}
 
 
 class FormatError(Exception):
@@ -34,27 +54,117 @@ class _WrongError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
+class TorchName:
+    """Name of a module and of its member, such as ``torch float32``. Nothing is imported."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class TensorStorage:
+    """Storage of a tensor, as its pickle declares it.
+
+    Attributes:
+        key: Name of its file in the archive.
+        dtype: Type of the values, such as ``float32``.
+        size: Number of values.
+    """
+
     key: str
+    dtype: str
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageSlice:
-    storage: _Storage
+class TensorInFile:
+    """Contiguous tensor in a file, whose values were not read.
+
+    Attributes:
+        storage: Storage of the values.
+        begin: Index of the first value in the storage.
+        shape: Lengths of the dimensions.
+    """
+
+    storage: TensorStorage
     begin: int
-    size: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Type of the values, such as ``float32``."""
+        return self.storage.dtype
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+
+class TorchFile:
+    """Opened file of ``torch.save``. The memory for all tensors is at most the size of the file.
+
+    Args:
+        body: Bytes of the file.
+        most: Largest number of tensors.
+        head: Largest size of the pickle in bytes.
+        form: Values that the file may hold; by default `PLAIN_VALUES`.
+
+    Attributes:
+        content: Dict that was saved. Its values are None, bools, integers, floats, texts,
+            `TorchName`, `TensorInFile`, and lists, tuples and dicts of these. One list may be in
+            several places, also within itself: limit the depth and the number of values.
+
+    Raises:
+        FormatError: The file has another format or content.
+    """
+
+    content: dict[str, Any]
+
+    def __init__(
+        self, body: bytes, *, most: int, head: int, form: "FileForm | None" = None
+    ) -> None:
+        form = form or PLAIN_VALUES
+        _check_directory(body, most)
+        self._rest = len(body)
+        self._seen: set[str] = set()
+        with _translate_errors():
+            self._archive = zipfile.ZipFile(io.BytesIO(body))
+            names = self._archive.namelist()
+            self._root = names[0].partition("/")[0]
+            order = f"{self._root}/byteorder"
+            if order in names and _read_stored(self._archive, order, 16) != b"little":
+                raise _WrongError("its values are not little-endian")
+            pickle = _read_stored(self._archive, f"{self._root}/data.pkl", head)
+            self.content = _run_pickle(pickle, form)
+
+    def read(self, tensor: TensorInFile) -> npt.NDArray[Any]:
+        """Return the values of a tensor. Each storage is read once.
+
+        Values in bfloat16 are returned as their bits, in uint16.
+
+        Raises:
+            FormatError: The storage is missing or damaged, has another length, or was read before.
+        """
+        layout, storage = _LAYOUTS[tensor.dtype], tensor.storage
+        size = storage.size * layout.itemsize
+        with _translate_errors():
+            if storage.key in self._seen:
+                raise _WrongError("two tensors share a storage")
+            self._seen.add(storage.key)
+            self._rest -= size
+            if self._rest < 0:  # if files overlap
+                raise _WrongError("its storages are longer than the file")
+            content = _read_stored(self._archive, f"{self._root}/data/{storage.key}", size)
+            if len(content) != size:
+                raise _WrongError("a storage is shorter than its declared length")
+        begin = tensor.begin * layout.itemsize
+        return np.frombuffer(content, layout, tensor.count, begin).reshape(tensor.shape)
 
 
 def read_texts_and_tensors(
     body: bytes, *, most: int, head: int
 ) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return the texts and the tensors of a dict that ``torch.save`` wrote.
+    """Return the texts and the tensors of bytes of a dict that ``torch.save`` wrote.
 
     Args:
         body: Bytes of the file.
@@ -64,15 +174,26 @@ def read_texts_and_tensors(
     Raises:
         FormatError: The file has another format or content.
     """
-    _check_directory(body, most)
+    file = TorchFile(body, most=most, head=head, form=TEXTS_AND_BYTES)
+    texts = {name: value for name, value in file.content.items() if isinstance(value, str)}
+    tensors = {
+        name: value for name, value in file.content.items() if isinstance(value, TensorInFile)
+    }
+    if len(texts) + len(tensors) != len(file.content) or len(tensors) > most:
+        raise FormatError("it has values other than texts and tensors of bytes")
+    return texts, {name: file.read(tensor).tobytes() for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _translate_errors() -> Generator[None]:
     try:
-        with zipfile.ZipFile(io.BytesIO(body)) as archive:
-            return _read(archive, most, head, len(body))
+        yield
     except _WrongError as error:
         raise FormatError(str(error)) from error
     except (
         ArithmeticError,
         AttributeError,
+        DeprecationWarning,  # of an escape sequence in a name, where warnings are errors
         EOFError,
         LookupError,
         OSError,
@@ -104,29 +225,6 @@ def _check_directory(body: bytes, most: int) -> None:
         raise FormatError("it has more files in it than tensors")
 
 
-def _read(
-    archive: zipfile.ZipFile, most: int, head: int, whole: int
-) -> tuple[dict[str, str], dict[str, bytes]]:
-    root = archive.namelist()[0].partition("/")[0]
-    found = _run_pickle(_read_stored(archive, f"{root}/data.pkl", head))
-    texts = {name: value for name, value in found.items() if isinstance(value, str)}
-    pieces = {name: value for name, value in found.items() if isinstance(value, _StorageSlice)}
-    if len(texts) + len(pieces) != len(found) or len(pieces) > most:
-        raise _WrongError("it has values other than texts and tensors of bytes")
-    if len({piece.storage.key for piece in pieces.values()}) != len(pieces):
-        raise _WrongError("two tensors share a storage")
-    if sum(piece.storage.size for piece in pieces.values()) > whole:  # if files overlap
-        raise _WrongError("its storages are longer than the file")
-    tensors: dict[str, bytes] = {}
-    for name, piece in pieces.items():
-        size = piece.storage.size
-        content = _read_stored(archive, f"{root}/data/{piece.storage.key}", size)
-        if len(content) != size:
-            raise _WrongError("a storage is shorter than its declared length")
-        tensors[name] = content[piece.begin : piece.begin + piece.size]
-    return texts, tensors
-
-
 def _read_stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     info = archive.getinfo(name)
     if info.file_size > most:
@@ -136,15 +234,15 @@ def _read_stored(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     return archive.read(info)
 
 
-def _run_pickle(pickle: bytes) -> dict[str, Any]:
+def _run_pickle(pickle: bytes, form: "FileForm") -> dict[str, Any]:
     """Return the dict that a pickle builds."""
-    machine = _Machine()
+    machine = _Machine(form)
     for opcode, arg, _ in pickletools.genops(pickle):
         if opcode.name == "STOP":
             break
-        if opcode.name not in _DONE:
+        if opcode.name not in form.actions:
             raise _WrongError(f"it has an opcode that no tensor needs ({opcode.name})")
-        _DONE[opcode.name](machine, arg)
+        form.actions[opcode.name](machine, arg)
     (found,) = machine.stack
     if not isinstance(found, dict):
         raise _WrongError("it is not a dict")
@@ -152,9 +250,10 @@ def _run_pickle(pickle: bytes) -> dict[str, Any]:
 
 
 class _Machine:
-    """Interpreter for the opcodes that a dict of texts and tensors needs."""
+    """Interpreter for the opcodes that a dict of plain values and tensors needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: "FileForm") -> None:
+        self._form = form
         self.stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -179,29 +278,40 @@ class _Machine:
         self.stack[at:] = [tuple(self.stack[at:])]
 
     def load_storage(self) -> None:
-        self.stack.append(_parse_storage(self.stack.pop()))
+        self.stack.append(_parse_storage(self.stack.pop(), self._form))
 
     def reduce(self) -> None:
         args = self.stack.pop()
-        self.stack.append(_make_tensor(self.stack.pop(), args))
+        self.stack.append(_make_tensor(self.stack.pop(), args, self._form))
 
     def set_items(self, count: int | None) -> None:
         """Add pairs to the dict below them: the last two values, or those since the mark."""
         at = self._marks.pop() if count is None else len(self.stack) - count
         into, pairs = self.stack[at - 1], self.stack[at:]
+        if not isinstance(into, dict):
+            raise _WrongError("it gives names to values outside of a dict")
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
             if not isinstance(name, str):  # the hash of another value could take very long
                 raise _WrongError("a name is not a text")
             into[name] = value
         del self.stack[at:]
 
+    def extend_list(self, count: int | None) -> None:
+        """Add the last value, or those since the mark, to the list below them."""
+        at = self._marks.pop() if count is None else len(self.stack) - count
+        into = self.stack[at - 1]
+        if not isinstance(into, list):
+            raise _WrongError("it adds values to something other than a list")
+        cast("list[Any]", into).extend(self.stack[at:])
+        del self.stack[at:]
+
 
 _Do = Callable[[_Machine, Any], None]
 
-_DONE: dict[str, _Do] = {
+_ACTIONS_FOR_TEXTS: dict[str, _Do] = {
     "PROTO": lambda machine, _: None,
     "MARK": lambda machine, _: machine.mark(),
-    "GLOBAL": lambda machine, name: machine.push(_Name(name)),
+    "GLOBAL": lambda machine, name: machine.push(TorchName(name)),
     "BINPERSID": lambda machine, _: machine.load_storage(),
     "REDUCE": lambda machine, _: machine.reduce(),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
@@ -221,31 +331,90 @@ _DONE: dict[str, _Do] = {
         ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), _Machine.push
     ),
 }
-"""Action for each known opcode. Any other opcode is refused."""
+"""Action for each opcode of a dict of texts and vectors. Any other opcode is refused."""
+_ACTIONS: dict[str, _Do] = {
+    **_ACTIONS_FOR_TEXTS,
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "APPEND": lambda machine, _: machine.extend_list(1),
+    "APPENDS": lambda machine, _: machine.extend_list(None),
+    "BINFLOAT": _Machine.push,
+}
+"""Action for each opcode of a dict of plain values and tensors."""
 
 
-def _parse_storage(said: Any) -> _Storage:
+@dataclass(frozen=True, slots=True)
+class FileForm:
+    """Values that a file may hold.
+
+    Attributes:
+        actions: Action for each opcode.
+        dtypes: Types of the values of tensors, by the names of their storages.
+        is_flat: Whether all tensors are vectors.
+        shape_fault: Sentence about a tensor of another shape.
+        storage_fault: Sentence about a storage of another type.
+    """
+
+    actions: Mapping[str, _Do]
+    dtypes: Mapping[str, str]
+    is_flat: bool
+    shape_fault: str
+    storage_fault: str
+
+
+TEXTS_AND_BYTES = FileForm(
+    _ACTIONS_FOR_TEXTS,
+    {"torch ByteStorage": "uint8"},
+    is_flat=True,
+    shape_fault="a tensor is not a vector of bytes",
+    storage_fault="a storage is not of bytes",
+)
+PLAIN_VALUES = FileForm(
+    _ACTIONS,
+    _DTYPES_OF_STORAGES,
+    is_flat=False,
+    shape_fault="a tensor is not contiguous",
+    storage_fault="a storage has an unknown type",
+)
+
+
+def _parse_storage(said: Any, form: FileForm) -> TensorStorage:
     kind, of, key, _, size = said
-    if (
-        (kind, of) != ("storage", _Name(_BYTES))
-        or not isinstance(key, str)
-        or type(size) is not int
-    ):
-        raise _WrongError("a storage is not of bytes")
-    return _Storage(key, size)
+    dtype = form.dtypes.get(of.name) if isinstance(of, TorchName) else None
+    if kind != "storage" or dtype is None or not isinstance(key, str) or type(size) is not int:
+        raise _WrongError(form.storage_fault)
+    return TensorStorage(key, dtype, size)
 
 
-def _make_tensor(what: Any, args: Any) -> Any:
-    if what == _Name(_ORDERED) and args == ():
+def _make_tensor(what: Any, args: Any, form: FileForm) -> Any:
+    if what == TorchName(_ORDERED) and args == ():
         return None  # hooks: always an empty dict
-    if what != _Name(_REBUILD):
+    if what != TorchName(_REBUILD):
         raise _WrongError("it builds values other than tensors")
-    storage, begin, size, stride, *_ = args
-    if not isinstance(storage, _Storage) or len(size) != 1 or len(stride) != 1:
-        raise _WrongError("a tensor is not a vector of bytes")
-    (length,), (step,) = size, stride
-    if any(type(one) is not int for one in (begin, length, step)) or step != 1:
-        raise _WrongError("a tensor is not a vector of bytes")
-    if not 0 <= begin <= begin + length <= storage.size:
+    storage, begin, shape, stride, *_ = args
+    if (
+        not isinstance(storage, TensorStorage)
+        or not _are_lengths(shape)
+        or not _are_lengths(stride)
+    ):
+        raise _WrongError(form.shape_fault)
+    if type(begin) is not int or len(shape) != len(stride) or (form.is_flat and len(shape) != 1):
+        raise _WrongError(form.shape_fault)
+    step = 1
+    for length, found in zip(reversed(shape), reversed(stride), strict=True):
+        if found != step and (form.is_flat or length != 1):  # one row has any stride
+            raise _WrongError(form.shape_fault)
+        step *= max(1, length)
+    if any(length < 0 for length in shape) or not 0 <= begin <= storage.size - prod(shape):
         raise _WrongError("a tensor exceeds its storage")
-    return _StorageSlice(storage, begin, length)
+    return TensorInFile(storage, begin, shape)
+
+
+def _are_lengths(values: Any) -> bool:
+    """Decide whether a value is a short tuple of integers."""
+    return (
+        isinstance(values, tuple)
+        and len(cast("tuple[Any, ...]", values)) <= _DIMENSIONS
+        and all(
+            type(one) is int and abs(one) < _LENGTH_MOST for one in cast("tuple[Any, ...]", values)
+        )
+    )

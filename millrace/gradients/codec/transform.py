@@ -6,7 +6,7 @@ few, so that intermediate values stay in its cache. On a GPU they are many, sinc
 some microseconds to start.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -39,7 +39,7 @@ def forward(
     matrix = tensor.reshape(view_as_matrix(tuple(tensor.shape)))
     if out is None:
         out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
-    for tiles, target, band in _iterate_bands(out, matrix, tuple(tensor.shape)):
+    for tiles, target, band in _iterate_bands(out, matrix, make_tiles(tuple(tensor.shape))):
         down, across = (
             _compute_basis(tiles.height, out.device),
             _compute_basis(tiles.width, out.device),
@@ -59,6 +59,7 @@ def backward(
     shape: tuple[int, ...],
     transform: Transform,
     out: torch.Tensor | None = None,
+    tiles: Sequence[Tiles] | None = None,
 ) -> torch.Tensor:
     """Return the tensor of which `forward` returned these values.
 
@@ -67,19 +68,21 @@ def backward(
         shape: Shape of the tensor.
         transform: Transform to invert.
         out: Contiguous float32 tensor of this shape, which is filled.
+        tiles: Tiles of the tensor, if the values are of other tiles than those of `make_tiles`.
     """
     if transform is Transform.NONE:
         return values.view(shape) if out is None else out.copy_(values.view(shape))
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=values.device)
-    for tiles, target, band in _iterate_bands(values, out.view(view_as_matrix(shape)), shape):
+    groups = make_tiles(shape) if tiles is None else tiles
+    for group, target, band in _iterate_bands(values, out.view(view_as_matrix(shape)), groups):
         down, across = (
-            _compute_basis(tiles.height, values.device),
-            _compute_basis(tiles.width, values.device),
+            _compute_basis(group.height, values.device),
+            _compute_basis(group.width, values.device),
         )
-        half = torch.mm(target.reshape(-1, tiles.width), across)
-        half = half.view(len(band), -1, tiles.height, tiles.width).transpose(1, 2)
-        half = half.reshape(len(band), tiles.height, -1)
+        half = torch.mm(target.reshape(-1, group.width), across)
+        half = half.view(len(band), -1, group.height, group.width).transpose(1, 2)
+        half = half.reshape(len(band), group.height, -1)
         if len(band) == 1:
             band[0].copy_(torch.mm(down.T, half[0]))
         else:
@@ -88,7 +91,7 @@ def backward(
 
 
 def _iterate_bands(
-    values: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
+    values: torch.Tensor, matrix: torch.Tensor, groups: Sequence[Tiles]
 ) -> Iterator[tuple[Tiles, torch.Tensor, torch.Tensor]]:
     """Yield some rows of tiles at a time, as views of the values and of the matrix.
 
@@ -96,7 +99,7 @@ def _iterate_bands(
     The view of the matrix has the shape ``(rows, height, columns * width)``.
     """
     first, at_once = 0, _AT_ONCE if values.is_cpu else _AT_ONCE_ON_DEVICE
-    for tiles in make_tiles(shape):
+    for tiles in groups:
         size, wide = tiles.height * tiles.width, tiles.columns * tiles.width
         high = tiles.rows * tiles.height
         target = values[first : first + high * wide]

@@ -16,6 +16,7 @@ from millrace.gradients.merging.gather_window import Sender
 from millrace.gradients.merging.links import find_newest_window
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.windows import catch_up_weights, merge_windows
+from millrace.gradients.templar.settings import TemplarImportSettings
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
@@ -63,7 +64,7 @@ def aggregate_run(
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
         heartbeat = stack.enter_context(Heartbeat(settings.lease))
-        heartbeat.keep(_acquire_run_lease(store, keys, settings.lease))
+        heartbeat.keep(acquire_run_lease(store, keys, settings.lease))
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
@@ -122,7 +123,7 @@ def _choose_allocation(
     return allocate_on_ray(settings.ray, values=values, threads=settings.threads)
 
 
-def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
+def acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
     """Acquire the run's lease, or wait until its holder sends a heartbeat.
 
     Raises:
@@ -140,7 +141,7 @@ def _acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:
 
 
 def load_or_begin_run(
-    settings: AggregatorSettings,
+    settings: AggregatorSettings | TemplarImportSettings,
     store: Store,
     allocate: AllocateWeights | None = None,
     *,
@@ -151,7 +152,7 @@ def load_or_begin_run(
     Beginning a run saves the initial weights as a checkpoint, and commits the first link.
 
     Args:
-        settings: Settings of the aggregator.
+        settings: Settings of the aggregator, or of an import.
         store: Bucket of the aggregator.
         allocate: Function that allocates weights; by default in this process.
         progress: Receives `CheckpointDamaged` for each skipped checkpoint.

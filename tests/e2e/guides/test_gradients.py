@@ -1,6 +1,7 @@
 """The guide to gradients, block by block: four workers, and an aggregator beside them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from millrace.checkpoints import Saver, load
 from millrace.gradients import AggregatorSettings
 from millrace.settings import load_settings
-from millrace.storage import open_store
+from millrace.storage import Store, open_store, put
 from tests.support.guides import follow
+from tests.support.templar_gradients import write_payload
 
 R2 = "r2://0123456789abcdef0123456789abcdef/"
 WINDOWS = 2
@@ -50,6 +52,10 @@ def test_every_block_of_the_guide_to_gradients(
         (guide.folder / "loss.py").write_text(guide.read_python())
         guide.write("score.yaml")
         scored = guide.run()
+        fill_templar_bucket(open_store(f"s3://{bucket}/templar"))
+        guide.write("import.yaml")
+        imported = guide.type("millrace gradient import import.yaml")
+    assert imported.count("2 taken, 0 excluded; at most 0.0% of a norm lost") == 4
     assert "runs/one is at step 60" in caught_up
     assert "window 2: 4 workers evaluated" in scored
     assert "runs/one, after window 2:" in scored
@@ -57,6 +63,18 @@ def test_every_block_of_the_guide_to_gradients(
     for worker in workers:
         for name, tensor in worker["model"].state_dict().items():
             assert torch.equal(found.state["weights"][name], tensor)
+
+
+def fill_templar_bucket(store: Store) -> None:
+    """Write the gradients of two workers of v2.1.28, for four windows of the guide's model."""
+    for window, uid in product(range(40, 44), (1, 7)):
+        dice = torch.Generator().manual_seed(100 * window + uid)
+        changes = {
+            "weight": torch.randn(64, 64, generator=dice),
+            "bias": torch.randn(64, generator=dice),
+        }
+        body = write_payload(changes, k=64, window=window).save()
+        put(store, f"gradient-{window}-{uid}-v2.1.28.pt", body)
 
 
 def make_worker(number: int, mine: object, chain: object) -> dict[str, Any]:

@@ -249,6 +249,22 @@ def _cool_down(site: Site) -> list[str]:
     return ["checkpoint", "cooldown", file, "--member", UIDS[0]]
 
 
+def _import(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import RUN
+
+    run = RUN.model_copy(update={"run": "runs/imported"})
+    file = settings(
+        site, "import.yaml", run=run.model_dump(mode="json"), store=_store(site),
+        initial_weights={"job": "first"}, templar={
+            "store": _store(site, "templar"), "version": "2.1.28", "first_window": 40,
+            "last_window": 41, "k": 64,
+        },
+    )  # fmt: skip
+    return ["gradient", "import", file]
+
+
+IMPORTED: dict[str, Words] = {"gradient import": _import}
+"""Commands over the bucket of a Templar run."""
 SCORED: dict[str, Words] = {"gradient standings": _show_standings}
 """Commands over a run whose windows have scores."""
 RUNS: dict[str, Words] = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -93,7 +94,7 @@ from millrace.keys.rentals import MACHINES
 from millrace.progress import Event
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
-from millrace.storage import Store, list_objects, open_store
+from millrace.storage import Store, list_objects, open_store, put
 from millrace.swarm import Request, prewarm
 from tests.integration.hostile import commands, renting
 from tests.integration.hostile.junk import MARKUP, Junk, Kind, Reach
@@ -110,6 +111,7 @@ from tests.support.swarm.swarms import (
     start_agent,
     stop,
 )
+from tests.support.templar_gradients import write_payload
 
 FOREIGN = "owner of a foreign bucket"
 WORKER = "training worker"
@@ -419,6 +421,17 @@ def aggregator(site: Site) -> AggregatorSettings:
 def _first(site: Site) -> None:
     with Saver(site.open_store(), "first") as saver:
         saver.save(dict(_model().named_parameters()), step=7).result()
+
+
+def _templar(site: Site) -> None:
+    _first(site)
+    for window, uid in product((40, 41), (1, 7)):
+        changes = {name: torch.randn_like(one) for name, one in _model().named_parameters()}
+        body = write_payload(changes, k=64, window=window).save()
+        put(site.open_store(), f"templar/gradient-{window}-{uid}-v2.1.28.pt", body)
+
+
+TEMPLAR = Reach(("templar/",), lambda key: key.endswith(("-1-v2.1.28.pt", "-7-v2.1.28.pt")))
 
 
 def _aggregate(site: Site) -> Any:
@@ -744,6 +757,8 @@ FLOWS: dict[str, Flow] = {
           for name in renting.COMMANDS),
         *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)
           for name, words in commands.RUNS.items()),
+        *(Flow(f"millrace {name}", FOREIGN, _templar, commands.command(words), TEMPLAR)
+          for name, words in commands.IMPORTED.items()),
         *(Flow(f"millrace {name}", WORKER, _scored, commands.command(words), CHAIN)
           for name, words in commands.SCORED.items()),
         *(Flow(f"millrace {name}", HOST, _sharded, commands.command(words), DATASETS)

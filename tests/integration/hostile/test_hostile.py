@@ -36,7 +36,7 @@ from tests.integration.hostile.site import Ended
 QUICK = (
     "shard-dataset", "clean-bucket", "wipe-bucket", "aggregate-gradients", "cooldown",
     "reap-machines", "prewarm", "verify-checkpoints", "millrace status",
-    "millrace dataset collect-garbage",
+    "millrace dataset collect-garbage", "millrace gradient import",
 )  # fmt: skip
 """Flows and commands of all principals that a test runs; the soak runs all."""
 

@@ -10,7 +10,7 @@ from millrace.cleanup.protection import BucketSurvey
 from millrace.cleanup.rule_matching import RuleMatcher
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.gradients import GradientKeys
-from millrace.keys.kinds import classify_key
+from millrace.keys.kinds import ObjectKind, classify_key
 from millrace.storage import Stat
 
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
@@ -92,3 +92,26 @@ def test_an_object_is_new_if_it_was_written_after_the_plan() -> None:
     matcher = matcher_of()
     assert not matcher.is_new(stat_of("a", timedelta(0)))
     assert matcher.is_new(stat_of("a", -timedelta(seconds=3)))
+
+
+def test_templars_objects_are_taken_by_rules_of_their_kinds_and_for_other_objects() -> None:
+    survey = BucketSurvey()
+    survey._newest = {(ObjectKind.TEMPLAR_CHECKPOINT, "", "2"): [9]}
+    kinds = (CleanupKind.GRADIENTS, CleanupKind.CHECKPOINTS, CleanupKind.GATHERS)
+    some, all_of_two, other = (
+        Rule(kinds=kinds, older_than=DAY),
+        Rule(kinds=(CleanupKind.START_WINDOWS,), version="2", older_than=DAY),
+        Rule(kinds=(CleanupKind.OTHER,), older_than=DAY, prefix="checkpoint-"),
+    )
+    unversioned = Rule(kinds=(CleanupKind.START_WINDOWS,), older_than=DAY)
+    matcher = RuleMatcher((some, unversioned, all_of_two, other), NOW, survey)
+    for key, index in {
+        "gradient-8-1-v2.pt": 0,
+        "checkpoint-8-1-v2.pt": 0,
+        "checkpoint-9-1-v2.pt": 3,  # the newest: only by its name
+        "aggregator-8-v2.pt": 0,
+        "start_window_v2.json": 2,
+        "start_window_v1.json": None,
+        "notes/gradient-8-1-v2.pt": None,
+    }.items():
+        assert find_object_rule(matcher, stat_of(key)) == index, key

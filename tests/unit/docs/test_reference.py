@@ -30,6 +30,7 @@ from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_clock_probe_ke
 from millrace.keys.members import make_member_lease
 from millrace.keys.probes import make_audit_probe_key, make_write_probe_key
 from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
+from millrace.keys.templar import TemplarKey, TemplarKind, make_templar_key
 from millrace.swarm.driving import agent_client
 
 PAGES = sorted(REFERENCE.glob("*.md"))
@@ -223,6 +224,12 @@ def build_names():
     yield chain.make_scores_key(1)
     yield CheckpointKeys(chain.job).make_metadata_key(1)
     yield LeaseKeys(chain.job, "aggregator").make_beat_key(1)
+    for kind in TemplarKind:
+        has_window = kind not in {TemplarKind.START_WINDOW, TemplarKind.GATHERS}
+        has_worker = kind in {TemplarKind.GRADIENT, TemplarKind.DEBUG, TemplarKind.CHECKPOINT}
+        rest = "41.npz" if kind is TemplarKind.GATHERS else ""
+        window, uid = 41 if has_window else -1, 7 if has_worker else -1
+        yield make_templar_key(TemplarKey(kind, "0.2.80", window, uid, rest))
     campaign = CampaignKeys("camp")
     yield from (
         campaign.committed_training,

@@ -440,6 +440,7 @@ def test_archives_and_pickles_that_torch_would_not_write_are_refused(store):
     refused(archive({"a": b"cos\nsystem\n" + text("true") + b"\x85R"}), "values other than tensors")
     refused(archive({"a": b"I" + b"9" * 5000 + b"\n"}), "damaged|that no tensor needs")
     refused(archive({"a": b"h\x07"}), "or it is damaged")
+    refused(archive({"a": b"ctorch\n\\z\n"}), "or it is damaged")
     refused(archive({"a": b"t"}), "or it is damaged")
     refused(archive({}, {str(n): b"x" for n in range(60)}), "more files in it")
     refused(right + b"x", "or it is damaged")

@@ -19,7 +19,7 @@ _VALUES = {
     "epoch": "000000", "term": "000000", "version": "1", "digest": "a" * 64, "root": "b" * 64,
     "nonce": "0123456789abcdef", "holder": "0123456789abcdef", "operation": "read",
     "digits": "c" * 16, "plan": "20260101T000000-01234567", "piece": "000000",
-    "price_number": "000000",
+    "price_number": "000000", "plain_window": "41", "plain_uid": "7",
 }  # fmt: skip
 """Values in names; all others are a word."""
 
@@ -29,6 +29,32 @@ def test_every_name_of_the_reference_has_a_kind(name: str) -> None:
     """A rule of cleaning for objects that Millrace did not write takes those without a kind."""
     key = re.sub(r"\{(\w+)\}", lambda field: _VALUES.get(field[1], "some"), name)
     assert classify_key(key) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "version", "number"),
+    [
+        ("gradient-41-7-v0.2.80.pt", ObjectKind.GRADIENT, "0.2.80", 41),
+        ("checkpoint-41-7-v2.1.28.pt", ObjectKind.TEMPLAR_CHECKPOINT, "2.1.28", 41),
+        ("debug-41-7-v2.1.28.pt", ObjectKind.TEMPLAR_GATHER, "2.1.28", 41),
+        ("aggregator-41-v2.1.28.pt", ObjectKind.TEMPLAR_GATHER, "2.1.28", 41),
+        ("start_window_v0.2.80.json", ObjectKind.START_WINDOW, "0.2.80", -1),
+        ("peers_41_v0.2.80.json", ObjectKind.TEMPLAR_GATHER, "0.2.80", 41),
+        ("gathers/0.2.80/a/b.npz", ObjectKind.TEMPLAR_GATHER, "0.2.80", -1),
+    ],
+)
+def test_templars_names_at_the_root_have_a_kind_and_no_scope(key, kind, version, number):
+    found = classify_key(key)
+    assert found == ClassifiedKey(kind, "", version, number)
+    assert found.is_of_templar
+    assert found.lease_scope == ""
+    workers = WorkerPrefixes()
+    workers.learn(key)
+    assert classify_key("/7/x", workers) is None
+    assert classify_key("7/x", workers) is None
+    for other in (f"data/{key}", f"/{key}", key + "x", key.replace("41", "041"), key[1:]):
+        if other != key:
+            assert classify_key(other) is None
 
 
 def test_what_a_member_uploads_for_its_owner_is_used_once_and_its_votes_stay():

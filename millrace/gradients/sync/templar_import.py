@@ -1,0 +1,253 @@
+"""Import of a Templar run: a chain of links that is made of its workers' gradients.
+
+The windows of the Templar run become the windows 1, 2, … of a run. Each payload is checked, and
+compressed again with the codec of the run. The run's own rule merges the gradients, so the weights
+are those of the run, and not those of Templar: its rules clip or normalise each tensor by itself.
+"""
+
+import heapq
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from millrace import errors
+from millrace.gradients.codec.gradient_object import (
+    CheckedGradient,
+    GradientError,
+    Shapes,
+    check_gradient,
+    read_untrusted_range,
+)
+from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.merging.links import catch_up, read_link
+from millrace.gradients.progress_events import GradientRefused, PayloadConverted, WindowMerged
+from millrace.gradients.state import WeightState
+from millrace.gradients.sync.aggregator import acquire_run_lease, load_or_begin_run
+from millrace.gradients.sync.gather_results import GatheredWindow
+from millrace.gradients.sync.window_merge import ChainStep, merge_window
+from millrace.gradients.templar.conversion import convert_payload
+from millrace.gradients.templar.payload import ExpectedPayload, parse_payload
+from millrace.gradients.templar.settings import TemplarImportSettings, TemplarSource
+from millrace.gradients.weights import save_weights
+from millrace.keys.templar import TemplarKey, TemplarKind, make_templar_key, parse_templar_key
+from millrace.lease import Heartbeat
+from millrace.progress import Progress, ignore_event
+from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
+from millrace.storage import Stat, Store, head, list_objects, open_store
+
+
+def import_templar_run(
+    settings: TemplarImportSettings, *, progress: Progress = ignore_event
+) -> Iterator[ChainLink]:
+    """Make a chain of the gradients of a Templar run. After a kill, call this function again.
+
+    Memory: the weights, the gradients of one window, and a payload with its values.
+
+    Args:
+        settings: Settings of the import.
+        progress: Receives `PayloadConverted` or `GradientRefused` for each payload, the events of
+            `merge_window`, and `WindowMerged`.
+
+    Yields:
+        Link of each imported window.
+
+    Raises:
+        HeldError: Another import or an aggregator holds the run's lease.
+        NotFoundError: The run has not begun, and the settings have no initial weights.
+        ConfigurationError: The model has parameters that Templar cannot send.
+        ConflictError: The windows of the run were merged differently, with other settings.
+        ChainError: The chain is broken.
+        DeniedError, UnavailableError: A bucket cannot be listed.
+    """
+    run, keys, source = settings.run, settings.run.chain_keys, settings.templar
+    store = open_store(settings.store)
+    origins = _Origins(source)
+    last = source.last_window - source.first_window + 1
+    with ExitStack() as stack:
+        heartbeat = stack.enter_context(Heartbeat(settings.lease))
+        heartbeat.keep(acquire_run_lease(store, keys, settings.lease))
+        sharded, window = load_or_begin_run(settings, store, progress=progress)
+        stack.callback(sharded.close)
+        state = sharded.collect_state()
+        before: ChainStart | ChainLink
+        before = catch_up(store, keys, state, after=window) or read_link(store, keys, window)
+        window = before.window if isinstance(before, ChainLink) else 0
+        unsaved: ChainLink | None = None
+        while window < last:
+            window += 1
+            before = _import_window(store, settings, origins, state, window, before, progress)
+            unsaved = before
+            if window % settings.every == 0:
+                save_weights(state, store, keys.job, step=before.step, window=window)
+                unsaved = None
+            progress(
+                WindowMerged(
+                    run=run.name,
+                    window=window,
+                    taken=len(before.taken),
+                    excluded=len(before.excluded),
+                )
+            )
+            yield before
+        if unsaved is not None:
+            save_weights(state, store, keys.job, step=unsaved.step, window=unsaved.window)
+
+
+def _import_window(
+    store: Store,
+    settings: TemplarImportSettings,
+    origins: "_Origins",
+    state: WeightState,
+    number: int,
+    before: ChainStart | ChainLink,
+    progress: Progress,
+) -> ChainLink:
+    run = settings.run
+    began, now = time.monotonic(), datetime.now(UTC)
+    shapes = {name: weight.shape for name, weight in state.weights.items()}
+    window = GatherWindow(
+        keys=run.gradient_keys,
+        number=number,
+        base=before.step,
+        codec=run.codec,
+        shapes=shapes,
+        opens=now,
+        closes=now,
+        max_norm=run.gather.max_norm,
+    )
+    found = _WindowPayloads()
+    for sent in origins.list_window(settings.templar.first_window + number - 1):
+        found.add(sent, window, settings, progress)
+    gathered = found.finish(time.monotonic() - began)
+    if len(gathered.taken) < run.gather.quorum:
+        gathered = gathered.exclude_all()
+    step = ChainStep(before, before.step + run.steps, run.outer, run.merge)
+    return merge_window(
+        store, window, gathered, step, state, threads=settings.threads, progress=progress
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SentPayload:
+    """Payload of a worker that is in a bucket."""
+
+    uid: int
+    window: int
+    store: Store
+    stat: Stat
+
+
+class _Origins:
+    """Buckets of the workers. Their listings may have any keys."""
+
+    def __init__(self, source: TemplarSource) -> None:
+        self._source = source
+        self._shared = open_store(source.store, make_folder=False, is_foreign=True)
+        self._own = {
+            uid: open_store(spec, make_folder=False, is_foreign=True)
+            for uid, spec in source.worker_stores.items()
+        }
+
+    def list_window(self, window: int) -> list[_SentPayload]:
+        """Return the payloads of a window, the earliest upload first."""
+        own = [
+            sent
+            for uid, store in self._own.items()
+            if (sent := self._find_own(uid, store, window)) is not None
+        ]
+        listed = (
+            _SentPayload(uid, window, self._shared, stat)
+            for stat in list_objects(self._shared, f"gradient-{window}-")
+            if (uid := self._parse(stat.key, window)) is not None and uid not in self._own
+        )
+        most = self._source.max_workers
+        first = heapq.nsmallest(most, listed, key=_get_uid)  # no memory for the others
+        payloads = heapq.nsmallest(most, [*own, *first], key=_get_uid)
+        return sorted(payloads, key=lambda sent: (sent.stat.last_modified, sent.uid))
+
+    def _find_own(self, uid: int, store: Store, window: int) -> _SentPayload | None:
+        key = make_templar_key(TemplarKey(TemplarKind.GRADIENT, self._source.version, window, uid))
+        try:
+            return _SentPayload(uid, window, store, head(store, key))
+        except errors.NotFoundError:
+            return None
+
+    def _parse(self, key: str, window: int) -> int | None:
+        parsed = parse_templar_key(key)
+        if parsed is None or parsed.kind is not TemplarKind.GRADIENT:
+            return None
+        if (parsed.version, parsed.window) != (self._source.version, window):
+            return None
+        return parsed.uid
+
+
+def _get_uid(sent: _SentPayload) -> int:
+    return sent.uid
+
+
+@dataclass(slots=True)
+class _WindowPayloads:
+    """Converted gradients of a window, and the reasons why workers are excluded."""
+
+    _taken: dict[str, CheckedGradient] = field(default_factory=dict[str, CheckedGradient])
+    _written: dict[str, datetime] = field(default_factory=dict[str, datetime])
+    _excluded: dict[str, ExcludedWorker] = field(default_factory=dict[str, ExcludedWorker])
+    _bodies: set[str] = field(default_factory=set[str])
+
+    def add(
+        self,
+        sent: _SentPayload,
+        window: GatherWindow,
+        settings: TemplarImportSettings,
+        progress: Progress,
+    ) -> None:
+        """Read, check and convert a payload, or exclude its worker."""
+        uid = f"templar-{sent.uid}"
+        try:
+            gradient, lost = _read_payload(sent, uid, window, settings)
+            self._check_unique(gradient)
+        except GradientError as error:
+            self._excluded[uid] = ExcludedWorker(reason=error.reason, sentence=str(error))
+            progress(GradientRefused(uid=uid, reason=error.reason))
+            return
+        self._taken[uid], self._written[uid] = gradient, sent.stat.last_modified
+        progress(PayloadConverted(uid=uid, window=window.number, size=sent.stat.size, lost=lost))
+
+    def _check_unique(self, gradient: CheckedGradient) -> None:
+        if gradient.header.body in self._bodies:
+            raise GradientError(
+                ExclusionReason.DUPLICATE, "Another worker had sent the same gradient before."
+            )
+        self._bodies.add(gradient.header.body)
+
+    def finish(self, seconds: float) -> GatheredWindow:
+        """Return the window."""
+        size = sum(gradient.size for gradient in self._taken.values())
+        return GatheredWindow(self._taken, self._excluded, (), size, seconds, self._written)
+
+
+def _read_payload(
+    sent: _SentPayload, uid: str, window: GatherWindow, settings: TemplarImportSettings
+) -> tuple[CheckedGradient, float]:
+    """Return the gradient of a payload, and the share that was lost.
+
+    Raises:
+        GradientError: The payload cannot be read, or does not meet the conditions.
+    """
+    expected = _make_expected(sent.window, window.shapes, settings.templar)
+    if sent.stat.size > expected.size:
+        raise GradientError(
+            ExclusionReason.TOO_LARGE,
+            f"{sent.stat.size:,} bytes, where {expected.size:,} are the most there are.",
+        )
+    body = read_untrusted_range(sent.store, sent.stat, 0, sent.stat.size)
+    target = window.make_expected(uid)
+    converted = convert_payload(parse_payload(body, expected), target, threads=settings.threads)
+    return check_gradient(converted.body, target), converted.lost
+
+
+def _make_expected(window: int, shapes: Shapes, source: TemplarSource) -> ExpectedPayload:
+    return ExpectedPayload(shapes, source.k, source.transform, window)

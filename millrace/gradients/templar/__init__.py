@@ -1,0 +1,1 @@
+"""Reader for the gradients of Templar's workers."""
