@@ -16,17 +16,16 @@ from millrace import errors
 from millrace.gradients.codec.gradient_object import (
     CheckedGradient,
     GradientError,
-    Shapes,
     check_gradient,
     read_untrusted_range,
 )
 from millrace.gradients.merging.gather_window import GatherWindow
 from millrace.gradients.merging.links import catch_up, read_link
-from millrace.gradients.progress_events import GradientRefused, PayloadConverted, WindowMerged
+from millrace.gradients.progress_events import GradientRefused, PayloadConverted
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.aggregator import acquire_run_lease, load_or_begin_run
 from millrace.gradients.sync.gather_results import GatheredWindow
-from millrace.gradients.sync.window_merge import ChainStep, merge_window
+from millrace.gradients.sync.window_merge import merge_gathered
 from millrace.gradients.templar.conversion import convert_payload
 from millrace.gradients.templar.payload import ExpectedPayload, parse_payload
 from millrace.gradients.templar.settings import TemplarImportSettings, TemplarSource
@@ -48,8 +47,8 @@ def import_templar_run(
 
     Args:
         settings: Settings of the import.
-        progress: Receives `PayloadConverted` or `GradientRefused` for each payload, the events of
-            `merge_window`, and `WindowMerged`.
+        progress: Receives `PayloadConverted` or `GradientRefused` for each payload, and the events
+            of `merge_gathered`.
 
     Yields:
         Link of each imported window.
@@ -62,7 +61,7 @@ def import_templar_run(
         ChainError: The chain is broken.
         DeniedError, UnavailableError: A bucket cannot be listed.
     """
-    run, keys, source = settings.run, settings.run.chain_keys, settings.templar
+    keys, source = settings.run.chain_keys, settings.templar
     store = open_store(settings.store)
     origins = _Origins(source)
     last = source.last_window - source.first_window + 1
@@ -83,14 +82,6 @@ def import_templar_run(
             if window % settings.every == 0:
                 save_weights(state, store, keys.job, step=before.step, window=window)
                 unsaved = None
-            progress(
-                WindowMerged(
-                    run=run.name,
-                    window=window,
-                    taken=len(before.taken),
-                    excluded=len(before.excluded),
-                )
-            )
             yield before
         if unsaved is not None:
             save_weights(state, store, keys.job, step=unsaved.step, window=unsaved.window)
@@ -122,12 +113,10 @@ def _import_window(
     for sent in origins.list_window(settings.templar.first_window + number - 1):
         found.add(sent, window, settings, progress)
     gathered = found.finish(time.monotonic() - began)
-    if len(gathered.taken) < run.gather.quorum:
-        gathered = gathered.exclude_all()
-    step = ChainStep(before, before.step + run.steps, run.outer, run.merge)
-    return merge_window(
-        store, window, gathered, step, state, threads=settings.threads, progress=progress
-    )
+    return merge_gathered(
+        store, run, window, gathered, before, state, quorum=run.gather.quorum,
+        threads=settings.threads, progress=progress,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +226,8 @@ def _read_payload(
     Raises:
         GradientError: The payload cannot be read, or does not meet the conditions.
     """
-    expected = _make_expected(sent.window, window.shapes, settings.templar)
+    source = settings.templar
+    expected = ExpectedPayload(window.shapes, source.k, source.transform, sent.window)
     if sent.stat.size > expected.size:
         raise GradientError(
             ExclusionReason.TOO_LARGE,
@@ -247,7 +237,3 @@ def _read_payload(
     target = window.make_expected(uid)
     converted = convert_payload(parse_payload(body, expected), target, threads=settings.threads)
     return check_gradient(converted.body, target), converted.lost
-
-
-def _make_expected(window: int, shapes: Shapes, source: TemplarSource) -> ExpectedPayload:
-    return ExpectedPayload(shapes, source.k, source.transform, window)

@@ -17,7 +17,8 @@ from millrace.gradients.merging.merge import (
     compute_worker_factors,
     find_deviating_workers,
 )
-from millrace.gradients.progress_events import UpdateStored
+from millrace.gradients.progress_events import UpdateStored, WindowMerged
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather_results import GatheredWindow
 from millrace.keys.gradients import ChainKeys
@@ -51,6 +52,34 @@ class ChainStep:
     step: int
     outer: OuterOptimizer
     merge: MergeSettings
+
+
+def merge_gathered(
+    store: Store,
+    settings: RunSettings,
+    gather_window: GatherWindow,
+    gathered: GatheredWindow,
+    before: ChainStart | ChainLink,
+    weights: WeightState | ShardedWeights,
+    *,
+    quorum: int,
+    threads: int = 1,
+    progress: Progress = ignore_event,
+) -> ChainLink:
+    """Merge a window by the settings of its run, see `merge_window`.
+
+    Gradients that are fewer than the quorum change no weights. `progress` also receives
+    `WindowMerged`.
+    """
+    if len(gathered.taken) < quorum:
+        gathered = gathered.exclude_all()
+    step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
+    link = merge_window(
+        store, gather_window, gathered, step, weights, threads=threads, progress=progress
+    )
+    taken, excluded = len(link.taken), len(link.excluded)
+    progress(WindowMerged(run=settings.name, window=link.window, taken=taken, excluded=excluded))
+    return link
 
 
 def merge_window(

@@ -12,12 +12,12 @@ from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.gather_window import GatherWindow, Sender
 from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
-from millrace.gradients.progress_events import LinkApplied, WindowMerged
+from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
-from millrace.gradients.sync.window_merge import ChainStep, merge_window
+from millrace.gradients.sync.window_merge import merge_gathered
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
@@ -91,18 +91,11 @@ def merge_windows(
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
-        if len(gathered.taken) < options.gather.quorum:
-            gathered = gathered.exclude_all()
-        step = ChainStep(before, before.step + settings.steps, settings.outer, settings.merge)
-        before = merge_window(store, gather_window, gathered, step, weights, progress=progress)
-        progress(
-            WindowMerged(
-                run=settings.name,
-                window=window,
-                taken=len(before.taken),
-                excluded=len(before.excluded),
-            )
-        )
+        quorum = options.gather.quorum
+        before = merge_gathered(
+            store, settings, gather_window, gathered, before, weights, quorum=quorum,
+            progress=progress,
+        )  # fmt: skip
         yield before
 
 
