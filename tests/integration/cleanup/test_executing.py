@@ -150,7 +150,7 @@ def test_a_live_run_survives_every_preset_and_so_does_what_only_looks_like_ours(
         "gradient-000000001-w1-v0.2.1.safetensors",
         "run/w1/gradient-000000001-w2-v0.2.1.safetensors",
         "run/w1/gradient-1-w1-v0.2.1.safetensors",
-        f"gathers/0.2.1/000000001-{'a' * 64}.npz",
+        f"gathers/0.2.1/000000001-{'a' * 64}.safetensors",
         "gathers/0.2.1/chain/000000001.json",
         "checkpoints/step_000000001/metadata.json",
         f"checkpoints/step_000000001/parts/{'a' * 64}.safetensors",

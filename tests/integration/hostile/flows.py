@@ -431,7 +431,10 @@ def _templar(site: Site) -> None:
         put(site.open_store(), f"templar/gradient-{window}-{uid}-v2.1.28.pt", body)
 
 
-TEMPLAR = Reach(("templar/",), lambda key: key.endswith(("-1-v2.1.28.pt", "-7-v2.1.28.pt")))
+TEMPLAR = Reach(
+    prefixes=("templar/", "templar/gradient-40-"),  # names that the listing of a window shows
+    spares=lambda key: key.endswith(("-1-v2.1.28.pt", "-7-v2.1.28.pt")),
+)
 
 
 def _aggregate(site: Site) -> Any:
@@ -461,7 +464,7 @@ def _aggregate(site: Site) -> Any:
             refused.clear()
             key = RUN.gradient_keys.make_gradient_key(EVIL, window)
             genuine = site.genuine.get(RUN.gradient_keys.make_gradient_key(UIDS[0], window), b"")
-            if junk := site.strike(key, genuine):
+            if junk := site.strike(key, genuine, UIDS[0]):
                 sent[window] = ExclusionReason.TOO_LARGE if junk.kind is Kind.GIANT else ""
                 while not refused.wait(0.05) and not working.done():
                     pass

@@ -229,7 +229,7 @@ def make_junk(
     dice: Random,
     controls: Sequence[str] = CONTROLS,
 ) -> list[Junk]:
-    """Return so many hostile objects, each of a kind that comes in turn.
+    """Return so many hostile objects, each of a kind that comes in turn, or only ghosts.
 
     Args:
         reach: Objects that the principal may write.
@@ -246,6 +246,8 @@ def make_junk(
     others = [genuine[key] for key in records if key.endswith(".json")]
     places = list(_places(reach, records, dice))
     ghosts = list(_ghosts(reach, records, dice))
+    if ghosts and dice.random() < 0.5:
+        kinds = [Kind.GHOST]  # other junk in the same places hides ghosts
     number = 0
     while len(made) < count and number < 20 * count:
         kind = kinds[number % len(kinds)]
@@ -264,7 +266,7 @@ def make_junk(
             if not ghosts:
                 continue
             key, origin, member, ghost = dice.choice(ghosts)
-            one = Junk(kind, key, genuine[origin].replace(member.encode(), ghost.encode()))
+            one = Junk(kind, key, rename_member(genuine[origin], member, ghost))
         elif places:
             key, origin = dice.choice(places)
             one = _record(kind, key, genuine[origin], others, dice)
@@ -276,6 +278,16 @@ def make_junk(
         if len(one.key.encode()) <= room and not reach.spares(one.key) and one.key not in made:
             made[one.key] = one
     return list(made.values())
+
+
+def name_ghost(member: str, dice: Random) -> str:
+    """Return a name that no roster has, as long as that of a member: headers have fixed sizes."""
+    return f"ghost-{dice.randrange(8)}".ljust(len(member), "x")
+
+
+def rename_member(body: bytes, member: str, ghost: str) -> bytes:
+    """Return a record of a member under another name."""
+    return body.replace(member.encode(), ghost.encode())
 
 
 def _record(kind: Kind, key: str, body: bytes, others: Sequence[bytes], dice: Random) -> Junk:
@@ -317,11 +329,14 @@ def _places(reach: Reach, keys: Sequence[str], dice: Random) -> Iterator[tuple[s
 def _ghosts(reach: Reach, keys: Sequence[str], dice: Random) -> Iterator[tuple[str, str, str, str]]:
     """Yield keys for records of ghosts, each with that of the genuine object, and both names.
 
-    The name is in the key, or in the record only, which lies where the writer's own would.
+    The name is in the key, or in the record only, which lies where the writer's own would. Ghosts
+    stay: there is no end of their leases.
     """
     for key in keys:
+        if key.endswith(".end"):
+            continue
         for member in reach.ghosts:
-            ghost = f"ghost-{dice.randrange(8)}"
+            ghost = name_ghost(member, dice)
             pattern = rf"(?<=[/-]){re.escape(member)}(?=[/.-])"
             named = {re.sub(pattern, ghost, key)} - {key}
             for own in reach.prefixes:

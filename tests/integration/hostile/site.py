@@ -25,6 +25,7 @@ from millrace.testing.key import Key, connect
 from millrace.testing.process import ask
 from tests.integration.hostile.junk import (
     CONTROLS_OF_RGW,
+    GIB,
     LONGEST,
     RECORDS,
     UNREADABLE,
@@ -33,6 +34,8 @@ from tests.integration.hostile.junk import (
     Reach,
     hostile_body,
     make_junk,
+    name_ghost,
+    rename_member,
 )
 from tests.integration.hostile.lens import CONTROL
 
@@ -195,14 +198,23 @@ class Site:
         written = [(key, body) for key, body in built.items() if key not in over]
         self._write(written, junk)
 
-    def strike(self, key: str, body: bytes) -> Junk | None:
-        """Write a hostile object in the place of a genuine one; None in an undisturbed run."""
+    def strike(self, key: str, body: bytes, member: str) -> Junk | None:
+        """Write a hostile object in the place of a genuine one; None in an undisturbed run.
+
+        Args:
+            key: Key of the object.
+            body: Bytes of a genuine object.
+            member: Name of the member that has written them.
+        """
         if self.reach is None:
             return None
         kind = self.dice.choice(RECORDS)
-        others = [each for name, each in self.genuine.items() if name.endswith(".json")]
-        size = 5 << 30 if kind is kind.GIANT else None
-        one = Junk(kind, key, hostile_body(kind, body, others, self.dice), size)
+        if kind is Kind.GHOST:
+            one = Junk(kind, key, rename_member(body, member, name_ghost(member, self.dice)))
+        else:
+            others = [each for name, each in self.genuine.items() if name.endswith(".json")]
+            size = 5 * GIB if kind is Kind.GIANT else None
+            one = Junk(kind, key, hostile_body(kind, body, others, self.dice), size)
         self._write([], [one])
         return one
 
