@@ -131,6 +131,7 @@ class ChainLink(Record):
         shapes: Shapes of these tensors.
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
+        scores: Digest of the scores by which the merge weighs workers; empty without scores.
         taken: Workers whose gradients were merged.
         excluded: Excluded workers with the reasons.
         seconds: Duration of the gathering.
@@ -140,7 +141,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 5  # with the times of uploads
+    record_version: ClassVar[int] = 6  # with scores
 
     run: str
     window: int
@@ -151,6 +152,7 @@ class ChainLink(Record):
     shapes: tuple[tuple[int, ...], ...]
     outer: OuterOptimizer
     merge: MergeSettings
+    scores: str
     taken: dict[str, MergedWorker]
     excluded: dict[str, ExcludedWorker]
     seconds: float

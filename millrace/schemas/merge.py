@@ -13,6 +13,7 @@ class MergeRule(StrEnum):
     MEAN = "mean"  # over all workers; a value that a worker did not send is zero
     SENDERS = "senders"  # over the workers that sent the value (Templar)
     TOKENS = "tokens"  # over all workers, weighted by their tokens (Decoupled DiLoCo)
+    SCORES = "scores"  # over all workers, weighted by the newest scores of a scorer (Templar)
     SIGN = "sign"  # the sign of the majority (signSGD with majority vote, 1810.05291)
     CENTERED_CLIP = "centered clip"  # Karimireddy et al. 2021, 2012.10333
     MULTI_KRUM = "multi-krum"  # Blanchard et al. 2017, 1703.02757
@@ -30,8 +31,9 @@ class MergeSettings(RecordPart):
     rule: MergeRule = Field(
         default=MergeRule.MEAN,
         description="`mean` averages over all workers; `senders` over the workers that sent a "
-        "value; `tokens` weighs workers by their tokens; `sign` takes the sign of the "
-        "majority. `centered clip` and `multi-krum` tolerate Byzantine workers. "
+        "value; `tokens` weighs workers by their tokens, and `scores` by the newest scores of "
+        "a scorer; `sign` takes the sign of the majority. "
+        "`centered clip` and `multi-krum` tolerate Byzantine workers. "
         "`median` and `trimmed mean` need the same indices from all workers "
         "(the choice `shared` of the codec).",
     )
@@ -62,6 +64,14 @@ class MergeSettings(RecordPart):
         ge=1,
         le=1000,
         description="Iterations of `centered clip`.",
+    )
+    even_share: float = Field(
+        title="Even share of scores",
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Share of the merge that `scores` divides evenly, since a worker that has no "
+        "score yet earns one by gradients that are merged.",
     )
     values: int = Field(
         title="Weights per object",

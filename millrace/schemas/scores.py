@@ -139,7 +139,7 @@ class Standing(RecordPart):
     evaluated: int = 0
     missed: int = 0
     score: float = 0.0
-    weight: float = 0.0
+    weight: float = Field(default=0.0, ge=0, le=1)
 
     @property
     def ordinal(self) -> float:

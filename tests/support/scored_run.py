@@ -58,6 +58,7 @@ class ScoredRun:
     def __post_init__(self) -> None:
         """Begin the run."""
         self.state = copy_state({"a": 0.05 * self._draw("initial")})
+        self.first = {name: values.copy() for name, values in self.state.weights.items()}
         begin_run(self.store, self.keys, self.state)
         self._feedback = {uid: ErrorFeedback(self.codec) for uid in self.workers}
         self.window = 0

@@ -93,10 +93,11 @@ Products = Callable[[Sequence[str]], Iterable[Vector]]
 """Function that yields the inner products of workers' gradients for each tensor in order."""
 
 
-def compute_worker_factors(
+def compute_worker_factors(  # noqa: C901 - one branch for each rule
     gradients: Mapping[str, CheckedGradient],
     settings: MergeSettings,
     *,
+    scores: Mapping[str, float] | None = None,
     products: Products | None = None,
     threads: int = 1,
 ) -> WorkerFactors:
@@ -105,6 +106,8 @@ def compute_worker_factors(
     Args:
         gradients: Checked gradients by the workers' names.
         settings: Settings of the merge.
+        scores: Weights of the workers by their scores, for `MergeRule.SCORES`. A worker that is
+            missing has 0.
         products: Function that returns the results of `compute_products` for all tensors, if the
             tensors are on other machines.
         threads: Number of threads.
@@ -142,6 +145,8 @@ def compute_worker_factors(
                     "No worker reports its number of tokens: choose another rule than `tokens`."
                 )
             share = tokens / tokens.sum()
+        case MergeRule.SCORES:
+            share = _share_by_scores(workers, scores or {}, settings.even_share)
         case MergeRule.CENTERED_CLIP:
             share = _clip_to_center(compute_gram(), settings)
         case MergeRule.MULTI_KRUM:
@@ -155,6 +160,16 @@ def compute_worker_factors(
         case MergeRule.MEAN:
             share = np.full(every, 1.0 / every)
     return WorkerFactors(workers, scales, share * scales, share / fsum(share))
+
+
+def _share_by_scores(
+    workers: Sequence[str], scores: Mapping[str, float], even_share: float
+) -> Vector:
+    """Divide a share evenly, and the rest by scores. If no worker has a score, all are even."""
+    even = np.full(len(workers), 1.0 / len(workers))
+    weights = np.array([scores.get(name, 0.0) for name in workers])
+    total = fsum(weights)
+    return even * even_share + weights / total * (1.0 - even_share) if total else even
 
 
 def merge(

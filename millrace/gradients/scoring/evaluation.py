@@ -25,6 +25,7 @@ from millrace.schemas.scores import Evaluation, LossPair
 _WEIGHTED_SUMS = {
     MergeRule.MEAN,
     MergeRule.TOKENS,
+    MergeRule.SCORES,
     MergeRule.CENTERED_CLIP,
     MergeRule.MULTI_KRUM,
 }

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from millrace import errors
-from millrace.digest import compute_digest, dump_canonical_json
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.merging.links import (
     ChainError,
@@ -22,6 +21,7 @@ from millrace.gradients.merging.links import (
     read_link_after,
 )
 from millrace.gradients.merging.merge import GradientsByWorker
+from millrace.gradients.merging.scores import digest_scores, read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.evaluation import (
     ComputeLoss,
@@ -108,12 +108,6 @@ def score_run(
         yield before
 
 
-def read_newest_scores(store: Store, keys: ChainKeys) -> WindowScores | None:
-    """Return the newest scores of a run; None if there are none."""
-    scored = list_numbers(store, keys.scores, keys.parse_scores)
-    return fetch(store, keys.make_scores_key(scored[-1]), WindowScores) if scored else None
-
-
 def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
     """Yield the scores of a run, in order. Each is computed again from its evidence.
 
@@ -139,11 +133,6 @@ def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
                 )
         yield scores
         before = scores
-
-
-def digest_scores(scores: WindowScores) -> str:
-    """Return the digest of scores, which those of the next window have."""
-    return compute_digest(dump_canonical_json(scores.model_dump(mode="json")))
 
 
 def _evaluate_window(

@@ -17,6 +17,7 @@ from millrace.gradients.merging.merge import (
     compute_worker_factors,
     find_deviating_workers,
 )
+from millrace.gradients.merging.scores import digest_scores, read_newest_scores
 from millrace.gradients.progress_events import UpdateStored, WindowMerged
 from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
@@ -33,7 +34,7 @@ from millrace.schemas.chain import (
     UpdateEntry,
 )
 from millrace.schemas.gradient import ExclusionReason
-from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
+from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeRule, MergeSettings
 from millrace.storage import Store
 
 
@@ -109,6 +110,7 @@ def merge_window(
     Raises:
         ConflictError: Another aggregator merged this window differently.
         ChainError: The weights are not those of the previous link.
+        CorruptError: The scores by which the rule weighs workers cannot be read.
     """
     if isinstance(weights, WeightState):
         tensors = {uid: gradient.tensors for uid, gradient in gathered.taken.items()}
@@ -122,12 +124,18 @@ def merge_window(
             sentence = "Its indices differ from those of most workers, and the rule needs the same."
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.INDICES, sentence=sentence)
             del gradients[uid]
+    scores = read_newest_scores(store, keys) if step.merge.rule is MergeRule.SCORES else None
     worker_factors: WorkerFactors | None = None
     updates: tuple[UpdateEntry, ...] = ()
     try:
         if gradients:
             products = partial(weights.compute_products, codec=gather_window.codec)
-            worker_factors = compute_worker_factors(gradients, step.merge, products=products)
+            worker_factors = compute_worker_factors(
+                gradients,
+                step.merge,
+                scores=scores and {uid: one.weight for uid, one in scores.standings.items()},
+                products=products,
+            )
     except errors.ConfigurationError as error:  # the next window may have more gradients
         for uid in gradients:
             excluded[uid] = ExcludedWorker(reason=ExclusionReason.QUORUM, sentence=str(error))
@@ -147,6 +155,7 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
+        scores=digest_scores(scores) if scores else "",
         taken=_list_merged_workers(gradients, worker_factors, gathered.written),
         excluded=excluded,
         seconds=gathered.seconds,

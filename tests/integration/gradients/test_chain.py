@@ -2,7 +2,8 @@
 
 from millrace.gradients import OuterKind, RunSettings, Transform
 from millrace.gradients.merging.links import find_newest_window
-from millrace.gradients.scoring.scorer import iterate_scores, read_newest_scores
+from millrace.gradients.merging.scores import read_newest_scores
+from millrace.gradients.scoring.scorer import iterate_scores
 from millrace.storage import open_store
 from millrace.storage.clients import make_boto3_client, make_full_key
 from tests.stores import make_spec

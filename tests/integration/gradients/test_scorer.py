@@ -7,10 +7,20 @@ import pytest
 import torch
 
 from millrace import errors
-from millrace.gradients import ChainError, Codec, MergeRule, MergeSettings
+from millrace.gradients import (
+    ChainError,
+    Codec,
+    MergeRule,
+    MergeSettings,
+    WeightState,
+    catch_up,
+    find_newest_window,
+)
+from millrace.gradients.merging.scores import digest_scores, read_newest_scores
 from millrace.gradients.progress_events import WindowScored
-from millrace.gradients.scoring.scorer import iterate_scores, read_newest_scores, score_run
+from millrace.gradients.scoring.scorer import iterate_scores, score_run
 from millrace.gradients.scoring.settings import ScorerOptions
+from millrace.keys.gradients import ChainKeys
 from millrace.records import fetch
 from millrace.schemas.scores import WindowScores
 from millrace.storage import Store, delete, open_store, put, read
@@ -146,6 +156,45 @@ def test_a_run_that_has_not_begun_is_a_sentence(store: Store):
     run = ScoredRun(open_store("memory://elsewhere"), WORKERS)
     with pytest.raises(errors.NotFoundError):
         list(score_run(store, run.keys, run.compute_loss))
+
+
+def test_a_merge_weighs_workers_by_the_newest_scores(store: Store):
+    attacks = dict.fromkeys(["w1", "w3", "w5"], "noise")
+    merge = MergeSettings(rule=MergeRule.SCORES, even_share=0.06)
+    weighted = ScoredRun(store, WORKERS, attacks, merge=merge)
+    plain = ScoredRun(store, WORKERS, attacks, keys=ChainKeys("runs/two", "1"))
+    (last,) = weighted.merge_windows(1)
+    assert last.scores == ""
+    assert {one.share for one in last.taken.values()} == {1 / 6}
+    scores = None
+    for last in weighted.merge_windows(10):
+        assert last.scores == (digest_scores(scores) if scores else "")
+        *_, scores = score_run(store, weighted.keys, weighted.compute_loss)
+    for uid in attacks:  # they are still sent to workers, and scored
+        assert last.taken[uid].share == pytest.approx(0.01)
+    assert sum(one.share for one in last.taken.values()) == pytest.approx(1)
+    for _ in plain.merge_windows(11):
+        pass
+
+    def loss(run: ScoredRun) -> float:
+        weights = {"a": torch.from_numpy(run.state.weights["a"])}  # pyright: ignore[reportUnknownMemberType]
+        return run.compute_loss(weights, 100, None)
+
+    assert loss(weighted) < 0.9 * loss(plain)
+    late = WeightState(weighted.first)
+    catch_up(store, weighted.keys, late)
+    assert late.digest() == last.state
+
+
+def test_scores_that_cannot_be_read_end_a_merge_before_it_changes_anything(store: Store):
+    run = make_run(store, windows=1, merge=MergeSettings(rule=MergeRule.SCORES))
+    list(score_run(store, run.keys, run.compute_loss))
+    put(store, run.keys.make_scores_key(1), b"{")
+    before = run.state.digest()
+    with pytest.raises(errors.CorruptError, match=run.keys.make_scores_key(1)):
+        list(run.merge_windows(1))
+    assert run.state.digest() == before
+    assert find_newest_window(store, run.keys) == 1
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class BucketBuilder:
             link = ChainLink(
                 run=run, window=window, step=window, updates=(update,), codec=Codec(), names=(),
                 shapes=(), outer=OuterOptimizer(), merge=MergeSettings(), taken={}, excluded={},
-                seconds=0.0, previous="", state="",
+                seconds=0.0, scores="", previous="", state="",
             )  # fmt: skip
             self.put_record(keys.make_link_key(window), link, hours=hours)
         for window, age in heads.items():

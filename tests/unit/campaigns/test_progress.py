@@ -80,7 +80,7 @@ class Aggregator:
         link = ChainLink(
             run=chain.run, window=self.newest, step=self.newest, updates=(), codec=Codec(),
             names=(), shapes=(), outer=OuterOptimizer(), merge=MergeSettings(),
-            taken={"worker-0": worker} if is_taken else {}, excluded={}, seconds=0,
+            taken={"worker-0": worker} if is_taken else {}, excluded={}, seconds=0, scores="",
             previous=previous, state="",
         )  # fmt: skip
         commit_once(store, chain.make_link_key(self.newest), link)

@@ -347,7 +347,7 @@ def test_a_link_of_an_earlier_version_is_refused_with_a_sentence(broken):
     put(broken.store, KEYS.make_link_key(2), json.dumps(envelope).encode())
     refused(
         broken,
-        "Window 2 of runs/one: .* holds a chain-link of version 3. This Millrace reads version 5",
+        "Window 2 of runs/one: .* holds a chain-link of version 3. This Millrace reads version 6",
     )
 
 

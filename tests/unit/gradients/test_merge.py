@@ -158,6 +158,20 @@ def test_neither_order_nor_threads_change_a_byte(rule, seed, threads):
     assert one.tobytes() == other.tobytes()
 
 
+def test_scores_weigh_workers_beside_an_even_share():
+    checked = made(drawn(4), Codec(k=300, bits=4))
+    first, second, *others = sorted(checked)
+    settings = MergeSettings(rule=MergeRule.SCORES, clip=False, even_share=0.2)
+    scores = {first: 0.6, second: 0.2, "gone": 0.2}  # the share of who has sent nothing is divided
+    factors = compute_worker_factors(checked, settings, scores=scores)
+    expected = {first: 0.05 + 0.6, second: 0.05 + 0.2, **dict.fromkeys(others, 0.05)}
+    assert factors.shares.tolist() == pytest.approx([expected[uid] for uid in factors.workers])
+    assert factors.in_sum.tolist() == pytest.approx(factors.shares.tolist())
+    for none in (None, {}, {"gone": 1.0}, dict.fromkeys(checked, 0.0)):
+        even = compute_worker_factors(checked, settings, scores=none)
+        assert even.in_sum.tolist() == [0.25] * 4
+
+
 @pytest.mark.parametrize("rule", [MergeRule.MEDIAN, MergeRule.TRIMMED])
 def test_coordinates_are_judged_only_where_all_have_sent_them(rule):
     codec = Codec(k=4096, bits=8)  # all of them

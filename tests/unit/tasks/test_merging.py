@@ -41,7 +41,7 @@ def link(
         updates=(UpdateEntry(key="k", digest=DIGEST, size=2500, tensors=0),),
         codec=Codec(), names=(), shapes=(), outer=OuterOptimizer(),
         merge=MergeSettings(rule=MergeRule.CENTERED_CLIP), taken=taken,
-        excluded=out or {}, seconds=1.5, previous="", state="",
+        excluded=out or {}, seconds=1.5, scores="", previous="", state="",
     )  # fmt: skip
 
 
