@@ -29,7 +29,7 @@ from tasks.warming import report_nodes, warm_nodes
 
 
 class FilesRequest(InputLocation):
-    """Files to put on every node: an object, the shards of a dataset, or all below a prefix."""
+    """Files to put on every node: an object, a dataset, a checkpoint, or all below a prefix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,10 +42,18 @@ class FilesRequest(InputLocation):
         description="Or a dataset below the location: the shards that its manifest names. Each "
         "shard is verified by its digest in the manifest.",
     )
+    checkpoint: str | None = Field(
+        default=None,
+        description="Or a job below the location: all files of its newest checkpoint, each "
+        "verified by its digest.",
+    )
+    step: int | None = Field(
+        default=None, ge=0, description="Step of the checkpoint; by default the newest."
+    )
     destination: str | None = Field(
         default=None,
         description="Path below the root: of the file, or without a key of the folder. By default "
-        "the key, the keys of the shards, or the root itself.",
+        "the key, the keys of the shards or of the checkpoint, or the root itself.",
     )
     unpack: Unpacking | None = Field(
         default=None,
@@ -76,8 +84,10 @@ class FilesRequest(InputLocation):
         return Request(
             store=store,
             key=self.key,
-            prefix="" if self.key is None and self.dataset is None else None,
+            prefix=None if self.key or self.dataset or self.checkpoint else "",
             dataset=self.dataset,
+            checkpoint=self.checkpoint,
+            step=self.step,
             destination=self.destination,
             unpack=self.unpack,
             into=self.into,

@@ -1,6 +1,7 @@
 """Content of a checkpoint: its files by their digests, and the tensors in them."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
 from millrace.records import check_depth, explain_excess
 from millrace.schemas.checkpoint import Checkpoint, Part, TensorRecord
-from millrace.storage import Store, read_and_hash
+from millrace.storage import Store, open_store, read_and_hash
 
+_log = logging.getLogger(__name__)
 _MAX_BLOCKS = 128  # blocks of a request: a file of the default size needs one
 _MAX_GAP = 4  # blocks that are read although they are not needed, to save a request
 _CONCURRENCY = 4  # requests for one file
@@ -231,8 +233,19 @@ def _read_blocks(
     numbers: Iterable[int],
     known: bytes,
 ) -> PartContent:
-    """Read some blocks of a file, and verify them by known digests; without these, all blocks."""
+    """Read some blocks of a file, and verify them by known digests; without these, all blocks.
+
+    The file is read in the first warmed folder that has it undamaged, or else in the store.
+    """
     key = CheckpointKeys(job).make_part_key(part.step, part.digest)
+    for folder in store.warmed:
+        if not (folder / key).is_file():
+            continue
+        try:
+            warmed = open_store(folder.absolute().as_uri(), make_folder=False)
+            return _read_blocks(warmed, job, part, body, targets, numbers, known)
+        except errors.MillraceError as error:
+            _log.warning("%s It is read from %s.", error, store.url)
 
     def read_range(blocks: range) -> bytes:
         start, stop = blocks.start * BLOCK_SIZE, min(blocks.stop * BLOCK_SIZE, part.size)

@@ -250,6 +250,8 @@ class Store:
             `read_range` use boto3, and read answers up to a limit of size and time, however slowly
             the bytes arrive. obstore allocates the length that a listing or an error announces: an
             absurd length ends the process.
+        warmed: Folders of this machine with files of the store below their keys, as a prewarm
+            leaves them. The files of checkpoints are read there if their digests are right.
     """
 
     spec: StoreSpec
@@ -258,8 +260,9 @@ class Store:
     retrying: ObjectStore
     throttle: ThrottleState = field(default_factory=ThrottleState, repr=False)
     is_foreign: bool = False
+    warmed: tuple[Path, ...] = ()
 
-    def __reduce__(self) -> "tuple[Callable[[StoreSpec, bool], Store], tuple[StoreSpec, bool]]":
+    def __reduce__(self) -> "tuple[Callable[..., Store], tuple[StoreSpec, bool, tuple[Path, ...]]]":
         """Pickle a store as its spec with credentials, so that another machine can open it."""
         if self.location.backend is Backend.MEMORY:
             raise ConfigurationError(
@@ -267,7 +270,8 @@ class Store:
                 "Choose a bucket, or a folder that all processes share."
             )
         # The spec has the endpoint and the region of the environment, but not its credentials.
-        return _reopen_store, (self.spec.model_copy(update={"url": self.url}), self.is_foreign)
+        spec = self.spec.model_copy(update={"url": self.url})
+        return _reopen_store, (spec, self.is_foreign, self.warmed)
 
     @property
     def url(self) -> str:
@@ -277,6 +281,10 @@ class Store:
     def with_retry_timeout(self, retry_timeout: timedelta) -> "Store":
         """Return the same store with another limit on the time for retries."""
         return replace(self, spec=self.spec.model_copy(update={"retry_timeout": retry_timeout}))
+
+    def with_warmed(self, *folders: Path | str) -> "Store":
+        """Return the same store, whose checkpoints are first read in folders of this machine."""
+        return replace(self, warmed=tuple(map(Path, folders)))
 
     def make_url(self, key: str) -> str:
         """Return the URL of one object."""
@@ -390,8 +398,12 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     return spec
 
 
-def _reopen_store(spec: StoreSpec, is_foreign: bool) -> Store:  # noqa: FBT001 - of a pickle
-    return open_store(spec, make_folder=False, is_foreign=is_foreign)
+def _reopen_store(
+    spec: StoreSpec,
+    is_foreign: bool,  # noqa: FBT001 - of a pickle
+    warmed: tuple[Path, ...],
+) -> Store:
+    return open_store(spec, make_folder=False, is_foreign=is_foreign).with_warmed(*warmed)
 
 
 def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> StoreSpec:

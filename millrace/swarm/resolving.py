@@ -7,8 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors
+from millrace.checkpoints.block_digests import list_block_list_keys
+from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.digest import Algorithm, make_local_etag
-from millrace.keys.checkpoints import parse_part_digest
+from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
@@ -147,10 +149,14 @@ def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:
         return next(iter(stores.values()))
     if request.store not in stores:
         raise errors.ConfigurationError(
-            f"The request for {request.key or request.dataset or request.prefix} names the store "
-            f"{request.store!r}: write one of {', '.join(sorted(stores))}."
+            f"The request for {_get_name(request)} names the store {request.store!r}: write one of "
+            f"{', '.join(sorted(stores))}."
         )
     return stores[request.store]
+
+
+def _get_name(request: Request) -> str:
+    return request.key or request.dataset or request.checkpoint or request.prefix or "all objects"
 
 
 def _resolve_request(request: Request, stores: Mapping[str, Store]) -> Iterator[_FoundObject]:
@@ -169,6 +175,9 @@ def _resolve_request(request: Request, stores: Mapping[str, Store]) -> Iterator[
         return
     if request.dataset is not None:
         yield from _resolve_shards(request, request.dataset, store)
+        return
+    if request.checkpoint is not None:
+        yield from _resolve_checkpoint(request, request.checkpoint, store)
         return
     folder = (request.prefix or "").strip("/")
     below = f"{folder}/" if folder else ""
@@ -208,6 +217,46 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
         destination = f"{request.destination}/{inside}" if request.destination else shard.key
         file = _make_file(request, store, stat, destination)
         yield _FoundObject(replace(file, digest=shard.digest), store, shard.key, manifest)
+
+
+def _resolve_checkpoint(request: Request, job: str, store: Store) -> Iterator[_FoundObject]:
+    """Yield the metadata, the parts, and the digests of blocks of a checkpoint.
+
+    Raises:
+        NotFoundError: The job has no checkpoint of the step, or a part is missing.
+        CorruptError: The metadata is damaged, or a part has another size.
+    """
+    keys = CheckpointKeys(job)
+    found = (
+        find_newest(store, job)
+        if request.step is None
+        else read_checkpoint(store, job, request.step)
+    )
+    if found is None:
+        raise errors.NotFoundError(
+            f"{store.make_url(job)} has no checkpoint: save one, or correct the name of the job."
+        )
+    steps = sorted({found.step, *(part.step for part in found.parts)})
+    folders = map(keys.make_folder_prefix, steps)
+    stats = {stat.key: stat for folder in folders for stat in list_objects(store, folder)}
+    parts = {keys.make_part_key(part.step, part.digest): part for part in found.parts}
+    block_lists = set(list_block_list_keys(keys, found)) & stats.keys()  # a copy may have none
+    for key in [keys.make_metadata_key(found.step), *parts, *sorted(block_lists)]:
+        stat, part = stats.get(key), parts.get(key)
+        if stat is None:
+            raise errors.NotFoundError(
+                f"{store.make_url(key)} is missing, and step {found.step} of {job} has it: run "
+                "`millrace checkpoint verify`, or request another step."
+            )
+        if part is not None and stat.size != part.size:
+            raise errors.CorruptError(
+                f"{store.make_url(key)} has {stat.size} bytes, and {part.size} by the metadata of "
+                f"step {found.step}: run `millrace checkpoint verify`, or request another step."
+            )
+        inside = key.removeprefix(keys.prefix)
+        destination = f"{request.destination}/{inside}" if request.destination else key
+        file = _make_file(request, store, stat, destination)
+        yield _FoundObject(replace(file, digest=part.digest) if part else file, store, key)
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:

@@ -28,7 +28,7 @@ class _Settings(BaseModel):
 
 
 class Request(_Settings):
-    """Files to copy: an object, all below a prefix, or the shards of a dataset."""
+    """Files to copy: an object, all below a prefix, or those of a dataset or a checkpoint."""
 
     key: str | None = Field(default=None, description="Key of one object, below the store's URL.")
     prefix: str | None = Field(
@@ -39,10 +39,18 @@ class Request(_Settings):
         description="Or a dataset: the shards that its manifest names. Each shard is verified by "
         "its digest in the manifest.",
     )
+    checkpoint: str | None = Field(
+        default=None,
+        description="Or a job: all files of its newest checkpoint, each verified by its digest. "
+        "By default, the checkpoint can be loaded from the root as from a store.",
+    )
+    step: int | None = Field(
+        default=None, ge=0, description="Step of the checkpoint; by default the newest."
+    )
     destination: str | None = Field(
         default=None,
-        description="Path below the root: of the file, or for a prefix or a dataset of the "
-        "folder. By default the key, the keys of the shards, or the root itself.",
+        description="Path below the root: of the file, or for several files of the folder. By "
+        "default the keys of the objects, or for a prefix the root itself.",
     )
     store: str = Field(
         default="", description="Name of the store in `stores`, if there are several."
@@ -79,8 +87,11 @@ class Request(_Settings):
 
     @model_validator(mode="after")
     def _check_one_selector(self) -> "Request":
-        if sum(one is not None for one in (self.key, self.prefix, self.dataset)) != 1:
-            raise ValueError("A request must name one of key, prefix and dataset.")
+        selectors = (self.key, self.prefix, self.dataset, self.checkpoint)
+        if sum(one is not None for one in selectors) != 1:
+            raise ValueError("A request must name one of key, prefix, dataset and checkpoint.")
+        if self.step is not None and self.checkpoint is None:
+            raise ValueError("`step` needs a `checkpoint`: name the job that the step is of.")
         if self.key is None and (self.unpack or self.sha256):
             raise ValueError("`unpack` and `sha256` need a `key`: request the object by its key.")
         return self

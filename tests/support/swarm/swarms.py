@@ -239,9 +239,10 @@ def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) ->
         "requests": [Request(prefix="")],
         "stores": {"s": store if isinstance(store, StoreSpec) else make_spec(store)},
         "root": Path("/unused"),
-        "nodes": Hosts(hosts=tuple(a.host for a in agents), key=SecretStr(KEY)),
         "piece_size": 256 * 1024,
     }
+    if agents:
+        values["nodes"] = Hosts(hosts=tuple(a.host for a in agents), key=SecretStr(KEY))
     return PrewarmSettings(**(values | more))
 
 

@@ -65,7 +65,16 @@ def test_a_dataset_that_is_not_whole_is_refused(store: Store) -> None:
         preview(settings)
 
 
-@pytest.mark.parametrize("more", [{}, {"key": "a", "dataset": "b"}, {"prefix": "", "dataset": "b"}])
-def test_a_request_names_one_kind_of_thing(more: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="must name one of"):
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({}, "must name one of"),
+        ({"key": "a", "dataset": "b"}, "must name one of"),
+        ({"prefix": "", "dataset": "b"}, "must name one of"),
+        ({"checkpoint": "a", "dataset": "b"}, "must name one of"),
+        ({"dataset": "b", "step": 1}, "`step` needs a `checkpoint`"),
+    ],
+)
+def test_a_request_names_one_kind_of_thing(more: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
         Request.model_validate(more)
