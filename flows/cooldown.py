@@ -97,7 +97,7 @@ def run_cooldown(
             f"{len(status.living)} live. The report names them; start the dead ones again, and run "
             "this once more."
         )
-    if status.checkpoint is None:
+    if status.epoch.root is None:
         raise UnavailableError(
             f"Epoch {epoch} of {job} went on without a checkpoint ({status.epoch.reason}): the "
             "report has the result of each member."

@@ -116,19 +116,24 @@ def _write_headline(url: str, job: str, epoch: int, status: EpochStatus) -> Mark
             format_bold(format_markdown("{} has not ended", subject)),
             format_duration(status.seconds),
         )
-    if status.checkpoint is None:
+    if status.epoch.root is None:
         went_on = format_bold(format_markdown("{} went on without a checkpoint", subject))
         return format_markdown(
             "{} at step {:,}: {}.", went_on, status.epoch.step, status.epoch.reason
         )
+    by = "committed by this run"
+    if status.epoch.member:
+        by = format_markdown("committed by {}", format_code(status.epoch.member))
+    if status.checkpoint is None:  # another destination than the bucket
+        return format_markdown(
+            "{} ended with **step {:,}** in {}, {}.",
+            subject, status.epoch.step, format_code(status.epoch.destination), by,
+        )  # fmt: skip
     senders = [one for one in status.ended.values() if one.sent]
     longest = max((one.seconds for one in senders), default=0.0)
     uploaders = format_count(len(senders), "member") + " that lived"
     if longest:
         uploaders += f" at {format_rate(status.checkpoint.size, longest)}"
-    by = "committed by this run"
-    if status.epoch.member:
-        by = format_markdown("committed by {}", format_code(status.epoch.member))
     return format_markdown(
         "{} ended with **step {:,}**: {} in {}, {}, uploaded by {}.",
         subject, status.epoch.step, format_size(status.checkpoint.size),

@@ -138,10 +138,11 @@ class EpochRecord(Record):
         rest: Digest of the position and the run, which are the same on all members.
         member: Member that committed this record.
         reason: Reason why there is no checkpoint; empty if there is one.
+        destination: URL of the destination with the checkpoint; empty for the record's own store.
     """
 
     record_kind: ClassVar[str] = "checkpoint-epoch"
-    record_version: ClassVar[int] = 2  # with BLAKE3 digests
+    record_version: ClassVar[int] = 3  # with the destination
 
     job: str
     epoch: JsonInt
@@ -150,6 +151,7 @@ class EpochRecord(Record):
     rest: str = ""
     member: str = ""
     reason: str = ""
+    destination: str = ""
 
 
 class Roster(Record):
@@ -195,10 +197,18 @@ class Vote(Record):
         """Fields that are equal for members in agreement."""
         return self.step, self.root, self.rest
 
-    def make_epoch_record(self, job: str, epoch: int, member: str = "") -> EpochRecord:
+    def make_epoch_record(
+        self, job: str, epoch: int, member: str = "", destination: str = ""
+    ) -> EpochRecord:
         """Return the record of an epoch that ends with this content."""
         return EpochRecord(
-            job=job, epoch=epoch, step=self.step, root=self.root, rest=self.rest, member=member
+            job=job,
+            epoch=epoch,
+            step=self.step,
+            root=self.root,
+            rest=self.rest,
+            member=member,
+            destination=destination,
         )
 
 

@@ -32,13 +32,16 @@ def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
 def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
     """Return the valid record of an epoch's end, or None.
 
-    A record is not valid if it cannot be read, or names a checkpoint that does not exist.
+    A record is not valid if it cannot be read, or names a checkpoint that does not exist. Other
+    destinations than the store are not read.
     """
     try:
         found = read_epoch(store, job, epoch)
     except (errors.NotFoundError, errors.CorruptError):
         return None
-    if found.root is None or has_checkpoint(store, job, found.step, found.root):
+    if found.root is None or found.destination:
+        return found
+    if has_checkpoint(store, job, found.step, found.root):
         return found
     return None
 

@@ -1,7 +1,9 @@
 """State of an epoch's end in the store, as one member reads it at each poll."""
 
+from millrace import errors
 from millrace.checkpoints.cooldown.epoch_records import find_epoch_end
 from millrace.checkpoints.cooldown.votes import VoteTally
+from millrace.checkpoints.destinations.base import Destination
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.lease import Census
 from millrace.schemas.checkpoint import EpochRecord, Roster
@@ -18,6 +20,7 @@ class EpochView:
         roster: Roster of the epoch.
         member: Name of this member.
         census: Census of the job's living members.
+        destination: Destination of the checkpoint, if that is not the members' store.
 
     Attributes:
         roster: Roster of the epoch.
@@ -25,8 +28,15 @@ class EpochView:
         tally: Votes and results of the members.
     """
 
-    def __init__(self, reads: Store, roster: Roster, member: str, census: Census) -> None:
-        self.roster = roster
+    def __init__(
+        self,
+        reads: Store,
+        roster: Roster,
+        member: str,
+        census: Census,
+        destination: Destination | None = None,
+    ) -> None:
+        self.roster, self._destination = roster, destination
         self.living = set(roster.members)
         self.tally = VoteTally(reads, CooldownKeys(roster.job, roster.epoch))
         self._reads, self._member, self._census = reads, member, census
@@ -34,7 +44,15 @@ class EpochView:
 
     def find_end(self) -> EpochRecord | None:
         """Return the valid record of the epoch's end, or None."""
-        return find_epoch_end(self._reads, self.roster.job, self.roster.epoch)
+        found = find_epoch_end(self._reads, self.roster.job, self.roster.epoch)
+        elsewhere = self._destination
+        if found is None or elsewhere is None or found.destination != elsewhere.url:
+            return found
+        try:
+            there = elsewhere.read_checkpoint(found.job, found.step)
+        except (errors.NotFoundError, errors.CorruptError):
+            return None
+        return found if there.root == found.root else None
 
     def read(self, *, late: bool) -> None:
         """Read new votes. Every second call also reads the living members and the results.

@@ -9,6 +9,7 @@ from millrace.checkpoints.contents import open_content
 from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.membership import ExpectedUpload, Membership
 from millrace.checkpoints.cooldown.result import EpochResult
+from millrace.checkpoints.destinations import HubSpec, open_destination
 from millrace.checkpoints.find import find_newest, read_checkpoint
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.lease import MAX_TTL, MIN_TTL
@@ -49,6 +50,11 @@ class MemberSettings(BaseModel):
 
     store: StoreSpec = Field(
         description="Bucket that all members share. The checkpoint is saved there."
+    )
+    destination: str | StoreSpec | HubSpec | None = Field(
+        default=None,
+        description="Another destination of the checkpoint: `hf://owner/name`, the URL of a store, "
+        "or the settings of a repository or a store. The members still meet in the bucket.",
     )
     job: str = Field(description="Job of the checkpoints; a prefix below the store's URL.")
     epoch: int = Field(ge=0, description="Number of the epoch that ends.")
@@ -92,8 +98,15 @@ def end_epoch(
     source, checkpoint = settings.source.open()
     content = open_content(source, checkpoint)
     expected = ExpectedUpload(content.size, settings.members, settings.cooldown.time)
-    store = open_store(settings.store)
-    with Membership(store, settings.job, member, settings.ttl, expected=expected) as one:
+    destination = settings.destination and open_destination(settings.destination)
+    with Membership(
+        open_store(settings.store),
+        settings.job,
+        member,
+        settings.ttl,
+        expected=expected,
+        destination=destination or None,
+    ) as one:
         one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
         cooled = cool_down(
             one,

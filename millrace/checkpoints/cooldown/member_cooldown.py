@@ -6,6 +6,7 @@ from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.agreement import Agreement
 from millrace.checkpoints.cooldown.checkpoint_upload import CheckpointUpload
 from millrace.checkpoints.cooldown.deadline import Deadline
+from millrace.checkpoints.cooldown.destination_upload import DestinationUpload
 from millrace.checkpoints.cooldown.epoch_records import commit_epoch
 from millrace.checkpoints.cooldown.epoch_view import EpochView
 from millrace.checkpoints.cooldown.late_voting import LateVoting
@@ -55,19 +56,22 @@ class MemberCooldown:
     ) -> None:
         vote = make_vote(membership.member, draft)
         self._membership, self._settings, self._progress = membership, settings, progress
-        self._view = EpochView(reads, roster, membership.member, membership.census)
+        destination = membership.destination
+        self._view = EpochView(reads, roster, membership.member, membership.census, destination)
         self._agreement = Agreement(membership.store, vote, self._view, progress=progress)
         self._uploaders = UploaderSelection(self._view, vote, settings.choice)
-        self.upload = CheckpointUpload(
-            membership,
-            reads,
-            content,
-            draft,
-            CooldownKeys(roster.job, roster.epoch),
-            settings,
-            on_change=on_change,
-            progress=progress,
-        )
+        self.upload: CheckpointUpload | DestinationUpload
+        if destination is None:
+            keys = CooldownKeys(roster.job, roster.epoch)
+            self.upload = CheckpointUpload(
+                membership, reads, content, draft, keys, settings, on_change=on_change,
+                progress=progress,
+            )  # fmt: skip
+        else:
+            self.upload = DestinationUpload(
+                membership.member, destination, content, draft, settings, on_change=on_change,
+                progress=progress,
+            )  # fmt: skip
         self._deadline = Deadline(settings.time, settings.extensions)
         self._late = LateVoting(membership, reads, self._view, settings, progress=progress)
         self._epoch: EpochRecord | None = None
@@ -112,7 +116,8 @@ class MemberCooldown:
             return self.make_result(
                 self._decide_outcome(member if mine else ""), _BACKGROUND_REASON
             )
-        record = self._agreement.vote.make_epoch_record(roster.job, roster.epoch, member)
+        there = self._membership.destination.url if self._membership.destination else ""
+        record = self._agreement.vote.make_epoch_record(roster.job, roster.epoch, member, there)
         return self._conclude(commit_epoch(self._membership.store, record))
 
     def _handle_timeout(self) -> EpochResult | None:

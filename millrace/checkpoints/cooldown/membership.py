@@ -3,12 +3,13 @@
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 
 from millrace import errors
 from millrace.audit import ProbeVerdict, probe
+from millrace.checkpoints.destinations.base import Destination
 from millrace.checkpoints.destinations.bucket import try_writes
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.members import make_member_lease, make_member_scope
@@ -55,9 +56,14 @@ class Membership:
             rosters, checkpoints and epochs (`millrace.checkpoints.watch_epoch_end`). By default
             the members commit them.
         expected: Upload that the destination must have space for, and should have time for.
+        destination: Destination of the checkpoints, such as a repository of the Hub; by default
+            ``store``. The members still meet in ``store``. A confined member has none.
 
     Attributes:
         confined: Whether the member writes below its own prefixes only.
+
+    Raises:
+        ConfigurationError: A confined member has a destination.
     """
 
     def __init__(
@@ -69,7 +75,14 @@ class Membership:
         *,
         reads: Store | None = None,
         expected: ExpectedUpload | None = None,
+        destination: Destination | None = None,
     ) -> None:
+        if reads is not None and destination is not None:
+            raise errors.ConfigurationError(
+                "A confined member has no other destination: the owner of the job commits its "
+                "checkpoints in the bucket. Copy them from there with `millrace checkpoint save`."
+            )
+        self.destination = destination
         self._expected = expected or ExpectedUpload()
         self.store, self.job, self.member, self.ttl = store, job, member, ttl
         self.reads, self.confined = reads or store, reads is not None
@@ -126,7 +139,16 @@ class Membership:
 
     def _check_destination(self, scope: str) -> None:
         """Refuse to join without what a save needs. An upload that takes long is only warned of."""
-        destination, expected = _MemberDestination(self.store, scope), self._expected
+        own, expected = _MemberDestination(self.store, scope), self._expected
+        if self.destination is None:
+            self._check_upload(own, expected)
+        else:
+            self._check_upload(own, ExpectedUpload())  # the bucket gets records only
+            self._check_upload(self.destination, replace(expected, members=1))
+
+    def _check_upload(
+        self, destination: "Destination | _MemberDestination", expected: ExpectedUpload
+    ) -> None:
         found = probe(
             destination,
             self.job,
