@@ -15,6 +15,6 @@ def test_a_checkpoint_elsewhere_is_named_with_its_destination():
         replaced=0, seconds=2.0,
     )  # fmt: skip
     status = EpochStatus(epoch, None, ("a",), frozenset(), {"a": result}, 3.0)
-    report = str(describe_epoch_end("s3://bucket", "job", 3, EpochEnd(status)))
+    report = str(describe_epoch_end("s3://bucket", "job", 3, EpochEnd(status, {}, {})))
     assert "ended with **step 40** in `hf://owner/name@main`, committed by `a`." in report
     assert "without a checkpoint" not in report
