@@ -28,6 +28,7 @@ READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+_ENVIRONMENT = "env://"
 _MOST_FOREIGN_REQUESTS = 8  # at once to one foreign store
 _memory: dict[str, MemoryStore] = {}
 # The checksum of the whole body is sent as a header: R2 refuses trailers. A signed SHA-256 is
@@ -68,7 +69,8 @@ class StoreSpec(BaseModel):
 
     url: str = Field(
         description="URL of the store: `file:///folder`, `s3://bucket/prefix`, "
-        "`r2://account/bucket/prefix`, `gs://bucket/prefix` or `memory://name`."
+        "`r2://account/bucket/prefix`, `gs://bucket/prefix` or `memory://name`. `env://` is the "
+        "store that STORAGE_BACKEND and its companions name, and `env://prefix` a part of it."
     )
     credentials: Credentials | None = Field(
         default=None,
@@ -98,6 +100,18 @@ class StoreSpec(BaseModel):
         default=timedelta(minutes=2),
         description="Longest time that a request is retried before its error is raised.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_environment(cls, data: Any) -> Any:
+        """Replace ``env://`` by the store that the environment names; given fields stay."""
+        url = cast("dict[str, Any]", data).get("url") if isinstance(data, dict) else None
+        if not isinstance(url, str) or not url.startswith(_ENVIRONMENT):
+            return data
+        named = read_spec_from_environment().with_prefix(url.removeprefix(_ENVIRONMENT))
+        given = {name: value for name, value in data.items() if value is not None}
+        fields = {name: getattr(named, name) for name in StoreSpec.model_fields}
+        return {**fields, **given, "url": named.url}
 
     def with_prefix(self, prefix: str) -> Self:
         """Return the same store with its keys below a prefix."""
@@ -326,8 +340,9 @@ def open_store(
     """Open the store at a URL. Nothing is sent until a verb is called.
 
     Args:
-        url: ``file://``, ``s3://``, ``r2://`` (account id and bucket), ``gs://``, ``memory://``
-            (for tests: one store per name and process), or a `StoreSpec`.
+        url: ``file://``, ``s3://``, ``r2://`` (account id and bucket), ``gs://``, ``env://`` (the
+            store of the environment), ``memory://`` (for tests: one store per name and process),
+            or a `StoreSpec`.
         credentials: Key pair. By default obstore reads the environment.
         endpoint: S3 endpoint. The endpoint of R2 follows from the account.
         region: S3 region. The region of R2 is always ``auto``.

@@ -9,6 +9,7 @@ from millrace import errors
 from millrace.storage import (
     Backend,
     Credentials,
+    StoreSettings,
     StoreSpec,
     open_store,
     put,
@@ -106,6 +107,26 @@ def test_the_environment_names_a_bucket_and_its_credentials():
     )
     assert (spec.url, spec.endpoint, spec.region) == ("s3://bucket", "http://127.0.0.1:1", "auto")
     assert spec.credentials.secret_access_key.get_secret_value() == "secret"
+
+
+def test_a_url_can_be_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("STORAGE_BACKEND", "s3")
+    monkeypatch.setenv("CHECKPOINT_BUCKET", "s3://bucket/below")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store = open_store("env://runs/one")
+    assert store.url == "s3://bucket/below/runs/one"
+    assert store.spec.credentials.access_key_id == "id"
+    assert store.endpoint == "http://127.0.0.1:1"
+    given = StoreSpec(url="env://", region="eu", endpoint="http://127.0.0.1:2")
+    assert (given.url, given.region) == ("s3://bucket/below", "eu")
+    assert given.endpoint == "http://127.0.0.1:2"
+    settings = StoreSettings.model_validate({"url": "env://runs"})
+    assert settings.store.url == "s3://bucket/below/runs"
+    monkeypatch.delenv("CHECKPOINT_BUCKET")
+    with pytest.raises(errors.ConfigurationError, match="set CHECKPOINT_BUCKET"):
+        open_store("env://")
 
 
 @pytest.mark.parametrize(
