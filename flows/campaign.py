@@ -75,10 +75,10 @@ def train(plan: CampaignPlan, training: Training) -> None:
         if rental is not None and campaign_tasks.has_unreleased_machines(training):
             release_machines(*rental)
         return
+    if not progress.has_begun:  # before machines cost money, which then get its weights
+        ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
     group = rent_workers(training, rental) if rental else campaign_tasks.run_local_workers(training)
     with group as workers:
-        if not progress.has_begun:
-            ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
         campaign_tasks.await_workers(training, workers)
         for epoch in range(training.options.epochs):
             run_epoch(plan, training, epoch, workers)
@@ -111,8 +111,10 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         await_machines(supervisor)
         if has_marker:  # the machines wait for their files
             with campaign_tasks.tolerate(MillraceError, "Workers read the store themselves"):
-                machines = RentedMachines(rental=name, bucket=bucket, vast=vast)
-                prewarm([FilesRequest(bucket=bucket, dataset=training.dataset)], cluster=machines)
+                files = [FilesRequest(bucket=bucket, checkpoint=training.run.chain_keys.job)]
+                if training.dataset:
+                    files.insert(0, FilesRequest(bucket=bucket, dataset=training.dataset))
+                prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor
     release_machines(*rental)  # the exit of the supervisor has released all; this run reports it

@@ -158,7 +158,11 @@ def make_run_name() -> str:
         for each in parameters.get("files") or []
     ]
     names = [
-        each.dataset or each.key or each.prefix or PurePosixPath(each.url or "").name
+        each.dataset
+        or each.checkpoint
+        or each.key
+        or each.prefix
+        or PurePosixPath(each.url or "").name
         for each in requests
     ]
     first = names[0] if names else ""

@@ -48,7 +48,8 @@ class RentedWorkerOptions(CodeRepository):
     )
     prewarm: bool = Field(
         default=True,
-        description="Copy the dataset to all machines, reading each byte from the store once.",
+        description="Copy the dataset and the weights to all machines, reading each byte from the "
+        "store once.",
     )
 
 

@@ -7,12 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import errors
-from millrace.checkpoints.block_digests import list_block_list_keys
 from millrace.checkpoints.find import find_newest, read_checkpoint
-from millrace.digest import Algorithm, make_local_etag
+from millrace.digest import Algorithm, compute_digest, make_local_etag
 from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import (
     Backend,
@@ -22,6 +22,7 @@ from millrace.storage import (
     head,
     is_etag_md5,
     list_objects,
+    read,
     read_range,
     sign_url,
 )
@@ -220,43 +221,46 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
 
 
 def _resolve_checkpoint(request: Request, job: str, store: Store) -> Iterator[_FoundObject]:
-    """Yield the metadata, the parts, and the digests of blocks of a checkpoint.
+    """Yield the metadata and the files of a checkpoint, with their digests.
 
     Raises:
-        NotFoundError: The job has no checkpoint of the step, or a part is missing.
-        CorruptError: The metadata is damaged, or a part has another size.
+        NotFoundError: The job has no checkpoint of the step, or a file is missing.
+        CorruptError: The metadata is damaged, or a file has another size.
     """
     keys = CheckpointKeys(job)
-    found = (
-        find_newest(store, job)
-        if request.step is None
-        else read_checkpoint(store, job, request.step)
-    )
+    if request.step is None:
+        found = find_newest(store, job)
+    else:
+        found = read_checkpoint(store, job, request.step)
     if found is None:
         raise errors.NotFoundError(
             f"{store.make_url(job)} has no checkpoint: save one, or correct the name of the job."
         )
-    steps = sorted({found.step, *(part.step for part in found.parts)})
-    folders = map(keys.make_folder_prefix, steps)
+    metadata = keys.make_metadata_key(found.step)
+    body = read(store, metadata, max_size=Checkpoint.record_bytes)
+    wanted = {metadata: (len(body), compute_digest(body))}
+    for part in found.parts:
+        wanted[keys.make_part_key(part.step, part.digest)] = part.size, part.digest
+    folders = {
+        keys.make_folder_prefix(step) for step in (found.step, *(p.step for p in found.parts))
+    }
     stats = {stat.key: stat for folder in folders for stat in list_objects(store, folder)}
-    parts = {keys.make_part_key(part.step, part.digest): part for part in found.parts}
-    block_lists = set(list_block_list_keys(keys, found)) & stats.keys()  # a copy may have none
-    for key in [keys.make_metadata_key(found.step), *parts, *sorted(block_lists)]:
-        stat, part = stats.get(key), parts.get(key)
+    for key, (size, digest) in wanted.items():
+        stat = stats.get(key)
         if stat is None:
             raise errors.NotFoundError(
                 f"{store.make_url(key)} is missing, and step {found.step} of {job} has it: run "
                 "`millrace checkpoint verify`, or request another step."
             )
-        if part is not None and stat.size != part.size:
+        if stat.size != size:
             raise errors.CorruptError(
-                f"{store.make_url(key)} has {stat.size} bytes, and {part.size} by the metadata of "
-                f"step {found.step}: run `millrace checkpoint verify`, or request another step."
+                f"{store.make_url(key)} has {stat.size} bytes, and {size} by the metadata of step "
+                f"{found.step}: run `millrace checkpoint verify`, or request another step."
             )
         inside = key.removeprefix(keys.prefix)
         destination = f"{request.destination}/{inside}" if request.destination else key
         file = _make_file(request, store, stat, destination)
-        yield _FoundObject(replace(file, digest=part.digest) if part else file, store, key)
+        yield _FoundObject(replace(file, digest=digest), store, key)
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:

@@ -48,9 +48,11 @@ class SharedWorkerSettings(BaseModel):
         description="Settings of the end of an epoch, with a checkpoint.",
     )
     dataset: str | None = Field(default=None, description="Path of the dataset below the store.")
-    data_folder: Path = Field(default=Path("data"), description="Folder for the dataset's files.")
+    data_folder: Path = Field(
+        default=Path("data"), description="Folder for the files of the dataset and the weights."
+    )
     prewarm_timeout: Duration | None = Field(
-        default=None, description="Longest wait for the prewarm of the dataset's files."
+        default=None, description="Longest wait for the prewarm of the files."
     )
 
 

@@ -208,7 +208,7 @@ class Worker:
             run,
             self.settings.uid,
             self._write_store,
-            self._read_store,
+            self._read_store.with_warmed(self.settings.data_folder),
             threads=threads,
             progress=self._progress,
         )

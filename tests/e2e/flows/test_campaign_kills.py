@@ -16,8 +16,8 @@ AT = ["window.merged 1"]
 
 
 def prewarm_reports(server: PrefectServer, dataset: str) -> list[str]:
-    """Return the reports of the prewarms of a dataset."""
-    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[f"prewarm-{dataset}"]))
+    """Return the reports of the prewarms of a dataset, and of the weights of its run."""
+    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[f"prewarm-{dataset}-and-1-more"]))
     with server.make_client() as client:
         runs = client.read_flow_runs(flow_run_filter=wanted)
     return [server.read_artifacts(run.id)["prewarm"] for run in runs]
@@ -35,7 +35,7 @@ def test_a_campaign_killed_in_the_middle_ends_right(
     assert killed.machines == WORKERS
     (report,) = prewarm_reports(prefect_api, "killed-text")
     assert "**2 of 2 nodes** have all of " in report
-    assert "unverified at the source" not in report  # the manifest has the digests
+    assert "unverified at the source" not in report  # manifest and metadata have the digests
 
 
 @pytest.mark.soak
