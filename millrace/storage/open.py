@@ -105,11 +105,12 @@ class StoreSpec(BaseModel):
     @classmethod
     def _resolve_environment(cls, data: Any) -> Any:
         """Replace ``env://`` by the store that the environment names; given fields stay."""
-        url = cast("dict[str, Any]", data).get("url") if isinstance(data, dict) else None
+        written = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        url = written.get("url")
         if not isinstance(url, str) or not url.startswith(_ENVIRONMENT):
             return data
         named = read_spec_from_environment().with_prefix(url.removeprefix(_ENVIRONMENT))
-        given = {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in written.items() if value is not None}
         fields = {name: getattr(named, name) for name in StoreSpec.model_fields}
         return {**fields, **given, "url": named.url}
 
