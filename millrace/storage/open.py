@@ -108,7 +108,7 @@ class StoreSpec(BaseModel):
         written = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
         url = written.get("url")
         if not isinstance(url, str) or not url.startswith(_ENVIRONMENT):
-            return data
+            return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
         named = read_spec_from_environment().with_prefix(url.removeprefix(_ENVIRONMENT))
         given = {name: value for name, value in written.items() if value is not None}
         fields = {name: getattr(named, name) for name in StoreSpec.model_fields}
