@@ -24,16 +24,24 @@ LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 @cache
 def read_definitions() -> dict[str, set[str]]:
-    """Return the names that the engine defines, each with the names within it."""
+    """Return the names that the engine defines, with those within classes and outer functions."""
     found: dict[str, set[str]] = {}
     for file in (REPOSITORY / "millrace").rglob("*.py"):
         if file.is_relative_to(REPOSITORY / "millrace/testing"):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, DEFINITIONS):
-                inside = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-                inside |= {one.name for one in ast.walk(node) if isinstance(one, DEFINITIONS)}
-                found.setdefault(node.name, set()).update(inside)
+        module = ast.parse(file.read_text())
+        outer = set(module.body)
+        for node in ast.walk(module):
+            if not isinstance(node, DEFINITIONS):
+                continue
+            inside = found.setdefault(node.name, set())
+            if not isinstance(node, ast.ClassDef) and node not in outer:
+                continue
+            for one in ast.walk(node):
+                if isinstance(one, ast.Name):
+                    inside.add(one.id)
+                elif isinstance(one, DEFINITIONS):
+                    inside.add(one.name)
     return found
 
 
