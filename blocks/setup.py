@@ -53,8 +53,8 @@ _FAILURE_REASON = (
     + "".join(f' | replace("{each}", "{instead}")' for each, instead in _REPLACEMENTS.items())
 )
 """Reason of a failure in a notice, with text from stores and machines."""
-_HOUSEKEEPING_FLOWS = (
-    "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "copy-bucket",
+_WATCHED_FLOWS = (
+    "abort-uploads", "audit-access", "clean-bucket", "clean-versions", "cooldown", "copy-bucket",
     "delete-gathers", "reap-machines", "verify-checkpoints", "verify-datasets", "wipe-bucket",
 )  # fmt: skip
 
@@ -311,13 +311,14 @@ def make_notice_automation(webhook: UUID) -> AutomationCore:
     """
     return AutomationCore(
         name=_NOTICES,
-        description="Calls a webhook when an audit, a cleaning or a verification has failed.",
+        description="Calls a webhook when an audit, a cleaning or a verification has failed, "
+        "or an epoch has no checkpoint.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},  # pyright: ignore[reportArgumentType]
             match_related={  # pyright: ignore[reportArgumentType]
                 "prefect.resource.role": "flow",
-                "prefect.resource.name": list(_HOUSEKEEPING_FLOWS),
+                "prefect.resource.name": list(_WATCHED_FLOWS),
             },
             posture=Posture.Reactive,
             threshold=1,

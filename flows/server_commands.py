@@ -56,7 +56,8 @@ def setup(
     {"access_key_id", "secret_access_key"}}}.
 
     VAST_API_KEY and HF_TOKEN make blocks if they are set. MILLRACE_NOTIFY_URL is a webhook that
-    takes messages as Slack does: an automation calls it when an audit or a cleaning fails.
+    takes messages as Slack does: an automation calls it when an audit, a cleaning or a verification
+    fails, or an epoch has no checkpoint.
     """
     from blocks.bucket import BucketRole
     from blocks.setup import set_up_server

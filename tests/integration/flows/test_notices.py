@@ -4,6 +4,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from prefect.blocks.webhook import Webhook
 
 from flows.clean_bucket import clean_bucket
+from flows.cooldown import run_cooldown
 from tests.prefect_server import PATIENCE, PrefectServer
 
 SECRET = "of-the-webhook"
@@ -77,3 +79,11 @@ def test_a_webhook_is_told_of_a_cleaning_that_failed(
         assert "has failed." in text
         assert "not there" in text or "not%20there" in text
         assert "/runs/flow-run/" in text
+
+    later = timedelta(seconds=1)
+    prefect_api.call(run_cooldown, bucket=fine.as_uri(), job="job", epoch=0, timeout=later)
+    text = webhook.said.get(timeout=PATIENCE)
+    while text.startswith("Millrace: clean-bucket ("):  # told twice, and late
+        text = webhook.said.get(timeout=PATIENCE)
+    assert text.startswith("Millrace: cooldown (")
+    assert "Epoch 0 of job has not ended" in text
