@@ -5,6 +5,7 @@ and a Ceph RGW on the loopback interface. Each run is a new process, which creat
 the measurement. ``up`` is a save, and ``down`` is a load.
 
 - ``millrace``: `Saver.save` until its result, and `load`. Both hash every byte.
+- ``load_into``: `load_into` of Millrace, into tensors that the process has written before.
 - ``torch-dcp``: ``torch.distributed.checkpoint`` with its file system writer, in RGW through s3fs.
 - ``boto3``: ``safetensors`` to a local file and boto3's transfer manager; straight into a folder.
 - ``floor``: obstore with the files of Millrace, from memory and with the same concurrency. Puts in
@@ -44,6 +45,7 @@ from benchmarks.rig.store import Store
 from millrace.testing.rgw import RGW
 
 SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
+LOADING_SYSTEMS = ("millrace", "load_into", "torch-dcp", "boto3", "floor")
 PLACES = ("folder", "RGW")
 CAPACITY = 20 << 30  # size of the server's disk
 MIB = 1 << 20
@@ -144,6 +146,19 @@ def _prepare_millrace_load(place: dict[str, Any], step: int) -> Callable[[], dic
 
     store = _open_store(place)
     return lambda: load(store, JOB, step=step).state["model"]
+
+
+def _prepare_load_into(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
+    """Return a function that loads a state with Millrace into tensors that exist."""
+    from millrace.checkpoints import load_into
+
+    state = make_state(place["size"], step + 1)
+
+    def run() -> dict[str, Any]:
+        load_into(state, _open_store(place), JOB, step=step)
+        return state["model"]
+
+    return run
 
 
 def _list_files(place: dict[str, Any], step: int) -> list[str]:
@@ -296,6 +311,7 @@ SAVES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Callable[[], ob
 }
 LOADS: dict[str, Callable[[dict[str, Any], int], Callable[[], Any]]] = {
     "millrace": _prepare_millrace_load,
+    "load_into": _prepare_load_into,
     "torch-dcp": _prepare_dcp_load,
     "boto3": _prepare_boto3_load,
     "floor": _prepare_floor_load,
@@ -310,7 +326,7 @@ def run_place(results: Results, place: dict[str, Any], *, repeats: int) -> None:
         saves = sorted(rotate_systems(SYSTEMS, repeat), key=lambda system: system == "floor")
         for work, run, order in (
             ("up", measure_save, saves),
-            ("down", measure_load, rotate_systems(SYSTEMS, repeat)),
+            ("down", measure_load, rotate_systems(LOADING_SYSTEMS, repeat)),
         ):
             for system in order:
                 measurement = measure_process(run, system, place, size, repeat)
@@ -385,7 +401,7 @@ def report(results: Results) -> None:
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for work in (f"{name}, {place}" for place in PLACES for name in ("up", "down")):
-        for system in SYSTEMS:
+        for system in LOADING_SYSTEMS if work.startswith("down") else SYSTEMS:
             seconds = values[work, system, "s"]
             cells = [f"{values[work, system, metric].value:.2f}" for metric in ("s", "cpu_s")]
             cells += [
