@@ -111,9 +111,9 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
         await_machines(supervisor)
         if has_marker:  # the machines wait for their files
             with campaign_tasks.tolerate(MillraceError, "Workers read the store themselves"):
-                files = [FilesRequest(bucket=bucket, checkpoint=training.run.chain_keys.job)]
-                if training.dataset:
-                    files.insert(0, FilesRequest(bucket=bucket, dataset=training.dataset))
+                data = training.dataset
+                files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
+                files.append(FilesRequest(bucket=bucket, checkpoint=training.run.chain_keys.job))
                 prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor

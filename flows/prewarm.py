@@ -84,7 +84,7 @@ class FilesRequest(InputLocation):
         return Request(
             store=store,
             key=self.key,
-            prefix=None if self.key or self.dataset or self.checkpoint else "",
+            prefix="" if self.key is self.dataset is self.checkpoint is None else None,
             dataset=self.dataset,
             checkpoint=self.checkpoint,
             step=self.step,

@@ -3,14 +3,20 @@
 A record that cannot be read, or that does not match its key or its checkpoint, counts as missing.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from millrace import errors
+from millrace.checkpoints.destinations.base import Destination
 from millrace.checkpoints.find import compute_rest, read_checkpoint
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
-from millrace.schemas.checkpoint import EpochRecord
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord
 from millrace.storage import Store
+
+ReadCheckpoint = Callable[[str, int], Checkpoint]
+"""Function that returns the checkpoint of a job's step."""
 
 
 def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
@@ -29,21 +35,33 @@ def read_epoch(store: Store, job: str, epoch: int) -> EpochRecord:
     return found
 
 
-def find_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
+def find_epoch_end(
+    store: Store, job: str, epoch: int, destination: Destination | None = None
+) -> EpochRecord | None:
     """Return the valid record of an epoch's end, or None.
 
-    A record is not valid if it cannot be read, or names a checkpoint that does not exist. Other
-    destinations than the store are not read.
+    A record is not valid if it cannot be read, or names a checkpoint that does not exist.
+
+    Args:
+        store: Store of the job.
+        job: Name of the job.
+        epoch: Number of the epoch.
+        destination: Destination of the checkpoints, if that is not the store. A record that names
+            another destination is believed.
     """
     try:
         found = read_epoch(store, job, epoch)
     except (errors.NotFoundError, errors.CorruptError):
         return None
-    if found.root is None or found.destination:
+    if found.root is None:
         return found
-    if has_checkpoint(store, job, found.step, found.root):
-        return found
-    return None
+    if found.destination:
+        if destination is None or destination.url != found.destination:
+            return found
+        read: ReadCheckpoint = destination.read_checkpoint
+    else:
+        read = partial(read_checkpoint, store)
+    return found if _has_content(read, job, found.step, found.root) else None
 
 
 def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | None = None) -> bool:
@@ -56,8 +74,14 @@ def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | Non
         root: Digest of the content.
         rest: Digest of the position and the run; by default they are not compared.
     """
+    return _has_content(partial(read_checkpoint, store), job, step, root, rest)
+
+
+def _has_content(
+    read: ReadCheckpoint, job: str, step: int, root: str, rest: str | None = None
+) -> bool:
     try:
-        found = read_checkpoint(store, job, step)
+        found = read(job, step)
     except (errors.NotFoundError, errors.CorruptError):
         return False
     return found.root == root and rest in {None, compute_rest(found)}

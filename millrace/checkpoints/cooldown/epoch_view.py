@@ -1,6 +1,5 @@
 """State of an epoch's end in the store, as one member reads it at each poll."""
 
-from millrace import errors
 from millrace.checkpoints.cooldown.epoch_records import find_epoch_end
 from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.destinations.base import Destination
@@ -44,15 +43,7 @@ class EpochView:
 
     def find_end(self) -> EpochRecord | None:
         """Return the valid record of the epoch's end, or None."""
-        found = find_epoch_end(self._reads, self.roster.job, self.roster.epoch)
-        elsewhere = self._destination
-        if found is None or elsewhere is None or found.destination != elsewhere.url:
-            return found
-        try:
-            there = elsewhere.read_checkpoint(found.job, found.step)
-        except (errors.NotFoundError, errors.CorruptError):
-            return None
-        return found if there.root == found.root else None
+        return find_epoch_end(self._reads, self.roster.job, self.roster.epoch, self._destination)
 
     def read(self, *, late: bool) -> None:
         """Read new votes. Every second call also reads the living members and the results.

@@ -98,14 +98,14 @@ def end_epoch(
     source, checkpoint = settings.source.open()
     content = open_content(source, checkpoint)
     expected = ExpectedUpload(content.size, settings.members, settings.cooldown.time)
-    destination = settings.destination and open_destination(settings.destination)
+    destination = open_destination(settings.destination) if settings.destination else None
     with Membership(
         open_store(settings.store),
         settings.job,
         member,
         settings.ttl,
         expected=expected,
-        destination=destination or None,
+        destination=destination,
     ) as one:
         one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
         cooled = cool_down(
