@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from millrace import errors
-from millrace.digest import DigestError, dump_canonical_json
+from millrace.digest import DigestError, compute_digest, dump_canonical_json
 from millrace.storage import Stat, Store, create, list_objects, read
 
 _CONCURRENCY = 32
@@ -294,6 +294,11 @@ def iterate_records(
     """
     found = ((stat, stat.key, kind) for stat in list_objects(store, prefix) if wanted(stat))
     return read_records(store, found)
+
+
+def digest_record(record: Record) -> str:
+    """Return the digest of a record, by which the next one of a chain names it."""
+    return compute_digest(dump_canonical_json(record.model_dump(mode="json")))
 
 
 def list_numbers(store: Store, prefix: str, parse: Callable[[str], int | None]) -> list[int]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from millrace import errors
-from millrace.digest import compute_digest, dump_canonical_json
+from millrace.digest import compute_digest
 from millrace.gradients.codec.byte_tensors import PARSE_ERRORS
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.shared_indices import Mask
@@ -24,7 +24,7 @@ from millrace.gradients.state import WeightState
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch, list_numbers
+from millrace.records import commit_once, digest_record, fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart, UpdateEntry
 from millrace.storage import Store, create, read
 
@@ -67,11 +67,6 @@ def store_update(
     with suppress(errors.ExistsError):
         create(store, key, body)
     return UpdateEntry(key=key, digest=digest, size=len(body), tensors=tensors)
-
-
-def digest_link(link: ChainStart | ChainLink) -> str:
-    """Return the digest of a link, which the next link has."""
-    return compute_digest(dump_canonical_json(link.model_dump(mode="json")))
 
 
 def find_newest_window(store: Store, keys: ChainKeys) -> int:
@@ -132,7 +127,7 @@ def read_link_after(
         raise _make_missing_error(store, keys, window) from None
     except errors.CorruptError as error:
         raise ChainError(f"Window {window} of {keys.run}: {error}") from error
-    if (link.run, link.window, link.previous) != (keys.run, window, digest_link(before)):
+    if (link.run, link.window, link.previous) != (keys.run, window, digest_record(before)):
         raise ChainError(
             f"Window {window} of {keys.run} does not follow the previous one: "
             f"{store.make_url(keys.make_link_key(window))} was changed, or copied from another "

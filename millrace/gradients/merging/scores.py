@@ -1,6 +1,5 @@
 """Scores of the workers of a run, as a merge reads them."""
 
-from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.gradients import ChainKeys
 from millrace.records import fetch, list_numbers
 from millrace.schemas.scores import WindowScores
@@ -15,8 +14,3 @@ def read_newest_scores(store: Store, keys: ChainKeys) -> WindowScores | None:
     """
     scored = list_numbers(store, keys.scores, keys.parse_scores)
     return fetch(store, keys.make_scores_key(scored[-1]), WindowScores) if scored else None
-
-
-def digest_scores(scores: WindowScores) -> str:
-    """Return the digest of scores, which those of the next window have."""
-    return compute_digest(dump_canonical_json(scores.model_dump(mode="json")))

@@ -14,14 +14,13 @@ from millrace.gradients.merging.links import (
     ChainError,
     apply_link,
     catch_up,
-    digest_link,
     find_newest_window,
     iterate_updates,
     read_link,
     read_link_after,
 )
 from millrace.gradients.merging.merge import GradientsByWorker
-from millrace.gradients.merging.scores import digest_scores, read_newest_scores
+from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.evaluation import (
     ComputeLoss,
@@ -35,7 +34,7 @@ from millrace.gradients.state import WeightState
 from millrace.gradients.weights import load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch, list_numbers
+from millrace.records import commit_once, digest_record, fetch, list_numbers
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.scores import CopiedGradient, Standing, WindowEvidence, WindowScores
@@ -118,7 +117,7 @@ def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
     before: WindowScores | None = None
     for window in list_numbers(store, keys.scores, keys.parse_scores):
         scores = fetch(store, keys.make_scores_key(window), WindowScores)
-        if before is not None and scores.previous != digest_scores(before):
+        if before is not None and scores.previous != digest_record(before):
             raise ChainError(
                 f"The scores of window {window} of {keys.run} do not follow those before: restore "
                 f"{store.make_url(keys.scores)}."
@@ -151,7 +150,7 @@ def _evaluate_window(
     for uid, excluded in link.excluded.items():
         if excluded.reason is ExclusionReason.DUPLICATE:
             copies[uid] = CopiedGradient(earlier="", overlap=1.0)
-    chosen = choose_workers(standings, workers, link.window, options.count, digest_link(link))
+    chosen = choose_workers(standings, workers, link.window, options.count, digest_record(link))
     evaluator = WindowEvaluator(
         state, link, gradients, compute_loss, step_size=options.step_size, threads=options.threads
     )
@@ -178,8 +177,8 @@ def _commit_scores(
     made = WindowScores(
         run=keys.run,
         rules=options.rules,
-        link=digest_link(link),
-        previous=digest_scores(before) if before else "",
+        link=digest_record(link),
+        previous=digest_record(before) if before else "",
         evidence=evidence,
         standings=update_standings(before.standings if before else {}, evidence, options.rules),
     )

@@ -10,21 +10,21 @@ from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.gradient_object import CheckedGradient
 from millrace.gradients.merging.gather_window import GatherWindow
-from millrace.gradients.merging.links import digest_link, list_names_and_shapes
+from millrace.gradients.merging.links import list_names_and_shapes
 from millrace.gradients.merging.merge import (
     MergeRequest,
     WorkerFactors,
     compute_worker_factors,
     find_deviating_workers,
 )
-from millrace.gradients.merging.scores import digest_scores, read_newest_scores
+from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import UpdateStored, WindowMerged
 from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather_results import GatheredWindow
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once
+from millrace.records import commit_once, digest_record
 from millrace.schemas.chain import (
     ChainLink,
     ChainStart,
@@ -155,11 +155,11 @@ def merge_window(
         shapes=shapes,
         outer=step.outer,
         merge=step.merge,
-        scores=digest_scores(scores) if scores else "",
+        scores=digest_record(scores) if scores else "",
         taken=_list_merged_workers(gradients, worker_factors, gathered.written),
         excluded=excluded,
         seconds=gathered.seconds,
-        previous=digest_link(step.before),
+        previous=digest_record(step.before),
         state=weights.digest(),
     )
     commit = commit_once(store, keys.make_link_key(gather_window.number), link)

@@ -16,12 +16,12 @@ from millrace.gradients import (
     catch_up,
     find_newest_window,
 )
-from millrace.gradients.merging.scores import digest_scores, read_newest_scores
+from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.scorer import iterate_scores, score_run
 from millrace.gradients.scoring.settings import ScorerOptions
 from millrace.keys.gradients import ChainKeys
-from millrace.records import fetch
+from millrace.records import digest_record, fetch
 from millrace.schemas.scores import WindowScores
 from millrace.storage import Store, delete, open_store, put, read
 from tests.support.scored_run import ScoredRun
@@ -168,7 +168,7 @@ def test_a_merge_weighs_workers_by_the_newest_scores(store: Store):
     assert {one.share for one in last.taken.values()} == {1 / 6}
     scores = None
     for last in weighted.merge_windows(10):
-        assert last.scores == (digest_scores(scores) if scores else "")
+        assert last.scores == (digest_record(scores) if scores else "")
         *_, scores = score_run(store, weighted.keys, weighted.compute_loss)
     for uid in attacks:  # they are still sent to workers, and scored
         assert last.taken[uid].share == pytest.approx(0.01)

@@ -24,8 +24,8 @@ from millrace.gradients import (
     begin_run,
     select_weights,
 )
-from millrace.gradients.merging.links import digest_link, read_link
-from millrace.records import commit_once
+from millrace.gradients.merging.links import read_link
+from millrace.records import commit_once, digest_record
 from millrace.schemas.chain import MergedWorker
 from millrace.storage import Store, open_store, put
 from tests.support.campaigns.training import FakeWorkers, MakeTraining
@@ -65,7 +65,7 @@ class Aggregator:
         """Commit the next window, and return whether a gradient is taken."""
         store, chain = open_store(self.training.write_store), self.training.run.chain_keys
         is_taken = self.windows[self.newest] == "t"
-        previous = digest_link(read_link(store, chain, self.newest))
+        previous = digest_record(read_link(store, chain, self.newest))
         self.newest += 1
         worker = MergedWorker(
             scale=1,
