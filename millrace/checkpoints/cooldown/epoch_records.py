@@ -58,10 +58,10 @@ def find_epoch_end(
     if found.destination:
         if destination is None or destination.url != found.destination:
             return found
-        read: ReadCheckpoint = destination.read_checkpoint
+        read_metadata: ReadCheckpoint = destination.read_checkpoint
     else:
-        read = partial(read_checkpoint, store)
-    return found if _has_content(read, job, found.step, found.root) else None
+        read_metadata = partial(read_checkpoint, store)
+    return found if _has_content(read_metadata, job, found.step, found.root) else None
 
 
 def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | None = None) -> bool:
@@ -78,10 +78,10 @@ def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | Non
 
 
 def _has_content(
-    read: ReadCheckpoint, job: str, step: int, root: str, rest: str | None = None
+    read_metadata: ReadCheckpoint, job: str, step: int, root: str, rest: str | None = None
 ) -> bool:
     try:
-        found = read(job, step)
+        found = read_metadata(job, step)
     except (errors.NotFoundError, errors.CorruptError):
         return False
     return found.root == root and rest in {None, compute_rest(found)}
