@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    a whole campaign on this machine: text sharded, machines rented, a model trained"
 	@echo "make ui      look at the demo's runs in the Prefect UI (port 4200)"
-	@echo "make unit    run the tests that need no server (a minute and a half)"
+	@echo "make unit    run the tests that need no server (a minute)"
 	@echo "make test    run the tests of each change (root and Debian: installs what they need with apt)"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make docs    write docs/reference from the code"
@@ -59,8 +59,12 @@ format: .venv/dev
 docs: .venv/dev
 	$(BIN)/python -m docs.generate
 
+# Tests write many small files. In memory, that takes a tenth less time, where there is room.
+unit test: export TMPDIR := $(or $(TMPDIR),$(shell df --output=avail /dev/shm 2>/dev/null | awk \
+	'END {print ($$1 > 8000000) ? "/dev/shm" : "/tmp"}'))
+
 unit: .venv/dev
-	$(BIN)/python -m pytest tests/unit --numprocesses 4
+	$(BIN)/python -m pytest tests/unit --numprocesses 3
 
 servers:
 	@deployments/test-servers.sh

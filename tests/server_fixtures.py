@@ -35,7 +35,8 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     if all((config.invocation_params.dir / one).is_relative_to(unit) for one in config.args):
         return
     folder = Path(tempfile.mkdtemp(prefix="millrace-rgw-"))
-    server = start_module("millrace.testing.rgw", str(folder / "rgw"), log=folder / "log")
+    rgw = ["millrace.testing.rgw", "--in-memory", str(folder / "rgw")]
+    server = start_module(*rgw, log=folder / "log")
     os.environ[_SHARED_RGW] = f"{server.pid} {folder}"
 
     def stop() -> None:
@@ -69,7 +70,7 @@ def rgw(server_folder: Path) -> Iterator[RGW]:
         pid, _, folder = shared.partition(" ")
         yield find_shared_rgw(int(pid), Path(folder))
     else:
-        with RGW.start(server_folder / "rgw") as server:
+        with RGW.start(server_folder / "rgw", in_memory=True) as server:
             yield server
 
 

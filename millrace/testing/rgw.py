@@ -1,7 +1,8 @@
 """A real Ceph RGW on one machine: the S3 server that the tests hold everything against.
 
-One monitor, one OSD (BlueStore on a sparse file) and one gateway, as root, on 127.0.0.1 only,
-everything under one folder. ``python -m millrace.testing.rgw FOLDER`` runs one in the foreground.
+One monitor, one OSD (BlueStore on a sparse file, or in memory) and one gateway, as root, on
+127.0.0.1 only, everything under one folder. ``python -m millrace.testing.rgw FOLDER`` runs one in
+the foreground.
 
 What RGW 16.2 does that a reader of the S3 documentation would not expect:
 
@@ -91,6 +92,8 @@ mon data = {folder}/mon
 [osd]
 osd data = {folder}/osd
 osd memory target = 1500000000
+osd objectstore = {object_store}
+memstore device bytes = {capacity}
 bluestore block create = true
 bluestore block size = {capacity}
 bluestore fsck on mount = false
@@ -130,7 +133,14 @@ class RGW:
         self._children: list[Child] = []
 
     @classmethod
-    def start(cls, folder: Path, *, min_part: int = 5 * MIB, capacity: int = 40 * GIB) -> Self:
+    def start(
+        cls,
+        folder: Path,
+        *,
+        min_part: int = 5 * MIB,
+        capacity: int = 40 * GIB,
+        in_memory: bool = False,
+    ) -> Self:
         """Start a cluster, or the one that an earlier start has left in ``folder``, data and all.
 
         It serves when this returns: after about 8 s, 5 s on a folder that was stopped in order,
@@ -140,6 +150,8 @@ class RGW:
             folder: Where everything of it is kept. Made if missing.
             min_part: The smallest part, but for the last, of a multipart upload, in bytes.
             capacity: The size of the disk, a sparse file, in bytes. Never fill it: the OSD aborts.
+            in_memory: Whether the OSD keeps the objects in memory: a request costs less. They are
+                on the disk after `stop`, and lost after `kill`.
 
         Raises:
             RuntimeError: The Debian packages are missing, or the cluster does not come up.
@@ -153,7 +165,12 @@ class RGW:
         noted = folder / "state.json"
         fresh = not noted.exists()
         if fresh:
-            noted_state = _make(folder, min_part=min_part, capacity=capacity)
+            noted_state = _make(
+                folder,
+                min_part=min_part,
+                capacity=capacity,
+                object_store="memstore" if in_memory else "bluestore",
+            )
         else:
             noted_state = json.loads(noted.read_text())
         rgw = cls(folder, noted_state)
@@ -287,7 +304,7 @@ class RGW:
         return child
 
 
-def _make(folder: Path, *, min_part: int, capacity: int) -> dict[str, str]:
+def _make(folder: Path, *, min_part: int, capacity: int, object_store: str) -> dict[str, str]:
     """Write what the three servers need before their first start."""
     if folder.exists() and any(folder.iterdir()):
         raise RuntimeError(f"{folder} is neither empty nor a cluster of ours: name another folder.")
@@ -309,6 +326,7 @@ def _make(folder: Path, *, min_part: int, capacity: int) -> dict[str, str]:
             monitor=monitor,
             gateway=gateway,
             capacity=capacity,
+            object_store=object_store,
             min_part=min_part,
             sts_key=secrets.token_hex(8),
         )
@@ -356,8 +374,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path, help="where everything of it is kept")
     parser.add_argument("--bucket", action="append", default=[], help="a bucket to make")
+    parser.add_argument("--in-memory", action="store_true", help="keep the objects in memory")
     options = parser.parse_args()
-    with RGW.start(options.folder) as rgw:
+    with RGW.start(options.folder, in_memory=options.in_memory) as rgw:
         for bucket in options.bucket:
             rgw.create_bucket(bucket)
         ends = {signal.SIGINT, signal.SIGTERM}

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ every_form = pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
 EXAMPLES = re.compile(r"such as ((?:`[^`]+`(?:, | or |, or )?)+)")
 
 
+@lru_cache  # no test changes a schema
 def schema_of(flow: "Flow[..., Any]") -> dict[str, Any]:
     return parameter_schema(flow).model_dump_for_openapi()
 
