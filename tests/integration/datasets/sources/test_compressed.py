@@ -413,7 +413,7 @@ class StoppedError(Exception):
 @pytest.mark.parametrize("kind", ["local", "rgw"])
 @pytest.mark.parametrize("extension", ["gz", "zst"])
 def test_a_run_that_was_stopped_makes_the_shards_of_one_that_was_not(
-    kind, extension, request, tmp_path, monkeypatch
+    kind, extension, request, tmp_path_factory, monkeypatch
 ):
     monkeypatch.setattr(compressed, "SEEK_INTERVAL", INTERVAL)
     store = open_store(make_spec(kind, request))
@@ -423,7 +423,7 @@ def test_a_run_that_was_stopped_makes_the_shards_of_one_that_was_not(
     put(store, f"in/b.jsonl.{extension}", packed[: len(packed)])
     made = []
     for name in ("straight", "stopped"):
-        folder = tmp_path.parent / f"{tmp_path.name}-{name}"
+        folder = tmp_path_factory.mktemp(name)
         settings_ = PipelineSettings.model_validate(
             {
                 "dataset": "d",

@@ -217,7 +217,7 @@ def test_rows_of_millions_of_values_or_lines_take_little_memory(kind):
 
 
 @pytest.mark.parametrize("kind", ["local", "rgw"])
-def test_a_dataset_of_csv_files_is_made_by_workers(kind, request, tmp_path):
+def test_a_dataset_of_csv_files_is_made_by_workers(kind, request, tmp_path_factory):
     store = open_store(make_spec(kind, request))
     for number, (extension, compress) in enumerate(COMPRESS.items()):
         rows = "".join(f'{number}-{n},"text ""{n}""\nof it"\n' for n in range(500))
@@ -229,7 +229,7 @@ def test_a_dataset_of_csv_files_is_made_by_workers(kind, request, tmp_path):
                 "source": {
                     "kind": "csv", "columns": {"txt": "text"}, **store.spec.reveal_secrets()
                 },
-                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "store": {"url": tmp_path_factory.mktemp("out").as_uri()},
                 "execution": {"workers": 1},
             }
         )

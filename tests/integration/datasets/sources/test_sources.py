@@ -269,7 +269,7 @@ NAMES = [
 # webdataset leaves local files for the garbage collector to close.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["local", "rgw"])
-def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_path):
+def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_path_factory):
     store = open_store(make_spec(kind, request))
     for number, name in enumerate(NAMES):
         put(store, f"in/{name}/{name}.png", str(number).encode())
@@ -278,7 +278,7 @@ def test_names_that_people_have_come_back_from_webdataset(kind, request, tmp_pat
             {
                 "dataset": "d",
                 "source": {"kind": "files", **store.spec.reveal_secrets()},
-                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "store": {"url": tmp_path_factory.mktemp("out").as_uri()},
                 "execution": {"workers": 0},
             }
         )

@@ -546,7 +546,7 @@ def test_hostile_files_take_little_memory(tmp_path, kind, said):
 
 
 @pytest.mark.parametrize("kind", ["local", "rgw"])
-def test_a_dataset_of_tar_files_is_made_by_workers(kind, request, tmp_path):
+def test_a_dataset_of_tar_files_is_made_by_workers(kind, request, tmp_path_factory):
     store = open_store(make_spec(kind, request))
     wanted = Counter()
     for number in range(3):
@@ -563,7 +563,7 @@ def test_a_dataset_of_tar_files_is_made_by_workers(kind, request, tmp_path):
                 "dataset": "d",
                 "source": {"kind": "webdataset", **store.spec.reveal_secrets()},
                 "sharding": {"shard_bytes": 102_400},
-                "store": {"url": (tmp_path.parent / f"{tmp_path.name}-out").as_uri()},
+                "store": {"url": tmp_path_factory.mktemp("out").as_uri()},
                 "execution": {"workers": 1},
             }
         )
