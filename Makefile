@@ -87,6 +87,7 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.aggregator
 	$(BIN)/python -m benchmarks.cleanup
 	$(BIN)/python -m benchmarks.copies
+	$(BIN)/python -m benchmarks.bucket_commands
 	$(BIN)/python -m benchmarks.digest
 	$(BIN)/python -m benchmarks.prefect
 	$(BIN)/python -m benchmarks.growth

@@ -214,10 +214,8 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
                 "run `millrace verify`."
             )
         _check_shard_size(store, dataset, shard, stat.size)
-        inside = shard.key.removeprefix(f"{dataset}/")
-        destination = f"{request.destination}/{inside}" if request.destination else shard.key
-        file = _make_file(request, store, stat, destination)
-        yield _FoundObject(replace(file, digest=shard.digest), store, shard.key, manifest)
+        found = _make_known_object(request, store, stat, f"{dataset}/", shard.digest)
+        yield replace(found, manifest=manifest)
 
 
 def _resolve_checkpoint(request: Request, job: str, store: Store) -> Iterator[_FoundObject]:
@@ -257,10 +255,17 @@ def _resolve_checkpoint(request: Request, job: str, store: Store) -> Iterator[_F
                 f"{store.make_url(key)} has {stat.size} bytes, and {size} by the metadata of step "
                 f"{found.step}: run `millrace checkpoint verify`, or request another step."
             )
-        inside = key.removeprefix(keys.prefix)
-        destination = f"{request.destination}/{inside}" if request.destination else key
-        file = _make_file(request, store, stat, destination)
-        yield _FoundObject(replace(file, digest=digest), store, key)
+        yield _make_known_object(request, store, stat, keys.prefix, digest)
+
+
+def _make_known_object(
+    request: Request, store: Store, stat: Stat, prefix: str, digest: str
+) -> _FoundObject:
+    """Return an object whose digest is known. A folder of the request replaces its prefix."""
+    inside = stat.key.removeprefix(prefix)
+    destination = f"{request.destination}/{inside}" if request.destination else stat.key
+    file = _make_file(request, store, stat, destination)
+    return _FoundObject(replace(file, digest=digest), store, stat.key)
 
 
 def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> File:
