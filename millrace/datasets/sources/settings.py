@@ -123,8 +123,8 @@ class DownloadSettings(BaseModel):
         default=50,
         ge=1,
         description="URLs without an answer or with an error of their server, one after another, "
-        "that stop the run, since the network or a host may have failed for a while. Of a host "
-        "that did not answer within the last hour, only one counts.",
+        "that stop the run, since the network or a host may have failed for a while. Where other "
+        "hosts answer, only one counts of a host that did not within the last hour.",
     )
     user_agent: str = Field(
         default="millrace",

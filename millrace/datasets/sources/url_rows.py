@@ -43,6 +43,7 @@ _FILES_PER_REQUEST = 4  # a socket, its copy, and two locks of its host
 _OTHER_FILES = 128  # of the program, the list and the uploads
 _SHOWN = 200  # characters of a URL in messages
 _MAX_BAD_BYTES = 64 << 10  # bytes of a value of a bad row that are kept
+_ANY_HOST = "*"  # name under which it is noted that some host has answered
 _URL = ""  # field of the URL in a row of the list, which is no field of a sample
 _EXTENSION = re.compile(r".*\.([A-Za-z0-9]{1,8})")
 _EXTENSIONS = {
@@ -223,7 +224,8 @@ class _UnansweredUrls:
 
     A host that has never answered may be gone, so only the first of its URLs counts. Every URL
     counts of a host that has answered this machine within the last hour, or that asks for a longer
-    pause. So a run that is started again while a host fails does not drop its URLs.
+    pause. So a run that is started again while a host fails does not drop its URLs. If no host has
+    answered within this hour, every URL counts, since the list may have no other host.
 
     Args:
         most: Number of URLs that raises an error.
@@ -245,15 +247,16 @@ class _UnansweredUrls:
         host = urlsplit(pending.url).hostname or ""
         if not isinstance(answer, Failure) or answer.contact is Contact.ANSWERED:
             self._limits.note_answer(host)
+            self._limits.note_answer(_ANY_HOST)
             self._clear()
             return
         host = answer.host or host
-        is_known = self._limits.has_answered(host)
+        may_be_gone = self._limits.has_answered(_ANY_HOST) and not self._limits.has_answered(host)
         match answer.contact:
-            case Contact.FAILING if not is_known:
+            case Contact.FAILING if may_be_gone:
                 self._clear()  # the network works
                 return
-            case Contact.SILENT if not is_known and host in self._hosts:
+            case Contact.SILENT if may_be_gone and host in self._hosts:
                 return
             case _:
                 self._hosts.add(host)

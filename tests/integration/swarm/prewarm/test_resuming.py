@@ -115,7 +115,7 @@ def test_interrupted_requests_that_alternate_keep_each_others_pieces(store, node
     assert not (root / ".millrace" / "partial.jsonl").exists()
 
 
-@pytest.mark.parametrize("size", [180 * MIB, 30 * MIB])
+@pytest.mark.parametrize("size", [186 * MIB, 30 * MIB])
 def test_pieces_of_another_request_are_kept_while_the_disk_has_room(store, nodes, size):
     fill(store, "early")
     root = nodes[0].root
