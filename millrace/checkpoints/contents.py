@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
-import numpy as np
 import orjson
 
 from millrace import errors
@@ -144,6 +143,8 @@ def normalise_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]
 
 
 def _convert_number(value: object) -> Any:
+    import numpy as np  # noqa: PLC0415  # every command would import it
+
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return cast("Any", value).item()
     if isinstance(value, float):

@@ -30,3 +30,14 @@ def test_help_does_not_import_prefect(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"Usage" in done.stdout
+
+
+def test_commands_and_workers_of_datasets_import_no_large_library() -> None:
+    """numpy alone takes a tenth of a second."""
+    program = (
+        "import sys\n"
+        "import millrace.checkpoints, millrace.cleanup, millrace.datasets.worker, millrace.swarm\n"
+        "print(*{'boto3', 'numpy', 'pyarrow', 'ray', 'torch'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.strip() == b""
