@@ -3,6 +3,7 @@
 Each capability defines the classes of its events in its module ``progress_events``.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -32,3 +33,14 @@ class Progress(Protocol):
 
 def ignore_event(event: Event) -> None:
     """Ignore an event. Functions that report progress have this default."""
+
+
+def serialize_events(progress: Progress) -> Progress:
+    """Return a function that passes on the events of several threads, one at a time."""
+    lock = threading.Lock()
+
+    def pass_on(event: Event) -> None:
+        with lock:
+            progress(event)
+
+    return pass_on

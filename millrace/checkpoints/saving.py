@@ -7,7 +7,6 @@ A save in place copies each file only for its upload, and its caller leaves the 
 next save of the step uses them.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (
     Store,
@@ -122,7 +121,7 @@ class Saver:
     ) -> None:
         self._store, self._keys, self._ranks = store, CheckpointKeys(job), ranks
         self._settings = settings or SaveSettings()
-        self._progress, self._telling = progress, threading.Lock()
+        self._progress = serialize_events(progress)
         self._memory = SnapshotBuffers()
         self._under_way: PendingSave | None = None
         self._known: dict[str, Part] | None = None
@@ -270,7 +269,7 @@ class Saver:
         checkpoint = self._commit(share)
         if self._settings.refer:
             self._known = {part.digest: part for part in checkpoint.parts}
-        self._emit(
+        self._progress(
             CheckpointSaved(
                 key=self._keys.make_metadata_key(step),
                 size=sum(part.size for part in parts),
@@ -325,7 +324,7 @@ class Saver:
             if digest not in there:
                 put_block_list(self._store, self._keys, part, blocks)
             sent = self._ensure_uploaded(part, body, there.get(digest))
-        self._emit(PartStored(digest=digest, size=len(body), sent=sent))
+        self._progress(PartStored(digest=digest, size=len(body), sent=sent))
         return part
 
     def _ensure_uploaded(self, part: Part, body: memoryview, size: int | None) -> int:
@@ -387,10 +386,6 @@ class Saver:
             return not describe_difference(self._store, key, part.size)
         kept = matches_stored_checksum(self._store, key, body)
         return not describe_difference(self._store, key, part.size, None if kept else part.digest)
-
-    def _emit(self, event: Event) -> None:
-        with self._telling:
-            self._progress(event)
 
 
 @dataclass(frozen=True, slots=True)

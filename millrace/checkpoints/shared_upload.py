@@ -18,7 +18,7 @@ from millrace.checkpoints.progress_events import PartStored
 from millrace.checkpoints.upload_queue import UploadQueue
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.memory import map_anonymous
-from millrace.progress import Progress, ignore_event
+from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.storage import Store, create, describe_difference, hash_damaged_file, put
 
 _CHECK_THREADS = 2
@@ -58,7 +58,7 @@ class SharedUpload:
         self._store, self._reads = store, reads
         self._content, self._make_key, self._keys = content, make_key, keys
         self._uploads, self._check, self._on_change = uploads, check, on_change
-        self._progress, self._telling = progress, threading.Lock()
+        self._progress = serialize_events(progress)
         self._numbers: dict[str, int] = {}
         for number, part in enumerate(content.parts):
             self._numbers.setdefault(part.digest, number)
@@ -148,8 +148,7 @@ class SharedUpload:
         with self._counting:
             self.sent += len(body)
         self._queue.note_sent(digest, key)
-        with self._telling:
-            self._progress(PartStored(digest=digest, size=len(body), sent=len(body)))
+        self._progress(PartStored(digest=digest, size=len(body), sent=len(body)))
 
     def _check_all(self) -> None:
         while (found := self._queue.pick_unchecked()) is not None:

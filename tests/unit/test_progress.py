@@ -5,12 +5,14 @@ import importlib
 import inspect
 import pkgutil
 import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import millrace
-from millrace.progress import Event
+from millrace.progress import Event, serialize_events
 
 MODULES = [
     module.name
@@ -45,3 +47,19 @@ def test_an_event_is_frozen_and_describes_each_field(event_class: type[Event]) -
     text = " ".join(str(one.__doc__) for one in event_class.__mro__[:-1])
     for field in dataclasses.fields(event_class):
         assert re.search(rf"^        {field.name}: ", text, re.MULTILINE), field.name
+
+
+def test_events_of_several_threads_are_passed_on_one_at_a_time() -> None:
+    count = 0
+
+    def add(event: Event) -> None:
+        nonlocal count
+        before = count
+        time.sleep(0)  # another thread may run
+        count = before + 1
+
+    progress = serialize_events(add)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda _: progress(Event()), range(1000)):
+            pass
+    assert count == 1000

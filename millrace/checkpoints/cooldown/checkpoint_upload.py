@@ -37,7 +37,7 @@ class CheckpointUpload:
         settings: Settings of the end of the epoch.
         on_change: Function that other threads call when the upload is complete or has failed.
         progress: Receives `UploadStarted`, `PartStored` for each sent file, `UploadCompleted` and
-            `CheckpointSaved`, from several threads.
+            `CheckpointSaved`.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.cooldown.rosters import obtain_roster
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.progress import Progress, ignore_event
+from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, CooldownRecord, Roster
 
@@ -66,7 +66,7 @@ def cool_down(
         cancel: Event that stops this member's part.
         progress: Receives `ContentAgreed`, `UploadStarted`, `PartStored` for each sent file,
             `UploadCompleted`, `CheckpointSaved`, `CooldownExtended` and
-            `EpochEndedWithoutCheckpoint`, from several threads.
+            `EpochEndedWithoutCheckpoint`.
 
     Raises:
         ConfigurationError: The position or the notes are not JSON, or larger than readers accept.
@@ -122,7 +122,7 @@ class _CooldownRun:
             roster,
             settings,
             on_change=self._changed.set,
-            progress=progress,
+            progress=serialize_events(progress),
         )
 
     def run(self) -> EpochResult:

@@ -30,7 +30,7 @@ class DestinationUpload:
         settings: Settings of the end of the epoch.
         on_change: Function that the upload's thread calls when it has ended.
         progress: Receives `UploadStarted`, `PartStored` for each file, `CheckpointSaved` and
-            `UploadCompleted`, from several threads.
+            `UploadCompleted`.
 
     Attributes:
         error: Error that stopped the upload; None without one.

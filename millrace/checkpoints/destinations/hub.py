@@ -32,7 +32,7 @@ from millrace.hub.client import HubClient
 from millrace.hub.spec import HubSpec
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
-from millrace.progress import Progress, ignore_event
+from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.records import decode_record, encode_record
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store
@@ -147,6 +147,7 @@ class HubDestination:
     ) -> Checkpoint:
         """Upload the files that are missing, and commit the checkpoint."""
         keys = CheckpointKeys(job)
+        progress = serialize_events(progress)
         key = keys.make_metadata_key(checkpoint.step)
         record = content.make_metadata(checkpoint, job)
         added: list[CommitOperationAdd] | None = None
