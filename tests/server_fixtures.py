@@ -35,8 +35,8 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     if all((config.invocation_params.dir / one).is_relative_to(unit) for one in config.args):
         return
     folder = Path(tempfile.mkdtemp(prefix="millrace-rgw-"))
-    rgw = ["millrace.testing.rgw", "--in-memory", str(folder / "rgw")]
-    server = start_module(*rgw, log=folder / "log")
+    options = ["--in-memory"] if fits_in_memory(config) else []
+    server = start_module("millrace.testing.rgw", *options, str(folder / "rgw"), log=folder / "log")
     os.environ[_SHARED_RGW] = f"{server.pid} {folder}"
 
     def stop() -> None:
@@ -44,6 +44,11 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
     config.add_cleanup(stop)
+
+
+def fits_in_memory(config: pytest.Config) -> bool:
+    """Decide whether an RGW can keep the objects in memory: not those of the soak."""
+    return config.getoption("markexpr") == "not soak"
 
 
 def find_shared_rgw(pid: int, folder: Path) -> RGW:
@@ -64,13 +69,14 @@ def server_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def rgw(server_folder: Path) -> Iterator[RGW]:
+def rgw(server_folder: Path, pytestconfig: pytest.Config) -> Iterator[RGW]:
     """A Ceph RGW. Other processes may use it at the same time, each with buckets of its own."""
     if shared := os.environ.get(_SHARED_RGW):
         pid, _, folder = shared.partition(" ")
         yield find_shared_rgw(int(pid), Path(folder))
     else:
-        with RGW.start(server_folder / "rgw", in_memory=True) as server:
+        memory = fits_in_memory(pytestconfig)
+        with RGW.start(server_folder / "rgw", in_memory=memory) as server:
             yield server
 
 
