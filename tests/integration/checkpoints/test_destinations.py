@@ -401,10 +401,12 @@ def test_a_probe_of_the_hub_tells_refusals_apart(
     if "endpoint" in changes:
         (port,) = find_free_ports(1)
         changes = {"endpoint": f"http://127.0.0.1:{port}"}
+    timeout = SHORT
     if verdict is ProbeVerdict.THROTTLED:
-        hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*")
+        hub.fail_next(1000, 429, f"/api/models/{repo}/commit/.*", retry_after=3600)
+        timeout = timedelta(minutes=1)  # shorter than the pause, which is not waited for
     spec = hub_spec(hub, repo).model_copy(update=changes)
-    found = probe(HubDestination(spec), JOB, timeout=SHORT)
+    found = probe(HubDestination(spec), JOB, timeout=timeout)
     assert found.verdict is verdict, found.reason
     assert hub.list_branches(repo) == ["main"]
     assert hub.count_commits(repo) == 1
