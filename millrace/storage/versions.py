@@ -59,8 +59,7 @@ class VersionCount:
 def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
     """Yield older versions and delete markers below a prefix, with a page of 1,000 in memory.
 
-    The current version of an object is left out: `list_objects` lists it. Of a bucket that never
-    was versioned, nothing is listed.
+    The current version of an object is left out: `list_objects` lists it.
 
     Raises:
         DeniedError: The credentials may not list versions.
@@ -88,8 +87,6 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
             raise
         return dict(page)
 
-    if call_boto3(store, prefix, lambda client: _was_never_versioned(client, bucket)):
-        return
     while True:
         page = call_boto3(store, prefix, fetch_page)
         for name in ("Versions", "DeleteMarkers"):
@@ -102,15 +99,6 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
             return
         key_marker = page.get("NextKeyMarker", "")
         id_marker = page.get("NextVersionIdMarker", "")
-
-
-def _was_never_versioned(client: "S3Client", bucket: str) -> bool:
-    from botocore.exceptions import ClientError  # noqa: PLC0415
-
-    try:
-        return "Status" not in client.get_bucket_versioning(Bucket=bucket)
-    except ClientError:  # credentials that may list versions may not ask for this
-        return False
 
 
 def count_versions(store: Store, prefix: str = "") -> VersionCount:

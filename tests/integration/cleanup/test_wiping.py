@@ -4,8 +4,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from botocore.client import BaseClient
-from botocore.exceptions import ClientError
 from click.testing import CliRunner
 
 from millrace import deletion, errors
@@ -259,30 +257,6 @@ def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_pa
     assert count_versions_by_boto3(rgw, bucket) == (0, 0)
     beside = rgw.make_client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/other")
     assert len(beside["Versions"]) == 2
-
-
-def test_a_bucket_that_never_was_versioned_is_asked_once(rgw, bucket, request):
-    store = open_store(make_spec("rgw", request))
-    put(store, "a", b"1")
-    assert list(list_versions(store)) == []
-    asked = [line for line in rgw.list_requests() if f"/{bucket}?version" in line]
-    assert len(asked) == 1
-    assert "?versioning" in asked[0]
-
-
-def test_credentials_that_may_not_ask_for_the_state_list_versions(versioned, monkeypatch):
-    def refuse(self, name, arguments):
-        if name == "GetBucketVersioning":
-            answer = {
-                "Error": {"Code": "AccessDenied"},
-                "ResponseMetadata": {"HTTPStatusCode": 403},
-            }
-            raise ClientError(answer, name)
-        return call(self, name, arguments)
-
-    call = BaseClient._make_api_call
-    monkeypatch.setattr(BaseClient, "_make_api_call", refuse)
-    assert len(list(list_versions(open_store(versioned)))) == 15
 
 
 def count_versions_by_boto3(rgw, bucket: str) -> tuple[int, int]:
