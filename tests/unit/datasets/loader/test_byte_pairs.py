@@ -60,7 +60,10 @@ def open_variant(variant: str) -> tuple[PageTokenizer, Tokenizer]:
 
 @pytest.mark.parametrize(
     ("variant", "files"),
-    [*((name, 8) for name in VARIANTS), pytest.param("as trained", 60, marks=pytest.mark.soak)],
+    [
+        *((name, 8) for name in VARIANTS),
+        *(pytest.param(name, 60, marks=pytest.mark.soak) for name in VARIANTS),
+    ],
 )
 def test_sources_of_python_have_the_tokens_of_the_other_library(variant: str, files: int) -> None:
     converted, tokenizer = open_variant(variant)

@@ -61,9 +61,10 @@ def read(body: bytes, state: DecoderState, interval: int = 1) -> tuple[bytes, li
 def assert_states_continue(body: bytes, content: bytes) -> list[DecoderState]:
     found, states = read(body, DecoderState())
     assert found == content
-    for state in states:
+    for number, state in enumerate(states):
         assert content.startswith(state.window, state.offset - len(state.window))
-        assert read(body, state, interval=2 * len(body))[0] == content[state.offset :]
+        interval = 2 * len(body) if number % 8 else 1  # a search for further states takes long
+        assert read(body, state, interval)[0] == content[state.offset :]
     return states
 
 
